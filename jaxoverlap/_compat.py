@@ -6,12 +6,14 @@ Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviou
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax._src import api_util, core, pjit, source_info_util
+from jax._src.sharding_impls import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -108,6 +110,81 @@ def traced_params(traced: jax.stages.Traced) -> dict[str, Any]:
 def is_jaxpr(value: Any) -> bool:
     """Whether an equation parameter is a jaxpr."""
     return isinstance(value, core.Jaxpr)
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an equation's operand is a number written into it."""
+    return isinstance(atom, core.Literal)
+
+
+def new_var(aval: Any) -> Any:
+    """A variable that no jaxpr has yet."""
+    return core.Var(aval)
+
+
+def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        yield from filter(is_jaxpr, value if isinstance(value, tuple) else (value,))
+
+
+def map_jaxprs(fn: Callable[[Jaxpr], Jaxpr], eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn` with `fn` of each of the jaxprs among its parameters."""
+
+    def mapped(value: Any) -> Any:
+        if is_jaxpr(value):
+            return fn(value)
+        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            new = tuple(fn(v) if is_jaxpr(v) else v for v in value)
+            return value if all(map(operator.is_, new, value)) else new
+        return value
+
+    params = {key: mapped(value) for key, value in eqn.params.items()}
+    changed = any(params[key] is not value for key, value in eqn.params.items())
+    return eqn.replace(params=params) if changed else eqn
+
+
+def is_plain_jit(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` is a jit that says nothing but "compile this"."""
+    if eqn.primitive is not pjit.jit_p:
+        return False
+    params, inner = eqn.params, eqn.params["jaxpr"]
+    free = all(isinstance(s, type(UNSPECIFIED)) for s in _places(params))
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    return (
+        free
+        and not any(layouts)
+        and not any(params["donated_invars"])
+        and not params["compiler_options_kvs"]
+        and not inner.effects
+        and not inner.consts
+    )
+
+
+def _places(params: dict[str, Any]) -> tuple[Any, ...]:
+    return (*params["in_shardings"], *params["out_shardings"])
+
+
+def opened_jit(eqn: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a plain jit's body on its operands, and the atoms that are its results.
+
+    Every variable is a new one, so that a body may be opened in several places.
+    """
+    body = eqn.params["jaxpr"]
+    env: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
+
+    def outer(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    above = eqn.source_info.name_stack.extend(f"jit({eqn.params['name']})")
+    opened = []
+    for inner in body.eqns:
+        invars = [outer(v) for v in inner.invars]
+        outvars = [v if isinstance(v, core.DropVar) else core.Var(v.aval) for v in inner.outvars]
+        env.update(zip(inner.outvars, outvars, strict=True))
+        info = inner.source_info.replace(name_stack=above + inner.source_info.name_stack)
+        opened.append(inner.replace(invars=invars, outvars=outvars, source_info=info))
+    return opened, [outer(v) for v in body.outvars]
 
 
 def inline(fn: Callable[..., Any], eqn: JaxprEqn) -> list[JaxprEqn]:

@@ -5,6 +5,7 @@ Every pass sees the `dot_general`s of a step in one order, and knows each by its
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,32 +41,69 @@ class Dot:
         runs: how often a step runs it: the product of the lengths of the scans around it (a while
             loop, whose trips are not known, counts once).
         inside: the primitive whose body must not be rewritten, or None.
+        place: the equation's number in its body.
     """
 
     index: int
     eqn: Any
     runs: int
     inside: str | None
+    place: int
 
 
-Visit = Callable[[Dot], list[Any] | None]
+@dataclass(frozen=True)
+class Body:
+    """One jaxpr of a step: the step itself, or what a scan, a remat, a branch of it runs.
+
+    Attributes:
+        index: its number, outer bodies before those inside them.
+        eqns: its equations.
+        outvars: its results.
+        dots: its matmuls; not those of the bodies inside it.
+    """
+
+    index: int
+    eqns: tuple[Any, ...]
+    outvars: tuple[Any, ...]
+    dots: tuple[Dot, ...]
 
 
-def map_dots(jaxpr: Any, visit: Visit) -> Any:
-    """A jaxpr with each `dot_general` replaced by what `visit` returns; None leaves it.
+Visit = Callable[[Body], list[Any] | None]
 
-    Equations keep their operands and results, so every jaxpr around them keeps its signature and
-    scans, remats and conditionals need no rebuilding. A body that two equations share becomes two:
-    the same matmul in another place may be sharded in another way.
+
+def map_bodies(jaxpr: Any, visit: Visit) -> Any:
+    """A jaxpr whose bodies have the equations that `visit` returns; None leaves one as it is.
+
+    A body keeps its operands and results, so every jaxpr around it keeps its signature, and scans,
+    remats and conditionals need no rebuilding. Inner bodies are visited first. A body that two
+    equations share becomes two: the same matmul in another place may be sharded in another way.
     """
     return _Walk(visit).jaxpr(jaxpr, runs=1, inside=None)
 
 
+def map_dots(jaxpr: Any, visit: Callable[[Dot], list[Any] | None]) -> Any:
+    """A jaxpr with each `dot_general` replaced by what `visit` returns; None leaves it."""
+
+    def visit_body(body: Body) -> list[Any] | None:
+        new = {dot.place: eqns for dot in body.dots if (eqns := visit(dot)) is not None}
+        if not new:
+            return None
+        return [e for place, eqn in enumerate(body.eqns) for e in new.get(place, [eqn])]
+
+    return map_bodies(jaxpr, visit_body)
+
+
+def bodies(jaxpr: Any) -> tuple[Body, ...]:
+    """Every body of a jaxpr, outer ones first."""
+    found: list[Body] = []
+    map_bodies(jaxpr, found.append)
+    return tuple(sorted(found, key=lambda body: body.index))
+
+
 def dots(jaxpr: Any) -> tuple[Dot, ...]:
-    """Every `dot_general` of a jaxpr, at any depth, in the order `map_dots` visits them."""
-    found: list[Dot] = []
-    map_dots(jaxpr, found.append)
-    return tuple(found)
+    """Every `dot_general` of a jaxpr, at any depth, in the order they are written."""
+    found = (dot for body in bodies(jaxpr) for dot in body.dots)
+    return tuple(sorted(found, key=lambda dot: dot.index))
 
 
 class _Walk:
@@ -73,35 +111,33 @@ class _Walk:
 
     def __init__(self, visit: Visit):
         self.visit = visit
-        self.count = 0
+        self.num_dots = 0
+        self.num_bodies = 0
 
     def jaxpr(self, jaxpr: Any, *, runs: int, inside: str | None) -> Any:
-        eqns = []
-        for eqn in jaxpr.eqns:
-            eqns.extend(self.eqn(eqn, runs=runs, inside=inside))
-        return jaxpr if inside else jaxpr.replace(eqns=eqns)
+        index = self.num_bodies
+        self.num_bodies += 1
+        eqns: list[Any] = []
+        found: list[Dot] = []
+        for place, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive.name == "dot_general":
+                found.append(Dot(self.num_dots, eqn, runs, inside, place))
+                self.num_dots += 1
+                eqns.append(eqn)
+            else:
+                eqns.append(self.eqn(eqn, runs=runs, inside=inside))
+        new = self.visit(Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found)))
+        assert new is None or inside is None, "the body of an opaque primitive is not ours"
+        if inside or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):
+            return jaxpr
+        return jaxpr.replace(eqns=eqns if new is None else new)
 
-    def eqn(self, eqn: Any, *, runs: int, inside: str | None) -> list[Any]:
+    def eqn(self, eqn: Any, *, runs: int, inside: str | None) -> Any:
         name = eqn.primitive.name
-        if name == "dot_general":
-            dot = Dot(self.count, eqn, runs, inside)
-            self.count += 1
-            new = self.visit(dot)
-            assert new is None or inside is None, "the body of an opaque primitive is not ours"
-            return [eqn] if new is None else new
+        if not any(True for _ in _compat.jaxprs_in(eqn)):
+            return eqn
         inner_runs = runs * eqn.params["length"] if name == "scan" else runs
         opaque = inside or (None if name in _TRANSPARENT else name)
-        params = {
-            key: self.param(value, runs=inner_runs, inside=opaque)
-            for key, value in eqn.params.items()
-        }
-        changed = any(params[key] is not value for key, value in eqn.params.items())
-        return [eqn.replace(params=params)] if changed else [eqn]
-
-    def param(self, value: Any, *, runs: int, inside: str | None) -> Any:
-        if _compat.is_jaxpr(value):
-            return self.jaxpr(value, runs=runs, inside=inside)
-        if isinstance(value, tuple) and any(_compat.is_jaxpr(v) for v in value):
-            walked = [self.param(v, runs=runs, inside=inside) for v in value]
-            return value if inside else tuple(walked)
-        return value
+        return _compat.map_jaxprs(
+            lambda jaxpr: self.jaxpr(jaxpr, runs=inner_runs, inside=opaque), eqn
+        )

@@ -3,17 +3,22 @@
 The ring's own axis turns manual. So do the axes of the matmul's other collectives, because inside
 a ring XLA would repeat those once a chunk, and every axis that shares a dim with one of these,
 because a chunk of a dim must not cross its devices. All others stay automatic.
+
+A mesh axis on a dim is one digit of that dim's index: with ("data", "model") on a dim of size C,
+`data` counts blocks of C / data rows, its stride, and `model` blocks of C / (data * model) inside
+these. So an axis that moves need not be the minor one: along a dim that is whole over the axis,
+chunk k is `reshape(dim, (outer, axis_size, inner))[:, k, :]`, and `outer` follows from the strides.
+What must hold is that an axis has the same stride on every side, else the devices' blocks do not
+meet.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from jaxoverlap.passes.sites import Matmul, Side, Spec, Split
-
-_SIDES: tuple[Side, Side, Side] = ("lhs", "rhs", "out")
+from jaxoverlap.passes.sites import SIDES, Matmul, Side, Spec, Split
 
 
 @dataclass(frozen=True)
@@ -39,21 +44,72 @@ class Layout:
     rhs: Spec
     out: Spec
 
+    def spec(self, side: Side) -> Spec:
+        """The shard_map's spec of one side."""
+        return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
 
-def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | str:
-    """Lay a matmul out for a ring, or say why its dims do not allow it."""
+    def outer(self, side: Side, letter: str, axis: str) -> int:
+        """Into how many blocks each chunk of `axis` falls along a local dim, when it moves.
+
+        On an operand, what `others` gather has been gathered; on the result, what they scatter has
+        not been scattered yet, except for those that come before `axis`.
+        """
+        stride = self._stride(letter, axis)
+        if stride is None:
+            return 1  # an all-reduce: its chunks are cut from the local dim, as they come
+        held = self._held(side, letter, axis)
+        above = math.prod(
+            self.matmul.axis_sizes[a] for a in held if (self._stride(letter, a) or 0) > stride
+        )
+        size = self.matmul.einsum.sizes[letter]
+        return size // (stride * self.matmul.axis_sizes[axis]) // above
+
+    def _held(self, side: Side, letter: str, axis: str) -> list[str]:
+        """The axes that shard a dim at the time when `axis` moves."""
+        axes = _on(self.matmul, side, letter, self.spec(side))
+        order = [s for s in self.others if _kind(s) == "all_gather"]
+        order += [self.ring, *(s for s in self.others if _kind(s) != "all_gather")]
+        place = [s.axis for s in order].index(axis)
+        gathered = {s.axis for s in order[: place + 1] if _moves(s, side, "all_gather")}
+        waiting = {s.axis for s in order[place:] if _moves(s, side, "reduce_scatter")}
+        return [a for a in axes if a not in gathered | waiting]
+
+    def _stride(self, letter: str, axis: str) -> int | None:
+        specs = {side: self.spec(side) for side in SIDES}
+        return next(iter(_strides(self.matmul, specs, letter).get(axis, {}).values()), None)
+
+
+def _kind(split: Split) -> str:
+    return split.motion.kind if split.motion else ""
+
+
+def _moves(split: Split, side: Side, kind: str) -> bool:
+    return split.motion is not None and split.motion.side == side and split.motion.kind == kind
+
+
+def lay_out(
+    matmul: Matmul, shared: Sequence[Split], ring: Split, also: Collection[str] = ()
+) -> Layout | str:
+    """Lay a matmul out for a ring, or say why its dims do not allow it.
+
+    Args:
+        matmul: the matmul.
+        shared: how each mesh axis shares its work.
+        ring: the one of these that becomes the ring.
+        also: axes that turn manual too, because they do for another matmul of the same ring.
+    """
     assert ring.motion is not None
     order = ("all_gather", "reduce_scatter", "all_reduce")
     rest = [s for s in shared if s.motion is not None and s is not ring]
-    others = tuple(sorted(rest, key=lambda s: order.index(s.motion.kind) if s.motion else 0))
+    others = tuple(sorted(rest, key=lambda s: order.index(_kind(s))))
     letter = _chunked_letter(matmul, shared, ring)
     if letter is None:
         sizes = ", ".join(f"{c} {matmul.einsum.sizes[c]}" for c in matmul.einsum.out)
         return f"no dim of the result ({sizes}) divides into {ring.axis_size} chunks"
-    manual = _manual_axes(matmul, shared, (ring, *others), letter)
+    manual = _manual_axes(matmul, shared, {ring.axis, *(s.axis for s in others), *also}, letter)
     taken = [s for s in shared if s.axis in manual]
-    specs: dict[Side, Spec] = {side: _spec(matmul, side, taken) for side in _SIDES}
-    problem = _uneven(matmul, specs, ring, letter) or _disorder(matmul, specs, taken)
+    specs: dict[Side, Spec] = {side: _spec(matmul, side, taken) for side in SIDES}
+    problem = _uneven(matmul, specs) or _disorder(matmul, specs)
     if problem:
         return problem
     return Layout(matmul, ring, letter, others, manual, specs["lhs"], specs["rhs"], specs["out"])
@@ -65,14 +121,11 @@ def traffic(layout: Layout) -> dict[str, int]:
     Counted as the rewrite runs it: gathers before the ring make its shards larger, and the ring's
     sums are scattered over other axes only after it.
     """
-    sizes: dict[Side, int] = {side: _local_bytes(layout, side) for side in _SIDES}
-    for split in layout.others:  # before the ring nothing is scattered yet
-        if split.motion is not None and split.motion.kind == "reduce_scatter":
+    sizes: dict[Side, int] = {side: _local_bytes(layout, side) for side in SIDES}
+    for split in (*layout.others, layout.ring):  # before the ring nothing is scattered yet
+        if _kind(split) == "reduce_scatter":
             sizes["out"] *= split.axis_size
-    assert layout.ring.motion is not None
-    if layout.ring.motion.kind == "reduce_scatter":
-        sizes["out"] *= layout.ring.axis_size
-    gathers = [s for s in layout.others if s.motion and s.motion.kind == "all_gather"]
+    gathers = [s for s in layout.others if _kind(s) == "all_gather"]
     sums = [s for s in layout.others if s not in gathers]
     return {s.axis: _send(s, sizes) for s in (*gathers, layout.ring, *sums)}
 
@@ -94,11 +147,10 @@ def _send(split: Split, sizes: dict[Side, int]) -> int:
 def _local_bytes(layout: Layout, side: Side) -> int:
     """Bytes of one side on one device, as the shard_map takes or gives it."""
     matmul = layout.matmul
-    specs = {"lhs": layout.lhs, "rhs": layout.rhs, "out": layout.out}
     automatic = [a for dim in matmul.spec(side) for a in dim if a not in layout.manual]
-    axes = [*automatic, *(a for dim in specs[side] for a in dim)]
+    axes = [*automatic, *(a for dim in layout.spec(side) for a in dim)]
     elements = math.prod(matmul.einsum.sizes[c] for c in matmul.einsum.side(side))
-    itemsize = matmul.itemsize[_SIDES.index(side)]
+    itemsize = matmul.itemsize[SIDES.index(side)]
     return elements * itemsize // math.prod(matmul.axis_sizes[a] for a in axes)
 
 
@@ -121,32 +173,41 @@ def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str
 
 
 def _manual_axes(
-    matmul: Matmul, shared: Sequence[Split], moving: Sequence[Split], letter: str
+    matmul: Matmul, shared: Sequence[Split], manual: set[str], letter: str
 ) -> tuple[str, ...]:
-    manual = {s.axis for s in moving}
+    """`manual`, and every axis that shares a dim with one of it or with the dim that is cut."""
     while True:
         letters = {letter} | {
-            c for s in shared if s.axis in manual for side in _SIDES if (c := s.at(side))
+            c for s in shared if s.axis in manual for side in SIDES if (c := s.at(side))
         }
-        grown = manual | {s.axis for s in shared for side in _SIDES if s.at(side) in letters}
+        grown = manual | {s.axis for s in shared for side in SIDES if s.at(side) in letters}
         if grown == manual:
             return tuple(a for a in matmul.axis_sizes if a in manual)
         manual = grown
 
 
 def _spec(matmul: Matmul, side: Side, taken: Sequence[Split]) -> Spec:
-    """The manual axes on each dim: those that are there, then those a device slices by."""
+    """The manual axes on each dim: those that are there, then those a device slices by.
+
+    The latter in the order that another side has them in.
+    """
     dims = []
     for letter in matmul.einsum.side(side):
         here = [s.axis for s in taken if s.at(side) == letter]
         given = [a for a in matmul.axes_of(side, letter) if a in here]
-        dims.append((*given, *(a for a in here if a not in given)))
+        elsewhere = [a for other in SIDES for a in matmul.axes_of(other, letter) if a in here]
+        dims.append(tuple(dict.fromkeys((*given, *elsewhere, *here))))
     return tuple(dims)
 
 
-def _uneven(matmul: Matmul, specs: dict[Side, Spec], ring: Split, letter: str) -> str | None:
+def _on(matmul: Matmul, side: Side, letter: str, spec: Spec) -> tuple[str, ...]:
+    letters = matmul.einsum.side(side)
+    return spec[letters.index(letter)] if letter in letters else ()
+
+
+def _uneven(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
     """The first dim that its manual axes do not divide, with the numbers."""
-    for side in _SIDES:
+    for side in SIDES:
         for c, axes in zip(matmul.einsum.side(side), specs[side], strict=True):
             size, parts = matmul.einsum.sizes[c], math.prod(matmul.axis_sizes[a] for a in axes)
             if size % parts:
@@ -154,26 +215,38 @@ def _uneven(matmul: Matmul, specs: dict[Side, Spec], ring: Split, letter: str) -
     return None
 
 
-def _disorder(matmul: Matmul, specs: dict[Side, Spec], taken: Sequence[Split]) -> str | None:
-    """Why the order of the axes on some dim does not fit a ring, if it does not.
-
-    The axis that moves must be the minor one of its dim, or the chunks of one device's result
-    would not lie side by side; and the axes that stay must lie alike on every side.
-    """
-    moves = {(s.motion.side, s.motion.letter, s.axis) for s in taken if s.motion}
+def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
+    """The first dim on which the blocks of an axis do not meet, if there is one."""
     for letter in matmul.einsum.sizes:
-        staying: dict[tuple[str, ...], Side] = {}
-        for side in _SIDES:
-            if letter not in matmul.einsum.side(side):
-                continue
-            axes = specs[side][matmul.einsum.side(side).index(letter)]
-            moving = [a for a in axes if (side, letter, a) in moves]
-            stay = tuple(a for a in axes if a not in moving)
-            if len(moving) > 1:
-                return f"axes {' and '.join(moving)} both move dim {letter} of {side}"
-            if moving and axes[-1] != moving[0]:
-                return f"dim {letter} of {side} is sharded by {axes}: {moving[0]} is not the minor"
-            staying[stay] = side
-        if len(staying) > 1:
-            return f"dim {letter} is sharded in different orders: {' and '.join(map(str, staying))}"
+        for strides in _strides(matmul, specs, letter).values():
+            if len(set(strides.values())) > 1:
+                orders = [_on(matmul, side, letter, specs[side]) for side in strides]
+                shown = " and ".join(map(str, dict.fromkeys(orders)))
+                return f"dim {letter} is sharded in different orders: {shown}"
+    return None
+
+
+def _strides(
+    matmul: Matmul, specs: dict[Side, Spec], letter: str
+) -> dict[str, dict[Side, int]]:
+    """The stride of every axis on one dim, in elements, by the side that has it."""
+    found: dict[str, dict[Side, int]] = {}
+    for side in SIDES:
+        stride = matmul.einsum.sizes[letter]
+        for axis in _on(matmul, side, letter, specs[side]):
+            stride //= matmul.axis_sizes[axis]
+            found.setdefault(axis, {})[side] = stride
+    return found
+
+
+def hoistable(matmul: Matmul, gathers: Iterable[Split]) -> Split | None:
+    """A gather that may as well be done before the shard_map, once for all that read its value.
+
+    The axis has to be the minor one of its dim, so that the gathered blocks lie side by side.
+    """
+    for split in gathers:
+        motion = split.motion
+        assert motion is not None
+        if matmul.axes_of(motion.side, motion.letter)[-1] == split.axis:
+            return split
     return None

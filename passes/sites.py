@@ -29,6 +29,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 Side = Literal["lhs", "rhs", "out"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+SIDES: tuple[Side, Side, Side] = ("lhs", "rhs", "out")
 _DECOMPOSED = ("all_gather", "reduce_scatter", "all_reduce")
 LETTERS = string.ascii_letters
 

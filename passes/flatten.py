@@ -1,0 +1,52 @@
+"""Put the bodies of inner jits in their place, so that matmuls that belong together meet.
+
+    q = jit[name=_einsum jaxpr={ lambda ; x w. let y = dot_general x w in (y,) }] x w
+
+->  q = dot_general x w
+
+`jnp.einsum`, `jnp.matmul` and most of a user's own helpers are jits of their own: without this,
+three projections that read one value stand in three bodies, and each would gather it for itself.
+
+Only jits that hold a matmul are opened. One that says more than "compile this" (shardings,
+donation, compiler options, constants, effects) stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxoverlap import _compat
+
+
+def flatten(jaxpr: Any) -> Any:
+    """A jaxpr that computes the same, in which no plain jit stands around a matmul."""
+    return _body(jaxpr) if _has_matmul(jaxpr) else jaxpr
+
+
+def _body(jaxpr: Any) -> Any:
+    renamed: dict[Any, Any] = {}
+
+    def now(atom: Any) -> Any:
+        return atom if _compat.is_literal(atom) else renamed.get(atom, atom)
+
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[now(v) for v in eqn.invars])
+        if not any(map(_has_matmul, _compat.jaxprs_in(eqn))):
+            eqns.append(eqn)
+            continue
+        eqn = _compat.map_jaxprs(_body, eqn)
+        if not _compat.is_plain_jit(eqn):
+            eqns.append(eqn)
+            continue
+        inner, results = _compat.opened_jit(eqn)
+        eqns.extend(inner)
+        renamed.update(zip(eqn.outvars, results, strict=True))
+    return jaxpr.replace(eqns=eqns, outvars=[now(v) for v in jaxpr.outvars])
+
+
+def _has_matmul(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name == "dot_general" or any(map(_has_matmul, _compat.jaxprs_in(eqn)))
+        for eqn in jaxpr.eqns
+    )

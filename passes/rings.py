@@ -1,0 +1,153 @@
+"""What the matmuls of a body become: the rings, who is in them, and what they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxoverlap.passes.jaxprs import Dot
+from jaxoverlap.passes.layout import Layout
+from jaxoverlap.passes.order import Order
+from jaxoverlap.passes.sites import Side, Spec
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a body, and how it lies on the mesh: sharded as it was made, or gathered since."""
+
+    var: Any
+    spec: Spec
+
+    def gathered(self, dim: int, axis: str) -> Value:
+        """The same value, whole over one axis of one dim."""
+        new = tuple(a for a in self.spec[dim] if a != axis)
+        return Value(self.var, (*self.spec[:dim], new, *self.spec[dim + 1 :]))
+
+
+@dataclass(frozen=True)
+class Hoist:
+    """A gather that is done before any ring, once for all that read its result.
+
+    Attributes:
+        before, after: the value, and the value whole over `axis`.
+        axis: the mesh axis.
+        bytes_moved: bytes that each device sends.
+    """
+
+    before: Value
+    after: Value
+    axis: str
+    bytes_moved: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A matmul that is rewritten.
+
+    Attributes:
+        dot: the matmul.
+        lhs, rhs: what it reads.
+        layout: how it lies on the mesh; None if nothing moves any more, as others gathered it.
+        hoists: the gathers that come before it, those that are there for others too.
+    """
+
+    dot: Dot
+    lhs: Value
+    rhs: Value
+    layout: Layout | None
+    hoists: tuple[Hoist, ...] = ()
+
+    def value(self, side: Side) -> Value:
+        """One operand."""
+        return {"lhs": self.lhs, "rhs": self.rhs}[side]
+
+
+@dataclass
+class Ring:
+    """Matmuls that share a ring: they read one gathered value, or their partial sums are added.
+
+    Attributes:
+        members: the matmuls; the first names the ring.
+        keep: whether the gathered value is kept whole for matmuls that come later.
+        total: the variable of the sum of all results, where several are added up.
+    """
+
+    members: list[Member]
+    keep: bool = False
+    total: Any = None
+
+    @property
+    def first(self) -> Layout:
+        """The layout of the first matmul: kind and axis of the ring are the same for all."""
+        layout = self.members[0].layout
+        assert layout is not None
+        return layout
+
+    @property
+    def site(self) -> int:
+        """The number of the first matmul."""
+        return self.members[0].dot.index
+
+    @property
+    def place(self) -> int:
+        """The first matmul's place in the body."""
+        return self.members[0].dot.place
+
+    @property
+    def kind(self) -> str:
+        """The motion that the ring carries out."""
+        assert self.first.ring.motion is not None
+        return self.first.ring.motion.kind
+
+    @property
+    def side(self) -> Side:
+        """What moves, seen from the first matmul."""
+        assert self.first.ring.motion is not None
+        return self.first.ring.motion.side
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut into chunks, of the gathered value or of the result."""
+        side = "out" if self.kind == "all_reduce" else self.side
+        return self.first.matmul.einsum.side(side).index(self.first.letter)
+
+    @property
+    def shard(self) -> Value:
+        """The value that is gathered."""
+        return self.members[0].value(self.side)
+
+    @property
+    def whole(self) -> Value:
+        """The gathered value, whole over the ring's axis."""
+        return self.shard.gathered(self.dim, self.first.ring.axis)
+
+    def can_keep(self) -> bool:
+        """Whether the gathered value, kept whole, is one that the step around it can read.
+
+        Its blocks have to lie side by side, and nothing else may have been done to it.
+        """
+        layout, axis = self.first, self.first.ring.axis
+        given = layout.matmul.spec(self.side)
+        manual = tuple(tuple(a for a in dim if a in layout.manual) for dim in given)
+        untouched = manual == layout.spec(self.side)
+        inside = any(s.motion and s.motion.side == self.side for s in layout.others)
+        return untouched and not inside and given[self.dim][-1] == axis
+
+
+@dataclass
+class Sharing:
+    """What becomes of the matmuls of one body.
+
+    Attributes:
+        order: the order in which the body's equations then stand.
+        rings: the rings.
+        readers: matmuls that only read what others gathered.
+        hoisted: the gathers that come before the rings, by what they give.
+        skipped: why each other matmul is left alone, by its number.
+    """
+
+    order: Order
+    rings: list[Ring] = field(default_factory=list)
+    readers: list[Member] = field(default_factory=list)
+    hoisted: dict[Value, Hoist] = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
