@@ -3,10 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 import msgspec
 
 from jaxoverlap._text import human_bytes, table
+
+Style = Literal["one_way", "two_way", "direct", "sliced"]
+
+
+class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the pieces of a decomposed collective travel.
+
+    Attributes:
+        style: "one_way": a ring, every hop to the next device. "two_way": two rings at once, one a
+            direction, each half as long (Wang et al., ASPLOS '23). "direct": each piece straight to
+            where it is needed, so that no hop waits for another (CommFuse, arXiv 2604.24013).
+            "sliced": no ring; the whole collective in slices, each under another slice's matmul.
+        slices: pieces that each chunk of a ring is cut into, each with a hop and a matmul of its
+            own; for "sliced" the slices of the whole collective, at least 2.
+    """
+
+    style: Style = "one_way"
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        if self.style not in get_args(Style):
+            raise ValueError(f"style {self.style!r}: expected one of {', '.join(get_args(Style))}")
+        least = 2 if self.style == "sliced" else 1
+        whole = isinstance(self.slices, int) and not isinstance(self.slices, bool)
+        if not whole or self.slices < least:
+            raise ValueError(
+                f"{self.slices!r} slices of style {self.style}: expected a whole number, "
+                f"{least} or more"
+            )
+
+    def __str__(self) -> str:
+        return self.style if self.slices == 1 else f"{self.style} x {self.slices}"
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """The variant that `str` wrote, as in "one_way" or "two_way x 2".
+
+        Raises:
+            ValueError: if `text` is not one; it says what was expected.
+        """
+        style, times, slices = (part.strip() for part in text.partition(" x "))
+        if style not in get_args(Style) or (times and not slices.isdecimal()):
+            raise ValueError(
+                f"variant {text!r}: expected a style ({', '.join(get_args(Style))}), alone or with "
+                'slices, as in "two_way x 2"'
+            )
+        return cls(style, int(slices) if times else 1)  # type: ignore[arg-type]
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unknown_fields=True):

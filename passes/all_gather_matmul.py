@@ -1,4 +1,4 @@
-"""All-gather, then matmul: a ring in which each hop runs under the chunk that has arrived.
+"""All-gather, then matmuls: a ring in which each hop runs under the chunk that has arrived.
 
 Before, on each device, for a gather along a free dim (sequence parallel -> column parallel):
 
@@ -14,96 +14,192 @@ Before, on each device, for a gather along a free dim (sequence parallel -> colu
     x, y = optimization_barrier next y                 # hop i + 1 waits for matmul i
 
 Along a contracted dim (FSDP's weights, sequence-sharded weight gradients) the other operand is
-sliced to the chunk that has arrived, and the products are added up.
+sliced to the chunk that has arrived, and the products are added up. Along a batch dim it is sliced,
+and the products are written. One ring serves every matmul that reads the operand (q, k and v; the
+two gradients that read dy): each shard travels once, and all their chunks run over each hop.
 
 Why the barrier: without it XLA's dot merger glues the chunks back into one matmul, and its
 scheduler issues the hops back to back. Both the hop and the matmul must read the barriered value.
 
-The order of chunks is CommFuse's (arXiv 2604.24013, Figure 6). It does not apply when the gathered
-dim does not divide by the axis, or when another mesh axis shards that dim more finely.
+With t for all readers' matmuls of one chunk and tau for its hop, the ring takes
+t + (N - 1) max(t, tau); the other orders, and when that does not apply, are in `ring.py`. "sliced"
+runs lax.all_gather of 1/m of the shard under the matmul of the slice before: T_comm/m stays bare,
+in front. The order of chunks is CommFuse's (arXiv 2604.24013, Figure 6). The pass does not apply
+when the gathered dim does not divide by the axis, or when another mesh axis shards that dim more
+finely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxoverlap.passes import ring
+from jaxoverlap.passes import chunks, ring
+from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.sites import Einsum
+from jaxoverlap.plan import Variant
 
 LocalDot = Callable[..., Array]
 """`dot(lhs, rhs, dtype)`: one chunk's product, accumulated and returned in `dtype`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A matmul that reads what arrives.
+
+    Attributes:
+        other: its other operand, whole along the travelling dim where it has that dim.
+        einsum: its letters (the sizes are not read).
+        side: which of its operands travels.
+        dot: multiplies one chunk.
+        dtype: the dtype of its result.
+        other_outer, out_outer: `Cut.outer` of the travelling dim in the other operand and the
+            result.
+    """
+
+    other: Array
+    einsum: Einsum
+    side: Literal["lhs", "rhs"]
+    dot: LocalDot
+    dtype: Any
+    other_outer: int = 1
+    out_outer: int = 1
+
+
 def all_gather_matmul(
-    lhs: Array,
-    rhs: Array,
+    shard: Array,
+    readers: Sequence[Reader],
     *,
-    einsum: Einsum,
-    gathered: str,
-    letter: str,
+    dim: int,
     axis: str,
     axis_size: int,
-    dot: LocalDot,
-    dtype: Any,
-) -> Array:
-    """The matmul of a gathered operand, ringed; call it where `axis` is manual.
+    variant: Variant = Variant(),  # noqa: B008, it is frozen
+    outer: int = 1,
+    keep: bool = False,
+) -> tuple[list[Array], Array | None]:
+    """Matmuls of a gathered operand, ringed; call it where `axis` is manual.
 
     Args:
-        lhs, rhs: this device's operands; the gathered one holds 1/axis_size of dim `letter`.
-        einsum: the matmul's letters (its sizes are not read).
-        gathered: which operand is gathered, "lhs" or "rhs".
-        letter: the dim it is gathered along.
+        shard: this device's chunk of the operand, 1/axis_size of its dim number `dim`.
+        readers: the matmuls that read the operand, at least one.
+        dim: the dim it is gathered along; in each reader free, contracted or batch.
         axis, axis_size: the mesh axis of the ring, and its devices.
-        dot: multiplies one chunk.
-        dtype: the dtype of the result.
+        variant: how the chunks travel.
+        outer: `Cut.outer` of the gathered dim.
+        keep: whether to return the gathered operand too.
 
     Returns:
-        This device's result, whole along `letter` if that is a free dim.
+        Each reader's result on this device, whole along the dim unless that is contracted; and the
+        gathered operand, or None.
+
+    Raises:
+        ValueError: if a chunk does not divide into the variant's slices.
     """
-    assert gathered in ("lhs", "rhs")
-    shard, other = (lhs, rhs) if gathered == "lhs" else (rhs, lhs)
-    other_letters = einsum.rhs if gathered == "lhs" else einsum.lhs
-    chunk_size = shard.shape[einsum.side(gathered).index(letter)]
+    arrivals = Arrivals(readers, dim, Cut(axis_size, variant.slices, outer), keep)
+    if variant.style == "sliced":
+        _slices(shard, arrivals, axis)
+        return arrivals.finish()
     rank = lax.axis_index(axis)
+    pieces = range(variant.slices)
+    held = {(0, j): chunks.take(shard, dim, arrivals.cut.shard(), piece=j) for j in pieces}
+    for step in ring.gather_steps(variant.style, axis_size):
+        chunk = ring.chunk_at(rank, step.back, axis_size)
+        for j in pieces:
+            used = {(step.back, j), *((send.back, j) for send in step.sends)}
+            held |= arrivals.tie({key: held[key] for key in sorted(used)})
+            for send in step.sends:
+                pairs = ring.permutation(axis_size, send.shift)
+                held[send.arrives_as, j] = lax.ppermute(held[send.back, j], axis, pairs)
+            arrivals.read(held[step.back, j], chunk, j)
+    return arrivals.finish()
+
+
+def _slices(shard: Array, arrivals: Arrivals, axis: str) -> None:
+    """Each slice of the whole gather under the matmul of the slice before."""
+    cut, dim = arrivals.cut, arrivals.dim
+
+    def send(piece: Array) -> Array:
+        return chunks.gather(piece, dim, axis, cut)
+
+    arrivals.read_slices(
+        [chunks.take(shard, dim, cut.shard(), piece=j) for j in range(cut.pieces)], send
+    )
+
+
+class Arrivals:
+    """The results of all readers while pieces of their operand arrive."""
+
+    def __init__(self, readers: Sequence[Reader], dim: int, cut: Cut, keep: bool):
+        assert readers
+        self.readers, self.dim, self.cut, self.keep = readers, dim, cut, keep
+        self.results: list[Array] = []  # a reader's each, once the first piece is read
+        self.whole: list[Array] = []  # the operand itself, if it is kept
+
+    def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
+        """What is read next, so that neither it nor a hop of it starts before the last matmul."""
+        if not self.results:
+            return held
+        held, (self.results, self.whole) = lax.optimization_barrier(
+            (held, (self.results, self.whole))
+        )
+        return held
+
+    def read(self, part: Array, chunk: Any, piece: int) -> None:
+        """Multiply one piece of one chunk (of all chunks, if None) and put the products by."""
+        first = not self.results
+        self.results = [
+            _add(reader, None if first else self.results[i], self, part, chunk, piece)
+            for i, reader in enumerate(self.readers)
+        ]
+        if self.keep:
+            whole = chunks.room(part, self.dim, self.cut, chunk) if first else self.whole[0]
+            self.whole = [chunks.put(whole, part, self.dim, self.cut, chunk, piece)]
+
+    def read_slices(self, parts: list[Array], send: Callable[[Array], Array]) -> None:
+        """Read slices of all chunks, each sent as a whole under the matmul before it."""
+        coming = send(parts[0])
+        for j in range(len(parts)):
+            used = {"here": coming} | ({"next": parts[j + 1]} if j + 1 < len(parts) else {})
+            used = self.tie(used)
+            if j == 0:  # nothing to tie to yet; but the next slice waits for this one
+                used = lax.optimization_barrier(used)
+            if "next" in used:
+                coming = send(used["next"])
+            self.read(used["here"], None, j)
+
+    def finish(self) -> tuple[list[Array], Array | None]:
+        """The results in their dtypes, and the operand if it was kept."""
+        results = [r.astype(m.dtype) for r, m in zip(self.results, self.readers, strict=True)]
+        return results, self.whole[0] if self.keep else None
+
+
+def _add(
+    reader: Reader, result: Array | None, arrivals: Arrivals, part: Array, chunk: Any, piece: int
+) -> Array:
+    """One reader's result with one piece's product written into it or added."""
+    einsum, cut = reader.einsum, arrivals.cut
+    letter = einsum.side(reader.side)[arrivals.dim]
+    other, other_letters = reader.other, einsum.rhs if reader.side == "lhs" else einsum.lhs
+    if letter in other_letters:
+        at = replace(cut, outer=reader.other_outer)
+        other = chunks.take(other, other_letters.index(letter), at, chunk, piece)
+    contracted = letter not in einsum.out
     # Products of a contracted dim's chunks are added up here, where the plain matmul adds them
     # inside one kernel: in float32 at least, so that no more is rounded than there.
-    sum_dtype = dtype if letter in einsum.out else _wide(dtype)
-
-    result = None
-    for hop in range(axis_size):
-        start = ring.gathered_chunk(rank, hop, axis_size) * chunk_size
-        last = hop == axis_size - 1
-        arriving = None if last else lax.ppermute(shard, axis, ring.next_rank(axis_size))
-        part = other
-        if letter in other_letters:
-            dim = other_letters.index(letter)
-            part = lax.dynamic_slice_in_dim(other, start, chunk_size, dim)
-        product = dot(*((shard, part) if gathered == "lhs" else (part, shard)), sum_dtype)
-        result = _collect(result, product, einsum, letter, start, axis_size)
-        if arriving is not None:
-            shard, result = lax.optimization_barrier((arriving, result))
-    assert result is not None
-    return result.astype(dtype)
+    dtype = wide(reader.dtype) if contracted else reader.dtype
+    product = reader.dot(*((part, other) if reader.side == "lhs" else (other, part)), dtype)
+    if contracted:
+        return product if result is None else result + product
+    dim, at = einsum.out.index(letter), replace(cut, outer=reader.out_outer)
+    if result is None:
+        result = chunks.room(product, dim, at, chunk)
+    return chunks.put(result, product, dim, at, chunk, piece)
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
     """The dtype for sums over chunks; by hand, as jax may be told not to promote."""
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-
-
-def _collect(
-    result: Array | None, product: Array, einsum: Einsum, letter: str, start: Array, axis_size: int
-) -> Array:
-    """Put one chunk's product where it belongs, or add it up."""
-    if letter not in einsum.out:
-        return product if result is None else result + product
-    dim = einsum.out.index(letter)
-    if result is None:
-        shape = list(product.shape)
-        shape[dim] *= axis_size
-        result = jnp.zeros(shape, product.dtype)
-    return lax.dynamic_update_slice_in_dim(result, product, start, dim)

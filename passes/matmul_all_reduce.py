@@ -11,45 +11,50 @@ Before, on each device (row parallel without sequence parallelism; replicated we
     y: f32[s, d] = all_gather[axis_name=model, axis=0] y
 
 An all-reduce is a reduce-scatter and an all-gather, so as many bytes move; half of them hide. It
-does not apply when no dim of the result divides by the axis.
+takes the time of `matmul_reduce_scatter` and, bare, that of the gather. It does not apply when no
+dim of the result divides by the axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from jax import Array, lax
+from jax import Array
 
-from jaxoverlap.passes.all_gather_matmul import LocalDot
-from jaxoverlap.passes.matmul_reduce_scatter import matmul_reduce_scatter
-from jaxoverlap.passes.sites import Einsum
+from jaxoverlap.passes import chunks
+from jaxoverlap.passes.chunks import Cut
+from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
+from jaxoverlap.plan import Variant
 
 
 def matmul_all_reduce(
-    lhs: Array,
-    rhs: Array,
+    terms: Sequence[Term],
     *,
-    einsum: Einsum,
-    letter: str,
+    dim: int,
     axis: str,
     axis_size: int,
-    dot: LocalDot,
     dtype: Any,
+    variant: Variant = Variant(),  # noqa: B008, it is frozen
+    outer: int = 1,
 ) -> Array:
-    """The matmul whose partial sums are added up on all devices, half of it ringed.
+    """Matmuls whose partial sums are added up on all devices, half of it ringed.
 
     Args:
-        lhs, rhs: this device's operands, whole along `letter`.
-        einsum: the matmul's letters (its sizes are not read).
-        letter: the dim of the result to cut into chunks; batch or free.
+        terms: the matmuls, at least one, with results of one shape.
+        dim: the dim of the result to cut into chunks; batch or free in each term.
         axis, axis_size: the mesh axis of the ring, and its devices.
-        dot: multiplies one chunk.
         dtype: the dtype of the result, and of the sums that travel.
+        variant: how the sums travel.
+        outer: `Cut.outer` of that dim in the result.
 
     Returns:
         The whole result, the same on every device of the axis.
+
+    Raises:
+        ValueError: if a chunk does not divide into the variant's slices.
     """
     scattered = matmul_reduce_scatter(
-        lhs, rhs, einsum=einsum, letter=letter, axis=axis, axis_size=axis_size, dot=dot, dtype=dtype
+        terms, dim=dim, axis=axis, axis_size=axis_size, dtype=dtype, variant=variant, outer=outer
     )
-    return lax.all_gather(scattered, axis, axis=einsum.out.index(letter), tiled=True)
+    return chunks.gather(scattered, dim, axis, Cut(axis_size, outer=outer))

@@ -17,13 +17,13 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap import _compat
-from jaxoverlap.passes.all_gather_matmul import all_gather_matmul
+from jaxoverlap.passes.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.decide import PASSES, source_of
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.jaxprs import Dot, map_dots
 from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
-from jaxoverlap.passes.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.passes.sites import Spec
 
 
@@ -91,19 +91,18 @@ def _ring(lhs: Array, rhs: Array, layout: Layout, dot: Any, dtype: Any) -> Array
     """The decomposition that the ring's motion asks for."""
     motion = layout.ring.motion
     assert motion is not None
-    common = {
-        "einsum": layout.matmul.einsum,
-        "letter": layout.letter,
-        "axis": layout.ring.axis,
-        "axis_size": layout.ring.axis_size,
-        "dot": dot,
-        "dtype": dtype,
-    }
+    einsum, letter = layout.matmul.einsum, layout.letter
+    ring = {"axis": layout.ring.axis, "axis_size": layout.ring.axis_size}
     if motion.kind == "all_gather":
-        return all_gather_matmul(lhs, rhs, gathered=motion.side, **common)
-    if motion.kind == "reduce_scatter":
-        return matmul_reduce_scatter(lhs, rhs, **common)
-    return matmul_all_reduce(lhs, rhs, **common)
+        gathered = motion.side == "lhs"
+        shard, other = (lhs, rhs) if gathered else (rhs, lhs)
+        reader = Reader(other, einsum, "lhs" if gathered else "rhs", dot, dtype)
+        dim = einsum.side(motion.side).index(letter)
+        (result,), _ = all_gather_matmul(shard, [reader], dim=dim, **ring)
+        return result
+    scatter = matmul_reduce_scatter if motion.kind == "reduce_scatter" else matmul_all_reduce
+    terms = [Term(lhs, rhs, einsum, dot)]
+    return scatter(terms, dim=einsum.out.index(letter), dtype=dtype, **ring)
 
 
 def _gather_others(lhs: Array, rhs: Array, layout: Layout) -> tuple[Array, Array]:

@@ -384,7 +384,7 @@ class Mesh:
 
     def _hop(self, blocks: dict) -> dict:
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
-        source = {target: source for source, target in ring.next_rank(n)}
+        source = {target: source for source, target in ring.permutation(n, 1)}
         return {key(d): blocks[key({**d, axis: source[d[axis]]})] for d in devices(self.sizes)}
 
     def _gather_ring(self, motion: Motion) -> dict:
@@ -393,7 +393,7 @@ class Mesh:
         results: dict = {}
         for hop in range(n):
             for d in devices(self.sizes):
-                k, chunk = key(d), ring.gathered_chunk(d[axis], hop, n)
+                k, chunk = key(d), ring.chunk_at(d[axis], hop, n)
                 size = shards[k].shape[self.einsum.side(motion.side).index(letter)]
                 lhs, rhs = shards[k], shards[k]
                 if motion.side == "lhs":
@@ -419,7 +419,7 @@ class Mesh:
         for hop in range(n):
             sums = self._hop(sums) if sums else sums
             for d in devices(self.sizes):
-                k, chunk = key(d), ring.scattered_chunk(d[axis], hop, n)
+                k, chunk = key(d), ring.chunk_at(d[axis], hop + 1, n)
                 parts = []
                 for side, array in (("lhs", self.lhs[k]), ("rhs", self.rhs[k])):
                     letters = self.einsum.side(side)  # type: ignore[arg-type]

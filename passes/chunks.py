@@ -1,0 +1,172 @@
+"""Where a chunk lies in a dim, and the whole collectives that keep to it.
+
+The local dim of size `outer * chunks * pieces * size` is seen as
+
+    view(outer, chunks, pieces, size)
+
+Chunk `k` is `view[:, k]`, what one device of the ring holds; piece `j` of it is `view[:, k, j]`,
+what travels at once. `outer` is more than 1 where another mesh axis, gathered before, is major on
+the same dim: then a chunk does not lie side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a dim is cut; see the module.
+
+    Attributes:
+        chunks: devices of the ring; 1 for a dim that holds one device's chunk.
+        pieces: pieces of each chunk.
+        outer: shares of another axis, each of which has its own part of every chunk.
+    """
+
+    chunks: int
+    pieces: int = 1
+    outer: int = 1
+
+    def size(self, whole: int) -> int:
+        """What one piece holds of each outer share.
+
+        Raises:
+            ValueError: if a dim of size `whole` cannot be cut so.
+        """
+        parts = self.outer * self.chunks * self.pieces
+        if whole % parts:
+            outer = f"{self.outer} x " if self.outer > 1 else ""
+            raise ValueError(
+                f"a dim of size {whole} does not divide into {outer}{self.chunks} chunks of "
+                f"{self.pieces} pieces: give it a size that {parts} divides, or take fewer slices"
+            )
+        return whole // parts
+
+    def shard(self) -> Cut:
+        """The cut of a dim that holds one chunk only."""
+        return replace(self, chunks=1)
+
+
+def take(array: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) -> Array:
+    """One piece of one chunk along a dim; of every chunk, in order, if `chunk` is None."""
+    size = cut.size(array.shape[dim])
+    if chunk is None and cut.pieces == 1:
+        return array
+    if cut.outer == 1 and (chunk is not None or cut.chunks == 1):
+        return lax.dynamic_slice_in_dim(array, _start(cut, chunk, piece, size), size, dim)
+    view, starts, sizes = _window(array, dim, cut, chunk, piece)
+    taken = lax.dynamic_slice(view, starts, sizes)
+    return taken.reshape(_with(array.shape, dim, _count(cut, chunk) * size))
+
+
+def put(array: Array, part: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) -> Array:
+    """The array with what `take` takes replaced by `part`."""
+    size = cut.size(array.shape[dim])
+    if chunk is None and cut.pieces == 1:
+        return part
+    if cut.outer == 1 and (chunk is not None or cut.chunks == 1):
+        start = _start(cut, chunk, piece, size)
+        return lax.dynamic_update_slice_in_dim(array, part, start, dim)
+    view, starts, sizes = _window(array, dim, cut, chunk, piece)
+    return lax.dynamic_update_slice(view, part.reshape(sizes), starts).reshape(array.shape)
+
+
+def room(part: Array, dim: int, cut: Cut, chunk: Any = None) -> Array:
+    """Zeros for all chunks and pieces, of which `part` is one to `put`."""
+    size = part.shape[dim] // _count(cut, chunk)
+    whole = cut.outer * cut.chunks * cut.pieces * size
+    return jnp.zeros(_with(part.shape, dim, whole), part.dtype)
+
+
+def join(parts: list[Array], dim: int, cut: Cut) -> Array:
+    """All pieces of one chunk, in order, as the chunk."""
+    if len(parts) == 1:
+        return parts[0]
+    if cut.outer == 1:
+        return lax.concatenate(parts, dim)
+    views = [p.reshape(_with(p.shape, dim, cut.outer, 1, p.shape[dim] // cut.outer)) for p in parts]
+    whole = sum(p.shape[dim] for p in parts)
+    return lax.concatenate(views, dim + 1).reshape(_with(parts[0].shape, dim, whole))
+
+
+# -- whole collectives ----------------------------------------------------------------------------
+
+
+def gather(part: Array, dim: int, axis: str, cut: Cut) -> Array:
+    """All devices' parts of a dim: view(outer, size) -> view(outer, chunks, size)."""
+    if cut.outer == 1:
+        return lax.all_gather(part, axis, axis=dim, tiled=True)
+    view = part.reshape(_with(part.shape, dim, cut.outer, -1))
+    whole = lax.all_gather(view, axis, axis=dim + 1)
+    return whole.reshape(_with(part.shape, dim, cut.chunks * part.shape[dim]))
+
+
+def scatter(part: Array, dim: int, axis: str, cut: Cut) -> Array:
+    """This device's chunk of all devices' sum: view(outer, chunks, size) -> view(outer, size)."""
+    if cut.outer == 1:
+        return lax.psum_scatter(part, axis, scatter_dimension=dim, tiled=True)
+    view = part.reshape(_with(part.shape, dim, cut.outer, cut.chunks, -1))
+    mine = lax.psum_scatter(view, axis, scatter_dimension=dim + 1)
+    return mine.reshape(_with(part.shape, dim, part.shape[dim] // cut.chunks))
+
+
+def exchange(part: Array, dim: int, cut: Cut, wanted: int, wanted_cut: Cut, axis: str) -> Array:
+    """From a dim that is sharded to one that is wanted so.
+
+    `dim`: view(outer, size) -> view(outer, chunks, size); `wanted` the other way round.
+    """
+    n = cut.chunks
+    if cut.outer == wanted_cut.outer == 1:
+        return lax.all_to_all(part, axis, split_axis=wanted, concat_axis=dim, tiled=True)
+    shape = _with(part.shape, dim, n * part.shape[dim])
+    shape = _with(shape, wanted, part.shape[wanted] // n)
+    dims: dict[int, tuple[int, ...]] = {dim: (cut.outer, -1), wanted: (wanted_cut.outer, n, -1)}
+    view = part.reshape([s for d in range(part.ndim) for s in _sizes(part.shape[d], dims.get(d))])
+    split = wanted + 1 + (dim < wanted)  # the view has one dim more for `dim` ...
+    concat = dim + 1 + (wanted < dim)  # ... and one for `wanted`, once the split one has gone
+    return lax.all_to_all(view, axis, split_axis=split, concat_axis=concat).reshape(shape)
+
+
+# -- the view -------------------------------------------------------------------------------------
+
+
+def _window(
+    array: Array, dim: int, cut: Cut, chunk: Any, piece: int
+) -> tuple[Array, list[Any], list[int]]:
+    """The view of an array, and where in it a piece starts and how large it is."""
+    size = cut.size(array.shape[dim])
+    view = array.reshape(_with(array.shape, dim, cut.outer, cut.chunks, cut.pieces, size))
+    starts: list[Any] = [0] * view.ndim
+    starts[dim + 1 : dim + 3] = [0 if chunk is None else chunk, piece]
+    sizes = list(_with(array.shape, dim, cut.outer, _count(cut, chunk) // cut.outer, 1, size))
+    return view, starts, sizes
+
+
+def _start(cut: Cut, chunk: Any, piece: int, size: int) -> Any:
+    if chunk is None:
+        return piece * size
+    return (chunk * cut.pieces + piece) * size if cut.pieces > 1 else chunk * size
+
+
+def _count(cut: Cut, chunk: Any) -> int:
+    """How many runs of one piece's size are taken: `outer`, times all chunks if none is named."""
+    return cut.outer * (cut.chunks if chunk is None else 1)
+
+
+def _with(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+    return (*shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+def _sizes(size: int, view: tuple[int, ...] | None) -> tuple[int, ...]:
+    """A view's sizes with its -1 filled in; reshape allows only one in all."""
+    if view is None:
+        return (size,)
+    known = 1
+    for part in view[:-1]:
+        known *= part
+    return (*view[:-1], size // known)
