@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax._src import api_util, core, pjit, source_info_util
-from jax._src.sharding_impls import UNSPECIFIED
+from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -187,26 +187,27 @@ def opened_jit(eqn: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
     return opened, [outer(v) for v in body.outvars]
 
 
-def inline(fn: Callable[..., Any], eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Equations that compute `fn` of `eqn`'s operands into `eqn`'s results.
+def inline(
+    fn: Callable[..., Any], invars: Sequence[Any], outvars: Sequence[Any], like: JaxprEqn
+) -> list[JaxprEqn]:
+    """Equations that compute `fn` of `invars` into `outvars`.
 
-    Each carries the source line and the name stack of the equation it stands in for, so that
-    profiles and the scheduled module still point at the user's code.
+    Each carries the source line and the name stack of `like`, an equation that it stands in for, so
+    that profiles and the scheduled module still point at the user's code.
     """
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-    with eqn.ctx.manager, source_info_util.reset_name_stack():
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+    with like.ctx.manager, source_info_util.reset_name_stack():
         body = jax.make_jaxpr(fn)(*structs)
     assert not body.consts, "a ring closes over nothing"
-    env: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
-    env |= dict(zip(body.outvars, eqn.outvars, strict=True))
-    assert len(env) == len(body.invars) + len(eqn.outvars), "every result is computed in the body"
+    env: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
+    env |= dict(zip(body.outvars, outvars, strict=True))
+    assert len(env) == len(body.invars) + len(outvars), "every result is computed in the body"
 
     def outer(atom: Any) -> Any:
         return atom if isinstance(atom, core.Literal) else env.get(atom, atom)
 
     return [
-        _located(inner, eqn).replace(
+        _located(inner, like).replace(
             invars=[outer(v) for v in inner.invars], outvars=[outer(v) for v in inner.outvars]
         )
         for inner in body.eqns

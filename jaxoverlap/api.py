@@ -19,7 +19,8 @@ from jaxoverlap.flags import options_for
 from jaxoverlap.passes.audit import Audit, audit
 from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.jaxprs import dots
+from jaxoverlap.passes.flatten import flatten
+from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.mesh import NoMeshError, find_mesh, unread
 from jaxoverlap.passes.propagate import propagate
 from jaxoverlap.passes.rewrite import rewrite
@@ -213,17 +214,18 @@ class Overlapped:
         Returns:
             The plan, the rewritten jaxpr, and compiler options for it.
         """
-        params, jaxpr = call.params, call.params["jaxpr"]
+        params = call.params
+        jaxpr = flatten(params["jaxpr"])
         places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
         mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
         self._check_cluster(params["name"], mesh)
         reason = unread(mesh)
-        shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs))
-        entries, layouts = decide(
-            dots(jaxpr), shardings, dict(mesh.shape), skip=self._skip, unread=reason
+        shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs), jaxpr)
+        entries, sharings = decide(
+            bodies(jaxpr), shardings, dict(mesh.shape), skip=self._skip, unread=reason
         )
         plan = Plan(step=params["name"], mesh=dict(mesh.shape), entries=entries)
-        return plan, rewrite(jaxpr, layouts, mesh), options_for(mesh)
+        return plan, rewrite(jaxpr, sharings, mesh), options_for(mesh)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
         if self._cluster is not None and mesh.size != self._cluster.num_devices:

@@ -62,19 +62,22 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
 
     Attributes:
         site: the matmul's place among the step's `dot_general`s.
+        ring: the site that its ring is named after: its own, or that of the first matmul in it.
         source: "file:line" of the code that wrote it.
         einsum: its letters, as in "abc,cd->abd".
         kind: the pass that decomposes it, as in "all_gather_matmul".
         axis: the mesh axis of the ring.
         letter: the dim that is cut into chunks.
         num_chunks: chunks of the matmul; one hop fewer.
-        bytes_moved: bytes that each device sends for it in one step.
+        bytes_moved: bytes that each device sends for it in one step; 0 where the first matmul of
+            its ring has them.
         runs: how often one step runs it.
         others: collectives of this matmul on other axes, which stay XLA's, with their bytes.
         why: the reason for this axis, if there was a choice.
     """
 
     site: int
+    ring: int
     source: str
     einsum: str
     kind: str

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePath
 
+import msgspec
 import numpy as np
 
 from jaxoverlap import _compat
 from jaxoverlap._text import human_bytes
-from jaxoverlap.passes.jaxprs import Dot
-from jaxoverlap.passes.layout import Layout, lay_out, traffic
+from jaxoverlap.passes.jaxprs import Body, Dot
+from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
-from jaxoverlap.passes.sites import LETTERS, Matmul, Refusal, Split, einsum_of, splits
+from jaxoverlap.passes.rings import Member, Ring, Sharing
+from jaxoverlap.passes.share import share
+from jaxoverlap.passes.sites import LETTERS, Matmul, einsum_of
 from jaxoverlap.plan import Decision, Skip
 
 PASSES = {
@@ -46,40 +49,42 @@ def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> 
 
 
 def decide(
-    found: Sequence[Dot],
+    found: Sequence[Body],
     shardings: Mapping[int, Shardings],
     axis_sizes: Mapping[str, int],
     *,
     skip: Collection[str] = (),
     unread: str | None = None,
-) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Layout]]:
+) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
     Args:
-        found: the step's matmuls, from `jaxprs.dots`.
-        shardings: theirs, from `propagate`.
+        found: the step's bodies, from `jaxprs.bodies`.
+        shardings: its matmuls' shardings, from `propagate`.
         axis_sizes: devices along each mesh axis.
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
 
     Returns:
-        An entry a matmul, and the layout of each one that becomes a ring.
+        An entry a matmul, and what becomes of each body that has any, by its number.
 
     Raises:
         ValueError: if an entry of `skip` names a line without a matmul.
     """
-    sources = [source_of(dot) for dot in found]
-    _check_skip(skip, sources)
-    entries: list[Decision | Skip] = []
-    layouts: dict[int, Layout] = {}
-    for dot, source in zip(found, sources, strict=True):
-        answer = unread or _refusal(dot, source, skip) or _lay_out(dot, shardings, axis_sizes)
-        if isinstance(answer, str):
-            entries.append(_skip(dot, source, answer))
-        else:
-            layouts[dot.index] = answer
-            entries.append(_decision(dot, source, answer))
-    return tuple(entries), layouts
+    matmuls = {dot.index: dot for body in found for dot in body.dots}
+    _check_skip(skip, [source_of(matmuls[index]) for index in sorted(matmuls)])
+
+    def read(dot: Dot) -> Matmul | str:
+        return unread or _refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
+
+    sharings = {body.index: share(body, read) for body in found if body.dots}
+    entries: dict[int, Decision | Skip] = {}
+    for sharing in sharings.values():
+        entries |= {index: _skip(matmuls[index], why) for index, why in sharing.skipped.items()}
+        entries |= {d.site: d for ring in sharing.rings for d in _decisions(ring)}
+        entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
+    _charge_hoists(entries, sharings)
+    return tuple(entries[index] for index in sorted(entries)), sharings
 
 
 def source_of(dot: Dot) -> str:
@@ -102,9 +107,9 @@ def _check_skip(skip: Collection[str], sources: Sequence[str]) -> None:
             )
 
 
-def _refusal(dot: Dot, source: str, skip: Collection[str]) -> str | None:
+def _refusal(dot: Dot, skip: Collection[str]) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
-    if any(_names(entry, source) for entry in skip):
+    if any(_names(entry, source_of(dot)) for entry in skip):
         return "left alone as asked (skip=)"
     if dot.inside:
         return f"inside {dot.inside}, whose body is not rewritten"
@@ -119,69 +124,100 @@ def _refusal(dot: Dot, source: str, skip: Collection[str]) -> str | None:
     return None
 
 
-def _lay_out(
+def _matmul(
     dot: Dot, shardings: Mapping[int, Shardings], axis_sizes: Mapping[str, int]
-) -> Layout | str:
-    """The layout of the ring, or why there is none."""
+) -> Matmul | str:
+    """A matmul and how it lies on the mesh, or why that is not known."""
     if dot.index not in shardings:
         return "its sharding is not known: it was dropped as unused, or lowered to something else"
-    matmul = matmul_of(dot, shardings[dot.index], axis_sizes)
-    if isinstance(matmul, str):
-        return matmul
-    understood = splits(matmul)
-    if refusals := [s.reason for s in understood if isinstance(s, Refusal)]:
-        return "; ".join(refusals)
-    shared = [s for s in understood if isinstance(s, Split)]
-    moving = [s for s in shared if s.motion is not None]
-    if not moving:
-        return "no collective"
-    candidates = [(ring, lay_out(matmul, shared, ring)) for ring in moving]
-    laid_out = [layout for _, layout in candidates if isinstance(layout, Layout)]
-    if not laid_out:
-        return next(reason for _, reason in candidates if isinstance(reason, str))
-    return min(laid_out, key=_preference)
-
-
-def _preference(layout: Layout) -> tuple[int, int]:
-    """Fewest bytes in all; among equals, most of them in the ring, where they hide."""
-    sent = traffic(layout)
-    return sum(sent.values()), -sent[layout.ring.axis]
+    return matmul_of(dot, shardings[dot.index], axis_sizes)
 
 
 def _num_dims(dot: Dot) -> int:
     return sum(v.aval.ndim for v in dot.eqn.invars)
 
 
-def _skip(dot: Dot, source: str, reason: str) -> Skip:
-    einsum = "?"
-    if _num_dims(dot) <= len(LETTERS):
-        lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
-        einsum = str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
-    return Skip(site=dot.index, source=source, einsum=einsum, runs=dot.runs, reason=reason)
+# -- what explain() shows -------------------------------------------------------------------------
 
 
-def _decision(dot: Dot, source: str, layout: Layout) -> Decision:
-    motion = layout.ring.motion
-    assert motion is not None
+def _einsum(dot: Dot) -> str:
+    if _num_dims(dot) > len(LETTERS):
+        return "?"
+    lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
+    return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
+
+
+def _skip(dot: Dot, reason: str) -> Skip:
+    return Skip(
+        site=dot.index, source=source_of(dot), einsum=_einsum(dot), runs=dot.runs, reason=reason
+    )
+
+
+def _decisions(ring: Ring) -> list[Decision]:
+    """An entry for each matmul of a ring; the first one carries the ring's bytes."""
+    return [_decision(ring, member) for member in ring.members]
+
+
+def _decision(ring: Ring, member: Member) -> Decision:
+    layout, dot, leads = member.layout, member.dot, member is ring.members[0]
+    assert layout is not None
     sent = traffic(layout)
     mine = sent[layout.ring.axis]
-    why = f"{human_bytes(mine)} a run" if layout.others else ""
-    if why and mine == max(sent.values()):
-        why += ", the most"
+    summed = ring.kind != "all_gather"
+    others = [s for s in layout.others if s.motion and (leads or not summed)]
+    why = "" if leads else f"shares ring {ring.site}"
+    if leads and (layout.others or member.hoists):
+        why = f"{human_bytes(mine)} a run"
+        why += ", the most" if mine == max(sent.values()) else ""
     return Decision(
         site=dot.index,
-        source=source,
+        ring=ring.site,
+        source=source_of(dot),
         einsum=str(layout.matmul.einsum),
-        kind=PASSES[motion.kind],
+        kind=PASSES[ring.kind],
         axis=layout.ring.axis,
         letter=layout.letter,
         num_chunks=layout.ring.axis_size,
-        bytes_moved=mine * dot.runs,
+        bytes_moved=mine * dot.runs if leads else 0,
         runs=dot.runs,
         others=tuple(
-            f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}"
-            for s in layout.others
-            if s.motion
+            f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}" for s in others if s.motion
         ),
         why=why,
     )
+
+
+def _reads(member: Member, sharing: Sharing) -> Decision:
+    """The entry of a matmul that has nothing left to gather."""
+    given = {ring.whole: ring for ring in sharing.rings if ring.keep}
+    rings = [given[v] for v in (member.lhs, member.rhs) if v in given]
+    hoists = [sharing.hoisted[v] for v in (member.lhs, member.rhs) if v in sharing.hoisted]
+    sources = [f"ring {ring.site}" for ring in rings] + [f"the gather on {h.axis}" for h in hoists]
+    return Decision(
+        site=member.dot.index,
+        ring=rings[0].site if rings else member.dot.index,
+        source=source_of(member.dot),
+        einsum=_einsum(member.dot),
+        kind="all_gather_matmul",
+        axis=rings[0].first.ring.axis if rings else hoists[0].axis,
+        letter="",
+        num_chunks=1,
+        bytes_moved=0,
+        runs=member.dot.runs,
+        why=f"reads what {' and '.join(sources)} gathered",
+    )
+
+
+def _charge_hoists(entries: dict[int, Decision | Skip], sharings: Mapping[int, Sharing]) -> None:
+    """Name each gather that is done before the rings beside the first matmul that reads it."""
+    for sharing in sharings.values():
+        members = [*(m for ring in sharing.rings for m in ring.members), *sharing.readers]
+        seen = set()
+        for member in sorted(members, key=lambda m: m.dot.index):
+            for hoist in member.hoists:
+                entry = entries[member.dot.index]
+                if hoist.after in seen or not isinstance(entry, Decision):
+                    continue
+                seen.add(hoist.after)
+                text = f"{hoist.axis} all_gather, {human_bytes(hoist.bytes_moved)}"
+                entries[entry.site] = msgspec.structs.replace(entry, others=(text, *entry.others))

@@ -75,7 +75,7 @@ class Layout:
         return [a for a in axes if a not in gathered | waiting]
 
     def _stride(self, letter: str, axis: str) -> int | None:
-        specs = {side: self.spec(side) for side in SIDES}
+        specs: dict[Side, Spec] = {side: self.spec(side) for side in SIDES}
         return next(iter(_strides(self.matmul, specs, letter).get(axis, {}).values()), None)
 
 
@@ -226,9 +226,7 @@ def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
     return None
 
 
-def _strides(
-    matmul: Matmul, specs: dict[Side, Spec], letter: str
-) -> dict[str, dict[Side, int]]:
+def _strides(matmul: Matmul, specs: dict[Side, Spec], letter: str) -> dict[str, dict[Side, int]]:
     """The stride of every axis on one dim, in elements, by the side that has it."""
     found: dict[str, dict[Side, int]] = {}
     for side in SIDES:

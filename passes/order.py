@@ -48,6 +48,10 @@ class Order:
             return False
         return True
 
+    def first(self, place: int) -> int:
+        """The first place of the group that a place is merged into."""
+        return self._first[place]
+
     def places(self) -> list[int]:
         """The first places of all groups, in an order that respects every dependency.
 

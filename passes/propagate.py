@@ -7,6 +7,7 @@ to StableHLO, Shardy's propagation runs on it, and the tagged ops are read. Noth
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -21,8 +22,12 @@ Shardings = tuple[Spec | None, Spec | None, Spec | None]
 """Of lhs, rhs and result; None where Shardy's answer cannot be said in whole mesh axes."""
 
 
-def propagate(traced: jax.stages.Traced) -> Mapping[int, Shardings]:
-    """Shardings of the matmuls of a traced step, by their place in it (`jaxprs.dots`).
+def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:
+    """Shardings of the matmuls of a traced step, by their number in it (`jaxprs.dots`).
+
+    Args:
+        traced: the step.
+        jaxpr: its jaxpr, flattened; the numbers are of this one.
 
     A matmul that is missing from the answer did not reach StableHLO as a dot.
 
@@ -33,7 +38,7 @@ def propagate(traced: jax.stages.Traced) -> Mapping[int, Shardings]:
     def tag(dot):
         return None if dot.inside else [_compat.with_tag(dot.eqn, **{_TAG: str(dot.index)})]
 
-    params = _compat.with_jaxpr(_compat.traced_params(traced), map_dots(traced.jaxpr, tag), {})
+    params = _compat.with_jaxpr(_compat.traced_params(traced), map_dots(jaxpr, tag), {})
     lowered = _compat.traced_with(traced, params).lower()
     try:
         found = _compat.propagate(lowered, _TAG)

@@ -108,8 +108,7 @@ class Ring:
     @property
     def dim(self) -> int:
         """The dim that is cut into chunks, of the gathered value or of the result."""
-        side = "out" if self.kind == "all_reduce" else self.side
-        return self.first.matmul.einsum.side(side).index(self.first.letter)
+        return self.first.matmul.einsum.side(self.side).index(self.first.letter)
 
     @property
     def shard(self) -> Value:

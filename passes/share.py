@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jaxoverlap import _compat
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.order import Order
@@ -189,7 +190,7 @@ def _shared(layout: Layout) -> tuple[Any, ...]:
     """All that must be alike in the value that a ring's members share."""
     ring = layout.ring.motion
     assert ring is not None
-    dim = layout.matmul.einsum.side("out" if ring.side == "out" else ring.side).index(layout.letter)
+    dim = layout.matmul.einsum.side(ring.side).index(layout.letter)
     others = tuple(
         (s.axis, s.motion.kind, layout.matmul.einsum.side(ring.side).find(s.motion.letter))
         for s in layout.others
@@ -210,15 +211,15 @@ def _preference(sharing: Sharing, member: Member) -> tuple[int, int, int]:
 
 def _add_up(sharing: Sharing, body: Body) -> None:
     """Let rings whose results are added up, and read by nobody else, send one sum."""
-    reads = Counter(v for eqn in body.eqns for v in set(eqn.invars) if _is_var(v))
-    reads.update(v for v in body.outvars if _is_var(v))
+    reads = Counter(v for e in body.eqns for v in e.invars if not _compat.is_literal(v))
+    reads.update(v for v in body.outvars if not _compat.is_literal(v))
     made = {
         ring.members[0].dot.eqn.outvars[0]: ring
         for ring in sharing.rings
         if ring.kind != "all_gather"
     }
     for place, eqn in enumerate(body.eqns):
-        rings = [made.get(v) for v in eqn.invars if _is_var(v) and reads[v] == 1]
+        rings = [made.get(v) for v in eqn.invars if not _compat.is_literal(v) and reads[v] == 1]
         if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
             continue
         one, other = rings

@@ -30,6 +30,7 @@ Spec = tuple[tuple[str, ...], ...]
 Side = Literal["lhs", "rhs", "out"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 SIDES: tuple[Side, Side, Side] = ("lhs", "rhs", "out")
+OPERANDS: tuple[Side, Side] = ("lhs", "rhs")
 _DECOMPOSED = ("all_gather", "reduce_scatter", "all_reduce")
 LETTERS = string.ascii_letters
 
