@@ -95,42 +95,26 @@ def matmul_reduce_scatter(
     if variant.style == "sliced":
         return _slices(products, axis, dtype)
     steps = ring.scatter_steps(variant.style, axis_size)
+    hops = Hops(products, steps, axis)
     rank = lax.axis_index(axis)
-    arriving: dict[tuple[int, int], Array] = {}  # by the step and the piece that was sent
+    kept: dict[int, Array] = {}  # by piece: what came for this device's own chunk
     results: list[Array] = []
-    leaving = None  # the sum that is sent under the next matmul, and what it is called
-    kept: dict[int, Array] = {}
     for i, step in enumerate(steps):
         chunk = ring.chunk_at(rank, step.back, axis_size)
         for j in range(variant.slices):
-            if leaving is not None:
-                key, total = leaving
-                total = products.tie(total)
-                pairs = ring.permutation(axis_size, steps[key[0]].shift)
-                arriving[key] = lax.ppermute(total, axis, pairs)
-            here = wide(dtype) if step.keeps and not step.shift else dtype
-            product = products.multiply(chunk, j, here)
-            joined, taken, product = _await(arriving, step, j, product)
-            if taken:
-                own = [kept[j]] if j in kept else []
-                kept[j] = _sum([*own, *(t.astype(wide(dtype)) for t in taken)])
+            hops.send()
+            own = step.keeps and not step.shift  # added to what is kept, and never sent
+            product = products.multiply(chunk, j, wide(dtype) if own else dtype)
+            joined, came, product = hops.receive(step, j, product)
+            if came:
+                before = [kept[j]] if j in kept else []
+                kept[j] = _sum([*before, *(c.astype(wide(dtype)) for c in came)])
             total = _sum([*joined, product])
-            leaving = ((i, j), total) if step.shift else None
-            if not step.shift:
+            if step.shift:
+                hops.leaving = (i, j), total
+            else:
                 results.append(_sum([kept[j], total]) if j in kept else total)
-    whole = chunks.join(results, dim, products.cut.shard())
-    return whole.astype(dtype)
-
-
-def _await(
-    arriving: dict[tuple[int, int], Array], step: ring.ScatterStep, piece: int, product: Array
-) -> tuple[list[Array], list[Array], Array]:
-    """What has arrived for a step: to be sent on, and to be kept; tied to the step's product."""
-    joined = [arriving.pop((s, piece)) for s in step.joins]
-    taken = [arriving.pop((s, piece)) for s in step.keeps]
-    if not joined and not taken:
-        return [], [], product
-    return lax.optimization_barrier((joined, taken, product))
+    return chunks.join(results, dim, products.cut.shard()).astype(dtype)
 
 
 def _slices(products: Products, axis: str, dtype: Any) -> Array:
@@ -147,6 +131,34 @@ def _slices(products: Products, axis: str, dtype: Any) -> Array:
         results.append(mine)
     results.append(chunks.scatter(product, dim, axis, cut))
     return chunks.join(results, dim, cut.shard())
+
+
+class Hops:
+    """What travels between the matmuls of a scatter, by the step and the piece that it left."""
+
+    def __init__(self, products: Products, steps: Sequence[ring.ScatterStep], axis: str):
+        self.products, self.steps, self.axis = products, steps, axis
+        self.leaving: tuple[tuple[int, int], Array] | None = None  # under the next matmul
+        self.arriving: dict[tuple[int, int], Array] = {}
+
+    def send(self) -> None:
+        """Send what is leaving, tied to the next matmul."""
+        if self.leaving is None:
+            return
+        key, value = self.leaving
+        pairs = ring.permutation(self.products.cut.chunks, self.steps[key[0]].shift)
+        self.arriving[key] = lax.ppermute(self.products.tie(value), self.axis, pairs)
+        self.leaving = None
+
+    def receive(
+        self, step: ring.ScatterStep, piece: int, product: Array
+    ) -> tuple[list[Array], list[Array], Array]:
+        """What has come for a step to join and to keep; tied to the step's product."""
+        joined = [self.arriving.pop((s, piece)) for s in step.joins]
+        kept = [self.arriving.pop((s, piece)) for s in step.keeps]
+        if not joined and not kept:
+            return [], [], product
+        return lax.optimization_barrier((joined, kept, product))
 
 
 class Products:
