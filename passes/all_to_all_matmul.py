@@ -157,23 +157,27 @@ def matmul_all_to_all(
     rank = lax.axis_index(axis)
     results: dict[int, Array] = {}  # by piece, each whole along `dim`
 
-    def place(part: Array, source: Any, piece: int) -> None:
-        result = results[piece] if piece in results else chunks.room(part, dim, cut, source)
-        results[piece] = chunks.put(result, part, dim, cut, source)
-
     for i, step in enumerate(steps):
         chunk = ring.chunk_at(rank, step.back, axis_size)
         for j in range(variant.slices):
-            hops.send()
+            results = hops.send(results)
             product = products.multiply(chunk, j, dtype)
             _, came, product = hops.receive(step, j, product)
             for sent, part in zip(step.keeps, came, strict=True):
-                place(part, ring.chunk_at(rank, steps[sent].shift, axis_size), j)
+                source = ring.chunk_at(rank, steps[sent].shift, axis_size)
+                results[j] = _place(results.get(j), part, dim, cut, source)
             if step.shift:
                 hops.leaving = (i, j), product
             else:
-                place(product, rank, j)
+                results[j] = _place(results.get(j), product, dim, cut, rank)
     return chunks.join([results[j] for j in range(variant.slices)], wanted, shard_cut)
+
+
+def _place(result: Array | None, part: Array, dim: int, cut: Cut, chunk: Any) -> Array:
+    """The result with one chunk written into it."""
+    if result is None:
+        result = chunks.room(part, dim, cut, chunk)
+    return chunks.put(result, part, dim, cut, chunk)
 
 
 def _slices(products: Products, dim: int, cut: Cut, axis: str, dtype: Any) -> list[Array]:

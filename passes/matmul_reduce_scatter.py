@@ -45,6 +45,8 @@ from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.sites import Einsum
 from jaxoverlap.plan import Variant
 
+Kept = dict[int, Array]
+
 
 @dataclass(frozen=True, eq=False)
 class Term:
@@ -97,12 +99,12 @@ def matmul_reduce_scatter(
     steps = ring.scatter_steps(variant.style, axis_size)
     hops = Hops(products, steps, axis)
     rank = lax.axis_index(axis)
-    kept: dict[int, Array] = {}  # by piece: what came for this device's own chunk
+    kept: Kept = {}  # by piece: what came for this device's own chunk
     results: list[Array] = []
     for i, step in enumerate(steps):
         chunk = ring.chunk_at(rank, step.back, axis_size)
         for j in range(variant.slices):
-            hops.send()
+            kept = hops.send(kept)
             own = step.keeps and not step.shift  # added to what is kept, and never sent
             product = products.multiply(chunk, j, wide(dtype) if own else dtype)
             joined, came, product = hops.receive(step, j, product)
@@ -141,14 +143,19 @@ class Hops:
         self.leaving: tuple[tuple[int, int], Array] | None = None  # under the next matmul
         self.arriving: dict[tuple[int, int], Array] = {}
 
-    def send(self) -> None:
-        """Send what is leaving, tied to the next matmul."""
+    def send(self, kept: Kept) -> Kept:
+        """Send what is leaving, tied to the next matmul and to what is kept.
+
+        Were nothing to wait for what is kept, XLA would put it off, and hold all that has come.
+        """
         if self.leaving is None:
-            return
+            return kept
         key, value = self.leaving
+        value, kept = self.products.tie((value, kept))
         pairs = ring.permutation(self.products.cut.chunks, self.steps[key[0]].shift)
-        self.arriving[key] = lax.ppermute(self.products.tie(value), self.axis, pairs)
+        self.arriving[key] = lax.ppermute(value, self.axis, pairs)
         self.leaving = None
+        return kept
 
     def receive(
         self, step: ring.ScatterStep, piece: int, product: Array
@@ -168,26 +175,32 @@ class Products:
         assert terms
         self.terms, self.dim, self.cut = list(terms), dim, cut
 
-    def tie(self, leaving: Array) -> Array:
+    def tie[Tree](self, leaving: Tree) -> Tree:
         """What is about to leave, so that neither it nor the next matmul starts before the other.
 
-        The operand that is cut into chunks is tied, the lhs of a batch dim.
+        What is tied of the next matmul is the operands that are cut into chunks.
         """
-        sides = ["lhs" if t.einsum.out[self.dim] in t.einsum.lhs else "rhs" for t in self.terms]
-        operands = [getattr(t, side) for t, side in zip(self.terms, sides, strict=True)]
-        operands, leaving = lax.optimization_barrier((operands, leaving))
-        self.terms = [
-            replace(t, **{side: operand})
-            for t, side, operand in zip(self.terms, sides, operands, strict=True)
+        cut = [
+            {
+                side: getattr(t, side)
+                for side in ("lhs", "rhs")
+                if self._letter(t) in t.einsum.side(side)
+            }
+            for t in self.terms
         ]
+        cut, leaving = lax.optimization_barrier((cut, leaving))
+        self.terms = [replace(t, **operands) for t, operands in zip(self.terms, cut, strict=True)]
         return leaving
+
+    def _letter(self, term: Term) -> str:
+        return term.einsum.out[self.dim]
 
     def multiply(self, chunk: Any, piece: int, dtype: Any) -> Array:
         """One piece of one chunk of the sum; of every chunk, if None."""
         several = len(self.terms) > 1
         products = []
         for term in self.terms:
-            letter = term.einsum.out[self.dim]
+            letter = self._letter(term)
             lhs = self._take(term.lhs, term.einsum.lhs, letter, term.lhs_outer, chunk, piece)
             rhs = self._take(term.rhs, term.einsum.rhs, letter, term.rhs_outer, chunk, piece)
             products.append(term.dot(lhs, rhs, wide(dtype) if several else dtype))
