@@ -19,7 +19,8 @@ and the products are written. One ring serves every matmul that reads the operan
 two gradients that read dy): each shard travels once, and all their chunks run over each hop.
 
 Why the barrier: without it XLA's dot merger glues the chunks back into one matmul, and its
-scheduler issues the hops back to back. Both the hop and the matmul must read the barriered value.
+scheduler issues the hops back to back. Both the hop and the matmul must read the barriered value;
+so must the slices of the other operand, which XLA would otherwise all cut before the first matmul.
 
 With t for all readers' matmuls of one chunk and tau for its hop, the ring takes
 t + (N - 1) max(t, tau); the other orders, and when that does not apply, are in `ring.py`. "sliced"
@@ -135,17 +136,23 @@ class Arrivals:
 
     def __init__(self, readers: Sequence[Reader], dim: int, cut: Cut, keep: bool):
         assert readers
-        self.readers, self.dim, self.cut, self.keep = readers, dim, cut, keep
+        self.readers, self.dim, self.cut, self.keep = list(readers), dim, cut, keep
         self.results: list[Array] = []  # a reader's each, once the first piece is read
         self.whole: list[Array] = []  # the operand itself, if it is kept
 
     def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
-        """What is read next, so that neither it nor a hop of it starts before the last matmul."""
+        """What is read next, so that neither it nor a hop of it starts before the last matmul.
+
+        The same for other operands that are cut: XLA would cut all their chunks at the start.
+        """
         if not self.results:
             return held
-        held, (self.results, self.whole) = lax.optimization_barrier(
-            (held, (self.results, self.whole))
+        cut = {i: r.other for i, r in enumerate(self.readers) if _is_cut(r, self.dim)}
+        held, cut, self.results, self.whole = lax.optimization_barrier(
+            (held, cut, self.results, self.whole)
         )
+        for i, other in cut.items():
+            self.readers[i] = replace(self.readers[i], other=other)
         return held
 
     def read(self, part: Array, chunk: Any, piece: int) -> None:
@@ -181,12 +188,12 @@ def _add(
     reader: Reader, result: Array | None, arrivals: Arrivals, part: Array, chunk: Any, piece: int
 ) -> Array:
     """One reader's result with one piece's product written into it or added."""
-    einsum, cut = reader.einsum, arrivals.cut
+    einsum, cut, other = reader.einsum, arrivals.cut, reader.other
     letter = einsum.side(reader.side)[arrivals.dim]
-    other, other_letters = reader.other, einsum.rhs if reader.side == "lhs" else einsum.lhs
-    if letter in other_letters:
+    if _is_cut(reader, arrivals.dim):
         at = replace(cut, outer=reader.other_outer)
-        other = chunks.take(other, other_letters.index(letter), at, chunk, piece)
+        letters = einsum.rhs if reader.side == "lhs" else einsum.lhs
+        other = chunks.take(other, letters.index(letter), at, chunk, piece)
     contracted = letter not in einsum.out
     # Products of a contracted dim's chunks are added up here, where the plain matmul adds them
     # inside one kernel: in float32 at least, so that no more is rounded than there.
@@ -198,6 +205,13 @@ def _add(
     if result is None:
         result = chunks.room(product, dim, at, chunk)
     return chunks.put(result, product, dim, at, chunk, piece)
+
+
+def _is_cut(reader: Reader, dim: int) -> bool:
+    """Whether the other operand has the travelling dim too, and is cut to what has arrived."""
+    einsum = reader.einsum
+    other = einsum.rhs if reader.side == "lhs" else einsum.lhs
+    return einsum.side(reader.side)[dim] in other
 
 
 def wide(dtype: Any) -> Any:

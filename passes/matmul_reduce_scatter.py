@@ -45,6 +45,8 @@ from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.sites import Einsum
 from jaxoverlap.plan import Variant
 
+Kept = dict[int, Array]
+
 
 @dataclass(frozen=True, eq=False)
 class Term:
@@ -95,42 +97,26 @@ def matmul_reduce_scatter(
     if variant.style == "sliced":
         return _slices(products, axis, dtype)
     steps = ring.scatter_steps(variant.style, axis_size)
+    hops = Hops(products, steps, axis)
     rank = lax.axis_index(axis)
-    arriving: dict[tuple[int, int], Array] = {}  # by the step and the piece that was sent
+    kept: Kept = {}  # by piece: what came for this device's own chunk
     results: list[Array] = []
-    leaving = None  # the sum that is sent under the next matmul, and what it is called
-    kept: dict[int, Array] = {}
     for i, step in enumerate(steps):
         chunk = ring.chunk_at(rank, step.back, axis_size)
         for j in range(variant.slices):
-            if leaving is not None:
-                key, total = leaving
-                total = products.tie(total)
-                pairs = ring.permutation(axis_size, steps[key[0]].shift)
-                arriving[key] = lax.ppermute(total, axis, pairs)
-            here = wide(dtype) if step.keeps and not step.shift else dtype
-            product = products.multiply(chunk, j, here)
-            joined, taken, product = _await(arriving, step, j, product)
-            if taken:
-                own = [kept[j]] if j in kept else []
-                kept[j] = _sum([*own, *(t.astype(wide(dtype)) for t in taken)])
+            kept = hops.send(kept)
+            own = step.keeps and not step.shift  # added to what is kept, and never sent
+            product = products.multiply(chunk, j, wide(dtype) if own else dtype)
+            joined, came, product = hops.receive(step, j, product)
+            if came:
+                before = [kept[j]] if j in kept else []
+                kept[j] = _sum([*before, *(c.astype(wide(dtype)) for c in came)])
             total = _sum([*joined, product])
-            leaving = ((i, j), total) if step.shift else None
-            if not step.shift:
+            if step.shift:
+                hops.leaving = (i, j), total
+            else:
                 results.append(_sum([kept[j], total]) if j in kept else total)
-    whole = chunks.join(results, dim, products.cut.shard())
-    return whole.astype(dtype)
-
-
-def _await(
-    arriving: dict[tuple[int, int], Array], step: ring.ScatterStep, piece: int, product: Array
-) -> tuple[list[Array], list[Array], Array]:
-    """What has arrived for a step: to be sent on, and to be kept; tied to the step's product."""
-    joined = [arriving.pop((s, piece)) for s in step.joins]
-    taken = [arriving.pop((s, piece)) for s in step.keeps]
-    if not joined and not taken:
-        return [], [], product
-    return lax.optimization_barrier((joined, taken, product))
+    return chunks.join(results, dim, products.cut.shard()).astype(dtype)
 
 
 def _slices(products: Products, axis: str, dtype: Any) -> Array:
@@ -149,6 +135,39 @@ def _slices(products: Products, axis: str, dtype: Any) -> Array:
     return chunks.join(results, dim, cut.shard())
 
 
+class Hops:
+    """What travels between the matmuls of a scatter, by the step and the piece that it left."""
+
+    def __init__(self, products: Products, steps: Sequence[ring.ScatterStep], axis: str):
+        self.products, self.steps, self.axis = products, steps, axis
+        self.leaving: tuple[tuple[int, int], Array] | None = None  # under the next matmul
+        self.arriving: dict[tuple[int, int], Array] = {}
+
+    def send(self, kept: Kept) -> Kept:
+        """Send what is leaving, tied to the next matmul and to what is kept.
+
+        Were nothing to wait for what is kept, XLA would put it off, and hold all that has come.
+        """
+        if self.leaving is None:
+            return kept
+        key, value = self.leaving
+        value, kept = self.products.tie((value, kept))
+        pairs = ring.permutation(self.products.cut.chunks, self.steps[key[0]].shift)
+        self.arriving[key] = lax.ppermute(value, self.axis, pairs)
+        self.leaving = None
+        return kept
+
+    def receive(
+        self, step: ring.ScatterStep, piece: int, product: Array
+    ) -> tuple[list[Array], list[Array], Array]:
+        """What has come for a step to join and to keep; tied to the step's product."""
+        joined = [self.arriving.pop((s, piece)) for s in step.joins]
+        kept = [self.arriving.pop((s, piece)) for s in step.keeps]
+        if not joined and not kept:
+            return [], [], product
+        return lax.optimization_barrier((joined, kept, product))
+
+
 class Products:
     """The sum of all terms, a piece of a chunk at a time."""
 
@@ -156,26 +175,32 @@ class Products:
         assert terms
         self.terms, self.dim, self.cut = list(terms), dim, cut
 
-    def tie(self, leaving: Array) -> Array:
+    def tie[Tree](self, leaving: Tree) -> Tree:
         """What is about to leave, so that neither it nor the next matmul starts before the other.
 
-        The operand that is cut into chunks is tied, the lhs of a batch dim.
+        What is tied of the next matmul is the operands that are cut into chunks.
         """
-        sides = ["lhs" if t.einsum.out[self.dim] in t.einsum.lhs else "rhs" for t in self.terms]
-        operands = [getattr(t, side) for t, side in zip(self.terms, sides, strict=True)]
-        operands, leaving = lax.optimization_barrier((operands, leaving))
-        self.terms = [
-            replace(t, **{side: operand})
-            for t, side, operand in zip(self.terms, sides, operands, strict=True)
+        cut = [
+            {
+                side: getattr(t, side)
+                for side in ("lhs", "rhs")
+                if self._letter(t) in t.einsum.side(side)
+            }
+            for t in self.terms
         ]
+        cut, leaving = lax.optimization_barrier((cut, leaving))
+        self.terms = [replace(t, **operands) for t, operands in zip(self.terms, cut, strict=True)]
         return leaving
+
+    def _letter(self, term: Term) -> str:
+        return term.einsum.out[self.dim]
 
     def multiply(self, chunk: Any, piece: int, dtype: Any) -> Array:
         """One piece of one chunk of the sum; of every chunk, if None."""
         several = len(self.terms) > 1
         products = []
         for term in self.terms:
-            letter = term.einsum.out[self.dim]
+            letter = self._letter(term)
             lhs = self._take(term.lhs, term.einsum.lhs, letter, term.lhs_outer, chunk, piece)
             rhs = self._take(term.rhs, term.einsum.rhs, letter, term.rhs_outer, chunk, piece)
             products.append(term.dot(lhs, rhs, wide(dtype) if several else dtype))
