@@ -24,7 +24,7 @@ from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.mesh import NoMeshError, find_mesh, unread
 from jaxoverlap.passes.propagate import propagate
 from jaxoverlap.passes.rewrite import rewrite
-from jaxoverlap.plan import Plan
+from jaxoverlap.plan import Plan, Variant
 
 OnError = Literal["raise", "plain"]
 _MAX_SEEN = 128  # signatures that a step remembers; a run has a few
@@ -37,6 +37,7 @@ def overlap(
     cluster: str | Cluster | None = ...,
     skip: Collection[str] = ...,
     on_error: OnError = ...,
+    granularity: str | Variant | None = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -45,6 +46,7 @@ def overlap(
     cluster: str | Cluster | None = ...,
     skip: Collection[str] = ...,
     on_error: OnError = ...,
+    granularity: str | Variant | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -52,6 +54,7 @@ def overlap(
     cluster: str | Cluster | None = None,
     skip: Collection[str] = (),
     on_error: OnError = "raise",
+    granularity: str | Variant | None = None,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -71,6 +74,9 @@ def overlap(
         skip: source lines ("gpt.py:88") whose matmuls are to be left alone.
         on_error: what to do when the rewrite fails on a step: "raise", or "plain" to run the
             step as it is and warn once.
+        granularity: how the pieces of every collective travel: a `Variant`, or its name, as in
+            "two_way", "direct x 2" (two slices a chunk) or "sliced x 4" (no ring: the whole
+            collective in four slices). Default: "one_way" rings.
 
     Raises:
         ValueError: if an argument is not one of these, or `cluster` does not parse.
@@ -84,10 +90,27 @@ def overlap(
         raise ValueError(
             f"cluster={cluster!r}: expected a string like 'h100-sxm:8x8', or a Cluster"
         )
-    parsed = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    if not isinstance(granularity, str | Variant | None):
+        raise ValueError(f"granularity={granularity!r}: expected a Variant, or its name")
+    options = _Options(
+        cluster=parse_cluster(cluster) if isinstance(cluster, str) else cluster,
+        skip=lines,
+        on_error=on_error,
+        variant=Variant.parse(granularity) if isinstance(granularity, str) else granularity,
+    )
     if fn is None:
-        return lambda fn: Overlapped(fn, parsed, lines, on_error)
-    return Overlapped(fn, parsed, lines, on_error)
+        return lambda fn: Overlapped(fn, options)
+    return Overlapped(fn, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What `overlap` was asked for."""
+
+    cluster: Cluster | None
+    skip: tuple[str, ...]
+    on_error: OnError
+    variant: Variant | None
 
 
 @dataclass(frozen=True)
@@ -113,9 +136,7 @@ class Overlapped:
     Call it as the step it was made from. It traces once per signature and sharding.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], cluster: Cluster | None, skip: tuple[str, ...], on_error: str
-    ):
+    def __init__(self, fn: Callable[..., Any], options: _Options):
         if not callable(fn):
             raise ValueError(f"overlap() was given {fn!r}; expected a function, jitted or not")
         if isinstance(fn, Overlapped):
@@ -127,9 +148,7 @@ class Overlapped:
                 "arguments: split the model outside, merge it inside, and use jax.jit"
             )
         self._jitted: Any = fn if _compat.is_jitted(fn) else jax.jit(fn)
-        self._cluster = cluster
-        self._skip = skip
-        self._on_error = on_error
+        self._options = options
         self._seen: dict[Hashable, _Rewritten] = {}
         functools.update_wrapper(self, fn, updated=())
 
@@ -197,7 +216,7 @@ class Overlapped:
             )
             return _Rewritten(None, params, params, params)
         except RewriteError as error:
-            if self._on_error == "raise":
+            if self._options.on_error == "raise":
                 raise
             _warn(f"{name} runs without overlap: {error}")
             return _Rewritten(None, params, params, params)
@@ -222,16 +241,22 @@ class Overlapped:
         reason = unread(mesh)
         shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs), jaxpr)
         entries, sharings = decide(
-            bodies(jaxpr), shardings, dict(mesh.shape), skip=self._skip, unread=reason
+            bodies(jaxpr),
+            shardings,
+            dict(mesh.shape),
+            skip=self._options.skip,
+            unread=reason,
+            granularity=self._options.variant,
         )
         plan = Plan(step=params["name"], mesh=dict(mesh.shape), entries=entries)
         return plan, rewrite(jaxpr, sharings, mesh), options_for(mesh)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
-        if self._cluster is not None and mesh.size != self._cluster.num_devices:
+        cluster = self._options.cluster
+        if cluster is not None and mesh.size != cluster.num_devices:
             raise ValueError(
                 f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
-                f"{self._cluster} has {self._cluster.num_devices}: make the mesh of the cluster's "
+                f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
                 "size, or name the cluster that the mesh is for"
             )
 

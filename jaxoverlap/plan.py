@@ -68,7 +68,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
         kind: the pass that decomposes it, as in "all_gather_matmul".
         axis: the mesh axis of the ring.
         letter: the dim that is cut into chunks.
-        num_chunks: chunks of the matmul; one hop fewer.
+        variant: how the pieces of the collective travel.
+        num_chunks: pieces that the matmul is cut into.
         bytes_moved: bytes that each device sends for it in one step; 0 where the first matmul of
             its ring has them.
         runs: how often one step runs it.
@@ -86,6 +87,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
     num_chunks: int
     bytes_moved: int
     runs: int
+    variant: Variant = Variant()
     others: tuple[str, ...] = ()
     why: str = ""
 
@@ -173,7 +175,8 @@ def _row(entry: Decision | Skip) -> tuple[str, ...]:
     head = (str(entry.site), entry.source, entry.einsum, str(entry.runs))
     if isinstance(entry, Skip):
         return (*head, "", "", "", "", f"skip: {entry.reason}", "")
-    decision = f"ring: {entry.why}" if entry.why else "ring"
+    named = str(entry.variant) if entry.num_chunks > 1 else "whole"
+    decision = f"{named}: {entry.why}" if entry.why else named
     size, chunks = human_bytes(entry.bytes_moved), str(entry.num_chunks)
     return (*head, entry.axis, entry.kind, size, chunks, decision, "; ".join(entry.others))
 

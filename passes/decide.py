@@ -22,10 +22,11 @@ from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import share
 from jaxoverlap.passes.sites import LETTERS, Matmul, einsum_of
-from jaxoverlap.plan import Decision, Skip
+from jaxoverlap.plan import Decision, Skip, Variant
 
 PASSES = {
     "all_gather": "all_gather_matmul",
+    "all_to_all": "all_to_all_matmul",
     "reduce_scatter": "matmul_reduce_scatter",
     "all_reduce": "matmul_all_reduce",
 }
@@ -55,6 +56,7 @@ def decide(
     *,
     skip: Collection[str] = (),
     unread: str | None = None,
+    granularity: Variant | None = None,
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
@@ -64,6 +66,7 @@ def decide(
         axis_sizes: devices along each mesh axis.
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
+        granularity: how the pieces of every ring are to travel; default: one way, in one piece.
 
     Returns:
         An entry a matmul, and what becomes of each body that has any, by its number.
@@ -78,6 +81,9 @@ def decide(
         return unread or _refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
 
     sharings = {body.index: share(body, read) for body in found if body.dots}
+    for sharing in sharings.values():
+        for ring in sharing.rings:
+            ring.variant, ring.why = _variant(ring, granularity or Variant())
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
         entries |= {index: _skip(matmuls[index], why) for index, why in sharing.skipped.items()}
@@ -137,6 +143,18 @@ def _num_dims(dot: Dot) -> int:
     return sum(v.aval.ndim for v in dot.eqn.invars)
 
 
+def _variant(ring: Ring, wanted: Variant) -> tuple[Variant, str]:
+    """The variant of a ring, and why it is another than the wanted one."""
+    chunk = ring.first.chunk()
+    if chunk % wanted.slices:
+        style = "one_way" if wanted.style == "sliced" else wanted.style
+        why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"
+        return _variant(ring, Variant(style))[0], why
+    if ring.kind == "all_to_all" and wanted.style in ("one_way", "two_way"):
+        return Variant("direct", wanted.slices), ""  # each slice has a device of its own to go to
+    return wanted, ""
+
+
 # -- what explain() shows -------------------------------------------------------------------------
 
 
@@ -163,8 +181,7 @@ def _decision(ring: Ring, member: Member) -> Decision:
     assert layout is not None
     sent = traffic(layout)
     mine = sent[layout.ring.axis]
-    summed = ring.kind != "all_gather"
-    others = [s for s in layout.others if s.motion and (leads or not summed)]
+    others = [s for s in layout.others if s.motion and (leads or ring.arrives)]
     why = "" if leads else f"shares ring {ring.site}"
     if leads and (layout.others or member.hoists):
         why = f"{human_bytes(mine)} a run"
@@ -172,19 +189,26 @@ def _decision(ring: Ring, member: Member) -> Decision:
     return Decision(
         site=dot.index,
         ring=ring.site,
+        variant=ring.variant,
         source=source_of(dot),
         einsum=str(layout.matmul.einsum),
         kind=PASSES[ring.kind],
         axis=layout.ring.axis,
         letter=layout.letter,
-        num_chunks=layout.ring.axis_size,
+        num_chunks=_num_chunks(ring),
         bytes_moved=mine * dot.runs if leads else 0,
         runs=dot.runs,
         others=tuple(
             f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}" for s in others if s.motion
         ),
-        why=why,
+        why=", ".join(filter(None, (why, ring.why if leads else ""))),
     )
+
+
+def _num_chunks(ring: Ring) -> int:
+    """Pieces that each matmul of a ring is cut into."""
+    slices = ring.variant.slices
+    return slices if ring.variant.style == "sliced" else slices * ring.first.ring.axis_size
 
 
 def _reads(member: Member, sharing: Sharing) -> Decision:
@@ -192,7 +216,9 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
     given = {ring.whole: ring for ring in sharing.rings if ring.keep}
     rings = [given[v] for v in (member.lhs, member.rhs) if v in given]
     hoists = [sharing.hoisted[v] for v in (member.lhs, member.rhs) if v in sharing.hoisted]
-    sources = [f"ring {ring.site}" for ring in rings] + [f"the gather on {h.axis}" for h in hoists]
+    sources = [f"ring {ring.site}" for ring in rings] + [
+        f"the {h.kind} on {h.axis}" for h in hoists
+    ]
     return Decision(
         site=member.dot.index,
         ring=rings[0].site if rings else member.dot.index,
@@ -204,7 +230,7 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
         num_chunks=1,
         bytes_moved=0,
         runs=member.dot.runs,
-        why=f"reads what {' and '.join(sources)} gathered",
+        why=f"reads what {' and '.join(sources)} moved",
     )
 
 
@@ -219,5 +245,5 @@ def _charge_hoists(entries: dict[int, Decision | Skip], sharings: Mapping[int, S
                 if hoist.after in seen or not isinstance(entry, Decision):
                     continue
                 seen.add(hoist.after)
-                text = f"{hoist.axis} all_gather, {human_bytes(hoist.bytes_moved)}"
+                text = f"{hoist.axis} {hoist.kind}, {human_bytes(hoist.bytes_moved)}"
                 entries[entry.site] = msgspec.structs.replace(entry, others=(text, *entry.others))

@@ -1,8 +1,9 @@
-"""How a decomposed matmul lies on the mesh: which axes turn manual, and the specs of its sides.
+"""How a decomposed matmul lies on the mesh: the specs of its sides, and where its chunks lie.
 
-The ring's own axis turns manual. So do the axes of the matmul's other collectives, because inside
-a ring XLA would repeat those once a chunk, and every axis that shares a dim with one of these,
-because a chunk of a dim must not cross its devices. All others stay automatic.
+Every axis of the mesh turns manual, so that a ring's body says all that happens: an axis whose own
+collective belongs to the same matmul has it once, before the ring or after it, where XLA would
+repeat it once a chunk, and nothing is left in the body for a partitioner to decide. (With some axes
+left automatic, XLA:CPU aborts on a sum in bfloat16 in the body.)
 
 A mesh axis on a dim is one digit of that dim's index: with ("data", "model") on a dim of size C,
 `data` counts blocks of C / data rows, its stride, and `model` blocks of C / (data * model) inside
@@ -15,10 +16,10 @@ meet.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxoverlap.passes.sites import SIDES, Matmul, Side, Spec, Split
+from jaxoverlap.passes.sites import SIDES, Matmul, Motion, Side, Spec, Split
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,13 @@ class Layout:
         letter: the dim that is cut into chunks.
         others: the splits on other axes that need a collective of their own, as they come: gathers
             before the ring, after it the scattered sums, then those that stay whole.
-        manual: the axes that the shard_map takes over, in mesh order.
-        lhs, rhs, out: the shard_map's specs; manual axes only.
+        lhs, rhs, out: the shard_map's specs.
     """
 
     matmul: Matmul
     ring: Split
     letter: str
     others: tuple[Split, ...]
-    manual: tuple[str, ...]
     lhs: Spec
     rhs: Spec
     out: Spec
@@ -64,14 +63,23 @@ class Layout:
         size = self.matmul.einsum.sizes[letter]
         return size // (stride * self.matmul.axis_sizes[axis]) // above
 
+    def chunk(self) -> int:
+        """Rows of the moving dim that lie side by side in one chunk, on one device."""
+        motion, n = self.ring.motion, self.ring.axis_size
+        assert motion is not None
+        axis, letter = self.ring.axis, self.letter
+        held = math.prod(self.matmul.axis_sizes[a] for a in self._held(motion.side, letter, axis))
+        local = self.matmul.einsum.sizes[letter] // held
+        return local // n // self.outer(motion.side, letter, axis)
+
     def _held(self, side: Side, letter: str, axis: str) -> list[str]:
         """The axes that shard a dim at the time when `axis` moves."""
         axes = _on(self.matmul, side, letter, self.spec(side))
         order = [s for s in self.others if _kind(s) == "all_gather"]
         order += [self.ring, *(s for s in self.others if _kind(s) != "all_gather")]
         place = [s.axis for s in order].index(axis)
-        gathered = {s.axis for s in order[: place + 1] if _moves(s, side, "all_gather")}
-        waiting = {s.axis for s in order[place:] if _moves(s, side, "reduce_scatter")}
+        gathered = {s.axis for s in order[: place + 1] if side != "out" and _moves(s, side)}
+        waiting = {s.axis for s in order[place:] if side == "out" and _moves(s, side)}
         return [a for a in axes if a not in gathered | waiting]
 
     def _stride(self, letter: str, axis: str) -> int | None:
@@ -83,36 +91,32 @@ def _kind(split: Split) -> str:
     return split.motion.kind if split.motion else ""
 
 
-def _moves(split: Split, side: Side, kind: str) -> bool:
-    return split.motion is not None and split.motion.side == side and split.motion.kind == kind
+def _moves(split: Split, side: Side) -> bool:
+    return split.motion is not None and split.motion.side == side
 
 
-def lay_out(
-    matmul: Matmul, shared: Sequence[Split], ring: Split, also: Collection[str] = ()
-) -> Layout | str:
+def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | str:
     """Lay a matmul out for a ring, or say why its dims do not allow it.
 
     Args:
         matmul: the matmul.
         shared: how each mesh axis shares its work.
         ring: the one of these that becomes the ring.
-        also: axes that turn manual too, because they do for another matmul of the same ring.
     """
     assert ring.motion is not None
     order = ("all_gather", "reduce_scatter", "all_reduce")
     rest = [s for s in shared if s.motion is not None and s is not ring]
+    if any(_kind(s) == "all_to_all" for s in rest):
+        return f"{ring.axis} and another axis both move it, and that one exchanges"
     others = tuple(sorted(rest, key=lambda s: order.index(_kind(s))))
     letter = _chunked_letter(matmul, shared, ring)
     if letter is None:
         sizes = ", ".join(f"{c} {matmul.einsum.sizes[c]}" for c in matmul.einsum.out)
         return f"no dim of the result ({sizes}) divides into {ring.axis_size} chunks"
-    manual = _manual_axes(matmul, shared, {ring.axis, *(s.axis for s in others), *also}, letter)
-    taken = [s for s in shared if s.axis in manual]
-    specs: dict[Side, Spec] = {side: _spec(matmul, side, taken) for side in SIDES}
+    specs: dict[Side, Spec] = {side: _spec(matmul, side, shared) for side in SIDES}
     problem = _uneven(matmul, specs) or _disorder(matmul, specs)
-    if problem:
-        return problem
-    return Layout(matmul, ring, letter, others, manual, specs["lhs"], specs["rhs"], specs["out"])
+    layout = Layout(matmul, ring, letter, others, specs["lhs"], specs["rhs"], specs["out"])
+    return problem or _unsplit(layout) or layout
 
 
 def traffic(layout: Layout) -> dict[str, int]:
@@ -141,14 +145,15 @@ def _send(split: Split, sizes: dict[Side, int]) -> int:
     if motion.kind == "reduce_scatter":
         sizes["out"] //= n
         return sizes["out"] * (n - 1)
+    if motion.kind == "all_to_all":
+        return sizes[motion.side] * (n - 1) // n
     return 2 * sizes["out"] * (n - 1) // n
 
 
 def _local_bytes(layout: Layout, side: Side) -> int:
     """Bytes of one side on one device, as the shard_map takes or gives it."""
     matmul = layout.matmul
-    automatic = [a for dim in matmul.spec(side) for a in dim if a not in layout.manual]
-    axes = [*automatic, *(a for dim in layout.spec(side) for a in dim)]
+    axes = [a for dim in layout.spec(side) for a in dim]
     elements = math.prod(matmul.einsum.sizes[c] for c in matmul.einsum.side(side))
     itemsize = matmul.itemsize[SIDES.index(side)]
     return elements * itemsize // math.prod(matmul.axis_sizes[a] for a in axes)
@@ -157,10 +162,12 @@ def _local_bytes(layout: Layout, side: Side) -> int:
 def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str | None:
     """The dim to cut: the one that moves, or for an all-reduce the result's largest that divides.
 
-    Dims that no axis shards come first: cutting a sharded one draws its axes into the ring.
+    Dims that no axis shards come first: their chunks are the largest.
     """
     motion = ring.motion
     assert motion is not None
+    if motion.kind == "all_to_all" and motion.side == "out":
+        return motion.to
     if motion.kind != "all_reduce":
         return motion.letter
 
@@ -172,28 +179,14 @@ def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str
     return max(fits, key=lambda c: (shards(c) == 1, sizes[c]), default=None)
 
 
-def _manual_axes(
-    matmul: Matmul, shared: Sequence[Split], manual: set[str], letter: str
-) -> tuple[str, ...]:
-    """`manual`, and every axis that shares a dim with one of it or with the dim that is cut."""
-    while True:
-        letters = {letter} | {
-            c for s in shared if s.axis in manual for side in SIDES if (c := s.at(side))
-        }
-        grown = manual | {s.axis for s in shared for side in SIDES if s.at(side) in letters}
-        if grown == manual:
-            return tuple(a for a in matmul.axis_sizes if a in manual)
-        manual = grown
-
-
-def _spec(matmul: Matmul, side: Side, taken: Sequence[Split]) -> Spec:
-    """The manual axes on each dim: those that are there, then those a device slices by.
+def _spec(matmul: Matmul, side: Side, shared: Sequence[Split]) -> Spec:
+    """The axes on each dim: those that are there, then those a device slices by.
 
     The latter in the order that another side has them in.
     """
     dims = []
     for letter in matmul.einsum.side(side):
-        here = [s.axis for s in taken if s.at(side) == letter]
+        here = [s.axis for s in shared if s.at(side) == letter]
         given = [a for a in matmul.axes_of(side, letter) if a in here]
         elsewhere = [a for other in SIDES for a in matmul.axes_of(other, letter) if a in here]
         dims.append(tuple(dict.fromkeys((*given, *elsewhere, *here))))
@@ -206,13 +199,29 @@ def _on(matmul: Matmul, side: Side, letter: str, spec: Spec) -> tuple[str, ...]:
 
 
 def _uneven(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
-    """The first dim that its manual axes do not divide, with the numbers."""
+    """The first dim that its axes do not divide, with the numbers."""
     for side in SIDES:
         for c, axes in zip(matmul.einsum.side(side), specs[side], strict=True):
             size, parts = matmul.einsum.sizes[c], math.prod(matmul.axis_sizes[a] for a in axes)
             if size % parts:
                 return f"dim {c} of {side} has size {size}: not divisible by {parts} devices"
     return None
+
+
+def _unsplit(layout: Layout) -> str | None:
+    """Why an operand's exchange does not work out, if so: a device's part is cut once more."""
+    motion, matmul = layout.ring.motion, layout.matmul
+    assert motion is not None
+    if motion.kind != "all_to_all" or motion.side == "out" or motion.to is None:
+        return None
+    held = _on(matmul, motion.side, motion.to, layout.spec(motion.side))
+    size, parts = matmul.einsum.sizes[motion.to], math.prod(matmul.axis_sizes[a] for a in held)
+    if size % (parts * layout.ring.axis_size) == 0:
+        return None
+    return (
+        f"dim {motion.to} of {motion.side} has size {size}: not divisible by "
+        f"{parts * layout.ring.axis_size} devices"
+    )
 
 
 def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
@@ -237,14 +246,10 @@ def _strides(matmul: Matmul, specs: dict[Side, Spec], letter: str) -> dict[str, 
     return found
 
 
-def hoistable(matmul: Matmul, gathers: Iterable[Split]) -> Split | None:
-    """A gather that may as well be done before the shard_map, once for all that read its value.
+def hoistable(matmul: Matmul, axis: str, motion: Motion) -> bool:
+    """Whether a motion of an operand may be done before, once for all that read the value.
 
     The axis has to be the minor one of its dim, so that the gathered blocks lie side by side.
     """
-    for split in gathers:
-        motion = split.motion
-        assert motion is not None
-        if matmul.axes_of(motion.side, motion.letter)[-1] == split.axis:
-            return split
-    return None
+    moves_operand = motion.side != "out" and motion.kind in ("all_gather", "all_to_all")
+    return moves_operand and matmul.axes_of(motion.side, motion.letter)[-1] == axis

@@ -2,7 +2,7 @@
 
     q = dot_general x wq ;  k = dot_general x wk
 
-->  q, k = shard_map[manual_axes={model} in_specs=... out_specs=...] x wq wk
+->  q, k = shard_map[in_specs=... out_specs=...] x wq wk
                                                             # whose body is one ring for both
 
 A body keeps its operands and results, so the jaxprs around it (scan, remat, ...) stay. Inside it
@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxoverlap import _compat
 from jaxoverlap.passes import chunks
 from jaxoverlap.passes.all_gather_matmul import Reader, all_gather_matmul
+from jaxoverlap.passes.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.decide import PASSES, source_of
 from jaxoverlap.passes.errors import RewriteError
@@ -30,7 +31,7 @@ from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.sites import OPERANDS, Side, Spec
+from jaxoverlap.passes.sites import Side, Spec
 
 
 def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> Any:
@@ -115,10 +116,10 @@ def _failed(ring: Ring, error: Exception) -> RewriteError:
 
 
 def _gather(hoist: Hoist, mesh: Mesh) -> Callable[[Array], Array]:
-    """A gather on an axis of its own: XLA does it whole, and once for all that read it."""
+    """A motion on an axis of its own: XLA does it whole, and once for all that read it."""
     sharding = NamedSharding(mesh, _partition_spec(hoist.after.spec))
     gather = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-    return jax.named_call(gather, name=f"gather_over_{hoist.axis}")
+    return jax.named_call(gather, name=f"{hoist.kind}_over_{hoist.axis}")
 
 
 def scope(ring: Ring) -> str:
@@ -128,19 +129,16 @@ def scope(ring: Ring) -> str:
 
 def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
     """The function that takes the place of a ring's matmuls."""
-    gathers = ring.kind == "all_gather"
     layouts = [_layout(m) for m in ring.members]
-    out_specs = [layout.out for layout in layouts] if gathers else [ring.first.out]
+    out_specs = [layout.out for layout in layouts] if ring.arrives else [ring.first.out]
     if ring.keep:
-        dim, axis, spec = ring.dim, ring.first.ring.axis, ring.first.spec(ring.side)
-        whole = tuple(a for a in spec[dim] if a != axis)
-        out_specs.append((*spec[:dim], whole, *spec[dim + 1 :]))
+        shard = Value(None, ring.first.spec(ring.side))
+        out_specs.append(shard.moved(ring.first.ring.axis, ring.dim, ring.other_dim).spec)
     mapped = jax.shard_map(
-        functools.partial(_gathering if gathers else _summing, ring),
+        functools.partial(_arriving if ring.arrives else _leaving, ring),
         mesh=mesh,
         in_specs=tuple(_partition_spec(spec) for _, spec in _operands(ring)),
         out_specs=[_partition_spec(spec) for spec in out_specs],
-        axis_names=set(ring.first.manual),
         check_vma=False,  # rings break the replication that it would try to infer
     )
     return jax.named_call(mapped, name=scope(ring))
@@ -153,9 +151,9 @@ def _layout(member: Member) -> Layout:
 
 def _operands(ring: Ring) -> list[tuple[Value, Spec]]:
     """What a ring reads, with the specs: the gathered value once, then each matmul's others."""
-    if ring.kind != "all_gather":
-        pairs: list[tuple[Member, Side]] = [(m, side) for m in ring.members for side in OPERANDS]
-        return [(m.value(side), _layout(m).spec(side)) for m, side in pairs]
+    if not ring.arrives:
+        both = [((m.lhs, _layout(m).lhs), (m.rhs, _layout(m).rhs)) for m in ring.members]
+        return [operand for pair in both for operand in pair]
     others = [(m, _other(_layout(m))) for m in ring.members]
     shard = (ring.shard, ring.first.spec(ring.side))
     return [shard, *((m.value(side), _layout(m).spec(side)) for m, side in others)]
@@ -167,64 +165,78 @@ def _other(layout: Layout) -> Side:
     return "rhs" if layout.ring.motion.side == "lhs" else "lhs"
 
 
-def _gathering(ring: Ring, shard: Array, *others: Array) -> list[Array]:
-    """The body of a ring that gathers."""
+def _arriving(ring: Ring, shard: Array, *others: Array) -> list[Array]:
+    """The body of a ring that moves an operand."""
     layouts = [_layout(m) for m in ring.members]
-    axis = ring.first.ring.axis
-    shard = _gather_others(shard, ring.side, ring.first)
-    readers = []
-    for member, layout, other in zip(ring.members, layouts, others, strict=True):
-        side = _other(layout)
-        readers.append(
-            Reader(
-                _gather_others(other, side, layout),
-                layout.matmul.einsum,
-                "lhs" if side == "rhs" else "rhs",
-                _local_dot(member),
-                member.dot.eqn.outvars[0].aval.dtype,
-                other_outer=layout.outer(side, layout.letter, axis),
-                out_outer=layout.outer("out", layout.letter, axis),
-            )
-        )
-    results, whole = all_gather_matmul(
-        shard,
-        readers,
-        dim=ring.dim,
-        axis=axis,
-        axis_size=ring.first.ring.axis_size,
-        outer=ring.first.outer(ring.side, ring.first.letter, axis),
-        keep=ring.keep,
-    )
+    layout, axis = ring.first, ring.first.ring.axis
+    shard = _gather_others(shard, ring.side, layout)
+    common: dict[str, Any] = {
+        "dim": ring.dim,
+        "axis": axis,
+        "axis_size": layout.ring.axis_size,
+        "outer": layout.outer(ring.side, layout.letter, axis),
+        "keep": ring.keep,
+        "variant": ring.variant,
+    }
+    if ring.kind == "all_to_all":
+        assert layout.ring.motion is not None and layout.ring.motion.to is not None
+        common["wanted"] = ring.other_dim
+        common["wanted_outer"] = layout.outer(ring.side, layout.ring.motion.to, axis)
+    decomposed = all_gather_matmul if ring.kind == "all_gather" else all_to_all_matmul
+    readers = [_reader(m, other) for m, other in zip(ring.members, others, strict=True)]
+    results, whole = decomposed(shard, readers, **common)
     reduced = [_reduce_others(r, layout) for r, layout in zip(results, layouts, strict=True)]
     return reduced if whole is None else [*reduced, whole]
 
 
-def _summing(ring: Ring, *operands: Array) -> list[Array]:
-    """The body of a ring whose partial sums travel."""
-    axis, pairs = ring.first.ring.axis, zip(operands[::2], operands[1::2], strict=True)
-    terms = []
-    for member, (lhs, rhs) in zip(ring.members, pairs, strict=True):
-        layout = _layout(member)
-        terms.append(
-            Term(
-                _gather_others(lhs, "lhs", layout),
-                _gather_others(rhs, "rhs", layout),
-                layout.matmul.einsum,
-                _local_dot(member),
-                lhs_outer=layout.outer("lhs", layout.letter, axis),
-                rhs_outer=layout.outer("rhs", layout.letter, axis),
-            )
-        )
-    scatter = matmul_reduce_scatter if ring.kind == "reduce_scatter" else matmul_all_reduce
-    total = scatter(
-        terms,
-        dim=ring.dim,
-        axis=axis,
-        axis_size=ring.first.ring.axis_size,
-        dtype=ring.members[0].dot.eqn.outvars[0].aval.dtype,
-        outer=ring.first.outer("out", ring.first.letter, axis),
+def _reader(member: Member, other: Array) -> Reader:
+    layout = _layout(member)
+    side, axis = _other(layout), layout.ring.axis
+    return Reader(
+        _gather_others(other, side, layout),
+        layout.matmul.einsum,
+        "lhs" if side == "rhs" else "rhs",
+        _local_dot(member),
+        member.dot.eqn.outvars[0].aval.dtype,
+        other_outer=layout.outer(side, layout.letter, axis),
+        out_outer=layout.outer("out", layout.letter, axis),
     )
-    return [_reduce_others(total, ring.first)]
+
+
+def _leaving(ring: Ring, *operands: Array) -> list[Array]:
+    """The body of a ring that moves a result, or the sum of several."""
+    layout, axis = ring.first, ring.first.ring.axis
+    pairs = zip(operands[::2], operands[1::2], strict=True)
+    terms = [_term(m, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
+    common: dict[str, Any] = {
+        "axis": axis,
+        "axis_size": layout.ring.axis_size,
+        "dtype": ring.members[0].dot.eqn.outvars[0].aval.dtype,
+        "variant": ring.variant,
+    }
+    cut = layout.outer("out", layout.letter, axis)
+    if ring.kind == "all_to_all":
+        assert layout.ring.motion is not None
+        gathered = layout.outer("out", layout.ring.motion.letter, axis)
+        dims = {"dim": ring.other_dim, "wanted": ring.dim}
+        total = matmul_all_to_all(terms, **common, **dims, outer=gathered, wanted_outer=cut)
+    elif ring.kind == "reduce_scatter":
+        total = matmul_reduce_scatter(terms, **common, dim=ring.dim, outer=cut)
+    else:
+        total = matmul_all_reduce(terms, **common, dim=ring.dim, outer=cut)
+    return [_reduce_others(total, layout)]
+
+
+def _term(member: Member, lhs: Array, rhs: Array) -> Term:
+    layout = _layout(member)
+    return Term(
+        _gather_others(lhs, "lhs", layout),
+        _gather_others(rhs, "rhs", layout),
+        layout.matmul.einsum,
+        _local_dot(member),
+        lhs_outer=layout.outer("lhs", layout.letter, layout.ring.axis),
+        rhs_outer=layout.outer("rhs", layout.letter, layout.ring.axis),
+    )
 
 
 def _local_dot(member: Member) -> Callable[..., Array]:

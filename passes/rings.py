@@ -8,7 +8,8 @@ from typing import Any
 from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.order import Order
-from jaxoverlap.passes.sites import Side, Spec
+from jaxoverlap.passes.sites import Kind, Side, Spec
+from jaxoverlap.plan import Variant
 
 
 @dataclass(frozen=True)
@@ -18,22 +19,27 @@ class Value:
     var: Any
     spec: Spec
 
-    def gathered(self, dim: int, axis: str) -> Value:
-        """The same value, whole over one axis of one dim."""
-        new = tuple(a for a in self.spec[dim] if a != axis)
-        return Value(self.var, (*self.spec[:dim], new, *self.spec[dim + 1 :]))
+    def moved(self, axis: str, dim: int, to: int | None = None) -> Value:
+        """The same value, whole over one axis of one dim, and sharded by it on another if given."""
+        spec = list(self.spec)
+        spec[dim] = tuple(a for a in spec[dim] if a != axis)
+        if to is not None:
+            spec[to] = (*spec[to], axis)
+        return Value(self.var, tuple(spec))
 
 
 @dataclass(frozen=True)
 class Hoist:
-    """A gather that is done before any ring, once for all that read its result.
+    """A gather or an exchange that is done before any ring, once for all that read its result.
 
     Attributes:
-        before, after: the value, and the value whole over `axis`.
+        kind: all_gather or all_to_all.
+        before, after: the value, and the value as it lies then.
         axis: the mesh axis.
         bytes_moved: bytes that each device sends.
     """
 
+    kind: Kind
     before: Value
     after: Value
     axis: str
@@ -70,11 +76,15 @@ class Ring:
         members: the matmuls; the first names the ring.
         keep: whether the gathered value is kept whole for matmuls that come later.
         total: the variable of the sum of all results, where several are added up.
+        variant: how the pieces travel.
+        why: why not as was asked for, if so.
     """
 
     members: list[Member]
     keep: bool = False
     total: Any = None
+    variant: Variant = Variant()  # noqa: RUF009, it is frozen
+    why: str = ""
 
     @property
     def first(self) -> Layout:
@@ -94,7 +104,7 @@ class Ring:
         return self.members[0].dot.place
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         """The motion that the ring carries out."""
         assert self.first.ring.motion is not None
         return self.first.ring.motion.kind
@@ -117,8 +127,22 @@ class Ring:
 
     @property
     def whole(self) -> Value:
-        """The gathered value, whole over the ring's axis."""
-        return self.shard.gathered(self.dim, self.first.ring.axis)
+        """The gathered or exchanged value, as it has arrived."""
+        return self.shard.moved(self.first.ring.axis, self.dim, self.other_dim)
+
+    @property
+    def other_dim(self) -> int | None:
+        """The other dim of an exchange: sharded then, of an operand; gathered, of a result."""
+        motion = self.first.ring.motion
+        if motion is None or motion.to is None:
+            return None
+        letter = motion.to if motion.side != "out" else motion.letter
+        return self.first.matmul.einsum.side(self.side).index(letter)
+
+    @property
+    def arrives(self) -> bool:
+        """Whether an operand moves, and not results."""
+        return self.side != "out"
 
     def can_keep(self) -> bool:
         """Whether the gathered value, kept whole, is one that the step around it can read.
@@ -127,10 +151,8 @@ class Ring:
         """
         layout, axis = self.first, self.first.ring.axis
         given = layout.matmul.spec(self.side)
-        manual = tuple(tuple(a for a in dim if a in layout.manual) for dim in given)
-        untouched = manual == layout.spec(self.side)
         inside = any(s.motion and s.motion.side == self.side for s in layout.others)
-        return untouched and not inside and given[self.dim][-1] == axis
+        return given == layout.spec(self.side) and not inside and given[self.dim][-1] == axis
 
 
 @dataclass

@@ -22,7 +22,7 @@ from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.order import Order
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.sites import Matmul, Refusal, Side, Split, splits
+from jaxoverlap.passes.sites import Matmul, Motion, Refusal, Side, Split, splits
 
 Read = Callable[[Dot], Matmul | str]
 
@@ -35,56 +35,85 @@ def share(body: Body, read: Read) -> Sharing:
         read: gives a matmul with its shardings, or why it is left alone.
     """
     sharing = Sharing(Order(body.eqns))
+    late: list[tuple[Dot, Matmul]] = []
     for dot in body.dots:
         matmul = read(dot)
-        reason = matmul if isinstance(matmul, str) else _place(sharing, dot, matmul)
-        if reason is not None:
-            sharing.skipped[dot.index] = reason
+        if isinstance(matmul, str):
+            sharing.skipped[dot.index] = matmul
+        elif any(isinstance(s, Refusal) for s in splits(matmul)):
+            late.append((dot, matmul))  # the others may move for it what it reads
+        else:
+            _place(sharing, dot, matmul)
+    for dot, matmul in late:
+        _place(sharing, dot, matmul)
     _add_up(sharing, body)
     return sharing
 
 
-def _place(sharing: Sharing, dot: Dot, matmul: Matmul) -> str | None:
-    """Give a matmul its ring, a new one or one that is there; or say why it has none."""
+def _place(sharing: Sharing, dot: Dot, matmul: Matmul) -> None:
+    """Give a matmul its ring, a new one or one that is there; or note why it has none."""
     lhs, rhs = dot.eqn.invars
     member = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None)
-    changed = False
+    given = member
     while True:
-        found = splits(matmul)
-        if refusals := [s.reason for s in found if isinstance(s, Refusal)]:
-            return "; ".join(refusals)
-        moving = [s for s in found if isinstance(s, Split) and s.motion is not None]
-        if not moving:
-            sharing.readers += [member] if changed else []
-            return None if changed else "no collective"
-        candidates = [_candidate(member, matmul, split.axis) for split in moving]
+        wanted = _motions(matmul)
+        if not wanted:
+            if member is given:
+                sharing.skipped[dot.index] = "no collective"
+            else:
+                sharing.readers.append(member)
+            return
+        axes = dict.fromkeys(axis for axis, _ in wanted)
+        candidates = [_candidate(member, matmul, axis) for axis in axes]
         good = [c for c in candidates if isinstance(c, Member)]
         if any(_join(sharing, candidate) for candidate in good):
-            return None
-        known = next(_known(sharing, member, matmul, moving, good), None)
+            return
+        known = next(_known(sharing, member, matmul, wanted), None)
         if known is None:
             break
         member, matmul = _reading(member, matmul, *known)
-        changed = True
-    if not good:
-        return next(c for c in candidates if isinstance(c, str))
-    best = min(good, key=lambda c: _preference(sharing, c))
-    sharing.hoisted |= {h.after: h for h in best.hoists if h.after not in sharing.hoisted}
-    sharing.rings.append(Ring([best]))
-    return None
+    if good:
+        _add(sharing, min(good, key=lambda c: _preference(sharing, c)))
+        return
+    refusals = [s.reason for s in splits(matmul) if isinstance(s, Refusal)]
+    reasons = refusals or [c for c in candidates if isinstance(c, str)]
+    sharing.skipped[dot.index] = "; ".join(dict.fromkeys(reasons))
+
+
+def _add(sharing: Sharing, member: Member) -> None:
+    """A ring of its own for a matmul."""
+    sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
+    sharing.rings.append(Ring([member]))
+
+
+def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
+    """What each mesh axis has to move; None where that is something that no pass knows."""
+    found: list[tuple[str, Motion | None]] = []
+    for split in splits(matmul):
+        if isinstance(split, Refusal):
+            found += [(split.axis, motion) for motion in split.first or (None,)]
+        elif split.motion is not None:
+            found.append((split.axis, split.motion))
+    return found
 
 
 def _candidate(member: Member, matmul: Matmul, axis: str) -> Member | str:
-    """The matmul with the ring on one axis, and gathers on other axes done before it."""
+    """The matmul with the ring on one axis, and all that other motions allow done before it."""
     while True:
-        shared = [s for s in splits(matmul) if isinstance(s, Split)]
+        found = splits(matmul)
+        refused = [s for s in found if isinstance(s, Refusal)]
+        shared = [s for s in found if isinstance(s, Split)]
         ring = next((s for s in shared if s.axis == axis and s.motion), None)
-        if ring is None:
-            return f"gathers on other axes leave nothing to move along {axis}"
-        split = hoistable(matmul, [s for s in shared if s is not ring and _is_gather(s)])
-        if split is None:
+        before = [(s.axis, m) for s in refused for m in s.first]
+        before += [(s.axis, s.motion) for s in shared if s.motion and s is not ring]
+        possible = [(a, m) for a, m in before if hoistable(matmul, a, m)]
+        if not possible:
             break
-        member, matmul = _hoisted(member, matmul, split)
+        member, matmul = _hoisted(member, matmul, *possible[0])
+    if refused:
+        return "; ".join(s.reason for s in refused)
+    if ring is None:
+        return f"motions on other axes leave nothing to move along {axis}"
     layout = lay_out(matmul, shared, ring)
     return layout if isinstance(layout, str) else dataclasses.replace(member, layout=layout)
 
@@ -93,22 +122,19 @@ def _is_gather(split: Split) -> bool:
     return split.motion is not None and split.motion.kind == "all_gather"
 
 
-def _hoisted(member: Member, matmul: Matmul, split: Split) -> tuple[Member, Matmul]:
-    """The matmul, reading an operand that has been gathered before."""
-    side, before, after = _gathered(member, matmul, split)
-    assert split.motion is not None
-    hoist = Hoist(before, after, split.axis, split.motion.bytes_moved)
+def _hoisted(member: Member, matmul: Matmul, axis: str, motion: Motion) -> tuple[Member, Matmul]:
+    """The matmul, reading an operand that has been moved before."""
+    side, after = _moved(member, matmul, axis, motion)
+    hoist = Hoist(motion.kind, member.value(side), after, axis, motion.bytes_moved)
     member = dataclasses.replace(member, hoists=(*member.hoists, hoist))
     return _reading(member, matmul, side, after)
 
 
-def _gathered(member: Member, matmul: Matmul, split: Split) -> tuple[Side, Value, Value]:
-    """The side that a split gathers, before and after."""
-    assert split.motion is not None
-    side = split.motion.side
-    before = member.value(side)
-    dim = matmul.einsum.side(side).index(split.motion.letter)
-    return side, before, before.gathered(dim, split.axis)
+def _moved(member: Member, matmul: Matmul, axis: str, motion: Motion) -> tuple[Side, Value]:
+    """The operand that a motion moves, and how it lies then."""
+    letters = matmul.einsum.side(motion.side)
+    to = letters.index(motion.to) if motion.to else None
+    return motion.side, member.value(motion.side).moved(axis, letters.index(motion.letter), to)
 
 
 def _reading(member: Member, matmul: Matmul, side: Side, value: Value) -> tuple[Member, Matmul]:
@@ -123,32 +149,32 @@ def _known(
     sharing: Sharing,
     member: Member,
     matmul: Matmul,
-    moving: Sequence[Split],
-    candidates: Sequence[Member],
+    wanted: Sequence[tuple[str, Motion | None]],
 ) -> Iterator[tuple[Side, Value]]:
-    """Operands that others have gathered already, by the side that would gather them again."""
-    for split in filter(_is_gather, moving):
-        side, _, after = _gathered(member, matmul, split)
+    """Operands that others have moved already, by the side that would move them again."""
+    for axis, motion in wanted:
+        if motion is None or motion.side == "out":
+            continue
+        side, after = _moved(member, matmul, axis, motion)
         if after in sharing.hoisted:
             yield side, after
-    for candidate in candidates:
-        ring = _ring_of(sharing, candidate)
-        if ring is None or not ring.can_keep():
-            continue
-        if sharing.order.put_after(ring.place, member.dot.place):
-            ring.keep = True
-            yield Ring([candidate]).side, ring.whole
+        for ring in sharing.rings:
+            if not ring.arrives or ring.whole != after or not ring.can_keep():
+                continue
+            if sharing.order.put_after(ring.place, member.dot.place):
+                ring.keep = True
+                yield side, after
 
 
 def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
     """The ring that gathers what a matmul would gather."""
     mine = Ring([member])
-    if mine.kind != "all_gather":
+    if not mine.arrives:
         return None
     same = (
         r
         for r in sharing.rings
-        if r.kind == mine.kind and (r.shard, r.whole) == (mine.shard, mine.whole)
+        if r.arrives and (r.shard, r.whole) == (mine.shard, mine.whole)
     )
     return next(same, None)
 
@@ -156,47 +182,32 @@ def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
 def _join(sharing: Sharing, member: Member) -> bool:
     """Let a matmul share the ring that gathers what it reads, if it can run beside the others."""
     ring = _ring_of(sharing, member)
-    members = _fit_together([*ring.members, member]) if ring else None
-    if ring is None or members is None or not sharing.order.merge(ring.place, member.dot.place):
+    if ring is None or not _alike([*ring.members, member]):
         return False
-    ring.members = members
+    if not sharing.order.merge(ring.place, member.dot.place):
+        return False
+    ring.members.append(member)
     sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
     return True
 
 
-def _fit_together(members: Sequence[Member]) -> list[Member] | None:
-    """The members laid out on the same manual axes; None if what they share then lies apart."""
-    layouts = [m.layout for m in members if m.layout]
-    axes: set[str] = set()
-    while axes != (grown := {a for layout in layouts for a in layout.manual}):
-        axes = grown
-        again = [_laid_out_again(layout, axes) for layout in layouts]
-        layouts = [layout for layout in again if isinstance(layout, Layout)]
-        if len(layouts) < len(members):
-            return None
-    if len({_shared(layout) for layout in layouts}) > 1:
-        return None
-    fit = zip(members, layouts, strict=True)
-    return [dataclasses.replace(member, layout=layout) for member, layout in fit]
-
-
-def _laid_out_again(layout: Layout, axes: set[str]) -> Layout | str:
-    shared = [s for s in splits(layout.matmul) if isinstance(s, Split)]
-    ring = next(s for s in shared if s.axis == layout.ring.axis)
-    return lay_out(layout.matmul, shared, ring, axes)
+def _alike(members: Sequence[Member]) -> bool:
+    """Whether what the members would share lies alike for all of them."""
+    return len({_shared(m.layout) for m in members if m.layout}) == 1
 
 
 def _shared(layout: Layout) -> tuple[Any, ...]:
     """All that must be alike in the value that a ring's members share."""
     ring = layout.ring.motion
     assert ring is not None
-    dim = layout.matmul.einsum.side(ring.side).index(layout.letter)
+    letters = layout.matmul.einsum.side(ring.side)
+    moving = [letters.find(c) for c in (layout.letter, ring.letter, ring.to) if c]
     others = tuple(
         (s.axis, s.motion.kind, layout.matmul.einsum.side(ring.side).find(s.motion.letter))
         for s in layout.others
         if s.motion and s.motion.side == ring.side
     )
-    return layout.ring.axis, ring.kind, dim, layout.spec(ring.side), others
+    return layout.ring.axis, ring.kind, tuple(moving), layout.spec(ring.side), others
 
 
 def _preference(sharing: Sharing, member: Member) -> tuple[int, int, int]:
@@ -213,11 +224,7 @@ def _add_up(sharing: Sharing, body: Body) -> None:
     """Let rings whose results are added up, and read by nobody else, send one sum."""
     reads = Counter(v for e in body.eqns for v in e.invars if not _compat.is_literal(v))
     reads.update(v for v in body.outvars if not _compat.is_literal(v))
-    made = {
-        ring.members[0].dot.eqn.outvars[0]: ring
-        for ring in sharing.rings
-        if ring.kind != "all_gather"
-    }
+    made = {ring.members[0].dot.eqn.outvars[0]: ring for ring in sharing.rings if not ring.arrives}
     for place, eqn in enumerate(body.eqns):
         rings = [made.get(v) for v in eqn.invars if not _compat.is_literal(v) and reads[v] == 1]
         if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
@@ -225,10 +232,10 @@ def _add_up(sharing: Sharing, body: Body) -> None:
         one, other = rings
         if one is None or other is None or one is other:
             continue
-        members = _fit_together([*one.members, *other.members])
-        if members and sharing.order.merge(one.place, other.place, place):
+        members = sorted([*one.members, *other.members], key=lambda m: m.dot.index)
+        if _alike(members) and sharing.order.merge(one.place, other.place, place):
             sharing.rings.remove(other)
-            one.members, one.total = sorted(members, key=lambda m: m.dot.index), eqn.outvars[0]
+            one.members, one.total = members, eqn.outvars[0]
             made[one.total] = one
 
 

@@ -8,12 +8,15 @@ contracted. What the given shardings lack of that is the communication:
 
     operand sharded elsewhere, wanted whole   all-gather of the operand
     operand whole, wanted sharded             nothing: a device takes its own slice
-    operand sharded elsewhere, wanted on `c`  exchange (all-to-all)
+    operand sharded elsewhere, wanted on `c`  all-to-all of the operand
     partial sums, wanted sharded              reduce-scatter
     partial sums, wanted whole                all-reduce
-    result on `c`, wanted whole or elsewhere  all-gather or exchange of the result
+    result on `c`, wanted elsewhere           all-to-all of the result
+    result on `c`, wanted whole               gather of the result (XLA's)
 
-`split` tries every `c` and keeps the cheapest. It is plain set algebra: no JAX, no devices.
+`split` tries every `c` and keeps the cheapest. One collective can become a ring. Where the cheapest
+needs two, those of operands can be done before (`Refusal.first`), and the matmul looked at again.
+It is plain set algebra: no JAX, no devices.
 """
 
 from __future__ import annotations
@@ -22,16 +25,15 @@ import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Spec = tuple[tuple[str, ...], ...]
 """Mesh axes of every dim, major to minor, as Shardy and `PartitionSpec` order them."""
 
 Side = Literal["lhs", "rhs", "out"]
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Kind = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 SIDES: tuple[Side, Side, Side] = ("lhs", "rhs", "out")
-OPERANDS: tuple[Side, Side] = ("lhs", "rhs")
-_DECOMPOSED = ("all_gather", "reduce_scatter", "all_reduce")
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 LETTERS = string.ascii_letters
 
 
@@ -96,17 +98,20 @@ class Motion:
     """The collective that one mesh axis makes a matmul wait for.
 
     Attributes:
-        kind: all_gather of an operand, or reduce_scatter or all_reduce of the result.
+        kind: all_gather or all_to_all of an operand, or reduce_scatter, all_reduce or all_to_all of
+            the result.
         side: what moves: "lhs", "rhs" or "out".
         letter: the dim that is gathered, or that partial sums are scattered over; for all_reduce
             the contracted dim that makes the sums partial.
         bytes_moved: bytes that each device sends when the matmul runs once, by a ring.
+        to: for all_to_all, the dim that becomes sharded while `letter` is gathered.
     """
 
     kind: Kind
     side: Side
     letter: str
     bytes_moved: int
+    to: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,20 +139,32 @@ class Split:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why one mesh axis of a matmul cannot be understood as a split."""
+    """Why one mesh axis of a matmul cannot be understood as a split with one motion.
+
+    Attributes:
+        axis: the mesh axis.
+        reason: what it wants.
+        first: motions of operands that could be done before, to leave a split with one motion.
+    """
 
     axis: str
     reason: str
+    first: tuple[Motion, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Move:
     """One collective that one split would need; the result's own gather is not an operand's."""
 
-    verb: Literal["all_gather", "exchange", "reduce_scatter", "all_reduce", "gather"]
+    verb: Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce", "gather"]
     side: Side
     letter: str
     bytes_moved: int
+    to: str | None = None
+
+    def motion(self) -> Motion:
+        assert self.verb != "gather"
+        return Motion(self.verb, self.side, self.letter, self.bytes_moved, self.to)
 
 
 @dataclass(frozen=True)
@@ -218,13 +235,20 @@ def split(matmul: Matmul, axis: str) -> Split | Refusal:
     best = min(paid, key=rank)
     if _decomposed(paid[best]):
         return _split(matmul, axis, best, paid[best])
-    names = " and ".join(f"{m.verb} of {m.side} dim {m.letter}" for m in paid[best])
-    return Refusal(axis, f"{axis} wants {names}: no ring for that")
+    wanted = " and ".join(map(_said, paid[best]))
+    operands = sorted((m for m in paid[best] if m.side != "out"), key=lambda m: m.bytes_moved)
+    first = tuple(m.motion() for m in operands[: len(paid[best]) - 1])
+    return Refusal(axis, f"{axis} wants {wanted}: no ring for that", first)
+
+
+def _said(move: _Move) -> str:
+    to = f" to {move.to}" if move.to else ""
+    return f"{move.verb} of {move.side} dim {move.letter}{to}"
 
 
 def _decomposed(moves: Sequence[_Move]) -> bool:
     """Whether the passes can do these moves: none, or one that they know."""
-    return len(moves) <= 1 and all(m.verb in _DECOMPOSED for m in moves)
+    return len(moves) <= 1 and all(m.verb in _KINDS for m in moves)
 
 
 def _paid_moves(matmul: Matmul, axis: str, letter: str | None) -> list[_Move]:
@@ -248,7 +272,7 @@ def _operand_move(
         return None
     if want is None:
         return _Move("all_gather", side, have, whole * (n - 1) // n)
-    return _Move("exchange", side, have, whole * (n - 1) // n**2)
+    return _Move("all_to_all", side, have, whole * (n - 1) // n**2, c)
 
 
 def _result_move(matmul: Matmul, axis: str, c: str | None) -> _Move | None:
@@ -263,7 +287,7 @@ def _result_move(matmul: Matmul, axis: str, c: str | None) -> _Move | None:
         return None
     if want is None:
         return _Move("gather", "out", c, whole * (n - 1) // n)
-    return _Move("exchange", "out", c, whole * (n - 1) // n**2)
+    return _Move("all_to_all", "out", c, whole * (n - 1) // n**2, want)
 
 
 def _split(matmul: Matmul, axis: str, c: str | None, paid: Sequence[_Move]) -> Split:
@@ -274,8 +298,9 @@ def _split(matmul: Matmul, axis: str, c: str | None, paid: Sequence[_Move]) -> S
     }
     motion = None
     for move in paid:
-        if move.verb != "all_reduce":
-            at[move.side] = move.letter
-        kind: Kind = move.verb  # type: ignore[assignment]
-        motion = Motion(kind, move.side, move.letter, move.bytes_moved)
+        motion = move.motion()
+        if motion.kind == "all_to_all" and motion.side == "out":
+            at["out"] = motion.to
+        elif motion.kind != "all_reduce":
+            at[motion.side] = motion.letter
     return Split(axis, matmul.axis_sizes[axis], at["lhs"], at["rhs"], at["out"], motion)
