@@ -1,4 +1,4 @@
-"""Everything that jax does not promise to keep: the only file that names its internals.
+"""What jax does not promise to keep: with `_shardy`, the only file that names its internals.
 
 Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviour that is used.
 """
@@ -15,16 +15,11 @@ import numpy as np
 from jax._src import api_util, core, pjit, source_info_util
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
-from jaxlib.mlir.passmanager import PassManager
 
 Jaxpr = core.Jaxpr
 JaxprEqn = core.JaxprEqn
 
 # Since jax 0.11 a jaxpr carries its constants, so closed and open jaxprs are one class.
-_PROPAGATION = "builtin.module(sdy-propagation-pipeline)"
-
 
 # -- jitted functions -----------------------------------------------------------------------------
 
@@ -246,125 +241,6 @@ def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
     if frame is None:
         return "<unknown>", 0, ""
     return frame.file_name, frame.start_line, frame.function_name
-
-
-# -- shardings ------------------------------------------------------------------------------------
-
-_UNKNOWN = object()
-
-
-def propagate(lowered: jax.stages.Lowered, tag: str) -> dict[str, tuple[Any, Any, Any]]:
-    """Run Shardy's propagation on a lowered step and read the shardings of the tagged dots.
-
-    Returns, for the value of frontend attribute `tag` on each `stablehlo.dot_general`, the
-    shardings of (left operand, right operand, result): one tuple of mesh axes a dim, major to
-    minor, or None where that cannot say it (part of an axis shards a dim, or the value enters by
-    an operation whose arguments this reader does not know).
-    """
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None
-    with module.context:
-        _replace_chlo(module.operation)
-        PassManager.parse(_PROPAGATION).run(module.operation)
-        return {
-            name: tuple(_value_spec(v) for v in (*op.operands, op.results[0]))  # type: ignore[misc]
-            for name, op in _tagged_dots(module.operation, tag)
-        }
-
-
-def _operations(root: Any) -> Iterator[Any]:
-    """Every operation below one, at any depth."""
-    for region in root.regions:
-        for block in region:
-            for op in block.operations:
-                yield op.operation
-                yield from _operations(op.operation)
-
-
-def _replace_chlo(root: Any) -> None:
-    """Put stand-ins of the same shapes for CHLO operations (erf, square, top_k, ...).
-
-    Shardy does not propagate through CHLO, which XLA legalizes first; that pass is not reachable
-    from Python. What the stand-ins compute does not matter: the module is read, not run.
-    """
-    for op in [op for op in _operations(root) if op.name.startswith("chlo.")]:
-        values, result = [*op.operands, *op.results], op.results[0]
-        shapes = {tuple(ir.RankedTensorType(v.type).shape) for v in values}
-        attributes: dict[str, Any] = {}
-        if len(values) == 2 and len(shapes) == 1:
-            name = "stablehlo.convert"
-        elif len(op.results) == 1 and all(v.type == result.type for v in values):
-            name = "stablehlo.add"
-        elif op.name == "chlo.top_k":
-            name = "stablehlo.custom_call"
-            attributes = {"call_target_name": ir.StringAttr.get("mhlo.topk")}  # Shardy knows it
-        else:
-            continue  # its result is read as not known
-        stand_in = ir.Operation.create(
-            name,
-            results=[v.type for v in op.results],
-            operands=list(op.operands)[:2],
-            attributes=attributes,
-            loc=op.location,
-            ip=ir.InsertionPoint(op),
-        )
-        for old, new in zip(op.results, stand_in.results, strict=True):
-            old.replace_all_uses_with(new)
-        op.erase()
-
-
-def _tagged_dots(root: Any, tag: str) -> Iterator[tuple[str, Any]]:
-    for op in _operations(root):
-        if op.name == "stablehlo.dot_general" and "mhlo.frontend_attributes" in op.attributes:
-            attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])
-            if tag in attributes:
-                yield ir.StringAttr(attributes[tag]).value, op
-
-
-def _value_spec(value: Any) -> tuple[tuple[str, ...], ...] | None:
-    """The sharding of an MLIR value, wherever Shardy keeps it."""
-    rank = len(ir.RankedTensorType(value.type).shape)
-    sharding = _value_sharding(value)
-    if sharding is _UNKNOWN:
-        return None
-    if sharding is None:
-        return ((),) * rank  # Shardy found nothing to shard it by: whole on every device
-    dims = [
-        sdy.DimensionShardingAttr(d) for d in sdy.TensorShardingAttr(sharding).dimension_shardings
-    ]
-    axes = [[sdy.AxisRefAttr(a) for a in d.axes] for d in dims]
-    if any(a.sub_axis_info is not None for dim in axes for a in dim):
-        return None
-    return tuple(tuple(a.name for a in dim) for dim in axes)
-
-
-def _value_sharding(value: Any) -> Any:
-    if isinstance(value, ir.BlockArgument):
-        argument = ir.BlockArgument(value)
-        return _argument_sharding(argument.owner.owner, argument.arg_number)
-    op = value.owner
-    if "sharding" in op.attributes and op.name in ("sdy.reshard", "sdy.sharding_constraint"):
-        return op.attributes["sharding"]
-    return _result_sharding(op, ir.OpResult(value).result_number)
-
-
-def _argument_sharding(op: Any, number: int) -> Any:
-    """Sharding of a block argument: a function keeps it itself, a while with its own results."""
-    op = op.operation
-    if op.name == "func.func":
-        attributes = ir.DictAttr(ir.ArrayAttr(op.attributes["arg_attrs"])[number])
-        return attributes["sdy.sharding"] if "sdy.sharding" in attributes else None  # noqa: SIM401
-    if op.name == "stablehlo.while":
-        return _result_sharding(op, number)
-    return _UNKNOWN
-
-
-def _result_sharding(op: Any, number: int) -> Any:
-    # A manual computation (the body of a shard_map) says itself where its results lie.
-    key = "out_shardings" if op.name == "sdy.manual_computation" else "sdy.sharding"
-    if key not in op.attributes:
-        return _UNKNOWN if op.name.startswith("chlo.") else None
-    return sdy.TensorShardingPerValueAttr(op.attributes[key]).shardings[number]
 
 
 # -- compiler options -----------------------------------------------------------------------------

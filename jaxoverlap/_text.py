@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 
 from rich import box
 from rich.console import Console
@@ -38,3 +39,8 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def short_source(file: str, line: int) -> str:
+    """A source line as tables show it: folder/file.py:line."""
+    return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap import _compat
@@ -23,6 +24,7 @@ from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.mesh import NoMeshError, find_mesh, unread
 from jaxoverlap.passes.propagate import propagate
+from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.plan import Plan, Variant
 
@@ -169,15 +171,18 @@ class Overlapped:
         """What is done with each matmul, for arguments like these; print it.
 
         A row a matmul that waits for a collective: its source line, einsum, mesh axis, kind, bytes,
-        chunks and the decision; and why each other is left alone. Takes arrays or
-        ShapeDtypeStructs; compiles nothing and runs nothing.
+        chunks and the decision; why each other is left alone; and a row for each collective that
+        stays XLA's. Takes arrays or ShapeDtypeStructs; compiles nothing and runs nothing.
 
         Raises:
             ValueError: if the step has no mesh, or one that does not fit.
             RewriteError: if the rewrite fails, whatever `on_error` says.
         """
         call = _compat.infer(self._jitted, args, kwargs)
-        return self._rewritten(call, args, kwargs).plan or self._rewrite(call, args, kwargs)[0]
+        rewritten = self._rewritten(call, args, kwargs)
+        plan = rewritten.plan or self._rewrite(call, args, kwargs)[0]
+        traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), rewritten.inner)
+        return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The rewritten step as `jax.jit(...).trace` gives it."""

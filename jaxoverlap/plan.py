@@ -107,6 +107,24 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown
     reason: str
 
 
+class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Collectives of one source line that stay XLA's.
+
+    Attributes:
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
+        axes: the mesh axes whose devices take part.
+        source: "file:line" of the code that wrote the value that moves.
+        runs: how many of them one step runs.
+        bytes_moved: bytes that each device sends in them in one step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    source: str
+    runs: int
+    bytes_moved: int
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `Decision` or a `Skip` for every `dot_general` of a step, in order.
 
@@ -114,11 +132,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         step: the step's name.
         mesh: devices along each mesh axis.
         entries: one a matmul.
+        remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
     """
 
     step: str
     mesh: Mapping[str, int]
     entries: tuple[Decision | Skip, ...]
+    remaining: tuple[Remaining, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -162,6 +182,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"({human_bytes(moved)} sent per device and step), {len(waiting)} left alone, "
                 f"{idle} without a collective.",
                 *_idle_lines(self.skips),
+                *_remaining_lines(self.remaining),
             )
         )
 
@@ -179,6 +200,20 @@ def _row(entry: Decision | Skip) -> tuple[str, ...]:
     decision = f"{named}: {entry.why}" if entry.why else named
     size, chunks = human_bytes(entry.bytes_moved), str(entry.num_chunks)
     return (*head, entry.axis, entry.kind, size, chunks, decision, "; ".join(entry.others))
+
+
+def _remaining_lines(remaining: tuple[Remaining, ...]) -> list[str]:
+    """The table of what stays XLA's."""
+    if not remaining:
+        return []
+    rows = [
+        (r.kind, " x ".join(r.axes), r.source, str(r.runs), human_bytes(r.bytes_moved))
+        for r in remaining
+    ]
+    columns = ("collective", "axes", "source", "runs", "bytes")
+    sent = human_bytes(sum(r.bytes_moved for r in remaining))
+    title = f"XLA's own: {sent} sent per device and step"
+    return ["", table(title, columns, rows, right=("runs", "bytes"))]
 
 
 def _idle_lines(skips: tuple[Skip, ...]) -> list[str]:

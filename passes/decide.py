@@ -9,13 +9,12 @@ they run once and not once a chunk.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import PurePath
 
 import msgspec
 import numpy as np
 
 from jaxoverlap import _compat
-from jaxoverlap._text import human_bytes
+from jaxoverlap._text import human_bytes, short_source
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
@@ -96,7 +95,7 @@ def decide(
 def source_of(dot: Dot) -> str:
     """The "folder/file.py:line" that wrote a matmul."""
     file, line, _ = _compat.source_line(dot.eqn)
-    return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
+    return short_source(file, line)
 
 
 def _names(entry: str, source: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxoverlap import _compat
+from jaxoverlap import _compat, _shardy
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.jaxprs import map_dots
 from jaxoverlap.passes.sites import Spec
@@ -41,7 +41,7 @@ def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:
     params = _compat.with_jaxpr(_compat.traced_params(traced), map_dots(jaxpr, tag), {})
     lowered = _compat.traced_with(traced, params).lower()
     try:
-        found = _compat.propagate(lowered, _TAG)
+        found = _shardy.propagate(lowered, _TAG)
     except Exception as error:
         raise RewriteError(
             f"could not read the shardings of {traced.fun_name}: {type(error).__name__}: {error}. "

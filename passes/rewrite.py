@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -135,7 +136,7 @@ def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
         shard = Value(None, ring.first.spec(ring.side))
         out_specs.append(shard.moved(ring.first.ring.axis, ring.dim, ring.other_dim).spec)
     mapped = jax.shard_map(
-        functools.partial(_arriving if ring.arrives else _leaving, ring),
+        functools.partial(_arriving if ring.arrives else _leaving, ring, _dot_on(mesh)),
         mesh=mesh,
         in_specs=tuple(_partition_spec(spec) for _, spec in _operands(ring)),
         out_specs=[_partition_spec(spec) for spec in out_specs],
@@ -154,9 +155,13 @@ def _operands(ring: Ring) -> list[tuple[Value, Spec]]:
     if not ring.arrives:
         both = [((m.lhs, _layout(m).lhs), (m.rhs, _layout(m).rhs)) for m in ring.members]
         return [operand for pair in both for operand in pair]
-    others = [(m, _other(_layout(m))) for m in ring.members]
     shard = (ring.shard, ring.first.spec(ring.side))
-    return [shard, *((m.value(side), _layout(m).spec(side)) for m, side in others)]
+    return [shard, *map(_other_operand, ring.members)]
+
+
+def _other_operand(member: Member) -> tuple[Value, Spec]:
+    side = _other(_layout(member))
+    return member.value(side), _layout(member).spec(side)
 
 
 def _other(layout: Layout) -> Side:
@@ -165,7 +170,7 @@ def _other(layout: Layout) -> Side:
     return "rhs" if layout.ring.motion.side == "lhs" else "lhs"
 
 
-def _arriving(ring: Ring, shard: Array, *others: Array) -> list[Array]:
+def _arriving(ring: Ring, dot: _Dot, shard: Array, *others: Array) -> list[Array]:
     """The body of a ring that moves an operand."""
     layouts = [_layout(m) for m in ring.members]
     layout, axis = ring.first, ring.first.ring.axis
@@ -183,31 +188,31 @@ def _arriving(ring: Ring, shard: Array, *others: Array) -> list[Array]:
         common["wanted"] = ring.other_dim
         common["wanted_outer"] = layout.outer(ring.side, layout.ring.motion.to, axis)
     decomposed = all_gather_matmul if ring.kind == "all_gather" else all_to_all_matmul
-    readers = [_reader(m, other) for m, other in zip(ring.members, others, strict=True)]
+    readers = [_reader(m, dot, other) for m, other in zip(ring.members, others, strict=True)]
     results, whole = decomposed(shard, readers, **common)
     reduced = [_reduce_others(r, layout) for r, layout in zip(results, layouts, strict=True)]
     return reduced if whole is None else [*reduced, whole]
 
 
-def _reader(member: Member, other: Array) -> Reader:
+def _reader(member: Member, dot: _Dot, other: Array) -> Reader:
     layout = _layout(member)
     side, axis = _other(layout), layout.ring.axis
     return Reader(
         _gather_others(other, side, layout),
         layout.matmul.einsum,
         "lhs" if side == "rhs" else "rhs",
-        _local_dot(member),
+        functools.partial(dot, member),
         member.dot.eqn.outvars[0].aval.dtype,
         other_outer=layout.outer(side, layout.letter, axis),
         out_outer=layout.outer("out", layout.letter, axis),
     )
 
 
-def _leaving(ring: Ring, *operands: Array) -> list[Array]:
+def _leaving(ring: Ring, dot: _Dot, *operands: Array) -> list[Array]:
     """The body of a ring that moves a result, or the sum of several."""
     layout, axis = ring.first, ring.first.ring.axis
     pairs = zip(operands[::2], operands[1::2], strict=True)
-    terms = [_term(m, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
+    terms = [_term(m, dot, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
     common: dict[str, Any] = {
         "axis": axis,
         "axis_size": layout.ring.axis_size,
@@ -227,22 +232,31 @@ def _leaving(ring: Ring, *operands: Array) -> list[Array]:
     return [_reduce_others(total, layout)]
 
 
-def _term(member: Member, lhs: Array, rhs: Array) -> Term:
+def _term(member: Member, dot: _Dot, lhs: Array, rhs: Array) -> Term:
     layout = _layout(member)
     return Term(
         _gather_others(lhs, "lhs", layout),
         _gather_others(rhs, "rhs", layout),
         layout.matmul.einsum,
-        _local_dot(member),
+        functools.partial(dot, member),
         lhs_outer=layout.outer("lhs", layout.letter, layout.ring.axis),
         rhs_outer=layout.outer("rhs", layout.letter, layout.ring.axis),
     )
 
 
-def _local_dot(member: Member) -> Callable[..., Array]:
-    params = member.dot.eqn.params
+_Dot = Callable[..., Array]
+"""`dot(member, lhs, rhs, dtype)`: one chunk of a matmul."""
 
-    def dot(lhs: Array, rhs: Array, dtype: Any) -> Array:
+
+def _dot_on(mesh: Mesh) -> _Dot:
+    """How the chunks of matmuls are multiplied on a mesh's devices."""
+    # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
+    widens = mesh.devices.flat[0].platform == "cpu"
+
+    def dot(member: Member, lhs: Array, rhs: Array, dtype: Any) -> Array:
+        params = member.dot.eqn.params
+        if widens and jnp.finfo(dtype).bits > jnp.finfo(lhs.dtype).bits:
+            lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
         return lax.dot_general(
             lhs,
             rhs,

@@ -172,9 +172,7 @@ def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
     if not mine.arrives:
         return None
     same = (
-        r
-        for r in sharing.rings
-        if r.arrives and (r.shard, r.whole) == (mine.shard, mine.whole)
+        r for r in sharing.rings if r.arrives and (r.shard, r.whole) == (mine.shard, mine.whole)
     )
     return next(same, None)
 
