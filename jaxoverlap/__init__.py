@@ -3,11 +3,12 @@
 step = jaxoverlap.overlap(train_step)
 """
 
+from jaxoverlap import ring
 from jaxoverlap.api import Compiled, Lowered, Overlapped, overlap
 from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit
 from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.plan import Decision, Plan, Skip
+from jaxoverlap.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.pods import PodsUnavailableError, pod_mesh
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "PodsUnavailableError",
     "RewriteError",
     "Skip",
+    "Variant",
     "audit",
     "chips",
     "overlap",
     "parse_cluster",
     "pod_mesh",
+    "ring",
 ]

@@ -55,6 +55,11 @@ def at_top_level() -> bool:
     return core.trace_ctx.is_top_level()
 
 
+def varying_axes(array: jax.Array) -> frozenset[str]:
+    """The manual mesh axes on whose devices an array may differ; none where JAX does not check."""
+    return jax.typeof(array).mat.varying  # type: ignore[attr-defined]
+
+
 def is_tracer(argument: Any) -> bool:
     """Whether an argument is traced, so that its sharding is not known."""
     return isinstance(argument, core.Tracer)

@@ -191,6 +191,7 @@ def _add(
     einsum, cut, other = reader.einsum, arrivals.cut, reader.other
     letter = einsum.side(reader.side)[arrivals.dim]
     if _is_cut(reader, arrivals.dim):
+        assert cut.pieces == 1 or reader.other_outer == cut.outer, "pieces would not match"
         at = replace(cut, outer=reader.other_outer)
         letters = einsum.rhs if reader.side == "lhs" else einsum.lhs
         other = chunks.take(other, letters.index(letter), at, chunk, piece)
@@ -201,6 +202,7 @@ def _add(
     product = reader.dot(*((part, other) if reader.side == "lhs" else (other, part)), dtype)
     if contracted:
         return product if result is None else result + product
+    assert cut.pieces == 1 or reader.out_outer == cut.outer, "pieces would not match"
     dim, at = einsum.out.index(letter), replace(cut, outer=reader.out_outer)
     if result is None:
         result = chunks.room(product, dim, at, chunk)

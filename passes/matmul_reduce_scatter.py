@@ -211,6 +211,7 @@ class Products:
     ) -> Array:
         if letter not in letters:
             return operand
+        assert self.cut.pieces == 1 or outer == self.cut.outer, "pieces would not match"
         return chunks.take(
             operand, letters.index(letter), replace(self.cut, outer=outer), chunk, piece
         )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap._text import human_bytes, table
-from jaxoverlap.plan import Decision, Plan, Skip
+from jaxoverlap.plan import Decision, Plan, Skip, Variant
 
 QKV = Decision(
     site=3,
@@ -243,3 +243,46 @@ def test_numbers_stand_right():
 )
 def test_bytes_are_in_decimal_units(count: float, text: str):
     assert human_bytes(count) == text
+
+
+# -- variants -----------------------------------------------------------------------------------
+
+_variants = st.one_of(
+    st.builds(Variant, st.sampled_from(["one_way", "two_way", "direct"]), st.integers(1, 64)),
+    st.builds(Variant, st.just("sliced"), st.integers(2, 64)),
+)
+
+
+@given(_variants)
+def test_a_variant_reads_as_it_is_written(variant: Variant):
+    assert Variant.parse(str(variant)) == variant
+    assert msgspec.json.decode(msgspec.json.encode(variant), type=Variant) == variant
+
+
+def test_how_variants_are_written():
+    assert str(Variant()) == "one_way"
+    assert str(Variant("direct", 2)) == "direct x 2"
+    assert Variant.parse(" two_way x 2 ") == Variant("two_way", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("round", r"variant 'round': expected a style \(one_way, two_way, direct, sliced\)"),
+        ("two_way x two", "variant 'two_way x two'.*as in"),
+        ("two_way x -1", "variant 'two_way x -1'"),
+        ("direct x 0", "0 slices of style direct: expected a whole number, 1 or more"),
+        ("sliced", "1 slices of style sliced: expected a whole number, 2 or more"),
+    ],
+)
+def test_a_variant_that_is_none(text: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        Variant.parse(text)
+
+
+@pytest.mark.parametrize("slices", [0, -1, 1.5, True])
+def test_slices_are_whole_and_positive(slices):
+    with pytest.raises(ValueError, match=f"{slices!r} slices of style one_way"):
+        Variant("one_way", slices)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"style": "one_way", "slices": slices}, Variant)
