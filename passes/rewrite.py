@@ -154,9 +154,9 @@ def _layout(member: Member) -> Layout:
 def _operands(ring: Ring) -> list[tuple[Value, Spec]]:
     """What a ring reads, with the specs: the gathered value once, then each matmul's others."""
     if ring.kind != "all_gather":
-        pairs = [(m, side) for m in ring.members for side in OPERANDS]
+        pairs: list[tuple[Member, Side]] = [(m, s) for m in ring.members for s in OPERANDS]
         return [(m.value(side), _layout(m).spec(side)) for m, side in pairs]
-    others = [(m, _other(_layout(m))) for m in ring.members]
+    others: list[tuple[Member, Side]] = [(m, _other(_layout(m))) for m in ring.members]
     shard = (ring.shard, ring.first.spec(ring.side))
     return [shard, *((m.value(side), _layout(m).spec(side)) for m, side in others)]
 

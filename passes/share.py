@@ -230,7 +230,3 @@ def _add_up(sharing: Sharing, body: Body) -> None:
             sharing.rings.remove(other)
             one.members, one.total = sorted(members, key=lambda m: m.dot.index), eqn.outvars[0]
             made[one.total] = one
-
-
-def _is_var(atom: Any) -> bool:
-    return not hasattr(atom, "val")
