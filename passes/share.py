@@ -235,7 +235,3 @@ def _add_up(sharing: Sharing, body: Body) -> None:
             sharing.rings.remove(other)
             one.members, one.total = members, eqn.outvars[0]
             made[one.total] = one
-
-
-def _is_var(atom: Any) -> bool:
-    return not hasattr(atom, "val")

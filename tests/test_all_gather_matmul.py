@@ -151,6 +151,14 @@ RINGS = {
     "a dim that both axes shard": Ring(
         "ab,bc->ac", P(("data", "model")), P(None, "model"), P("data", "model")
     ),
+    "a dim that both axes gather, model the major": Ring(
+        "ab,bc->ac", P(("model", "data")), P(None, ("data", "model")), P(None, ("data", "model")),
+        others=("data all_gather",),
+    ),
+    "a contracted dim that both axes gather": Ring(
+        "ab,bc->ac", P(("data", "model")), P(("model", "data")), P(("data", "model")),
+        others=("data all_gather",),
+    ),
 }  # fmt: skip
 
 
@@ -176,7 +184,15 @@ def test_float64(name: str):
         check_numbers(RINGS[name], KIND, 4, np.float64)
 
 
-@pytest.mark.parametrize("name", ["lhs free", "rhs contracted", "a second axis gathers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lhs free",
+        "rhs contracted",
+        "a second axis gathers",
+        "a contracted dim that both axes gather",
+    ],
+)
 def test_gradients(name: str):
     check_gradients(RINGS[name], KIND, 4)
 

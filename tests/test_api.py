@@ -475,7 +475,7 @@ def broken(monkeypatch):
     def fail(*_):
         raise TypeError("rings are out")
 
-    monkeypatch.setattr(rewrite, "_ring", fail)
+    monkeypatch.setattr(rewrite, "ringed", fail)
 
 
 @pytest.mark.usefixtures("broken")

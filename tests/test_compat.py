@@ -192,7 +192,7 @@ def test_inline_keeps_operands_results_and_source():
     def ring(x, w):
         return jax.jit(lambda x: jnp.sin(x) + 1)(x @ w)
 
-    new = _compat.inline(jax.named_call(ring, name="ring"), eqn)
+    new = _compat.inline(jax.named_call(ring, name="ring"), eqn.invars, eqn.outvars, eqn)
     used = {v for e in new for v in e.invars if not hasattr(v, "val")}
     assert set(eqn.invars) <= used, "the operands are no longer the user's variables"
     assert [*new[-1].outvars] == [*eqn.outvars]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 from jax import lax
 
 from jaxoverlap import Decision, Skip
+from jaxoverlap._text import human_bytes
 from jaxoverlap.passes.decide import decide, matmul_of, source_of
-from jaxoverlap.passes.jaxprs import dots
+from jaxoverlap.passes.jaxprs import Body, Dot, bodies
 
 AXES = {"data": 2, "model": 4}
 NO, D, M = (), ("data",), ("model",)
@@ -24,13 +27,20 @@ SOURCE = f"tests/test_decide.py:{matmul.__code__.co_firstlineno + 1}"
 
 
 def found_in(fn, *shapes, dtype="float32"):
-    return dots(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)))
+    return bodies(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)))
+
+
+def dots(found: Sequence[Body]) -> list[Dot]:
+    return [dot for body in found for dot in body.dots]
 
 
 def one(lhs, rhs, out, *, x=(16, 32), w=(32, 64), dtype="float32", fn=matmul, axes=AXES, **options):
     found = found_in(fn, x, w, dtype=dtype)
-    (entry,), layouts = decide(found, {0: (lhs, rhs, out)}, axes, **options)
-    assert set(layouts) == ({0} if isinstance(entry, Decision) else set())
+    (entry,), sharings = decide(found, {0: (lhs, rhs, out)}, axes, **options)
+    (sharing,) = sharings.values()
+    ringed = [m.dot.index for ring in sharing.rings for m in ring.members]
+    assert ringed == ([0] if isinstance(entry, Decision) else [])
+    assert sharing.skipped == ({} if ringed else {0: entry.reason})
     return entry
 
 
@@ -54,6 +64,7 @@ def test_kinds(name: str):
     entry = one(*shardings)
     assert entry == Decision(
         site=0,
+        ring=0,
         source=SOURCE,
         einsum="ab,bc->ac",
         kind=kind,
@@ -99,14 +110,39 @@ def test_every_matmul_gets_an_entry_in_order():
 
     found = found_in(step, (16, 32), (32, 64))
     gather = ((M, NO), (NO, M), (NO, M))
-    entries, layouts = decide(found, {0: gather, 2: ((NO, NO),) * 3}, AXES)
+    entries, sharings = decide(found, {0: gather, 2: ((NO, NO),) * 3}, AXES)
     assert [e.site for e in entries] == [0, 1, 2]
     assert [type(e) for e in entries] == [Decision, Skip, Skip]
     assert [getattr(e, "reason", "") for e in entries[1:]] == [
         "its sharding is not known: it was dropped as unused, or lowered to something else",
         "no collective",
     ]
-    assert set(layouts) == {0}
+    (sharing,) = sharings.values()
+    assert [ring.site for ring in sharing.rings] == [0]
+    assert set(sharing.skipped) == {1, 2}
+
+
+BOTH = ("data", "model")
+
+
+@pytest.mark.parametrize("order", [BOTH, BOTH[::-1]], ids=str)
+def test_a_dim_that_two_axes_gather(order):
+    """The minor axis is gathered before the ring, so that a chunk of it lies side by side."""
+    entry = one((order, NO), (NO, BOTH), (NO, BOTH))
+    major, minor = order
+    assert (entry.kind, entry.axis, entry.letter) == ("all_gather_matmul", major, "a")
+    hoisted = X // 8 * (AXES[minor] - 1)
+    assert entry.others == (f"{minor} all_gather, {human_bytes(hoisted)}",)
+    assert entry.bytes_moved == X * (AXES[major] - 1) // AXES[major]
+
+
+@pytest.mark.parametrize("order", [BOTH, BOTH[::-1]], ids=str)
+def test_a_dim_that_two_axes_scatter(order):
+    """Either may be the ring, whose sums are scattered over the other: the one that sends most."""
+    entry = one((NO, BOTH), (BOTH, NO), (order, NO))
+    assert (entry.kind, entry.axis, entry.letter) == ("matmul_reduce_scatter", "model", "a")
+    assert entry.others == (f"data reduce_scatter, {human_bytes(Y // 4 // 2)}",)
+    assert entry.bytes_moved == Y * 3 // 4
 
 
 # -- skips ----------------------------------------------------------------------------------------
@@ -116,7 +152,7 @@ def test_every_matmul_gets_an_entry_in_order():
 def test_a_sharding_that_could_not_be_read(missing: int):
     shardings = [None if i == missing else s for i, s in enumerate([(M, NO), (NO, M), (NO, M)])]
     assert "splits a mesh axis, or could not be read" in one(*shardings).reason
-    (dot,) = found_in(matmul, (16, 32), (32, 64))
+    (dot,) = dots(found_in(matmul, (16, 32), (32, 64)))
     assert isinstance(matmul_of(dot, tuple(shardings), AXES), str)
 
 
@@ -142,8 +178,9 @@ def test_opaque_bodies():
     def step(x, w):
         return lax.custom_linear_solve(lambda v: x @ v, w[:, 0], lambda _, b: b, symmetric=True)
 
-    entries, layouts = decide(found_in(step, (32, 32), (32, 4)), {}, AXES)
-    assert entries and not layouts
+    entries, sharings = decide(found_in(step, (32, 32), (32, 4)), {}, AXES)
+    assert entries
+    assert not any(s.rings or s.readers for s in sharings.values())
     assert {e.reason for e in entries} == {
         "inside custom_linear_solve, whose body is not rewritten"
     }
@@ -161,12 +198,11 @@ def test_shardings_that_were_not_read():
         (((M, NO), (NO, M), (D, M)), (4, 32), (32, 64), "dim a of lhs has size 4: not divisible by 8"),
         (((NO, M), (M, NO), (M, NO)), (6, 32), (32, 64), "dim a of out has size 6: not divisible by 4"),
         (((M, NO), (NO, NO), (NO, NO)), (16, 32), (32, 8), "model wants gather of out dim a"),
-        (((("model", "data"), NO), (NO, M), (D, M)), (16, 32), (32, 64), "model is not the minor"),
         (
-            ((("data", "model"), NO), (NO, ("data", "model")), (NO, ("data", "model"))),
+            ((("model", "data"), NO), (NO, M), (D, M)),
             (16, 32),
             (32, 64),
-            "axes data and model both move dim a of lhs",
+            "dim a is sharded in different orders: ('model', 'data') and ('data',)",
         ),
         (
             ((NO, ("model", "data")), (("data", "model"), NO), (M, D)),
@@ -204,17 +240,18 @@ def test_sources_are_named_once_each():
         return x @ w + x @ w, jnp.sum(x @ w)
 
     found = found_in(step, (16, 32), (32, 64))
-    assert len({source_of(dot) for dot in found}) == 1 < len(found)
+    sources = [source_of(dot) for dot in dots(found)]
+    assert len(set(sources)) == 1 < len(sources)
     with pytest.raises(ValueError) as error:
         decide(found, {}, AXES, skip=("none.py:1",))
-    assert str(error.value).count(source_of(found[0])) == 1
+    assert str(error.value).count(sources[0]) == 1
 
 
 def test_itemsizes_are_each_sides_own():
     def step(x, w):
         return lax.dot(x.astype("bfloat16"), w, preferred_element_type=jnp.float32)
 
-    (dot,) = found_in(step, (16, 32), (32, 64))
+    (dot,) = dots(found_in(step, (16, 32), (32, 64)))
     matmul = matmul_of(dot, GATHER, AXES)
     assert not isinstance(matmul, str)
     expected = [np.dtype(v.aval.dtype).itemsize for v in (*dot.eqn.invars, *dot.eqn.outvars)]

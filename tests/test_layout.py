@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 
 from jaxoverlap.passes import ring
 from jaxoverlap.passes.layout import Layout, lay_out
-from jaxoverlap.passes.sites import Einsum, Matmul, Motion, Refusal, Spec, Split, split, splits
+from jaxoverlap.passes.sites import (
+    SIDES,
+    Einsum,
+    Matmul,
+    Motion,
+    Refusal,
+    Side,
+    Spec,
+    Split,
+    split,
+    splits,
+)
 from tests.test_sites import along, block, devices, einsums, key, one_axis, operands
 
 ITEMSIZE = (2, 2, 2)
@@ -218,10 +229,68 @@ def test_a_sharded_dim_must_divide_by_its_axes_and_the_ring():
     assert got == "no dim of the result (b 3, s 12, d 17) divides into 4 chunks"
 
 
+# -- several axes on one dim ------------------------------------------------------------------------
+
+BOTH = ("data", "model")
+
+
+def gathers_one_dim(order: tuple[str, ...]) -> Matmul:
+    """Rows over two axes, whole for the matmul: two gathers of one dim."""
+    return matmul(
+        "sd,df->sf",
+        SIZES,
+        lhs=(order, ()),
+        rhs=((), BOTH),
+        out=((), BOTH),
+        axis_sizes={"data": 2, "model": 4},
+    )
+
+
+def scatters_one_dim(order: tuple[str, ...]) -> Matmul:
+    """Partial sums over two axes, scattered over the rows along both."""
+    return matmul(
+        "sd,df->sf",
+        SIZES,
+        lhs=((), BOTH),
+        rhs=(BOTH, ()),
+        out=(order, ()),
+        axis_sizes={"data": 2, "model": 4},
+    )
+
+
+@pytest.mark.parametrize("axis", BOTH)
+@pytest.mark.parametrize("order", [BOTH, BOTH[::-1]], ids=str)
+def test_one_dim_gathered_along_two_axes(order: tuple[str, ...], axis: str):
+    got = lay(gathers_one_dim(order), axis)
+    assert isinstance(got, Layout)
+    (other,) = got.others
+    assert {got.ring.axis, other.axis} == {"data", "model"}
+    # The other gather comes first: of one block a device. A chunk of the ring's axis has its
+    # blocks apart where that axis is the minor one; as many as the other axis has devices.
+    assert got.outer("lhs", "s", other.axis) == 1
+    assert got.outer("lhs", "s", axis) == (other.axis_size if order[-1] == axis else 1)
+    assert got.outer("out", "s", axis) == got.outer("lhs", "s", axis)
+    Mesh(got).check()
+
+
+@pytest.mark.parametrize("axis", BOTH)
+@pytest.mark.parametrize("order", [BOTH, BOTH[::-1]], ids=str)
+def test_one_dim_scattered_along_two_axes(order: tuple[str, ...], axis: str):
+    got = lay(scatters_one_dim(order), axis)
+    assert isinstance(got, Layout)
+    (other,) = got.others
+    # The ring comes first, while the result is whole over both; what is left lies side by side.
+    assert got.outer("out", "s", axis) == (other.axis_size if order[-1] == axis else 1)
+    assert got.outer("lhs", "s", axis) == got.outer("out", "s", axis)
+    assert got.outer("out", "s", other.axis) == 1
+    Mesh(got).check()
+
+
 # -- refusals ---------------------------------------------------------------------------------------
 
 
-def test_the_moving_axis_must_be_the_minor_one():
+def test_the_axis_that_stays_must_count_the_same_blocks_on_every_side():
+    # Once model is gathered, data has every fourth block of s; the result wants the half of it.
     got = lay(
         matmul(
             "sd,df->sf",
@@ -232,21 +301,7 @@ def test_the_moving_axis_must_be_the_minor_one():
             axis_sizes={"data": 2, "model": 4},
         )
     )
-    assert got == "dim s of lhs is sharded by ('model', 'data'): model is not the minor"
-
-
-def test_one_dim_does_not_move_along_two_axes():
-    got = lay(
-        matmul(
-            "sd,df->sf",
-            SIZES,
-            lhs=(("data", "model"), ()),
-            rhs=((), ("data", "model")),
-            out=((), ("data", "model")),
-            axis_sizes={"data": 2, "model": 4},
-        )
-    )
-    assert got == "axes data and model both move dim s of lhs"
+    assert got == "dim s is sharded in different orders: ('model', 'data') and ('data',)"
 
 
 def test_the_axes_that_stay_must_lie_alike_on_every_side():
@@ -262,6 +317,22 @@ def test_the_axes_that_stay_must_lie_alike_on_every_side():
         )
     )
     assert got == "dim s is sharded in different orders: ('a', 'b') and ('b', 'a')"
+
+
+def test_the_same_order_with_other_strides_is_refused():
+    # Both axes sum over d; model has a quarter of it in x, and in w a quarter of each half.
+    got = lay(
+        matmul(
+            "sd,df->sf",
+            SIZES,
+            lhs=(("data",), ("model",)),
+            rhs=(("data", "model"), ()),
+            out=(("data",), ("model",)),
+            axis_sizes={"data": 2, "model": 4},
+        ),
+        "model",
+    )
+    assert got == "dim d is sharded in different orders: ('model',) and ('data', 'model')"
 
 
 @pytest.mark.parametrize(
@@ -306,6 +377,30 @@ def only(spec: Spec, axes: Sequence[str]) -> Spec:
     return tuple(tuple(a for a in dim if a in axes) for dim in spec)
 
 
+def take(array: np.ndarray, dim: int, outer: int, n: int, chunk: int) -> np.ndarray:
+    """Chunk number `chunk` of a dim seen as view(outer, n, size)."""
+    shape = array.shape
+    view = array.reshape(*shape[:dim], outer, n, -1, *shape[dim + 1 :])
+    return view.take(chunk, dim + 1).reshape(*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
+
+
+def put(
+    whole: np.ndarray | None, part: np.ndarray, dim: int, outer: int, n: int, chunk: int
+) -> np.ndarray:
+    """`whole` (a new one, if None) with the chunk that `take` takes written."""
+    head, size, tail = part.shape[:dim], part.shape[dim], part.shape[dim + 1 :]
+    if whole is None:
+        whole = np.full((*head, n * size, *tail), UNWRITTEN)
+    view = whole.reshape(*head, outer, n, -1, *tail)
+    place = (*(slice(None),) * (dim + 1), chunk)
+    assert (view[place] == UNWRITTEN).all(), "a chunk is written once"
+    view[place] = part.reshape(*head, outer, -1, *tail)
+    return view.reshape(whole.shape)
+
+
+UNWRITTEN = -(10**9)
+
+
 class Mesh:
     """A mesh of numpy blocks on which the rewrite is played: rewrite.py's body, device by device."""
 
@@ -336,7 +431,8 @@ class Mesh:
             if motion.kind == "all_gather":
                 blocks = self.lhs if motion.side == "lhs" else self.rhs
                 dim = self.einsum.side(motion.side).index(motion.letter)
-                blocks.update(self._gather(blocks, other.axis, dim))
+                outer = self.layout.outer(motion.side, motion.letter, other.axis)
+                blocks.update(self._gather(blocks, other.axis, dim, outer))
         results = self._ring()
         for other in self.layout.others:
             motion = other.motion
@@ -345,11 +441,16 @@ class Mesh:
                 results = self._sum(results, other, motion)
         return results
 
-    def _gather(self, blocks: dict, axis: str, dim: int) -> dict:
-        return {
-            key(d): np.concatenate([blocks[k] for k in along(axis, d, self.sizes[axis])], dim)
-            for d in devices(self.sizes)
-        }
+    def _gather(self, blocks: dict, axis: str, dim: int, outer: int) -> dict:
+        """Every device's part in its place: view(outer, size) -> view(outer, chunks, size)."""
+        gathered = {}
+        for d in devices(self.sizes):
+            n = self.sizes[axis]
+            whole = None
+            for rank, k in enumerate(along(axis, d, n)):
+                whole = put(whole, blocks[k], dim, outer, n, rank)
+            gathered[key(d)] = whole
+        return gathered
 
     def _sum(self, results: dict, other: Split, motion: Motion) -> dict:
         out = {}
@@ -357,16 +458,18 @@ class Mesh:
             total = sum(results[k] for k in along(other.axis, d, other.axis_size))
             if motion.kind == "reduce_scatter":
                 dim = self.einsum.out.index(motion.letter)
-                total = np.split(total, other.axis_size, dim)[d[other.axis]]
+                outer = self.layout.outer("out", motion.letter, other.axis)
+                total = take(total, dim, outer, other.axis_size, d[other.axis])
             out[key(d)] = total
         return out
 
-    def _chunk(self, array: np.ndarray, side: str, chunk: int, size: int) -> np.ndarray:
-        """A chunk of `size` of an operand, along the ring's dim if it has that."""
-        letters, letter = self.einsum.side(side), self.layout.letter  # type: ignore[arg-type]
+    def _chunk(self, array: np.ndarray, side: Side, chunk: int) -> np.ndarray:
+        """A chunk of an operand, along the ring's dim if it has that."""
+        letters, letter, at = self.einsum.side(side), self.layout.letter, self.layout.ring
         if letter not in letters:
             return array
-        return array.take(range(chunk * size, (chunk + 1) * size), letters.index(letter))
+        outer = self.layout.outer(side, letter, at.axis)
+        return take(array, letters.index(letter), outer, at.axis_size, chunk)
 
     def _dot(self, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
         return np.einsum(str(self.einsum), lhs, rhs)
@@ -379,8 +482,9 @@ class Mesh:
         scattered = self._scatter_ring()
         if motion.kind == "reduce_scatter":
             return scattered
-        dim = self.einsum.out.index(self.layout.letter)
-        return self._gather(scattered, self.layout.ring.axis, dim)
+        axis, letter = self.layout.ring.axis, self.layout.letter
+        outer = self.layout.outer("out", letter, axis)
+        return self._gather(scattered, axis, self.einsum.out.index(letter), outer)
 
     def _hop(self, blocks: dict) -> dict:
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
@@ -394,38 +498,32 @@ class Mesh:
         for hop in range(n):
             for d in devices(self.sizes):
                 k, chunk = key(d), ring.chunk_at(d[axis], hop, n)
-                size = shards[k].shape[self.einsum.side(motion.side).index(letter)]
                 lhs, rhs = shards[k], shards[k]
                 if motion.side == "lhs":
-                    rhs = self._chunk(self.rhs[k], "rhs", chunk, size)
+                    rhs = self._chunk(self.rhs[k], "rhs", chunk)
                 else:
-                    lhs = self._chunk(self.lhs[k], "lhs", chunk, size)
+                    lhs = self._chunk(self.lhs[k], "lhs", chunk)
                 part = self._dot(lhs, rhs)
                 if letter not in self.einsum.out:
                     results[k] = results.get(k, 0) + part
                     continue
-                dim = self.einsum.out.index(letter)
-                parts = results.setdefault(k, [None] * n)
-                assert parts[chunk] is None
-                parts[chunk] = part
-                if hop == n - 1:
-                    results[k] = np.concatenate(parts, dim)
+                dim, outer = self.einsum.out.index(letter), self.layout.outer("out", letter, axis)
+                results[k] = put(results.get(k), part, dim, outer, n, chunk)
             shards = self._hop(shards)
         return results
 
     def _scatter_ring(self) -> dict:
-        axis, n, letter = self.layout.ring.axis, self.layout.ring.axis_size, self.layout.letter
+        axis, n = self.layout.ring.axis, self.layout.ring.axis_size
         sums: dict = {}
         for hop in range(n):
             sums = self._hop(sums) if sums else sums
             for d in devices(self.sizes):
                 k, chunk = key(d), ring.chunk_at(d[axis], hop + 1, n)
-                parts = []
-                for side, array in (("lhs", self.lhs[k]), ("rhs", self.rhs[k])):
-                    letters = self.einsum.side(side)  # type: ignore[arg-type]
-                    size = array.shape[letters.index(letter)] // n if letter in letters else 0
-                    parts.append(self._chunk(array, side, chunk, size))
-                sums[k] = sums.get(k, 0) + self._dot(*parts)
+                lhs, rhs = (
+                    self._chunk(self.lhs[k], "lhs", chunk),
+                    self._chunk(self.rhs[k], "rhs", chunk),
+                )
+                sums[k] = sums.get(k, 0) + self._dot(lhs, rhs)
         return sums
 
     def check(self) -> None:
@@ -484,8 +582,25 @@ def check(given: Matmul) -> list[str]:
         assert {s.axis for s in layout.others} <= set(layout.manual)
         _check_automatic(layout, shared)  # type: ignore[arg-type]
         Mesh(layout).check()
-        fates.append(f"{ringed.motion.kind} with {len(layout.others)} others")
+        fates.append(f"{ringed.motion.kind} with {len(layout.others)} others{_apart(layout)}")
+        if set(layout.manual) == set(given.axis_sizes):
+            continue
+        everywhere = lay_out(given, shared, ringed, also=given.axis_sizes)  # type: ignore[arg-type]
+        if isinstance(everywhere, Layout):  # as for a matmul that shares a ring with others
+            assert set(everywhere.manual) == set(given.axis_sizes)
+            Mesh(everywhere).check()
     return fates
+
+
+def _apart(layout: Layout) -> str:
+    """Whether some chunk does not lie side by side."""
+    moves = [(layout.letter, layout.ring.axis)]
+    moves += [(s.motion.letter, s.axis) for s in layout.others if s.motion]
+    for letter, axis in moves:
+        for side in SIDES:
+            if letter in layout.matmul.einsum.side(side) and layout.outer(side, letter, axis) > 1:
+                return ", apart"
+    return ""
 
 
 def _check_automatic(layout: Layout, shared: Sequence[Split]) -> None:
@@ -513,10 +628,40 @@ def test_every_layout_of_a_plain_matmul_over_two_axes_computes_it():
     einsum = Einsum("ab", "bc", "ac", {"a": 8, "b": 8, "c": 8})
     fates: Counter[str] = Counter()
     for sides in product(_all_specs("ab"), _all_specs("bc"), _all_specs("ac")):
-        fates.update(check(Matmul(einsum, *sides, ITEMSIZE, {"x": 2, "y": 2})))
+        fates.update(check(Matmul(einsum, *sides, ITEMSIZE, {"x": 2, "y": 4})))
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
     expected = {f"{kind} with {n} others" for kind in kinds for n in (0, 1)}
+    expected |= {f"{kind} with 1 others, apart" for kind in kinds[:2]}
     assert set(fates) == expected | {"refused"}
+
+
+@st.composite
+def crowded(draw) -> Matmul:
+    """ab,bc->ac with most of three axes on one dim, in an order of each side's own or one for all.
+
+    A side that has an axis elsewhere gives what `meshes` gives, too.
+    """
+    sizes = draw(st.sampled_from([{"x": 2, "y": 3, "z": 2}, {"x": 2, "y": 2, "z": 2}]))
+    einsum = Einsum("ab", "bc", "ac", dict.fromkeys("abc", 24))
+    letter = draw(st.sampled_from("abc"))
+    order = draw(st.permutations(list(sizes)))
+    held = {
+        axis: draw(st.sampled_from([at for g in _understandable(str(einsum), n) for at in g if letter in at]))
+        for axis, n in sizes.items()
+    }  # fmt: skip
+    sides = []
+    for number, side in enumerate(SIDES):
+        axes = order if draw(st.integers(0, 3)) else draw(st.permutations(list(sizes)))
+        letters = einsum.side(side)
+        sides.append(tuple(tuple(a for a in axes if held[a][number] == c) for c in letters))
+    return Matmul(einsum, *sides, ITEMSIZE, sizes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(crowded())
+def test_a_layout_with_three_axes_on_a_dim_computes_the_matmul(drawn: Matmul):
+    for fate in check(drawn):
+        event(fate)
 
 
 def _all_specs(letters: str) -> list[Spec]:

@@ -30,6 +30,14 @@ RINGS = {
     "a dim that both axes shard": Ring(
         "ab,bc->ac", P("data", "model"), P("model"), P(("data", "model"))
     ),
+    "a dim that both axes scatter": Ring(
+        "ab,bc->ac", P(None, ("data", "model")), P(("data", "model")), P(("data", "model")),
+        others=("data reduce_scatter",),
+    ),
+    "a dim that both axes scatter, model the major": Ring(
+        "ab,bc->ac", P(None, ("data", "model")), P(("data", "model")), P(None, ("model", "data")),
+        others=("data reduce_scatter",),
+    ),
 }  # fmt: skip
 
 
@@ -54,6 +62,9 @@ def test_float64():
         check_numbers(RINGS["rhs free"], KIND, 4, np.float64)
 
 
-@pytest.mark.parametrize("name", ["lhs free", "rhs free", "batch", "a second axis sums up"])
+@pytest.mark.parametrize(
+    "name",
+    ["lhs free", "rhs free", "batch", "a second axis sums up", "a dim that both axes scatter"],
+)
 def test_gradients(name: str):
     check_gradients(RINGS[name], KIND, 4)

@@ -12,6 +12,7 @@ from jaxoverlap.plan import Decision, Plan, Skip, Variant
 
 QKV = Decision(
     site=3,
+    ring=3,
     source="gpt.py:88",
     einsum="abc,cd->abd",
     kind="all_gather_matmul",
@@ -23,6 +24,7 @@ QKV = Decision(
 )
 OUT = Decision(
     site=5,
+    ring=5,
     source="gpt.py:97",
     einsum="abc,cd->abd",
     kind="matmul_reduce_scatter",
@@ -54,6 +56,7 @@ _count = st.integers(0, 2**53)
 _decisions = st.builds(
     Decision,
     site=_count,
+    ring=_count,
     source=_text,
     einsum=_text,
     kind=_text,

@@ -36,7 +36,8 @@ ROWS, COLUMNS, WHOLE = (MODEL, ()), ((), MODEL), ((), ())
 
 def read(step, *args, **options) -> list:
     """(lhs, rhs, result) of each matmul, in order; None for one that was not found."""
-    found = propagate(jax.jit(step, **options).trace(*args))
+    traced = jax.jit(step, **options).trace(*args)
+    found = propagate(traced, traced.jaxpr)
     return [found.get(i) for i in range(max(found, default=-1) + 1)]
 
 
@@ -255,14 +256,15 @@ def test_a_matmul_that_nobody_needs_is_missing():
 
 
 def test_a_step_without_matmuls():
-    assert propagate(jax.jit(jnp.sin).trace(X)) == {}
+    traced = jax.jit(jnp.sin).trace(X)
+    assert propagate(traced, traced.jaxpr) == {}
 
 
 def test_tags_leave_the_step_as_it_was():
     jitted = jax.jit(mlp)
     traced = jitted.trace(X, W, V)
     before = str(traced.jaxpr)
-    propagate(traced)
+    propagate(traced, traced.jaxpr)
     assert str(traced.jaxpr) == before
     assert "jaxoverlap_site" not in jitted.lower(X, W, V).as_text()
 
@@ -270,4 +272,4 @@ def test_tags_leave_the_step_as_it_was():
 def test_a_failure_of_shardy_is_named(monkeypatch):
     monkeypatch.setattr(_compat, "_PROPAGATION", "builtin.module(no-such-pass)")
     with pytest.raises(RewriteError, match=r"(?s)shardings of mlp.*no-such-pass.*on_error='plain'"):
-        propagate(jax.jit(mlp).trace(X, W, V))
+        read(mlp, X, W, V)

@@ -32,7 +32,13 @@ CASES = {
     "matmul_all_reduce": (P(None, "model"), P("model"), P()),
     "second_axis_gathers": (P(("data", "model")), P("data", "model"), P("data", "model")),
     "second_axis_scatters": (P("model", "data"), P("data", "model"), P("data", "model")),
-}
+    "matmul_reduce_scatter_of_one_dim": (
+        P(None, ("data", "model")), P(("data", "model")), P(("data", "model"))
+    ),
+    "second_axis_gathers_the_same_dim": (
+        P(("data", "model")), P(None, ("data", "model")), P(None, ("data", "model"))
+    ),
+}  # fmt: skip
 
 
 def kind_of(name: str) -> str:
@@ -40,6 +46,11 @@ def kind_of(name: str) -> str:
 
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def length_of(name: str) -> int:
+    """Devices of the ring: the minor axis of a dim that two axes gather is gathered before it."""
+    return MESH.shape["data" if name == "second_axis_gathers_the_same_dim" else "model"]
 
 
 def shard(x, spec: P):
@@ -58,9 +69,11 @@ def step_of(name: str):
 
 
 def rewritten(name: str):
-    """The one equation that took the matmul's place."""
+    """The ring that took the matmul's place; nothing but a gather may stand before it."""
     jaxpr = jaxoverlap.overlap(step_of(name)).trace(X, W).jaxpr
-    (eqn,) = jaxpr.eqns
+    *before, eqn = jaxpr.eqns
+    hoisted = ["sharding_constraint"] * name.startswith("second_axis_gathers")
+    assert [e.primitive.name for e in before] == hoisted
     return eqn
 
 
@@ -118,6 +131,17 @@ def test_golden(name: str):
     assert text == path.read_text()
 
 
+def test_a_gather_before_the_ring_makes_one_axis_whole():
+    """It stands at the user's line too, in a scope that names its axis."""
+    jaxpr = jaxoverlap.overlap(step_of("second_axis_gathers")).trace(X, W).jaxpr
+    gather, ring = jaxpr.eqns
+    assert gather.params["sharding"].spec == P(None, "model")
+    assert [*gather.invars] == [jaxpr.invars[1]]
+    assert [*ring.invars] == [jaxpr.invars[0], *gather.outvars]
+    assert str(gather.source_info.name_stack) == "layer/gather_over_data"
+    assert _compat.source_line(gather) == _compat.source_line(ring)
+
+
 def counts(jaxpr: Any) -> Counter[str]:
     return Counter(e.primitive.name for e in equations(jaxpr))
 
@@ -137,29 +161,32 @@ def test_a_ring_is_n_matmuls_and_a_hop_less(name: str):
     eqn = rewritten(name)
     assert eqn.primitive.name == "shard_map"
     found = counts(eqn.params["jaxpr"])
-    assert (found["dot_general"], found["ppermute"]) == (N, N - 1)
-    barriers = {"all_gather_matmul": N - 1}.get(kind_of(name), 2 * (N - 1))
+    n = length_of(name)
+    assert (found["dot_general"], found["ppermute"]) == (n, n - 1)
+    barriers = {"all_gather_matmul": n - 1}.get(kind_of(name), 2 * (n - 1))
     assert found["optimization_barrier"] == barriers
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_only_the_axes_that_move_turn_manual(name: str):
     manual = rewritten(name).params["newly_manual_axes"]
-    assert manual == ({"data", "model"} if name.startswith("second") else {"model"})
+    both = name.startswith("second") or name.endswith("one_dim")
+    assert manual == ({"data", "model"} if both else {"model"})
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_other_collectives_run_once_and_outside_the_ring(name: str):
-    """A gather comes before the first hop and matmul, a sum after the last."""
+    """A gather comes before the first hop and matmul, a sum after the last.
+
+    One whose axis is the minor one of its dim comes before the shard_map.
+    """
     names = [e.primitive.name for e in rewritten(name).params["jaxpr"].eqns]
     ring = [i for i, n in enumerate(names) if n in ("ppermute", "dot_general")]
     gathers, sums = (
         [i for i, n in enumerate(names) if n == w] for w in ("all_gather", "reduce_scatter")
     )
-    assert len(gathers) == (name in ("second_axis_gathers", "matmul_all_reduce"))
-    assert len(sums) == (name == "second_axis_scatters")
-    if name == "second_axis_gathers":
-        assert gathers[0] < ring[0]
+    assert len(gathers) == (name == "matmul_all_reduce")
+    assert len(sums) == (name in ("second_axis_scatters", "matmul_reduce_scatter_of_one_dim"))
     for place in (*sums, *(gathers if name == "matmul_all_reduce" else ())):
         assert place > ring[-1]
 
@@ -179,8 +206,8 @@ def test_each_hop_and_each_later_matmul_waits_for_the_matmul_before(name: str):
             depth += 1
         before |= dict.fromkeys(eqn.outvars, depth)
     first = 0 if kind_of(name) == "all_gather_matmul" else 1
-    assert hops == [first + i for i in range(N - 1)]
-    assert matmuls == list(range(N))
+    assert hops == [first + i for i in range(length_of(name) - 1)]
+    assert matmuls == list(range(length_of(name)))
 
 
 # -- what stays as it was -------------------------------------------------------------------------
