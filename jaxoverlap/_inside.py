@@ -1,4 +1,4 @@
-"""Steps that hold their `jax.jit` inside: a `functools.partial` of one, or an `nnx.jit` object.
+"""Steps that hold their `jax.jit` inside: a partial or bound method of one, or an `nnx.jit` object.
 
 Told by their shape, so that flax need not be installed.
 """
@@ -28,6 +28,8 @@ class Found(NamedTuple):
 
 def find_jit(fn: Any) -> Found | None:
     """The function from `jax.jit` that `fn` is or holds; None if there is none to be found."""
+    if isinstance(fn, types.MethodType):  # shows its function's attributes as its own
+        fn = functools.partial(fn.__func__, fn.__self__)
     if _compat.is_jitted(fn):
         return Found(fn, lambda new: new)
     if isinstance(fn, functools.partial):

@@ -136,6 +136,22 @@ def test_a_partial_of_a_jit_keeps_its_donation():
     assert x.is_deleted()
 
 
+def test_a_bound_method_of_a_jit():
+    """The form of kauldron's train step: the trainer itself is a static argument."""
+
+    class Trainer:
+        scale = 2.0
+
+        @functools.partial(jax.jit, static_argnames="self")
+        def step(self, x: jax.Array) -> jax.Array:
+            return self.scale * jax.lax.with_sharding_constraint(x @ x.T, X.sharding)
+
+    trainer = Trainer()
+    step = jaxoverlap.overlap(trainer.step)
+    assert step.explain(X).decisions
+    np.testing.assert_allclose(step(X), trainer.step(X), rtol=1e-5)
+
+
 def test_a_partial_of_a_plain_function_holds_no_jit():
     assert find_jit(functools.partial(train_step)) is None
     assert find_jit(train_step) is None
