@@ -15,6 +15,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap import _compat
+from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.flags import options_for
 from jaxoverlap.passes.audit import Audit, audit
@@ -69,8 +70,9 @@ def overlap(
     or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`.
 
     Args:
-        fn: a function from `jax.jit`, or a plain one, which is then jitted. The jit's static and
-            donated arguments, shardings and name stay.
+        fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
+            function, which is then jitted. The jit's static and donated arguments, shardings and
+            name stay; what nnx.jit changes in its arguments, it still changes.
         cluster: the GPUs that the step is for, as "chip:hosts x GPUs a host"; the step's mesh must
             have as many devices. Default: the devices of the mesh, whatever they are.
         skip: source lines ("gpt.py:88") whose matmuls are to be left alone.
@@ -142,14 +144,18 @@ class Overlapped:
         if not callable(fn):
             raise ValueError(f"overlap() was given {fn!r}; expected a function, jitted or not")
         if isinstance(fn, Overlapped):
-            fn = fn._jitted  # overlapped twice is overlapped once, with the outer options
-        if not _compat.is_jitted(fn) and (hasattr(fn, "lower") or hasattr(fn, "trace")):
+            fn = fn._fn  # overlapped twice is overlapped once, with the outer options
+        found = find_jit(fn)
+        if found is None and (hasattr(fn, "lower") or hasattr(fn, "jitted_fn")):
             raise ValueError(
                 f"overlap() was given {type(fn).__module__}.{type(fn).__qualname__}: expected a "
-                "function from jax.jit, or a plain one. Of nnx.jit, whose functions change their "
-                "arguments: split the model outside, merge it inside, and use jax.jit"
+                "function from jax.jit or nnx.jit, a functools.partial of one, or a plain "
+                "function. What wraps a jitted function goes around overlap(): "
+                "nnx.cached_partial(overlap(step), model)"
             )
-        self._jitted: Any = fn if _compat.is_jitted(fn) else jax.jit(fn)
+        self._fn = fn
+        self._found = found or Found(jax.jit(fn), lambda new: new)
+        self._jitted: Any = self._found.jitted
         self._options = options
         self._seen: dict[Hashable, _Rewritten] = {}
         functools.update_wrapper(self, fn, updated=())
@@ -158,14 +164,15 @@ class Overlapped:
         """Bind to an instance, as functions in classes do."""
         return self if instance is None else types.MethodType(self, instance)
 
+    def __getattr__(self, name: str) -> Any:
+        """What else the given function has: `eval_shape` of a jit, `func` of a partial."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._fn, name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
-        if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
-            return self._jitted(*args, **kwargs)
-        call = _compat.infer(self._jitted, args, kwargs)
-        rewritten = self._rewritten(call, args, kwargs)
-        params = rewritten.params if _compat.at_top_level() else rewritten.inner
-        return jax.tree.unflatten(call.out_tree, _compat.bind_jit(call.flat, params))
+        return self._found.around(self._run)(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Plan:
         """What is done with each matmul, for arguments like these; print it.
@@ -178,23 +185,42 @@ class Overlapped:
             ValueError: if the step has no mesh, or one that does not fit.
             RewriteError: if the rewrite fails, whatever `on_error` says.
         """
+        return arguments_reach(self._found, self._explain, args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The rewritten step as `jax.jit(...).trace` gives it."""
+        return arguments_reach(self._found, self._trace, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The rewritten step, lowered; takes arrays or ShapeDtypeStructs, as in `jax.stages`."""
+        return arguments_reach(self._found, self._lower, args, kwargs)
+
+    # What follows is given the arguments of the jit inside; nnx.jit has taken its models apart.
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
+            return self._jitted(*args, **kwargs)
+        call = _compat.infer(self._jitted, args, kwargs)
+        rewritten = self._rewritten(call, args, kwargs)
+        params = rewritten.params if _compat.at_top_level() else rewritten.inner
+        return jax.tree.unflatten(call.out_tree, _compat.bind_jit(call.flat, params))
+
+    def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call = _compat.infer(self._jitted, args, kwargs)
         rewritten = self._rewritten(call, args, kwargs)
         plan = rewritten.plan or self._rewrite(call, args, kwargs)[0]
         traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), rewritten.inner)
         return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The rewritten step as `jax.jit(...).trace` gives it."""
+    def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = _compat.infer(self._jitted, args, kwargs)
         rewritten = self._rewritten(call, args, kwargs)
         return _compat.traced_with(self._jitted.trace(*args, **kwargs), rewritten.params)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The rewritten step, lowered; takes arrays or ShapeDtypeStructs, as in `jax.stages`."""
-        lowered = self.trace(*args, **kwargs).lower()
+    def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        lowered = self._trace(*args, **kwargs).lower()
         call = _compat.infer(self._jitted, args, kwargs)
-        return Lowered(lowered, self._rewritten(call, args, kwargs).plan)
+        return Lowered(lowered, self._rewritten(call, args, kwargs).plan, self._found)
 
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
@@ -278,13 +304,14 @@ class Lowered:
         plan: what was done with each matmul; None if the step runs plain after an error.
     """
 
-    def __init__(self, lowered: jax.stages.Lowered, plan: Plan | None):
+    def __init__(self, lowered: jax.stages.Lowered, plan: Plan | None, found: Found):
         self._lowered = lowered
+        self._found = found
         self.plan = plan
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """Compile; the given options win over those that jaxoverlap adds for GPUs."""
-        return Compiled(self._lowered.compile(compiler_options), self.plan)
+        return Compiled(self._lowered.compile(compiler_options), self.plan, self._found)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -299,13 +326,14 @@ class Compiled:
         plan: as in `Lowered`.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled, plan: Plan | None):
+    def __init__(self, compiled: jax.stages.Compiled, plan: Plan | None, found: Found):
         self._compiled = compiled
+        self._found = found
         self.plan = plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled step."""
-        return self._compiled(*args, **kwargs)
+        return self._found.around(self._compiled)(*args, **kwargs)
 
     def audit(self) -> Audit:
         """What hides behind what, in the compiled schedule."""

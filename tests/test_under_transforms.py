@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,11 +34,6 @@ def test_a_step_follows_the_mesh_of_its_context():
     for devices in (jax.devices()[:4], jax.devices()[4:]):
         with jax.set_mesh(Mesh(np.array(devices), ("model",), axis_types=(AxisType.Auto,))):
             assert step(x, w).devices() == set(devices)
-
-
-def test_a_function_of_nnx_jit_is_refused():
-    with pytest.raises(ValueError, match=r"nnx.*expected a function from jax\.jit"):
-        jaxoverlap.overlap(nnx.jit(lambda x: x))
 
 
 def test_disable_jit_runs_the_users_own_python():
