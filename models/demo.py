@@ -31,8 +31,8 @@ Rows = list[dict[str, float]]
 def compare(config: Config) -> None:
     """Train both ways from one seed; print and draw the losses, the plan and a pod's audit."""
     config = dataclasses.replace(config, checkpoint=None)
-    plain, _ = train(RECIPE, dataclasses.replace(config, plain=True, metrics=OUT / "plain.jsonl"))
-    overlapped, step = train(
+    plain, *_ = train(RECIPE, dataclasses.replace(config, plain=True, metrics=OUT / "plain.jsonl"))
+    overlapped, step, _ = train(
         RECIPE, dataclasses.replace(config, plain=False, metrics=OUT / "overlapped.jsonl")
     )
 

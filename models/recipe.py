@@ -40,11 +40,13 @@ class Recipe:
 
     `batches(config)` gives a function from the number of a step to its batch, as numpy arrays: of
     the seed and the step alone, so that a run that resumes sees the batches it would have seen.
+    `report(config, mesh, params)` is what there is to say after training.
     """
 
     config: type[Run]
     model: type[Model]
     batches: Callable[[Any], Callable[[int], Batch]]
+    report: Callable[[Any, Mesh, Any], str] | None = None
 
     def make_mesh(self, config: Run) -> Mesh:
         """The first of the devices JAX sees, as a mesh of automatic axes."""

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import typer
@@ -23,8 +23,16 @@ from models.recipe import Recipe
 console = Console()
 
 
-def train(recipe: Recipe, config: Run) -> tuple[list[dict[str, float]], Any]:
-    """Train to `config.steps` steps; a row of metrics for each step taken here, and the step."""
+class Trained(NamedTuple):
+    """What training gives: a row of metrics for each step taken here, the step, the last state."""
+
+    rows: list[dict[str, float]]
+    step: Any
+    state: Any
+
+
+def train(recipe: Recipe, config: Run) -> Trained:
+    """Train to `config.steps` steps, from the newest checkpoint if there is one."""
     simulate_devices(config)
     mesh, batch_of = recipe.make_mesh(config), recipe.batches(config)
     rows = []
@@ -50,14 +58,17 @@ def train(recipe: Recipe, config: Run) -> tuple[list[dict[str, float]], Any]:
                 write(row)
                 show(row)
                 checkpoints.save(index + 1, state)
-    return rows, step
+    return Trained(rows, step, state)
 
 
 def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
-    """Train, then say what became of the step's collectives."""
-    rows, step = train(recipe, config)
+    """Train, then say how well, and what became of the step's collectives."""
+    rows, step, state = train(recipe, config)
+    mesh = recipe.make_mesh(config)
+    if recipe.report:
+        print(recipe.report(config, mesh, state["params"]))
     if not config.plain:
-        print(step.explain(*recipe.abstract_args(config, recipe.make_mesh(config))))
+        print(step.explain(*recipe.abstract_args(config, mesh)))
     return rows
 
 
