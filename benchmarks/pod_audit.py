@@ -4,14 +4,12 @@ python -m benchmarks.pod_audit                                  # the installed 
 python -m benchmarks.pod_audit --jax 0.11.2 --jax 0.12.0.1      # each in an environment of its own
 
 Four scanned layers at hidden 4096 and sequence 4096, bf16, with remat: plain as XLA compiles it by
-default, plain with the options that overlapped steps get, and overlapped. Needs no GPU. Each
-compile runs in a child process, so that a compiler that aborts is a row and not the end.
+default, plain with the options that overlapped steps get, and overlapped. Needs no GPU.
 """
 
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import jaxoverlap
-from jaxoverlap import pods
-from jaxoverlap.flags import options_for
+from benchmarks.pod_step import COVERAGE_COLUMNS, STEPS, compile_step, coverage_cells, in_child
 
 PODS = {"h100-sxm:1x8": {"data": 1, "model": 8}, "h100-sxm:8x8": {"data": 8, "model": 8}}
-STEPS = ("plain", "plain, same flags", "overlapped")
 PACKAGES = ("flax", "msgspec", "optax", "rich", "typer")
 MIN_HOPS_COVERED, MAX_TEMP_RATIO = 0.90, 1.15  # what an overlapped step has to keep
 
@@ -51,7 +46,8 @@ def main(
         for name in pod or PODS:
             for step in STEPS:
                 with console.status(f"jax {version}: {step} step for {name}"):
-                    rows.append(in_child(python, name, step))
+                    row = in_child("benchmarks.pod_audit", name, step, python=python)
+                    rows.append({"pod": name, "step": step, **row})
                 show(rows[-1], audits)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,59 +78,11 @@ def environment(version: str) -> str:
     return str(python)
 
 
-def in_child(python: str, pod: str, step: str) -> dict[str, Any]:
-    """One compile in a process of its own; a row, also where the compiler aborts."""
-    command = [python, "-m", "benchmarks.pod_audit", "child", pod, step]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"pod": pod, "step": step, "error": f"exit {done.returncode}: {lines[-1:]}"}
-    return json.loads(done.stdout.splitlines()[-1])
+def child(pod: str, step: str) -> dict[str, Any]:
+    """Compile one step: the row of a child process."""
+    from models import gpt
 
-
-def compile_one(pod: str, step: str) -> dict[str, Any]:
-    """Compile one step and audit it: the row of a child process."""
-    from models.config import Config
-    from models.gpt import abstract_args, make_step
-
-    mesh = jaxoverlap.pod_mesh(pod, PODS[pod])
-    config = Config.pod(**PODS[pod])
-    function = make_step(config, mesh)
-    if step == "overlapped":
-        function, options = jaxoverlap.overlap(function, cluster=pod), options_for(mesh)
-    else:
-        options = pods.compiler_options() if step == "plain" else options_for(mesh)
-    began = time.perf_counter()
-    lowered = function.lower(*abstract_args(config, mesh))
-    lowered_s = time.perf_counter() - began
-    compiled = lowered.compile(compiler_options=options)
-    report = jaxoverlap.audit(compiled.as_text() or "")
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    return {
-        "pod": pod,
-        "mesh": PODS[pod],
-        "step": step,
-        "jax": jax.__version__,
-        "flags": options,
-        "commit": commit(),
-        "all": dump(report.total),
-        "hops": dump(report.hops),
-        "temp_bytes": memory.temp_size_in_bytes,
-        "lower_s": round(lowered_s, 2),
-        "compile_s": round(time.perf_counter() - began - lowered_s, 2),
-        "audit": str(report),
-    }
-
-
-def dump(coverage: jaxoverlap.Coverage) -> dict[str, int]:
-    names = ("count", "covered", "bytes_moved", "bytes_covered", "synchronous")
-    return {name: getattr(coverage, name) for name in names}
-
-
-def commit() -> str:
-    git = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return compile_step(gpt, pod, PODS[pod], step)
 
 
 def show(row: dict[str, Any], audits: bool) -> None:
@@ -148,25 +96,14 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
     table = Table(title="4-layer GPT step, hidden 4096, sequence 4096, bf16, remat")
     for name in ("jax", "pod", "step"):
         table.add_column(name)
-    for name in ("hops covered", "sync hops", "all covered", "GB covered", "temp MB", "compile s"):
+    for name in COVERAGE_COLUMNS:
         table.add_column(name, justify="right")
     for row in rows:
         if "error" in row:
             table.add_row("", row["pod"], row["step"], row["error"])
             continue
-        hops, total = row["hops"], row["all"]
-        ratio = row["temp_bytes"] / plain_of(rows, row)["temp_bytes"]
-        table.add_row(
-            row["jax"],
-            row["pod"],
-            row["step"],
-            f"{hops['covered']} of {hops['count']}" if hops["count"] else "",
-            str(hops["synchronous"]) if hops["count"] else "",
-            f"{total['covered']} of {total['count']}",
-            f"{total['bytes_covered'] / 1e9:.2f} of {total['bytes_moved'] / 1e9:.2f}",
-            f"{row['temp_bytes'] / 1e6:.0f} ({ratio:.2f} x)",
-            f"{row['compile_s']:.0f}",
-        )
+        cells = coverage_cells(row, plain_of(rows, row))
+        table.add_row(row["jax"], row["pod"], row["step"], *cells)
     console.print(table)
 
 
@@ -197,6 +134,6 @@ def shortfalls(rows: list[dict[str, Any]]) -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
-        print(json.dumps(compile_one(*sys.argv[2:])))
+        print(json.dumps(child(*sys.argv[2:])))
     else:
         app()

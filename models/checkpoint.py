@@ -7,16 +7,16 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from models.config import Config, Mistake
+from models.config import Mistake, Run
 
-# May change from one run to the next: where it runs, how long, and what it writes.
-FREE = {"data", "model", "steps", "plain", "checkpoint", "save_every", "metrics", "log_every"}
+# May change from one run to the next, as may the mesh: how long it runs, and what it writes.
+FREE = {"steps", "plain", "checkpoint", "save_every", "metrics", "log_every"}
 
 
 class Checkpoints:
     """The states kept in `config.checkpoint`; keeps nothing where that is None."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Run):
         self.manager = None
         if config.checkpoint is None:
             return
@@ -50,9 +50,10 @@ class Checkpoints:
             self.manager.close()  # waits for a save that is still being written
 
 
-def check_same_run(path: Path, config: Config) -> None:
+def check_same_run(path: Path, config: Run) -> None:
     """Write the configuration beside the checkpoints, or compare it with the one that is there."""
-    fixed = {k: v for k, v in dataclasses.asdict(config).items() if k not in FREE}
+    free = FREE | set(config.AXES)
+    fixed = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
     fixed = json.loads(json.dumps(fixed, default=str))
     if not path.exists():
         path.write_text(json.dumps(fixed, indent=1) + "\n")

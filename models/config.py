@@ -1,8 +1,11 @@
-"""The one configuration of a training run."""
+"""What a training run can be told: what all runs share, and the GPT's own."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Self
+
+from typer import Option
 
 
 class Mistake(ValueError):
@@ -10,55 +13,97 @@ class Mistake(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """What is trained, on which mesh, and what is kept. The defaults train in seconds on a CPU."""
+class Run:
+    """What every run has. Each field is a flag of the trainer's command line."""
 
-    vocab: int = 256  # bytes
+    AXES: ClassVar[tuple[str, str]]  # of the mesh, each a field of the same name
+
+    steps: Annotated[int, Option(help="Train to this many steps.")] = 100
+    plain: Annotated[bool, Option("--plain", help="Run the step as it is written.")] = False
+    checkpoint: Annotated[Path | None, Option(help="Save here, and resume.")] = None
+    save_every: Annotated[int, Option(help="Steps.")] = 50
+    metrics: Annotated[Path | None, Option(help="Write JSON lines here.")] = None
+    log_every: Annotated[int, Option(help="Steps between lines, if not on a terminal.")] = 10
+    seed: Annotated[int, Option(help="Of weights and batches.")] = 0
+
     layers: int = 2
     hidden: int = 128
     heads: int = 4
     mlp: int = 512
-    sequence: int = 128
-    batch: int = 8  # over the whole mesh
-    dtype: str = "float32"  # of activations and matmuls
-    param_dtype: str = "float32"  # of weights, gradients and Adam's moments
+    batch: Annotated[int, Option(help="Over all devices.")] = 8
+    dtype: Annotated[str, Option(help="Of activations and matmuls.")] = "float32"
+    param_dtype: Annotated[str, Option(help="Of weights and Adam's moments.")] = "float32"
     learning_rate: float = 3e-3
-    warmup: int = 10  # steps
+    warmup: Annotated[int, Option(help="Steps.")] = 10
     weight_decay: float = 0.1
-    seed: int = 0
-    text: Path | None = None  # default: the Python manual
-
-    data: int = 2  # size of the mesh axis "data"
-    model: int = 4  # size of the mesh axis "model"
-    steps: int = 100
-    plain: bool = False  # run the step as it is written
-    checkpoint: Path | None = None  # a directory
-    save_every: int = 50  # steps
-    metrics: Path | None = None  # a file of JSON lines
-    log_every: int = 10  # steps between lines where there is no terminal
 
     def __post_init__(self):
         for name in ("layers", "steps", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
-        divisors = [
-            ("hidden", "heads", self.heads),
-            ("hidden", "data", self.data),
-            ("batch", "data", self.data),
-            *((name, "model", self.model) for name in ("heads", "mlp", "sequence")),
-            ("vocab", "data x model", self.data * self.model),
-        ]
-        for name, by, divisor in divisors:
+        for name, by, divisor in self.divisors():
             if divisor < 1 or getattr(self, name) % divisor:
                 raise Mistake(
                     f"{name}={getattr(self, name)} with {by}={divisor}: {name} must be a multiple "
                     f"of {by}; change one of them"
                 )
+
+    def divisors(self) -> Iterator[tuple[str, str, int]]:
+        """(field, what must divide it, its value): each device gets an equal part of everything."""
+        first, second = self.AXES
+        yield "hidden", "heads", self.heads
+        for name in ("hidden", "batch"):
+            yield name, first, self.mesh[first]
+        for name in ("heads", "mlp"):
+            yield name, second, self.mesh[second]
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The size of each axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in self.AXES}
+
+    @classmethod
+    def sized(cls, sizes: dict[str, Any], changes: dict[str, Any]) -> Self:
+        """A configuration of a pod's sizes, in the dtype that a pod computes in."""
+        return cls(**{"layers": 4, "dtype": "bfloat16", **sizes, **changes})
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRun(Run):
+    """A run that learns the next byte of a text."""
+
+    text: Annotated[Path | None, Option(help="A file; default: the Python manual.")] = None
+    vocab: Annotated[int, Option(help="256 for bytes; more are padding.")] = 256
+    sequence: Annotated[int, Option(help="Bytes.")] = 128
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.vocab < 256:
+            raise Mistake(f"vocab={self.vocab}: expected 256 or more, one row for each byte")
         if (self.hidden // self.heads) % 2:
             raise Mistake(
                 f"hidden={self.hidden} with heads={self.heads}: a head must have an even size for "
                 "rotary positions; change one of them"
             )
+
+    def divisors(self) -> Iterator[tuple[str, str, int]]:
+        yield from super().divisors()
+        first, second = self.mesh.values()
+        yield "vocab", " x ".join(self.AXES), first * second
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TextRun):
+    """The GPT of models/gpt.py. The defaults train in seconds on a CPU."""
+
+    AXES = ("data", "model")
+
+    data: Annotated[int, Option(help="Mesh axis: batch and FSDP.")] = 2
+    model: Annotated[int, Option(help="Mesh axis: tensor and sequence.")] = 4
+
+    def divisors(self) -> Iterator[tuple[str, str, int]]:
+        yield from super().divisors()
+        yield "sequence", "model", self.model
 
     @classmethod
     def pod(cls, *, data: int = 1, model: int = 8, **changes: Any) -> "Config":
@@ -67,6 +112,5 @@ class Config:
         On a mesh without data parallelism the batch is two: XLA drops a batch dim of size one, and
         then gathers the same activations again for each matmul that reads them.
         """
-        large: dict[str, Any] = dict(layers=4, hidden=4096, heads=32, mlp=16384, sequence=4096)
-        large |= dict(batch=max(2, data), dtype="bfloat16", data=data, model=model)
-        return cls(**{**large, **changes})
+        sizes = dict(hidden=4096, heads=32, mlp=16384, sequence=4096, batch=max(2, data))
+        return cls.sized(sizes | dict(data=data, model=model), changes)

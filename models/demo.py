@@ -18,8 +18,8 @@ from rich.table import Table
 import jaxoverlap
 from jaxoverlap.pods import compiler_options
 from models.config import Config
-from models.gpt import abstract_args, make_mesh, make_step
-from models.train_gpt import console, train
+from models.gpt import RECIPE, abstract_args, make_mesh, make_step
+from models.trainer import console, train
 
 OUT = Path("out/demo")
 EPSILON = 2.0**-23  # the spacing of float32 numbers, relative to their size
@@ -31,9 +31,9 @@ Rows = list[dict[str, float]]
 def compare(config: Config) -> None:
     """Train both ways from one seed; print and draw the losses, the plan and a pod's audit."""
     config = dataclasses.replace(config, checkpoint=None)
-    plain, _ = train(dataclasses.replace(config, plain=True, metrics=OUT / "plain.jsonl"))
-    overlapped, step = train(
-        dataclasses.replace(config, plain=False, metrics=OUT / "overlapped.jsonl")
+    plain, *_ = train(RECIPE, dataclasses.replace(config, plain=True, metrics=OUT / "plain.jsonl"))
+    overlapped, step, _ = train(
+        RECIPE, dataclasses.replace(config, plain=False, metrics=OUT / "overlapped.jsonl")
     )
 
     print_losses(plain, overlapped)

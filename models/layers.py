@@ -1,5 +1,7 @@
-"""The parts of the GPT that hold no decision of its layout: pinning, weights, norms, positions."""
+"""The parts of the models that hold no decision of a layout: pinning, weights, norms, the scan."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,9 +10,22 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.config import Config
+from models.config import Run
 
-STREAM = P("data", "model", None)  # the residual stream, and what else lies like it
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the activations of a transformer lie.
+
+    `stream` is the residual stream [batch, sequence, hidden] and what else lies like it, `heads`
+    are q, k, v and what attention gives [batch, sequence, heads, size], `scores` is [batch, heads,
+    query, key], and `inner` is inside the MLP [batch, sequence, mlp].
+    """
+
+    stream: P
+    heads: P
+    scores: P
+    inner: P
 
 
 def shard(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
@@ -26,7 +41,7 @@ def wide(dtype: Any) -> jnp.dtype:
 class Weight(nnx.Module):
     """A weight [*shape], stored in param_dtype at `spec`, and used in the dtype of activations."""
 
-    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, spec: P, shape, std: float):
+    def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, spec: P, shape, std: float):
         value = jax.random.normal(rngs.params(), shape, config.param_dtype) * std
         self.weight = nnx.Param(value, spec=spec)
         self.config, self.mesh, self.spec = config, mesh, spec
@@ -38,16 +53,16 @@ class Weight(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm of the residual stream: each device normalizes its own part of the sequence."""
+    """RMSNorm of the residual stream at `spec`: each device normalizes the part that it has."""
 
-    def __init__(self, config: Config, mesh: Mesh):
+    def __init__(self, config: Run, mesh: Mesh, spec: P):
         self.scale = nnx.Param(jnp.ones(config.hidden, config.param_dtype), spec=P(None))
-        self.mesh = mesh
+        self.mesh, self.spec = mesh, spec
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(wide(x.dtype))
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
-        return shard((y * self.scale[...]).astype(x.dtype), self.mesh, STREAM)
+        return shard((y * self.scale[...]).astype(x.dtype), self.mesh, self.spec)
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -59,3 +74,25 @@ def rotate(x: jax.Array) -> jax.Array:
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def stack(new_layer: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
+    """`count` layers as one, each of its weights with a first dim more."""
+    return nnx.split_rngs(splits=count)(nnx.vmap(new_layer))(rngs)
+
+
+def run_stack(layers: Any, x: Any) -> Any:
+    """Run stacked layers, one after the other, in one scan; `x` is what one hands to the next."""
+    definition, weights = nnx.split(layers)
+
+    def layer(x, weights):
+        return nnx.merge(definition, weights)(x), None
+
+    # Remat: the backward pass keeps only each layer's input and computes the rest again.
+    return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights)[0]
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean of -log p(target), in nats."""
+    at_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * at_target, axis=-1))

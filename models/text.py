@@ -1,10 +1,14 @@
 """Bytes of real text, and the batches that a training run cuts from them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.config import Config, Mistake
+from models.config import Mistake, TextRun
 
 
 def load_text(path: Path | None = None, *, sequence: int) -> np.ndarray:
@@ -33,7 +37,7 @@ def load_text(path: Path | None = None, *, sequence: int) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def make_batch(text: np.ndarray, config: Config, step: int) -> dict[str, np.ndarray]:
+def make_batch(text: np.ndarray, config: TextRun, step: int) -> dict[str, np.ndarray]:
     """Inputs and targets, int32 [batch, sequence] each: the targets are the inputs one byte on.
 
     A function of the seed and the step alone, so a run that resumes sees the batches it would have
@@ -43,3 +47,16 @@ def make_batch(text: np.ndarray, config: Config, step: int) -> dict[str, np.ndar
     starts = rng.integers(0, len(text) - config.sequence, config.batch)
     windows = text[starts[:, None] + np.arange(config.sequence + 1)].astype(np.int32)
     return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
+
+
+def text_batches(config: TextRun) -> Callable[[int], dict[str, np.ndarray]]:
+    """The batch of each step, from the text that `config` names."""
+    text = load_text(config.text, sequence=config.sequence)
+    return lambda step: make_batch(text, config, step)
+
+
+def text_like(config: TextRun, mesh: Mesh, spec: PartitionSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch as shapes, each sharded as `spec` says."""
+    at = NamedSharding(mesh, spec)
+    like = jax.ShapeDtypeStruct((config.batch, config.sequence), jnp.int32, sharding=at)
+    return dict(inputs=like, targets=like)

@@ -13,10 +13,11 @@ import pytest
 import typer.testing
 from flax import nnx
 
-from models import demo, train_gpt
+from models import demo, train_gpt, trainer
 from models.config import Config
-from models.gpt import GPT, abstract_args, init_state, make_grads, make_mesh, make_step
-from models.text import load_text, make_batch
+from models.gpt import RECIPE, abstract_args, init_state, make_grads, make_mesh
+from models.recipe import Recipe
+from models.text import load_text, make_batch, text_batches
 
 TINY = Config(
     layers=2,
@@ -145,7 +146,9 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh():
 
 
 def test_a_byte_changes_no_logits_before_it(state):
-    definition, _ = nnx.split(nnx.eval_shape(lambda: GPT(TINY, make_mesh(TINY), nnx.Rngs(0))))
+    definition, _ = nnx.split(
+        nnx.eval_shape(lambda: RECIPE.model(TINY, make_mesh(TINY), nnx.Rngs(0)))
+    )
     logits_of = jax.jit(lambda params, tokens: nnx.merge(definition, params)(tokens))
     tokens = make_batch(load_text(sequence=TINY.sequence), TINY, 0)["inputs"]
     changed = tokens.copy()
@@ -162,9 +165,9 @@ def test_a_byte_changes_no_logits_before_it(state):
 @pytest.fixture(scope="module", autouse=True)
 def one_compilation():
     """The trainer's runs in this process differ in what they keep, not in the step they take."""
-    step = make_step(TINY, make_mesh(TINY))
+    step = RECIPE.make_step(TINY, make_mesh(TINY))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "make_step", lambda config, mesh: step)
+        patch.setattr(Recipe, "make_step", lambda recipe, config, mesh: step)
         yield
 
 
@@ -172,7 +175,7 @@ def one_compilation():
 def whole_run(tmp_path_factory):
     """The rows of TINY's run and the file they were written to."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    return train_gpt.main(dataclasses.replace(TINY, metrics=path)), path
+    return trainer.main(RECIPE, dataclasses.replace(TINY, metrics=path)), path
 
 
 def test_training_lowers_the_loss_and_writes_what_it_returns(whole_run):
@@ -184,20 +187,24 @@ def test_training_lowers_the_loss_and_writes_what_it_returns(whole_run):
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
 
 
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(whole_run, tmp_path, monkeypatch):
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(whole_run, tmp_path):
     config = dataclasses.replace(
         TINY, checkpoint=tmp_path / "states", save_every=2, metrics=tmp_path / "metrics.jsonl"
     )
 
-    def interrupted(text, config, step):
-        if step == 5:  # after the state of 4 steps was saved, and one more step was taken
-            raise KeyboardInterrupt
-        return make_batch(text, config, step)
+    def interrupted(config):
+        batch_of = text_batches(config)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_gpt, "make_batch", interrupted)
-        train_gpt.main(config)
-    resumed = train_gpt.main(config)
+        def at(step):
+            if step == 5:  # after the state of 4 steps was saved, and one more step was taken
+                raise KeyboardInterrupt
+            return batch_of(step)
+
+        return at
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.main(dataclasses.replace(RECIPE, batches=interrupted), config)
+    resumed = trainer.main(RECIPE, config)
 
     def numbers(rows):
         return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
@@ -206,10 +213,10 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(whole_run, tmp
     assert config.metrics is not None
     written = [json.loads(line) for line in config.metrics.read_text().splitlines()]
     assert numbers(written) == numbers(whole_run[0])
-    assert train_gpt.main(config) == []  # nothing is left to do
+    assert trainer.main(RECIPE, config) == []  # nothing is left to do
 
     with pytest.raises(ValueError, match=r"holds another run \(seed: 0 there, 7 here\)"):
-        train_gpt.main(dataclasses.replace(config, seed=7))
+        trainer.main(RECIPE, dataclasses.replace(config, seed=7))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,190 @@
+"""A mixture-of-experts GPT: experts and batch are split over one axis, as in GShard.
+
+The mesh has two axes. Both split the batch; "data" also splits the hidden dim of every weight
+(FSDP), and "expert" the experts and the other weights' second dim. Attention knows nothing of
+other devices. A token goes to the devices of its two experts and comes back:
+
+    activation          shape                                sharding
+    residual stream     [batch, sequence, hidden]            (("data", "expert"), None, None)
+    q, k, v, scores     [batch, ...]                         (("data", "expert"), ...)
+    tokens              [group, token, hidden]               (("data", "expert"), None, None)
+    dispatch, combine   [group, token, expert, slot]         (("data", "expert"), None, None, None)
+    at the experts      [expert, group, slot, hidden or mlp] ("expert", "data", None, None)
+
+Experts serve groups of tokens, not all of them at once: a matmul with the dispatch mask costs as
+much for each token as its group has slots. An expert has `capacity` slots for a group; a token that
+finds them taken passes by on the residual stream (Lepikhin et al., arXiv:2006.16668).
+
+To choose is to jump: where two experts suit a token equally but for a rounding, sums in another
+order send it elsewhere, and runs that agreed to seven digits differ in the fourth soon after.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from typer import Option
+
+from models import gpt
+from models.config import Mistake, TextRun
+from models.layers import Layout, Weight, cross_entropy, run_stack, shard, wide
+from models.recipe import Recipe
+from models.text import text_batches
+
+BOTH = ("data", "expert")
+ROWS = P(BOTH, None, None, None)
+BY_BATCH = Layout(stream=P(BOTH, None, None), heads=ROWS, scores=ROWS, inner=P(BOTH, None, None))
+AT_EXPERTS = P("expert", "data", None, None)
+
+
+@dataclass(frozen=True)
+class Config(TextRun):
+    """The defaults train in seconds on a CPU."""
+
+    AXES = ("data", "expert")
+
+    experts: int = 8
+    choices: Annotated[int, Option(help="Experts a token goes to.")] = 2
+    group: Annotated[int, Option(help="Tokens that share an expert's slots.")] = 64
+    slack: Annotated[float, Option(help="Slots, relative to an even load.")] = 2.0  # small groups
+    balance: Annotated[float, Option(help="Weight of the load-balancing loss.")] = 1e-2
+    mlp: Annotated[int, Option(help="Of each expert.")] = 128
+    data: Annotated[int, Option(help="Mesh axis: batch and FSDP.")] = 2
+    expert: Annotated[int, Option(help="Mesh axis: batch and experts.")] = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.choices <= self.experts:
+            raise Mistake(
+                f"choices={self.choices} with experts={self.experts}: a token goes to 1 or more "
+                "different experts; change one of them"
+            )
+        if self.slack <= 0:
+            raise Mistake(f"slack={self.slack}: expected more than 0, or no token finds a slot")
+
+    def divisors(self) -> Iterator[tuple[str, str, int]]:
+        yield from super().divisors()
+        yield "experts", "expert", self.expert
+        yield "batch", "data x expert", self.data * self.expert
+        yield "sequence", "group", self.group
+
+    @property
+    def capacity(self) -> int:
+        """Slots that an expert has for each group."""
+        return math.ceil(self.slack * self.choices * self.group / self.experts)
+
+    @classmethod
+    def pod(cls, *, data: int = 1, expert: int = 8, **changes: Any) -> "Config":
+        """Four layers of Mixtral 8x7B's sizes (arXiv:2401.04088), one sequence of 4096 a GPU."""
+        sizes = dict(hidden=4096, heads=32, mlp=14336, sequence=4096, group=1024, slack=1.25)
+        return cls.sized(
+            sizes | dict(data=data, expert=expert, batch=data * expert, experts=expert), changes
+        )
+
+
+def route(probabilities: jax.Array, choices: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Give every token a slot at each of its best experts, while slots last.
+
+    Args:
+        probabilities: [group, token, expert].
+
+    Returns:
+        Whether a token has a slot, and the weight of what the expert there will say of it;
+        [group, token, expert, slot] each. A token's weights sum to 1 where it found all its slots.
+    """
+    left, taken = probabilities, jnp.zeros_like(probabilities[:, :1])
+    dispatch = combine = jnp.zeros((*left.shape, capacity), left.dtype)
+    total = jnp.zeros((*left.shape[:2], 1, 1), left.dtype)
+    for _ in range(choices):  # all first choices are served before any second one
+        chosen = jax.nn.one_hot(jnp.argmax(left, -1), left.shape[-1], dtype=left.dtype)
+        before = jnp.cumsum(chosen, axis=1) - chosen + taken  # how many were here earlier
+        place = jnp.sum(before * chosen, -1).astype(jnp.int32)
+        slot = jax.nn.one_hot(place, capacity, dtype=left.dtype)  # all zero beyond the last
+        slot = chosen[..., None] * slot[..., None, :]
+        gate = jnp.sum(probabilities * chosen, -1)[..., None, None]
+        dispatch, combine, total = dispatch + slot, combine + gate * slot, total + gate
+        taken = taken + jnp.sum(chosen, axis=1, keepdims=True)
+        left = jnp.where(chosen > 0, -1.0, left)
+    return dispatch, combine / total
+
+
+class Experts(nnx.Module):
+    """Many MLPs, and the router that picks a few for each token."""
+
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+        experts, hidden, mlp = config.experts, config.hidden, config.mlp
+        back = (2 * config.layers * mlp) ** -0.5
+
+        def weight(spec, *shape, std):
+            return Weight(config, mesh, rngs, spec, shape, std)
+
+        self.router = weight(P("data", "expert"), hidden, experts, std=hidden**-0.5)
+        self.up = weight(P("expert", "data", None), experts, hidden, mlp, std=hidden**-0.5)
+        self.down = weight(P("expert", None, "data"), experts, mlp, hidden, std=back)
+        self.config, self.mesh, self.at = config, mesh, at
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [batch, sequence, hidden] -> the same shape, and how uneven each group is."""
+        config, mesh = self.config, self.mesh
+        tokens = shard(x.reshape(-1, config.group, config.hidden), mesh, self.at.stream)
+        dtype = wide(x.dtype)
+        logits = jnp.einsum("gsd,de->gse", tokens, self.router(), preferred_element_type=dtype)
+        logits = shard(logits, mesh, self.at.stream)
+        probabilities = shard(jax.nn.softmax(logits), mesh, self.at.stream)
+        dispatch, combine = route(probabilities, config.choices, config.capacity)
+        dispatch = shard(dispatch.astype(x.dtype), mesh, ROWS)
+        combine = shard(combine.astype(x.dtype), mesh, ROWS)
+
+        there = shard(jnp.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, AT_EXPERTS)
+        inner = shard(jnp.einsum("egcd,edf->egcf", there, self.up()), mesh, AT_EXPERTS)
+        inner = shard(jax.nn.gelu(inner), mesh, AT_EXPERTS)
+        said = shard(jnp.einsum("egcf,efd->egcd", inner, self.down()), mesh, AT_EXPERTS)
+        y = shard(jnp.einsum("gsec,egcd->gsd", combine, said), mesh, self.at.stream)
+        return shard(y.reshape(x.shape), mesh, self.at.stream), uneven(probabilities)
+
+
+def uneven(probabilities: jax.Array) -> jax.Array:
+    """1 for each group whose first choices are spread evenly, more otherwise (arXiv:2101.03961)."""
+    experts = probabilities.shape[-1]
+    first = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts, dtype=probabilities.dtype)
+    return experts * jnp.sum(jnp.mean(first, axis=1) * jnp.mean(probabilities, axis=1), axis=-1)
+
+
+class Block(gpt.Block):
+    """The GPT's, with experts for its MLP; it hands on the stream and the unevenness so far."""
+
+    mlp_type = Experts
+
+    def __call__(self, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        stream, load = x
+        attended = self.attention(self.attention_norm(stream))
+        stream = shard(stream + attended, self.mesh, self.at.stream)
+        said, more = self.mlp(self.mlp_norm(stream))
+        stream = shard(stream + said, self.mesh, self.at.stream)
+        return stream, shard(load + more, self.mesh, P(BOTH))
+
+
+class MoE(gpt.GPT):
+    """The GPT with experts, and in its loss a price for using them unevenly."""
+
+    block, at = Block, BY_BATCH
+    config: Config
+
+    def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        config, table = self.config, self.embedding()
+        groups = config.batch * config.sequence // config.group
+        even = shard(jnp.zeros(groups, wide(config.dtype)), self.mesh, P(BOTH))
+        x, load = run_stack(self.layers, (self.embed(batch["inputs"], table), even))
+        text = cross_entropy(self.score(x, table), batch["targets"])
+        load = jnp.mean(load) / config.layers
+        return text + config.balance * load, {"text_loss": text, "unevenness": load}
+
+
+RECIPE = Recipe(Config, MoE, text_batches)
+abstract_args, make_step = RECIPE.abstract_args, RECIPE.make_step

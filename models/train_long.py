@@ -1,0 +1,13 @@
+"""Train a small GPT whose sequence is split over devices, its step overlapped.
+
+python -m models.train_long                 # 100 steps on 8 devices, simulated on a CPU
+python -m models.train_long --plain         # the same without overlap
+"""
+
+from models.long_context import RECIPE
+from models.trainer import command_line
+
+app = command_line(RECIPE, "Train a small GPT whose sequence is split over devices.")
+
+if __name__ == "__main__":
+    app()
