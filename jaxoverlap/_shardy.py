@@ -6,6 +6,7 @@ With `_compat`, the only file that names jax's or jaxlib's internals. Written ag
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -27,23 +28,73 @@ _COLLECTIVES = (
 _UNKNOWN = object()
 
 
-def propagate(lowered: jax.stages.Lowered, tag: str) -> dict[str, tuple[Any, Any, Any]]:
+Spec = tuple[tuple[str, ...], ...]
+
+
+class Read(NamedTuple):
+    """The shardings of one matmul: a tuple of mesh axes a dim, major to minor.
+
+    None where Shardy's answer cannot be said so: part of an axis shards a dim, or the value enters
+    by an operation whose arguments this reader does not know.
+
+    Attributes:
+        lhs, rhs, out: of the operands and the result.
+        lhs_source, rhs_source: of what the operand is made from by nothing but resharding.
+        out_sink: of what the result becomes by nothing but resharding, if nobody else reads it.
+    """
+
+    lhs: Spec | None
+    rhs: Spec | None
+    out: Spec | None
+    lhs_source: Spec | None = None
+    rhs_source: Spec | None = None
+    out_sink: Spec | None = None
+
+
+def propagate(lowered: jax.stages.Lowered, tag: str) -> dict[str, Read]:
     """Run Shardy's propagation on a lowered step and read the shardings of the tagged dots.
 
-    Returns, for the value of frontend attribute `tag` on each `stablehlo.dot_general`, the
-    shardings of (left operand, right operand, result): one tuple of mesh axes a dim, major to
-    minor, or None where that cannot say it (part of an axis shards a dim, or the value enters by
-    an operation whose arguments this reader does not know).
+    Returns them by the value of frontend attribute `tag` on each `stablehlo.dot_general`.
     """
+    with _copy(lowered) as root:
+        _replace_chlo(root)
+        PassManager.parse(_PROPAGATION).run(root)
+        return {name: _read(op) for name, op in _tagged_dots(root, tag)}
+
+
+@contextlib.contextmanager
+def _copy(lowered: jax.stages.Lowered) -> Iterator[Any]:
+    """A copy of a lowered step to run passes on: jax keeps the original, and compiles it."""
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
     with module.context:
-        _replace_chlo(module.operation)
-        PassManager.parse(_PROPAGATION).run(module.operation)
-        return {
-            name: tuple(_value_spec(v) for v in (*op.operands, op.results[0]))  # type: ignore[misc]
-            for name, op in _tagged_dots(module.operation, tag)
-        }
+        yield module.operation.clone()
+
+
+def _read(op: Any) -> Read:
+    lhs, rhs = op.operands
+    out = op.results[0]
+    specs = map(_value_spec, (lhs, rhs, out, _origin(lhs), _origin(rhs), _end(out)))
+    return Read(*specs)
+
+
+_RESHARDS = ("sdy.reshard", "sdy.sharding_constraint")
+
+
+def _origin(value: Any) -> Any:
+    """What a value was before resharding."""
+    while not isinstance(value, ir.BlockArgument) and value.owner.name in _RESHARDS:
+        value = value.owner.operands[0]
+    return value
+
+
+def _end(value: Any) -> Any:
+    """What a value becomes by resharding alone, while nobody else reads it."""
+    while True:
+        users = [use.owner for use in value.uses]
+        if len(users) != 1 or users[0].name not in _RESHARDS:
+            return value
+        value = users[0].results[0]
 
 
 def _operations(root: Any) -> Iterator[Any]:
@@ -169,14 +220,12 @@ def implied_collectives(lowered: jax.stages.Lowered) -> list[Implied]:
     Those that stand in it already (in the bodies of shard_maps) are not among them. The same motion
     of the same value counts once.
     """
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None
-    with module.context:
-        _replace_chlo(module.operation)
-        PassManager.parse(_COLLECTIVES).run(module.operation)
-        axis_sizes = _axis_sizes(module.operation)
+    with _copy(lowered) as root:
+        _replace_chlo(root)
+        PassManager.parse(_COLLECTIVES).run(root)
+        axis_sizes = _axis_sizes(root)
         found: dict[Any, Implied] = {}
-        for op, runs in _running(module.operation, 1):
+        for op, runs in _running(root, 1):
             if op.name in _KINDS and list(op.results[0].uses):
                 key = (op.name, op.operands[0], str(op.attributes["out_sharding"]))
                 found.setdefault(key, _implied(op, runs, axis_sizes))

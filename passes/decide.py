@@ -35,7 +35,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> Matmul | str:
     """What the algebra needs to know of a matmul, or why it cannot be had."""
     avals = [v.aval for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
-    lhs, rhs, out = shardings
+    lhs, rhs, out = shardings[:3]
     if lhs is None or rhs is None or out is None:
         return "its sharding splits a mesh axis, or could not be read"
     return Matmul(

@@ -80,7 +80,9 @@ class Layout:
         place = [s.axis for s in order].index(axis)
         gathered = {s.axis for s in order[: place + 1] if side != "out" and _moves(s, side)}
         waiting = {s.axis for s in order[place:] if side == "out" and _moves(s, side)}
-        return [a for a in axes if a not in gathered | waiting]
+        # An axis that is still to exchange the result holds the dim that it has been split along.
+        split = [s.axis for s in order[place + 1 :] if side == "out" and _exchanges(s, letter)]
+        return [*(a for a in axes if a not in gathered | waiting), *split]
 
     def _stride(self, letter: str, axis: str) -> int | None:
         specs: dict[Side, Spec] = {side: self.spec(side) for side in SIDES}
@@ -95,6 +97,14 @@ def _moves(split: Split, side: Side) -> bool:
     return split.motion is not None and split.motion.side == side
 
 
+def _exchanges(split: Split, letter: str) -> bool:
+    """Whether the result is split along a dim until this axis exchanges it."""
+    motion = split.motion
+    if motion is None or motion.kind != "all_to_all":
+        return False
+    return motion.side == "out" and motion.letter == letter
+
+
 def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | str:
     """Lay a matmul out for a ring, or say why its dims do not allow it.
 
@@ -104,10 +114,10 @@ def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | st
         ring: the one of these that becomes the ring.
     """
     assert ring.motion is not None
-    order = ("all_gather", "reduce_scatter", "all_reduce")
+    order = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
     rest = [s for s in shared if s.motion is not None and s is not ring]
-    if any(_kind(s) == "all_to_all" for s in rest):
-        return f"{ring.axis} and another axis both move it, and that one exchanges"
+    if any(_kind(s) == "all_to_all" and not _moves(s, "out") for s in rest):
+        return f"{ring.axis} and another axis both move it, and that one exchanges an operand"
     others = tuple(sorted(rest, key=lambda s: order.index(_kind(s))))
     letter = _chunked_letter(matmul, shared, ring)
     if letter is None:

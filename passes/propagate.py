@@ -14,12 +14,10 @@ import jax
 from jaxoverlap import _compat, _shardy
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.jaxprs import map_dots
-from jaxoverlap.passes.sites import Spec
 
 _TAG = "jaxoverlap_site"
 
-Shardings = tuple[Spec | None, Spec | None, Spec | None]
-"""Of lhs, rhs and result; None where Shardy's answer cannot be said in whole mesh axes."""
+Shardings = _shardy.Read
 
 
 def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:

@@ -32,7 +32,7 @@ from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.sites import Side, Spec
+from jaxoverlap.passes.sites import Side, Spec, Split
 
 
 def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> Any:
@@ -280,16 +280,28 @@ def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
 
 
 def _reduce_others(out: Array, layout: Layout) -> Array:
-    """The sums on other axes, whole and after the ring."""
+    """The motions of the result on other axes, whole and after the ring."""
     for split in layout.others:
         motion = split.motion
-        if motion is not None and motion.kind == "reduce_scatter":
-            dim = layout.matmul.einsum.out.index(motion.letter)
-            cut = Cut(split.axis_size, outer=layout.outer("out", motion.letter, split.axis))
-            out = chunks.scatter(out, dim, split.axis, cut)
-        elif motion is not None and motion.kind == "all_reduce":
+        if motion is None or motion.side != "out":
+            continue
+        if motion.kind == "all_reduce":
             out = lax.psum(out, split.axis)
+            continue
+        dim, cut = _cut(layout, split, motion.letter)
+        if motion.kind == "reduce_scatter":
+            out = chunks.scatter(out, dim, split.axis, cut)
+        else:
+            assert motion.to is not None
+            wanted, wanted_cut = _cut(layout, split, motion.to)
+            out = chunks.exchange(out, dim, cut, wanted, wanted_cut, split.axis)
     return out
+
+
+def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Cut]:
+    """A dim of the result, and how its chunks lie when it moves along an axis."""
+    cut = Cut(split.axis_size, outer=layout.outer("out", letter, split.axis))
+    return layout.matmul.einsum.out.index(letter), cut
 
 
 def _partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
