@@ -20,7 +20,7 @@ from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import share
-from jaxoverlap.passes.sites import LETTERS, Matmul, einsum_of
+from jaxoverlap.passes.sites import LETTERS, Matmul, Spec, einsum_of
 from jaxoverlap.plan import Decision, Skip, Variant
 
 PASSES = {
@@ -79,7 +79,10 @@ def decide(
     def read(dot: Dot) -> Matmul | str:
         return unread or _refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
 
-    sharings = {body.index: share(body, read) for body in found if body.dots}
+    def beyond(dot: Dot) -> tuple[Spec | None, Spec | None, Spec | None]:
+        return shardings[dot.index][3:]
+
+    sharings = {body.index: share(body, read, beyond) for body in found if body.dots}
     for sharing in sharings.values():
         for ring in sharing.rings:
             ring.variant, ring.why = _variant(ring, granularity or Variant())

@@ -64,12 +64,12 @@ def unread(mesh: Mesh) -> str | None:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     if not jax.config.jax_use_shardy_partitioner:
         return "jax_use_shardy_partitioner is off, and shardings are read from Shardy"
-    odd = [f"{axis} is {kind.name}" for axis, kind in kinds if kind != AxisType.Auto]
-    if not odd:
+    manual = [axis for axis, kind in kinds if kind == AxisType.Manual]
+    if not manual:
         return None
     return (
-        f"mesh axis {', '.join(odd)}: only the shardings of Auto axes are read; make the mesh with "
-        "axis_types=(AxisType.Auto, ...), jax.make_mesh's own default is Explicit"
+        f"mesh axis {', '.join(manual)} is Manual for the whole step: overlap the function that is "
+        "around the shard_map"
     )
 
 

@@ -93,10 +93,8 @@ class _Rewritten:
         eqn = ring.members[0].dot.eqn
         try:
             operands = [self.atom(value, eqn) for value, _ in _operands(ring)]
-            if ring.total is not None:
-                results = [ring.total]
-            else:
-                results = [m.dot.eqn.outvars[0] for m in ring.members]
+            total = ring.total
+            results = [m.result for m in ring.members] if total is None else [total]
             if ring.keep:
                 self.made[ring.whole] = _compat.new_var(ring.shard.var.aval)
                 results.append(self.made[ring.whole])

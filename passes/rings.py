@@ -55,6 +55,8 @@ class Member:
         lhs, rhs: what it reads.
         layout: how it lies on the mesh; None if nothing moves any more, as others gathered it.
         hoists: the gathers that come before it, those that are there for others too.
+        result: the variable that it gives: the matmul's own, or what that is resharded to.
+        reshards: the places of the equations that did so.
     """
 
     dot: Dot
@@ -62,6 +64,8 @@ class Member:
     rhs: Value
     layout: Layout | None
     hoists: tuple[Hoist, ...] = ()
+    result: Any = None
+    reshards: tuple[int, ...] = ()
 
     def value(self, side: Side) -> Value:
         """One operand."""

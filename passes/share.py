@@ -18,23 +18,27 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxoverlap import _compat
+from jaxoverlap.passes.chains import Chains
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.order import Order
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.sites import Matmul, Motion, Refusal, Side, Split, splits
+from jaxoverlap.passes.sites import Matmul, Motion, Refusal, Side, Spec, Split, splits
 
 Read = Callable[[Dot], Matmul | str]
+Beyond = Callable[[Dot], tuple[Spec | None, Spec | None, Spec | None]]
+_View = tuple[Member, Matmul]
 
 
-def share(body: Body, read: Read) -> Sharing:
+def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
     """Decide for each matmul of a body how it lies on the mesh, and with which it shares a ring.
 
     Args:
         body: the body.
         read: gives a matmul with its shardings, or why it is left alone.
+        beyond: the shardings of what its operands are resharded from and its result to.
     """
-    sharing = Sharing(Order(body.eqns))
+    sharing, chains = Sharing(Order(body.eqns)), Chains(body)
     late: list[tuple[Dot, Matmul]] = []
     for dot in body.dots:
         matmul = read(dot)
@@ -43,47 +47,87 @@ def share(body: Body, read: Read) -> Sharing:
         elif any(isinstance(s, Refusal) for s in splits(matmul)):
             late.append((dot, matmul))  # the others may move for it what it reads
         else:
-            _place(sharing, dot, matmul)
+            _place(sharing, _views(chains, dot, matmul, beyond(dot)))
     for dot, matmul in late:
-        _place(sharing, dot, matmul)
+        _place(sharing, _views(chains, dot, matmul, beyond(dot)))
     _add_up(sharing, body)
     return sharing
 
 
-def _place(sharing: Sharing, dot: Dot, matmul: Matmul) -> None:
-    """Give a matmul its ring, a new one or one that is there; or note why it has none."""
+def _views(
+    chains: Chains, dot: Dot, matmul: Matmul, beyond: tuple[Spec | None, Spec | None, Spec | None]
+) -> list[_View]:
+    """The matmul with the reshards around it, with those of its result, and as it is written."""
     lhs, rhs = dot.eqn.invars
-    member = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None)
+    out, places = chains.end(dot.eqn.outvars[0])
+    plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), *_own(dot))
+    views: list[_View] = [(plain, matmul)]
+    if places and beyond[2] not in (None, matmul.out):
+        ended = dataclasses.replace(plain, result=out, reshards=places)
+        views.append((ended, dataclasses.replace(matmul, out=beyond[2])))
+    member, seen = views[-1]
+    operands: list[tuple[Side, Any, Spec | None]] = [
+        ("lhs", lhs, beyond[0]),
+        ("rhs", rhs, beyond[1]),
+    ]
+    for side, var, spec in operands:
+        origin = chains.origin(var)
+        if origin is not var and spec not in (None, getattr(matmul, side)):
+            member, seen = _reading(member, seen, side, Value(origin, spec))
+    if seen is not views[-1][1]:
+        views.append((member, seen))
+    return views[::-1]
+
+
+def _own(dot: Dot) -> tuple[Any, tuple[int, ...]]:
+    return dot.eqn.outvars[0], ()
+
+
+def _place(sharing: Sharing, views: Sequence[_View]) -> None:
+    """Give a matmul its ring, a new one or one that is there; or note why it has none."""
+    reasons = []
+    for member, matmul in views:
+        reason = _place_as(sharing, member, matmul)
+        if reason is None:
+            return
+        reasons.append(reason)
+    sharing.skipped[views[0][0].dot.index] = reasons[-1]
+
+
+def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
+    """Give a matmul its ring, seen in one way; or say why it has none."""
     given = member
     while True:
         wanted = _motions(matmul)
         if not wanted:
-            if member is given:
-                sharing.skipped[dot.index] = "no collective"
-            else:
-                sharing.readers.append(member)
-            return
+            if member.lhs == given.lhs and member.rhs == given.rhs:
+                return "no collective"
+            sharing.readers.append(member)
+            return None
         axes = dict.fromkeys(axis for axis, _ in wanted)
         candidates = [_candidate(member, matmul, axis) for axis in axes]
         good = [c for c in candidates if isinstance(c, Member)]
         if any(_join(sharing, candidate) for candidate in good):
-            return
+            return None
         known = next(_known(sharing, member, matmul, wanted), None)
         if known is None:
             break
         member, matmul = _reading(member, matmul, *known)
     if good:
-        _add(sharing, min(good, key=lambda c: _preference(sharing, c)))
-        return
+        best = min(good, key=lambda c: _preference(sharing, c))
+        _add(sharing, best)
+        sharing.rings.append(Ring([best]))
+        return None
     refusals = [s.reason for s in splits(matmul) if isinstance(s, Refusal)]
     reasons = refusals or [c for c in candidates if isinstance(c, str)]
-    sharing.skipped[dot.index] = "; ".join(dict.fromkeys(reasons))
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def _add(sharing: Sharing, member: Member) -> None:
-    """A ring of its own for a matmul."""
+    """Note what comes before a matmul, and what it takes the place of."""
     sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
-    sharing.rings.append(Ring([member]))
+    merged = sharing.order.merge(member.dot.place, *member.reshards)
+    assert merged, "nobody stands between a result and what only reshards it"
 
 
 def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
@@ -185,7 +229,7 @@ def _join(sharing: Sharing, member: Member) -> bool:
     if not sharing.order.merge(ring.place, member.dot.place):
         return False
     ring.members.append(member)
-    sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
+    _add(sharing, member)
     return True
 
 
@@ -222,7 +266,7 @@ def _add_up(sharing: Sharing, body: Body) -> None:
     """Let rings whose results are added up, and read by nobody else, send one sum."""
     reads = Counter(v for e in body.eqns for v in e.invars if not _compat.is_literal(v))
     reads.update(v for v in body.outvars if not _compat.is_literal(v))
-    made = {ring.members[0].dot.eqn.outvars[0]: ring for ring in sharing.rings if not ring.arrives}
+    made = {ring.members[0].result: ring for ring in sharing.rings if not ring.arrives}
     for place, eqn in enumerate(body.eqns):
         rings = [made.get(v) for v in eqn.invars if not _compat.is_literal(v) and reads[v] == 1]
         if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
