@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api_util, core, pjit, source_info_util
+from jax._src import api, api_util, core, pjit, source_info_util
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -136,12 +136,17 @@ def map_jaxprs(fn: Callable[[Jaxpr], Jaxpr], eqn: JaxprEqn) -> JaxprEqn:
             return fn(value)
         if isinstance(value, tuple) and any(map(is_jaxpr, value)):
             new = tuple(fn(v) if is_jaxpr(v) else v for v in value)
-            return value if all(map(operator.is_, new, value)) else new
+            return value if all(map(operator.is_, new, value)) else _like(value, new)
         return value
 
     params = {key: mapped(value) for key, value in eqn.params.items()}
     changed = any(params[key] is not value for key, value in eqn.params.items())
     return eqn.replace(params=params) if changed else eqn
+
+
+def _like(value: tuple, new: tuple) -> tuple:
+    """`new` as the kind of tuple that `value` is: some primitives keep their jaxprs in named ones."""
+    return type(value)(*new) if hasattr(value, "_fields") else new
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
@@ -156,6 +161,7 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
         and not any(layouts)
         and not any(params["donated_invars"])
         and not params["compiler_options_kvs"]
+        and params["inline"] is api.Inline.AUTO
         and not inner.effects
         and not inner.consts
     )

@@ -8,7 +8,8 @@
 three projections that read one value stand in three bodies, and each would gather it for itself.
 
 Only jits that hold a matmul are opened. One that says more than "compile this" (shardings,
-donation, compiler options, constants, effects) stays as it is.
+donation, compiler options, a wish about inlining, constants, effects) stays as it is; so do the
+bodies of primitives that have rules of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxoverlap import _compat
+from jaxoverlap.passes.jaxprs import TRANSPARENT
 
 
 def flatten(jaxpr: Any) -> Any:
@@ -32,7 +34,8 @@ def _body(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[now(v) for v in eqn.invars])
-        if not any(map(_has_matmul, _compat.jaxprs_in(eqn))):
+        opaque = eqn.primitive.name not in TRANSPARENT
+        if opaque or not any(map(_has_matmul, _compat.jaxprs_in(eqn))):
             eqns.append(eqn)
             continue
         eqn = _compat.map_jaxprs(_body, eqn)

@@ -14,7 +14,7 @@ from jaxoverlap import _compat
 
 # Higher-order primitives whose bodies run as they stand, on the values the step itself holds.
 # The body of any other (shard_map, pallas_call, ...) has rules of its own: look, do not touch.
-_TRANSPARENT = frozenset(
+TRANSPARENT = frozenset(
     {
         "jit",
         "scan",
@@ -137,7 +137,7 @@ class _Walk:
         if not any(True for _ in _compat.jaxprs_in(eqn)):
             return eqn
         inner_runs = runs * eqn.params["length"] if name == "scan" else runs
-        opaque = inside or (None if name in _TRANSPARENT else name)
+        opaque = inside or (None if name in TRANSPARENT else name)
         return _compat.map_jaxprs(
             lambda jaxpr: self.jaxpr(jaxpr, runs=inner_runs, inside=opaque), eqn
         )

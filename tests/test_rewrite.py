@@ -41,6 +41,41 @@ CASES = {
 }  # fmt: skip
 
 
+# Steps whose matmuls share one ring: what they compute, and the shardings.
+_ROWS, _COLUMNS = P("model"), P(None, "model")
+
+
+def _kept(x, w):
+    y = jnp.tanh(x @ w)
+    return y, lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+
+
+JOINT = {
+    "shared_free": (lambda x, w: (x @ w, x @ (2 * w)), (_ROWS, _COLUMNS), (_COLUMNS, _COLUMNS)),
+    "shared_free_and_contracted": (
+        lambda dy, w: (dy @ w, lax.dot_general(jnp.ones((64, 32)), dy, (((0,), (0,)), ((), ())))),
+        (_ROWS, _COLUMNS), (_COLUMNS, _ROWS),
+    ),
+    "shared_kept": (_kept, (_ROWS, _COLUMNS), (_COLUMNS, _COLUMNS)),
+    "shared_sum": (lambda x, w: x @ w + jnp.sin(x) @ w, (_COLUMNS, _ROWS), _ROWS),
+    "shared_sum_whole": (lambda x, w: x @ w + jnp.sin(x) @ w, (_COLUMNS, _ROWS), P()),
+    "shared_rows_over_both": (
+        lambda x, w: (x @ w, x @ (2 * w)),
+        (P(("model", "data")), P(None, ("data", "model"))), (P(None, ("data", "model")),) * 2,
+    ),
+}  # fmt: skip
+
+
+def joint(name: str):
+    """The one ring of a step with several matmuls, and the step's jaxpr."""
+    fn, given, wanted = JOINT[name]
+    at = [jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs) for specs in (given, wanted)]
+    step = jaxoverlap.overlap(jax.jit(fn, in_shardings=at[0], out_shardings=at[1]))
+    jaxpr = step.trace(X, W).jaxpr
+    (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == "shard_map")
+    return eqn, jaxpr
+
+
 def kind_of(name: str) -> str:
     return next((k for k in KINDS if name.startswith(k)), "all_gather_matmul")
 
@@ -121,10 +156,10 @@ def called(eqn: Any) -> str:
     return f"{eqn.primitive.name}[{' '.join(shown)}]" if shown else eqn.primitive.name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *JOINT])
 def test_golden(name: str):
     """Write the files anew with GOLDEN=write; then read what changed."""
-    text = show(rewritten(name))
+    text = show(joint(name)[0] if name in JOINT else rewritten(name))
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text)
@@ -165,6 +200,51 @@ def test_a_ring_is_n_matmuls_and_a_hop_less(name: str):
     assert (found["dot_general"], found["ppermute"]) == (n, n - 1)
     barriers = {"all_gather_matmul": n - 1}.get(kind_of(name), 2 * (n - 1))
     assert found["optimization_barrier"] == barriers
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_a_ring_for_two_matmuls_has_as_many_hops_as_for_one(name: str):
+    eqn, jaxpr = joint(name)
+    found, outside = counts(eqn.params["jaxpr"]), counts(jaxpr) - counts(eqn.params["jaxpr"])
+    served = 1 if name == "shared_kept" else 2
+    assert (found["dot_general"], found["ppermute"]) == (served * N, N - 1)
+    assert outside["dot_general"] == 2 - served  # that one reads what the ring keeps
+    assert outside["add"] == 0, "the sum of two results is made inside"
+    wide = name.startswith("shared_sum")
+    assert found["optimization_barrier"] == (2 if wide else 1) * (N - 1)
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_every_chunk_of_a_hop_runs_over_the_next_hop(name: str):
+    """Hop i waits for all matmuls of chunk i - 1, of every member, and all of chunk i for it."""
+    body = joint(name)[0].params["jaxpr"]
+    before: dict[Any, set[int]] = {}  # the matmuls that a value depends on
+    hops, matmuls, served = [], 0, 1 if name == "shared_kept" else 2
+    for eqn in body.eqns:
+        needs = set().union(*(before.get(v, ()) for v in eqn.invars if not hasattr(v, "val")))
+        if eqn.primitive.name == "ppermute":
+            hops.append(len(needs))
+        if eqn.primitive.name == "dot_general":
+            assert len(needs) >= matmuls // served * served
+            needs, matmuls = needs | {matmuls}, matmuls + 1
+        before |= dict.fromkeys(eqn.outvars, needs)
+    first = 1 if name.startswith("shared_sum") else 0
+    assert hops == [served * (first + i) for i in range(N - 1)]
+
+
+def test_what_reads_a_kept_value_stays_a_matmul_of_its_own():
+    eqn, jaxpr = joint("shared_kept")
+    reader = jaxpr.eqns[-1]
+    assert reader.primitive.name == "dot_general"
+    assert reader.invars[0] is eqn.outvars[1], "the second result of the ring is x, whole"
+    assert eqn.params["out_specs"][1] in (P(), P(None, None))
+    assert reader.invars[0].aval.shape == X.shape
+
+
+def test_operands_that_several_matmuls_read_enter_a_ring_once_each():
+    eqn, jaxpr = joint("shared_free")
+    assert len(eqn.invars) == 3 and eqn.invars[0] is jaxpr.invars[0]
+    assert eqn.params["in_specs"] == (P("model", None), *[P(None, "model")] * 2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,211 @@
+"""The order of a body's equations, some of them merged: integers only, no jaxprs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxoverlap.passes.order import Order
+
+
+@dataclass
+class Eqn:
+    """What `Order` reads of an equation: numbers are variables."""
+
+    invars: list[int]
+    outvars: list[int]
+    effects: frozenset[str] = frozenset()
+
+
+def chain(*needs: Sequence[int], effects: Sequence[int] = ()) -> list[Eqn]:
+    """Equations that each give the variable of their number, and read others'."""
+    return [
+        Eqn(list(reads), [place], frozenset({"print"}) if place in effects else frozenset())
+        for place, reads in enumerate(needs)
+    ]
+
+
+def test_what_is_not_touched_stays_in_order():
+    eqns = chain([], [0], [], [1, 2], [])
+    assert Order(eqns).places() == [0, 1, 2, 3, 4]
+    assert Order([]).places() == []
+
+
+def test_operands_of_the_body_are_no_equations():
+    assert Order([Eqn([100, 101], [0]), Eqn([100, 0], [1])]).places() == [0, 1]
+
+
+def test_merged_equations_stand_where_all_have_what_they_read():
+    # 2 reads what 1 gives: the group of 0 and 2 comes after it.
+    order = Order(chain([], [], [1], [0]))
+    assert order.merge(0, 2)
+    assert order.places() == [1, 0, 3]
+    assert [order.first(place) for place in range(4)] == [0, 1, 0, 3]
+
+
+def test_a_group_grows():
+    order = Order(chain([], [], [], [], [3]))
+    assert order.merge(0, 2)
+    assert order.merge(3, 2)  # any place names its group
+    assert order.first(3) == 0
+    assert order.places() == [0, 1, 4]
+    assert order.merge(0, 3), "they are one already"
+    assert order.places() == [0, 1, 4]
+
+
+def test_several_are_merged_at_once_or_none():
+    order = Order(chain([], [], [1], [2]))
+    assert not order.merge(0, 1, 3), "3 reads of 2, which reads of 1"
+    assert order.places() == [0, 1, 2, 3]
+    assert order.merge(0, 1)
+    assert order.places() == [0, 2, 3]
+
+
+def test_an_equation_may_be_merged_with_the_one_it_reads():
+    # An add is merged into the matmuls whose results it adds.
+    order = Order(chain([], [], [0, 1], [2]))
+    assert order.merge(0, 1, 2)
+    assert order.places() == [0, 3]
+
+
+def test_one_that_reads_the_other_by_a_third_is_not():
+    order = Order(chain([], [0], [1]))
+    assert not order.merge(0, 2)
+    assert [order.first(place) for place in range(3)] == [0, 1, 2]
+    assert order.places() == [0, 1, 2]
+
+
+def test_two_groups_that_would_wait_for_each_other_are_not_both_made():
+    # 2 reads of 1 and 3 of 0: with 0 + 2 and 1 + 3 each would come before the other.
+    order = Order(chain([], [], [1], [0]))
+    assert order.merge(0, 2)
+    assert not order.merge(1, 3)
+    assert order.places() == [1, 0, 3]
+
+
+def test_one_may_be_told_to_wait():
+    order = Order(chain([], [], []))
+    assert order.put_after(2, 0)
+    assert order.places() == [1, 2, 0]
+    assert not order.put_after(0, 2), "that is a circle"
+    assert order.put_after(2, 0), "it does already"
+    assert order.places() == [1, 2, 0]
+
+
+def test_none_waits_for_what_waits_for_it():
+    order = Order(chain([], [0], [1]))
+    assert not order.put_after(2, 0)
+    assert not order.put_after(0, 0)
+    assert order.merge(1, 0)
+    assert not order.put_after(0, 1), "they are one"
+    assert order.places() == [0, 2]
+
+
+def test_a_merge_may_not_undo_a_wait():
+    order = Order(chain([], [0], [], []))
+    assert order.put_after(1, 2)
+    assert not order.merge(0, 2)
+    assert order.merge(0, 3)
+    assert order.places() == [0, 1, 2]
+
+
+def test_what_was_refused_leaves_no_trace():
+    order = Order(chain([], [0], [1], []))
+    assert not order.put_after(2, 0)
+    assert not order.merge(0, 2)
+    assert order.put_after(0, 3)
+    assert order.merge(0, 1)
+    assert order.places() == [0, 2, 3]
+
+
+def test_effects_stay_in_the_order_they_were_written_in():
+    order = Order(chain([], [], [], [], effects=[0, 1, 3]))
+    assert not order.put_after(3, 1)
+    assert order.put_after(2, 0)  # 2 has none
+    assert order.places() == [2, 0, 1, 3]
+
+
+def test_a_group_does_not_take_an_effect_past_another():
+    order = Order(chain([], [], [], effects=[0, 1, 2]))
+    assert not order.merge(0, 2)
+    assert order.merge(0, 1)
+
+
+# -- whatever is asked for ------------------------------------------------------------------------
+
+
+@st.composite
+def bodies(draw) -> list[Eqn]:
+    eqns = []
+    for place in range(draw(st.integers(0, 9))):
+        reads = draw(st.sets(st.integers(0, place - 1), max_size=3)) if place else set()
+        effects = draw(st.sampled_from([(), (), (), ("print",)]))
+        eqns.append(Eqn(sorted(reads), [place], frozenset(effects)))
+    return eqns
+
+
+_requests = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 8), st.integers(0, 8)), max_size=8
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(bodies(), _requests)
+def test_the_order_respects_all_that_was_granted(eqns: list[Eqn], requests):
+    order = Order(eqns)
+    merged, waits = [], []
+    for merge, one, other in requests:
+        if max(one, other) >= len(eqns):
+            continue
+        before = order.places()
+        granted = order.merge(one, other) if merge else order.put_after(one, other)
+        if granted:
+            (merged if merge else waits).append((one, other))
+        else:
+            assert order.places() == before
+    found = order.places()
+    groups = [order.first(place) for place in range(len(eqns))]
+    assert sorted(found) == sorted(set(groups))
+    assert all(groups[g] == g == min(p for p, q in enumerate(groups) if q == g) for g in groups)
+    assert all(groups[one] == groups[other] for one, other in merged)
+    at = {place: found.index(groups[place]) for place in range(len(eqns))}
+    reads = [(need, place) for place, eqn in enumerate(eqns) for need in eqn.invars]
+    for earlier, later in (*reads, *waits):
+        assert at[earlier] < at[later] or groups[earlier] == groups[later]
+    effects = [at[place] for place, eqn in enumerate(eqns) if eqn.effects]
+    assert effects == sorted(effects)
+
+
+@settings(max_examples=100, deadline=None)
+@given(bodies())
+def test_an_order_that_nobody_changed_is_the_one_written(eqns: list[Eqn]):
+    assert Order(eqns).places() == list(range(len(eqns)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(bodies(), st.integers(0, 8), st.integers(0, 8))
+def test_a_merge_is_refused_only_for_a_path_by_others(eqns: list[Eqn], one: int, other: int):
+    if max(one, other) >= len(eqns):
+        return
+    one, other = sorted((one, other))
+    after: set[int] = set()  # what waits for `one` by at least one equation in between
+    last, seen = None, {one}
+    for place, eqn in enumerate(eqns):
+        needs = {*eqn.invars} | ({last} if eqn.effects and last is not None else set())
+        last = place if eqn.effects else last
+        if place > one and needs & seen:
+            seen.add(place)
+            if needs & (seen - {one}):
+                after.add(place)
+    assert Order(eqns).merge(one, other) == (one == other or other not in after)
+
+
+@pytest.mark.parametrize("length", [300])
+def test_a_long_body_is_sorted_soon(length: int):
+    order = Order(chain([], *([place] for place in range(length - 1))))
+    assert not order.merge(0, length - 1)
+    assert order.places() == list(range(length))
