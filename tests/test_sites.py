@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxoverlap.passes.sites import (
     LETTERS,
+    SIDES,
     Einsum,
     Matmul,
     Motion,
@@ -277,9 +279,15 @@ def test_a_whole_operand_is_sliced_for_nothing(lhs, rhs, out, sliced):
 
 
 def test_a_whole_operand_is_sliced_to_meet_a_sharded_one():
-    got = of("b", None, "a")
-    motion = Motion("reduce_scatter", "out", "a", (ROWS // 8) * COLUMNS * 2 * 7)
+    sizes = {"a": 64, "b": 32, "c": 2}  # a narrow result: its sums are the least to send
+    got = split(one_axis(Einsum("ab", "bc", "ac", sizes), "b", None, "a", 8), "x")
+    motion = Motion("reduce_scatter", "out", "a", (64 // 8) * 2 * 2 * 7)
     assert got == Split("x", 8, "b", "b", "a", motion)
+
+
+def test_an_operand_is_exchanged_where_that_sends_less_than_the_sums():
+    motion = Motion("all_to_all", "lhs", "b", (ROWS // 8) * (INNER // 8) * 2 * 7, to="a")
+    assert of("b", None, "a") == Split("x", 8, "b", None, "a", motion)
 
 
 def test_a_batch_dim_that_one_operand_has_whole_is_sliced():
@@ -294,13 +302,33 @@ def test_a_result_that_must_be_gathered_is_refused():
     assert got.reason == "x wants gather of out dim a: no ring for that"
 
 
-def test_an_exchange_is_refused():
-    # Split along b, the right operand is whole but sharded on a: both have to change places.
+def test_a_result_is_exchanged():
+    # All have their part of the batch; the result is wanted split along what is free.
     einsum = Einsum("ab", "ac", "abc", {"a": 8, "b": 8, "c": 8})
+    motion = Motion("all_to_all", "out", "a", 8 * 2 * 7, to="b")
     got = split(one_axis(einsum, "a", "a", "b", 8), "x")
-    assert isinstance(got, Refusal)
-    assert "exchange of" in got.reason
-    assert got.reason.endswith("no ring for that")
+    assert got == Split("x", 8, "a", "a", "b", motion)
+
+
+def test_heads_for_sequence_are_exchanged():
+    # Ulysses, on the way back: heads are whole for the projection, which has the sequence split.
+    einsum = Einsum("bsnh", "nhd", "bsd", {"b": 2, "s": 16, "n": 8, "h": 4, "d": 64})
+    motion = Motion("all_to_all", "lhs", "n", 2 * (16 // 4) * (8 // 4) * 4 * 2 * 3, to="s")
+    got = split(one_axis(einsum, "n", None, "s", 4), "x")
+    assert got == Split("x", 4, "n", None, "s", motion)
+
+
+def test_two_motions_are_refused_with_what_may_come_before():
+    """The smaller operand's is the one to do first, for then the larger's can be a ring."""
+    einsum = Einsum("ab", "bc", "ac", {"a": 8, "b": 32, "c": 64})
+    got = split(one_axis(einsum, "b", "c", "a", 8), "x")
+    reason = "x wants all_to_all of rhs dim c to b and reduce_scatter of out dim a: no ring for that"
+    first = Motion("all_to_all", "rhs", "c", (32 // 8) * (64 // 8) * 2 * 7, to="b")
+    assert got == Refusal("x", reason, (first,))
+
+
+def test_no_motion_of_an_operand_may_come_before_a_gather_of_the_result():
+    assert of("a", None, None).first == ()  # type: ignore[union-attr]
 
 
 def test_work_is_shared_even_where_a_gather_would_move_less():
@@ -367,16 +395,14 @@ def simulate(matmul: Matmul, found: Split) -> tuple[dict, int]:
             assert matmul.letter_of(side, "x") in (None, found.at(side)), "moved without a motion"
             spec = spec_of(letters, found.at(side))
             sides[side][key(device)] = whole[block(whole.shape, spec, device, matmul.axis_sizes)]
-    motion, sent = found.motion, 0
-    group = along("x", {"x": 0}, n)
-    if motion and motion.kind == "all_gather":
-        dim = einsum.side(motion.side).index(motion.letter)
-        shards = [sides[motion.side][k] for k in group]
-        for k in group:
-            sides[motion.side][k] = np.concatenate(shards, dim)
-        sent = (n - 1) * shards[0].size * matmul.itemsize[("lhs", "rhs").index(motion.side)]
+    motion, group = found.motion, along("x", {"x": 0}, n)
+    sent = 0
+    if motion and motion.side != "out":
+        sides[motion.side], sent = moved(matmul, motion, sides[motion.side])
     results = {k: np.einsum(str(einsum), sides["lhs"][k], sides["rhs"][k]) for k in group}
-    if motion and motion.side == "out":
+    if motion and motion.kind == "all_to_all" and motion.side == "out":
+        results, sent = moved(matmul, motion, results)
+    elif motion and motion.side == "out":
         total = np.sum(list(results.values()), axis=0)
         hop = total.size * matmul.itemsize[2] / n  # a ring sends an n-th of the sums at a time
         if motion.kind == "reduce_scatter":
@@ -387,6 +413,20 @@ def simulate(matmul: Matmul, found: Split) -> tuple[dict, int]:
             results = {k: total for k in group}
             sent = 2 * (n - 1) * hop
     return results, int(sent)
+
+
+def moved(matmul: Matmul, motion: Motion, blocks: Mapping) -> tuple[dict, int]:
+    """The blocks of one side after its gather or exchange, and the bytes that each device sent."""
+    n = matmul.axis_sizes["x"]
+    letters, itemsize = matmul.einsum.side(motion.side), matmul.itemsize[SIDES.index(motion.side)]
+    group, dim = along("x", {"x": 0}, n), letters.index(motion.letter)
+    if motion.kind == "all_gather":
+        whole = np.concatenate([blocks[k] for k in group], dim)
+        return {k: whole for k in group}, (n - 1) * blocks[group[0]].size * itemsize
+    assert motion.kind == "all_to_all" and motion.to not in (None, motion.letter)
+    parts = {k: np.split(blocks[k], n, letters.index(motion.to)) for k in group}
+    got = {k: np.concatenate([parts[g][i] for g in group], dim) for i, k in enumerate(group)}
+    return got, sum(p.size for p in parts[group[0]][1:]) * itemsize
 
 
 @st.composite
@@ -402,6 +442,7 @@ def one_axis_matmuls(draw) -> Matmul:
 @given(one_axis_matmuls())
 @example(one_axis(MATMUL, "a", "c", "c", 4))
 @example(one_axis(MATMUL, "b", None, "a", 4))
+@example(one_axis(Einsum("ab", "ac", "abc", {"a": 8, "b": 8, "c": 8}), "a", "a", "b", 4))
 @example(one_axis(MATMUL, "b", "b", None, 2, (2, 2, 4)))
 def test_a_split_computes_the_matmul(matmul: Matmul):
     for found in splits(matmul):
@@ -409,12 +450,50 @@ def test_a_split_computes_the_matmul(matmul: Matmul):
             event("refused")
             continue
         event(found.motion.kind if found.motion else "local")
-        results, sent = simulate(matmul, found)
-        assert sent == (found.motion.bytes_moved if found.motion else 0)
-        _, _, whole = operands(matmul.einsum)
-        for device in devices(matmul.axis_sizes):
-            wanted = whole[block(whole.shape, matmul.out, device, matmul.axis_sizes)]
-            np.testing.assert_array_equal(results[key(device)], wanted)
+        check(matmul, found)
+
+
+def check(matmul: Matmul, found: Split) -> None:
+    """What a split says computes the matmul, and sends as many bytes as it says."""
+    results, sent = simulate(matmul, found)
+    assert sent == (found.motion.bytes_moved if found.motion else 0)
+    _, _, whole = operands(matmul.einsum)
+    for device in devices(matmul.axis_sizes):
+        wanted = whole[block(whole.shape, matmul.out, device, matmul.axis_sizes)]
+        np.testing.assert_array_equal(results[key(device)], wanted)
+
+
+@settings(max_examples=400, deadline=None)
+@given(one_axis_matmuls())
+@example(one_axis(MATMUL, "b", "c", "a", 4))
+@example(one_axis(MATMUL, "a", "c", None, 4))
+def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Matmul):
+    """Or, if the result itself must be gathered, leaves only that."""
+    (found,) = splits(matmul) or (None,)
+    assume(isinstance(found, Refusal))
+    assert isinstance(found, Refusal)
+    for motion in found.first:
+        assert motion.side != "out"
+        held = matmul.letter_of(motion.side, "x")
+        assert held == motion.letter
+        letters = matmul.einsum.side(motion.side)
+        whole = operands(matmul.einsum)[SIDES.index(motion.side)]
+        before, after = spec_of(letters, held), spec_of(letters, motion.to)
+        at = {key(d): d for d in devices(matmul.axis_sizes)}
+        blocks = {k: whole[block(whole.shape, before, d, matmul.axis_sizes)] for k, d in at.items()}
+        blocks, sent = moved(matmul, motion, blocks)
+        assert sent == motion.bytes_moved
+        for k, d in at.items():
+            wanted = whole[block(whole.shape, after, d, matmul.axis_sizes)]
+            np.testing.assert_array_equal(blocks[k], wanted)
+        matmul = replace(matmul, **{motion.side: after})
+    for left in splits(matmul):
+        if isinstance(left, Refusal):
+            event("the result must be gathered")
+            assert "gather of out" in left.reason
+        else:
+            event(f"{len(found.first)} before, then {left.motion.kind if left.motion else 'local'}")
+            check(matmul, left)
 
 
 @settings(max_examples=200, deadline=None)
