@@ -1,8 +1,8 @@
 """A GPT for long texts: the sequence is split over an axis from the first layer to the last.
 
 The mesh has two axes. "data" splits the batch and "context" the sequence; as nothing else is split,
-both split the weights too (FSDP). Only attention needs more of a text than a device has: each
-query waits at its device for the keys and values of the whole text:
+both split the weights too (FSDP). Only attention needs more of a text than a device has: queries
+stay, and the keys and values of the whole text come to them:
 
     activation              shape                             sharding
     residual stream         [batch, sequence, hidden]         ("data", "context", None)
@@ -11,7 +11,7 @@ query waits at its device for the keys and values of the whole text:
     MLP inner               [batch, sequence, mlp]            ("data", "context", None)
     logits                  [batch, sequence, vocab]          ("data", "context", None)
 
-No array says so: k and v are whole in the einsums of attention because scores are split by query.
+Nothing asks for whole keys and values: scores are split by query alone, so the einsums need them.
 """
 
 from collections.abc import Iterator

@@ -13,7 +13,9 @@ other devices. A token goes to the devices of its two experts and comes back:
 
 Experts serve groups of tokens, not all of them at once: a matmul with the dispatch mask costs as
 much for each token as its group has slots. An expert has `capacity` slots for a group; a token that
-finds them taken passes by on the residual stream (Lepikhin et al., arXiv:2006.16668).
+finds them taken passes by on the residual stream (Lepikhin et al., arXiv:2006.16668). As first
+choices go before second ones, a slot may be taken by a token that comes later in the text: what
+attention hides of the future shows there.
 
 To choose is to jump: where two experts suit a token equally but for a rounding, sums in another
 order send it elsewhere, and runs that agreed to seven digits differ in the fourth soon after.
