@@ -1,0 +1,95 @@
+"""What a published train step looks like from outside: how it is called, and what it changes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+
+@dataclass
+class Stranger:
+    """A step of someone else's trainer, as that trainer makes it.
+
+    Attributes:
+        step: what their loop calls.
+        args: what their loop calls it with.
+        after: their state after a call, and the loss, from what the call returned.
+        context: what their loop calls it in.
+        carried: the arguments of the next call, from what the call returned.
+    """
+
+    step: Any
+    args: tuple
+    after: Callable[[Any], tuple[Any, Any]]
+    context: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    carried: Callable[[Any], tuple] | None = None
+
+    def lower(self, step: Any) -> Any:
+        """`step` lowered; a partial or bound method has no `lower` that knows its arguments."""
+        bound, args, kwargs = step, self.args, {}
+        if isinstance(bound, functools.partial):
+            bound, args, kwargs = bound.func, (*bound.args, *args), bound.keywords
+        if isinstance(bound, types.MethodType):
+            bound, args = bound.__func__, (bound.__self__, *args)
+        with self.context():
+            return bound.lower(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One stranger, in one set-up.
+
+    Attributes:
+        name: shown in the table.
+        module: beside this one; has `build(case, mesh, real)`.
+        axes: of the mesh.
+        packages: what the environment needs.
+        options: for the module.
+        bare: packages installed without what they ask for, which is more than their step needs.
+    """
+
+    name: str
+    module: str
+    axes: dict[str, int]
+    packages: tuple[str, ...]
+    options: dict[str, Any]
+    bare: tuple[str, ...] = ()
+
+
+def fill(tree: Any, shardings: Any, real: bool) -> Any:
+    """Values for the leaves of an abstract train state, or on a pod their ShapeDtypeStructs.
+
+    Random floats, for layers that start at zero pass no gradient on; but zeros in an optimizer,
+    which has not seen a gradient yet.
+    """
+    rng = np.random.default_rng(0)
+
+    def leaf(path: Any, x: Any, sharding: Any) -> Any:
+        if real:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.split(jax.random.key(0), x.shape), sharding)
+        floats = jax.dtypes.issubdtype(x.dtype, np.floating)
+        std = 0.0 if "opt" in jax.tree_util.keystr(path) or not floats else 0.05
+        values = rng.standard_normal(x.shape) * std
+        return jax.device_put(values.astype(x.dtype), sharding)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree, shardings)
+
+
+def tokens(shape: tuple[int, int], vocab: int, sharding: Any, real: bool) -> Any:
+    """A batch of token ids."""
+    if real:
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    ids = np.random.default_rng(1).integers(1, vocab, shape, dtype=np.int32)
+    return jax.device_put(ids, sharding)
+
