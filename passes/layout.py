@@ -56,7 +56,7 @@ class Layout:
         stride = self._stride(letter, axis)
         if stride is None:
             return 1  # an all-reduce: its chunks are cut from the local dim, as they come
-        held = self._held(side, letter, axis)
+        held = self.held(side, letter, axis)
         above = math.prod(
             self.matmul.axis_sizes[a] for a in held if (self._stride(letter, a) or 0) > stride
         )
@@ -68,12 +68,12 @@ class Layout:
         motion, n = self.ring.motion, self.ring.axis_size
         assert motion is not None
         axis, letter = self.ring.axis, self.letter
-        held = math.prod(self.matmul.axis_sizes[a] for a in self._held(motion.side, letter, axis))
+        held = math.prod(self.matmul.axis_sizes[a] for a in self.held(motion.side, letter, axis))
         local = self.matmul.einsum.sizes[letter] // held
         return local // n // self.outer(motion.side, letter, axis)
 
-    def _held(self, side: Side, letter: str, axis: str) -> list[str]:
-        """The axes that shard a dim at the time when `axis` moves."""
+    def held(self, side: Side, letter: str, axis: str) -> list[str]:
+        """The axes that shard a dim of one side at the time when `axis` moves."""
         axes = _on(self.matmul, side, letter, self.spec(side))
         order = [s for s in self.others if _kind(s) == "all_gather"]
         order += [self.ring, *(s for s in self.others if _kind(s) != "all_gather")]
@@ -219,19 +219,32 @@ def _uneven(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
 
 
 def _unsplit(layout: Layout) -> str | None:
-    """Why an operand's exchange does not work out, if so: a device's part is cut once more."""
-    motion, matmul = layout.ring.motion, layout.matmul
+    """The first dim that does not divide when it is split, if there is one.
+
+    The specs tell how a dim lies in the end; at the time of the motion axes may hold it that an
+    exchange takes away only later.
+    """
+    for split in (layout.ring, *layout.others):
+        side, letter = _splits_up(layout, split)
+        if letter is None:
+            continue
+        held = layout.held(side, letter, split.axis)
+        size = layout.matmul.einsum.sizes[letter]
+        parts = math.prod(layout.matmul.axis_sizes[a] for a in held) * split.axis_size
+        if size % parts:
+            return f"dim {letter} of {side} has size {size}: not divisible by {parts} devices"
+    return None
+
+
+def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
+    """The dim that a motion splits up, if it does: a scatter's, and where an exchange goes."""
+    motion = split.motion
     assert motion is not None
-    if motion.kind != "all_to_all" or motion.side == "out" or motion.to is None:
-        return None
-    held = _on(matmul, motion.side, motion.to, layout.spec(motion.side))
-    size, parts = matmul.einsum.sizes[motion.to], math.prod(matmul.axis_sizes[a] for a in held)
-    if size % (parts * layout.ring.axis_size) == 0:
-        return None
-    return (
-        f"dim {motion.to} of {motion.side} has size {size}: not divisible by "
-        f"{parts * layout.ring.axis_size} devices"
-    )
+    if split is layout.ring and motion.kind == "all_reduce":
+        return "out", layout.letter
+    if motion.kind == "all_to_all":
+        return motion.side, motion.to
+    return motion.side, motion.letter if motion.kind == "reduce_scatter" else None
 
 
 def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
