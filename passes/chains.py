@@ -37,6 +37,8 @@ class Chains:
 
     def origin(self, var: Any) -> Any:
         """What a matmul's operand is made from by nothing but reshards that only matmuls read."""
+        if _compat.is_literal(var):
+            return var
         while (place := self._made.get(var)) is not None and self._moves(place):
             if not all(self._is_matmul(reader) for reader in self._readers[var]):
                 return var
