@@ -117,9 +117,26 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
-def new_var(aval: Any) -> Any:
-    """A variable that no jaxpr has yet."""
+def new_var(aval: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    """A variable that no jaxpr has yet; `spec` is its sharding over the mesh's explicit axes."""
+    mesh = aval.sharding.mesh
+    if not mesh.empty and mesh._any_axis_explicit:
+        aval = aval.update(sharding=aval.sharding.update(spec=spec))
     return core.Var(aval)
+
+
+def typed_spec(var: Any) -> jax.sharding.PartitionSpec:
+    """The sharding over explicit axes that a variable's type states."""
+    return var.aval.sharding.spec
+
+
+def _struct(var: Any) -> jax.ShapeDtypeStruct:
+    """A variable's type; the sharding only where it is a part of that."""
+    sharding = var.aval.sharding
+    explicit = not sharding.mesh.empty and sharding.mesh._any_axis_explicit
+    return jax.ShapeDtypeStruct(
+        var.aval.shape, var.aval.dtype, sharding=sharding if explicit else None
+    )
 
 
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -201,7 +218,7 @@ def inline(
     Each carries the source line and the name stack of `like`, an equation that it stands in for, so
     that profiles and the scheduled module still point at the user's code.
     """
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+    structs = [_struct(v) for v in invars]
     with like.ctx.manager, source_info_util.reset_name_stack():
         body = jax.make_jaxpr(fn)(*structs)
     assert not body.consts, "a ring closes over nothing"

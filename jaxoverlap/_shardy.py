@@ -40,7 +40,8 @@ class Read(NamedTuple):
     Attributes:
         lhs, rhs, out: of the operands and the result.
         lhs_source, rhs_source: of what the operand is made from by nothing but resharding.
-        out_sink: of what the result becomes by nothing but resharding, if nobody else reads it.
+        out_sink: of what the result becomes by resharding (and a transpose), if nobody else reads
+            it; by the dims of the result.
     """
 
     lhs: Spec | None
@@ -74,8 +75,8 @@ def _copy(lowered: jax.stages.Lowered) -> Iterator[Any]:
 def _read(op: Any) -> Read:
     lhs, rhs = op.operands
     out = op.results[0]
-    specs = map(_value_spec, (lhs, rhs, out, _origin(lhs), _origin(rhs), _end(out)))
-    return Read(*specs)
+    specs = map(_value_spec, (lhs, rhs, out, _origin(lhs), _origin(rhs)))
+    return Read(*specs, _sink(out))
 
 
 _RESHARDS = ("sdy.reshard", "sdy.sharding_constraint")
@@ -88,13 +89,24 @@ def _origin(value: Any) -> Any:
     return value
 
 
-def _end(value: Any) -> Any:
-    """What a value becomes by resharding alone, while nobody else reads it."""
-    while True:
-        users = [use.owner for use in value.uses]
-        if len(users) != 1 or users[0].name not in _RESHARDS:
-            return value
+def _sink(value: Any) -> Spec | None:
+    """How a value lies once it is resharded, transposed before or not, while nobody else reads it.
+
+    By the dims that it has itself.
+    """
+    dims = list(range(len(ir.RankedTensorType(value.type).shape)))
+    spec = _value_spec(value)
+    while len(users := [use.owner for use in value.uses]) == 1:
+        if users[0].name == "stablehlo.transpose":
+            permutation = ir.DenseI64ArrayAttr(users[0].attributes["permutation"])
+            dims = [dims[d] for d in permutation]
+        elif users[0].name not in (*_RESHARDS, "stablehlo.convert"):
+            break
         value = users[0].results[0]
+        if users[0].name in _RESHARDS:
+            spec = _value_spec(value)
+            spec = spec and tuple(spec[dims.index(d)] for d in range(len(dims)))
+    return spec
 
 
 def _operations(root: Any) -> Iterator[Any]:

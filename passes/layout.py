@@ -53,12 +53,12 @@ class Layout:
         On an operand, what `others` gather has been gathered; on the result, what they scatter has
         not been scattered yet, except for those that come before `axis`.
         """
-        stride = self._stride(letter, axis)
+        stride = self.stride(letter, axis)
         if stride is None:
             return 1  # an all-reduce: its chunks are cut from the local dim, as they come
         held = self.held(side, letter, axis)
         above = math.prod(
-            self.matmul.axis_sizes[a] for a in held if (self._stride(letter, a) or 0) > stride
+            self.matmul.axis_sizes[a] for a in held if (self.stride(letter, a) or 0) > stride
         )
         size = self.matmul.einsum.sizes[letter]
         return size // (stride * self.matmul.axis_sizes[axis]) // above
@@ -84,7 +84,8 @@ class Layout:
         split = [s.axis for s in order[place + 1 :] if side == "out" and _exchanges(s, letter)]
         return [*(a for a in axes if a not in gathered | waiting), *split]
 
-    def _stride(self, letter: str, axis: str) -> int | None:
+    def stride(self, letter: str, axis: str) -> int | None:
+        """Elements in the blocks that an axis counts along a dim; None if it never shards that."""
         specs: dict[Side, Spec] = {side: self.spec(side) for side in SIDES}
         return next(iter(_strides(self.matmul, specs, letter).get(axis, {}).values()), None)
 
@@ -126,7 +127,7 @@ def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | st
     specs: dict[Side, Spec] = {side: _spec(matmul, side, shared) for side in SIDES}
     problem = _uneven(matmul, specs) or _disorder(matmul, specs)
     layout = Layout(matmul, ring, letter, others, specs["lhs"], specs["rhs"], specs["out"])
-    return problem or _unsplit(layout) or layout
+    return problem or _unsplit(layout) or _crossed(layout) or layout
 
 
 def traffic(layout: Layout) -> dict[str, int]:
@@ -233,6 +234,28 @@ def _unsplit(layout: Layout) -> str | None:
         parts = math.prod(layout.matmul.axis_sizes[a] for a in held) * split.axis_size
         if size % parts:
             return f"dim {letter} of {side} has size {size}: not divisible by {parts} devices"
+    return None
+
+
+def _crossed(layout: Layout) -> str | None:
+    """The first dim on which an axis moves under one that counts other blocks, if there is one.
+
+    With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count blocks
+    of 4: while one holds the dim, the other's blocks are cut in halves.
+    """
+    matmul = layout.matmul
+    for split in (layout.ring, *layout.others):
+        motion = split.motion
+        assert motion is not None
+        for letter in filter(None, (motion.letter, motion.to)):
+            stride = layout.stride(letter, split.axis)
+            for axis in layout.held(motion.side, letter, split.axis):
+                other = layout.stride(letter, axis)
+                if stride is None or other is None or axis == split.axis:
+                    continue
+                low, high = sorted([(stride, split.axis_size), (other, matmul.axis_sizes[axis])])
+                if low[0] * low[1] > high[0]:
+                    return f"{axis} and {split.axis} shard dim {letter} in blocks that cross"
     return None
 
 

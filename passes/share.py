@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxoverlap import _compat
-from jaxoverlap.passes.chains import Chains
+from jaxoverlap.passes.chains import Chains, End
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.order import Order
@@ -59,11 +59,11 @@ def _views(
 ) -> list[_View]:
     """The matmul with the reshards around it, with those of its result, and as it is written."""
     lhs, rhs = dot.eqn.invars
-    out, places = chains.end(dot.eqn.outvars[0])
-    plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), *_own(dot))
+    own, end = End(dot.eqn.outvars[0]), chains.end(dot.eqn.outvars[0])
+    plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), own)
     views: list[_View] = [(plain, matmul)]
-    if places and beyond[2] not in (None, matmul.out):
-        ended = dataclasses.replace(plain, result=out, reshards=places)
+    if end.places and beyond[2] not in (None, matmul.out):
+        ended = dataclasses.replace(plain, end=end)
         views.append((ended, dataclasses.replace(matmul, out=beyond[2])))
     member, seen = views[-1]
     operands: list[tuple[Side, Any, Spec | None]] = [
@@ -77,10 +77,6 @@ def _views(
     if seen is not views[-1][1]:
         views.append((member, seen))
     return views[::-1]
-
-
-def _own(dot: Dot) -> tuple[Any, tuple[int, ...]]:
-    return dot.eqn.outvars[0], ()
 
 
 def _place(sharing: Sharing, views: Sequence[_View]) -> None:
@@ -126,7 +122,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
 def _add(sharing: Sharing, member: Member) -> None:
     """Note what comes before a matmul, and what it takes the place of."""
     sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
-    merged = sharing.order.merge(member.dot.place, *member.reshards)
+    merged = sharing.order.merge(member.dot.place, *member.end.places)
     assert merged, "nobody stands between a result and what only reshards it"
 
 
@@ -266,7 +262,8 @@ def _add_up(sharing: Sharing, body: Body) -> None:
     """Let rings whose results are added up, and read by nobody else, send one sum."""
     reads = Counter(v for e in body.eqns for v in e.invars if not _compat.is_literal(v))
     reads.update(v for v in body.outvars if not _compat.is_literal(v))
-    made = {ring.members[0].result: ring for ring in sharing.rings if not ring.arrives}
+    sums = [ring for ring in sharing.rings if not ring.arrives and not ring.members[0].end.views]
+    made = {ring.members[0].end.var: ring for ring in sums}
     for place, eqn in enumerate(body.eqns):
         rings = [made.get(v) for v in eqn.invars if not _compat.is_literal(v) and reads[v] == 1]
         if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:

@@ -322,7 +322,9 @@ def test_two_motions_are_refused_with_what_may_come_before():
     """The smaller operand's is the one to do first, for then the larger's can be a ring."""
     einsum = Einsum("ab", "bc", "ac", {"a": 8, "b": 32, "c": 64})
     got = split(one_axis(einsum, "b", "c", "a", 8), "x")
-    reason = "x wants all_to_all of rhs dim c to b and reduce_scatter of out dim a: no ring for that"
+    reason = (
+        "x wants all_to_all of rhs dim c to b and reduce_scatter of out dim a: no ring for that"
+    )
     first = Motion("all_to_all", "rhs", "c", (32 // 8) * (64 // 8) * 2 * 7, to="b")
     assert got == Refusal("x", reason, (first,))
 
