@@ -162,7 +162,7 @@ def map_jaxprs(fn: Callable[[Jaxpr], Jaxpr], eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _like(value: tuple, new: tuple) -> tuple:
-    """`new` as the kind of tuple that `value` is: some primitives keep their jaxprs in named ones."""
+    """`new` as the kind of tuple that `value` is: some primitives have named ones."""
     return type(value)(*new) if hasattr(value, "_fields") else new
 
 

@@ -75,8 +75,8 @@ def _copy(lowered: jax.stages.Lowered) -> Iterator[Any]:
 def _read(op: Any) -> Read:
     lhs, rhs = op.operands
     out = op.results[0]
-    specs = map(_value_spec, (lhs, rhs, out, _origin(lhs), _origin(rhs)))
-    return Read(*specs, _sink(out))
+    operands = map(_value_spec, (lhs, rhs, out, _origin(lhs), _origin(rhs)))
+    return Read(*operands, out_sink=_sink(out))
 
 
 _RESHARDS = ("sdy.reshard", "sdy.sharding_constraint")

@@ -240,8 +240,8 @@ def _unsplit(layout: Layout) -> str | None:
 def _crossed(layout: Layout) -> str | None:
     """The first dim on which an axis moves under one that counts other blocks, if there is one.
 
-    With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count blocks
-    of 4: while one holds the dim, the other's blocks are cut in halves.
+    With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count
+    blocks of 4: while one holds the dim, the other's blocks are cut in halves.
     """
     matmul = layout.matmul
     for split in (layout.ring, *layout.others):

@@ -64,7 +64,7 @@ class Member:
     rhs: Value
     layout: Layout | None
     hoists: tuple[Hoist, ...] = ()
-    end: End = End(None)
+    end: End = End(None)  # noqa: RUF009, it is a tuple
 
     def value(self, side: Side) -> Value:
         """One operand."""

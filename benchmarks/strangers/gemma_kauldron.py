@@ -25,9 +25,7 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
 
     vars(kd.sharding)["DEVICES_MESH"] = mesh  # theirs is cached, over jax.devices()
     config = _config(gm.nn.Gemma3_4B.config, real)
-    strategy = kd.sharding.ShardingStrategy(
-        params=kd.sharding.FSDPSharding(min_size_to_shard_mb=4 if real else 0)
-    )
+    strategy = kd.sharding.ShardingStrategy(params=kd.sharding.FSDPSharding(min_size_to_shard_mb=4 if real else 0))
     trainer = kd.train.TrainStep(
         model=gm.nn.Transformer(
             config=config, tokens="batch.input", dtype=jax.numpy.bfloat16 if real else np.float32
@@ -77,7 +75,5 @@ def _state_shardings(state: Any, strategy: Any, mesh: Mesh) -> Any:
     """Of parameters by the strategy's rule; the optimizer's follow theirs, as jit would have it."""
     whole = NamedSharding(mesh, P())
     rule = strategy.params(state.params)
-    by_shape = {
-        x.shape: s for x, s in zip(*map(jax.tree.leaves, (state.params, rule)), strict=True)
-    }
+    by_shape = {x.shape: s for x, s in zip(*map(jax.tree.leaves, (state.params, rule)), strict=True)}
     return jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)

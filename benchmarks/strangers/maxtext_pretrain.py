@@ -42,9 +42,7 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     config = pyconfig.initialize(["train", str(base)], **_options(case, real))
     sizes = [case.axes.get(axis, 1) for axis in config.mesh_axes]
-    mesh = Mesh(
-        mesh.devices.reshape(sizes), config.mesh_axes, axis_types=mesh.axis_types[:1] * len(sizes)
-    )
+    mesh = Mesh(mesh.devices.reshape(sizes), config.mesh_axes, axis_types=mesh.axis_types[:1] * len(sizes))
     (abstract, batch), _, shardings, _, graph = train_compile.get_shaped_inputs(mesh, config)
     params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
     data = sharding.get_input_data_sharding(config, mesh)
@@ -52,7 +50,9 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
         config, graph, abstract, shardings, data, train.train_step, params
     )
     state = fill(abstract, shardings, real)
-    filled = {name: tokens(x.shape, config.vocab_size, data, real) for name, x in batch.items()}
+    filled = {
+        name: tokens(x.shape, config.vocab_size, data, real) for name, x in batch.items()
+    }
 
     @contextlib.contextmanager
     def context() -> Any:

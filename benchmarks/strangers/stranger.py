@@ -92,3 +92,4 @@ def tokens(shape: tuple[int, int], vocab: int, sharding: Any, real: bool) -> Any
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     ids = np.random.default_rng(1).integers(1, vocab, shape, dtype=np.int32)
     return jax.device_put(ids, sharding)
+
