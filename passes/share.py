@@ -23,7 +23,7 @@ from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.order import Order
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.sites import Matmul, Motion, Refusal, Side, Spec, Split, splits
+from jaxoverlap.passes.sites import Matmul, Motion, Refusal, Side, Spec, Split
 
 Read = Callable[[Dot], Matmul | str]
 Beyond = Callable[[Dot], tuple[Spec | None, Spec | None, Spec | None]]
@@ -44,7 +44,7 @@ def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
         matmul = read(dot)
         if isinstance(matmul, str):
             sharing.skipped[dot.index] = matmul
-        elif any(isinstance(s, Refusal) for s in splits(matmul)):
+        elif any(isinstance(s, Refusal) for s in matmul.splits):
             late.append((dot, matmul))  # the others may move for it what it reads
         else:
             _place(sharing, _views(chains, dot, matmul, beyond(dot)))
@@ -114,7 +114,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
         _add(sharing, best)
         sharing.rings.append(Ring([best]))
         return None
-    refusals = [s.reason for s in splits(matmul) if isinstance(s, Refusal)]
+    refusals = [s.reason for s in matmul.splits if isinstance(s, Refusal)]
     reasons = refusals or [c for c in candidates if isinstance(c, str)]
     return "; ".join(dict.fromkeys(reasons))
 
@@ -129,7 +129,7 @@ def _add(sharing: Sharing, member: Member) -> None:
 def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
     """What each mesh axis has to move; None where that is something that no pass knows."""
     found: list[tuple[str, Motion | None]] = []
-    for split in splits(matmul):
+    for split in matmul.splits:
         if isinstance(split, Refusal):
             found += [(split.axis, motion) for motion in split.first or (None,)]
         elif split.motion is not None:
@@ -140,7 +140,7 @@ def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
 def _candidate(member: Member, matmul: Matmul, axis: str) -> Member | str:
     """The matmul with the ring on one axis, and all that other motions allow done before it."""
     while True:
-        found = splits(matmul)
+        found = matmul.splits
         refused = [s for s in found if isinstance(s, Refusal)]
         shared = [s for s in found if isinstance(s, Split)]
         ring = next((s for s in shared if s.axis == axis and s.motion), None)

@@ -25,7 +25,6 @@ from jaxoverlap.passes.sites import (
     Spec,
     Split,
     split,
-    splits,
 )
 from tests.test_sites import along, block, devices, einsums, key, one_axis, operands
 
@@ -48,7 +47,7 @@ def matmul(
 def lay(given: Matmul, axis: str | None = None) -> Layout | str:
     """Lay out for the ring of an axis, or as `decide` does: for the one that moves most."""
     shared = understood(given)
-    assert shared is not None, splits(given)
+    assert shared is not None, given.splits
     moving = [s for s in shared if s.motion is not None]
     if axis is not None:
         return lay_out(given, shared, next(s for s in moving if s.axis == axis))
@@ -57,7 +56,7 @@ def lay(given: Matmul, axis: str | None = None) -> Layout | str:
 
 def understood(given: Matmul) -> list[Split] | None:
     """The splits of all axes, if none is a refusal."""
-    found = splits(given)
+    found = given.splits
     return None if any(isinstance(s, Refusal) for s in found) else list(found)  # type: ignore[arg-type]
 
 

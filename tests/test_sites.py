@@ -23,7 +23,6 @@ from jaxoverlap.passes.sites import (
     Split,
     einsum_of,
     split,
-    splits,
 )
 
 Device = Mapping[str, int]
@@ -351,13 +350,13 @@ def test_an_axis_of_one_device_moves_nothing():
         MATMUL, (("x", "one"), ()), ((), ("x",)), ((), ("x",)), (2, 2, 2), {"one": 1, "x": 8}
     )
     assert matmul.axes() == ("x",)
-    (only,) = splits(matmul)
+    (only,) = matmul.splits
     assert only == of("a", "c", "c")
 
 
 def test_an_axis_that_shards_nothing_is_not_asked():
     matmul = Matmul(MATMUL, ((), ()), ((), ("x",)), ((), ("x",)), (2, 2, 2), {"y": 4, "x": 8})
-    assert [s.axis for s in splits(matmul)] == ["x"]
+    assert [s.axis for s in matmul.splits] == ["x"]
 
 
 def test_axes_are_asked_in_the_order_of_the_mesh():
@@ -377,7 +376,7 @@ def test_other_axes_make_less_to_move():
         itemsize=(2, 4, 8),
         axis_sizes={"x": 4, "y": 2},
     )
-    gather, reduce = splits(matmul)
+    gather, reduce = matmul.splits
     assert isinstance(gather, Split) and isinstance(reduce, Split)
     assert gather.motion == Motion("all_gather", "lhs", "a", 3 * (ROWS // 4) * (INNER // 2) * 2)
     assert reduce.motion == Motion("all_reduce", "out", "b", 2 * ROWS * (COLUMNS // 4) * 8 // 2)
@@ -447,7 +446,7 @@ def one_axis_matmuls(draw) -> Matmul:
 @example(one_axis(Einsum("ab", "ac", "abc", {"a": 8, "b": 8, "c": 8}), "a", "a", "b", 4))
 @example(one_axis(MATMUL, "b", "b", None, 2, (2, 2, 4)))
 def test_a_split_computes_the_matmul(matmul: Matmul):
-    for found in splits(matmul):
+    for found in matmul.splits:
         if isinstance(found, Refusal):
             event("refused")
             continue
@@ -471,7 +470,7 @@ def check(matmul: Matmul, found: Split) -> None:
 @example(one_axis(MATMUL, "a", "c", None, 4))
 def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Matmul):
     """Or, if the result itself must be gathered, leaves only that."""
-    (found,) = splits(matmul) or (None,)
+    (found,) = matmul.splits or (None,)
     assume(isinstance(found, Refusal))
     assert isinstance(found, Refusal)
     for motion in found.first:
@@ -489,7 +488,7 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Ma
             wanted = whole[block(whole.shape, after, d, matmul.axis_sizes)]
             np.testing.assert_array_equal(blocks[k], wanted)
         matmul = replace(matmul, **{motion.side: after})
-    for left in splits(matmul):
+    for left in matmul.splits:
         if isinstance(left, Refusal):
             event("the result must be gathered")
             assert "gather of out" in left.reason
@@ -502,7 +501,7 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Ma
 @given(one_axis_matmuls())
 def test_no_motion_is_paid_for_where_none_is_needed(matmul: Matmul):
     """Where some dim lets all devices work without a word, that one is taken."""
-    for found in splits(matmul):
+    for found in matmul.splits:
         local = any(
             all(
                 matmul.letter_of(side, "x") in (None, c if c in matmul.einsum.side(side) else None)
