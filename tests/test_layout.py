@@ -349,6 +349,14 @@ def test_the_exchange_of_an_operand_leaves_no_place_for_another_ring():
     assert lay(given, "data") == reason
 
 
+def test_an_all_reduce_is_not_cut_along_a_dim_that_another_axis_still_has():
+    """A device has 3 of the 12 columns until x has exchanged them; the rows divide."""
+    got = lay(exchange_of_a_narrow_dim(), "y")
+    assert isinstance(got, Layout)
+    assert got.letter == "a"
+    Mesh(got).check()
+
+
 # -- refusals ---------------------------------------------------------------------------------------
 
 
@@ -396,6 +404,18 @@ def test_the_same_order_with_other_strides_is_refused():
         "model",
     )
     assert got == "dim d is sharded in different orders: ('model',) and ('data', 'model')"
+
+
+def test_axes_that_swap_their_dims_are_refused():
+    """Both hold half of the rows, and not the same: y's lie across those that x still has."""
+    got = lay(transposed({"a": 8, "b": 8, "c": 8}, {"x": 2, "y": 2}), "y")
+    assert got == "x and y shard dim a in blocks that cross"
+
+
+def test_blocks_that_do_not_nest_are_refused():
+    """Of 24 columns x has 12 until it exchanges them, which z's blocks of 4 x 2 do not make up."""
+    assert understood(UNNESTED) is not None
+    assert lay(UNNESTED, "z") == "x and z shard dim c in blocks that cross"
 
 
 @pytest.mark.parametrize(
@@ -716,9 +736,9 @@ def check(given: Matmul) -> list[str]:
 
 
 def transposed(sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Matmul:
-    """x exchanges the rows of the result for its columns, while y scatters its sums over the rows.
+    """x goes from the rows to the columns of the result, and y from the contracted dim to the rows.
 
-    Before x has exchanged them, no device has rows of more than one block of y.
+    Until x has gone, a device has the rows of its block, and not those that y wants of all.
     """
     return matmul(
         "ab,bc->ac",
@@ -799,8 +819,20 @@ def crowded(draw) -> Matmul:
     return Matmul(einsum, *sides, ITEMSIZE, sizes)
 
 
+# x, y and z all shard the columns at some time, x in halves before y and z do in sixths.
+UNNESTED = Matmul(
+    Einsum("ab", "bc", "ac", dict.fromkeys("abc", 24)),
+    lhs=((), ("y", "z")),
+    rhs=(("y", "z"), ("x",)),
+    out=(("x",), ("y", "z")),
+    itemsize=ITEMSIZE,
+    axis_sizes={"x": 2, "y": 3, "z": 2},
+)
+
+
 @settings(max_examples=300, deadline=None)
 @given(crowded())
+@example(UNNESTED)
 def test_a_layout_with_three_axes_on_a_dim_computes_the_matmul(drawn: Matmul):
     for fate in check(drawn):
         event(fate)
