@@ -317,15 +317,32 @@ def test_heads_for_sequence_are_exchanged():
     assert got == Split("x", 4, "n", None, "s", motion)
 
 
+def refused(a: int, b: int, c: int) -> Refusal:
+    """What x of 8 devices wants on the contracted dim, the columns and the rows of the result."""
+    found = split(
+        one_axis(Einsum("ab", "bc", "ac", {"a": a, "b": b, "c": c}), "b", "c", "a", 8), "x"
+    )
+    assert isinstance(found, Refusal)
+    return found
+
+
 def test_two_motions_are_refused_with_what_may_come_before():
-    """The smaller operand's is the one to do first, for then the larger's can be a ring."""
-    einsum = Einsum("ab", "bc", "ac", {"a": 8, "b": 32, "c": 64})
-    got = split(one_axis(einsum, "b", "c", "a", 8), "x")
+    """The operand's, in the cheapest way to share the work; the result's may then be a ring."""
+    first = Motion("all_to_all", "rhs", "c", (64 // 8) * (8 // 8) * 2 * 7, to="b")
     reason = (
         "x wants all_to_all of rhs dim c to b and reduce_scatter of out dim a: no ring for that"
     )
-    first = Motion("all_to_all", "rhs", "c", (32 // 8) * (64 // 8) * 2 * 7, to="b")
-    assert got == Refusal("x", reason, (first,))
+    assert refused(8, 64, 8) == Refusal("x", reason, (first,))
+    first = Motion("all_gather", "lhs", "b", 8 * (32 // 8) * 2 * 7)
+    reason = "x wants all_gather of lhs dim b and all_to_all of out dim c to a: no ring for that"
+    assert refused(8, 32, 64) == Refusal("x", reason, (first,))
+
+
+def test_of_two_operands_the_smaller_one_may_come_first():
+    """For then the larger's motion can be a ring."""
+    first = Motion("all_gather", "rhs", "c", 8 * (8 // 8) * 2 * 7)
+    reason = "x wants all_to_all of lhs dim b to a and all_gather of rhs dim c: no ring for that"
+    assert refused(128, 8, 8) == Refusal("x", reason, (first,))
 
 
 def test_no_motion_of_an_operand_may_come_before_a_gather_of_the_result():
