@@ -100,14 +100,15 @@ def test_resharding_around_a_matmul_is_looked_through():
 
     (found,) = read_all(step, X, W)
     assert found[:3] == (WHOLE, COLUMNS, COLUMNS)
-    assert found.lhs_source == ROWS
-    assert found.rhs_source == COLUMNS
-    assert found.out_sink == ROWS
+    assert found.lhs_sources == ((("data",), ()), ROWS)
+    assert found.rhs_sources == ()
+    assert found.out_sinks == (COLUMNS, ROWS)
 
 
 def test_without_resharding_there_is_nothing_beyond():
     (found,) = read_all(lambda x, w: jnp.tanh(x) @ w, X, W, out_shardings=at(None, "model"))
-    assert found[3:] == found[:3] == (ROWS, COLUMNS, COLUMNS)
+    assert found[:3] == (ROWS, COLUMNS, COLUMNS)
+    assert found[3:] == ((), (), ())
 
 
 def test_a_result_that_somebody_else_reads_is_not_followed():
@@ -118,7 +119,7 @@ def test_a_result_that_somebody_else_reads_is_not_followed():
         return pin(y, "model"), jnp.sum(y, axis=1)
 
     (found,) = read_all(step, X, W)
-    assert found.out_sink == COLUMNS
+    assert found.out_sinks == (COLUMNS,)
 
 
 # -- bodies ---------------------------------------------------------------------------------------
