@@ -14,10 +14,11 @@ from unittest import mock
 import jax
 import numpy as np
 import optax
-from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
 
 
 def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
