@@ -41,6 +41,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Cases whose names have this.")] = None,
+    only_what: Annotated[
+        list[str] | None,
+        typer.Option("--what", help="Only these runs: numbers, plain, overlapped."),
+    ] = None,
     jax: Annotated[str, typer.Option(help="The jax version to try them on.")] = "0.12.0.1",
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
         "out/strangers.jsonl"
@@ -57,7 +61,7 @@ def main(
     out.write_text("")  # rows are added as they come: all of them take long
     for case in cases:
         python = environment(case, jax)
-        for what in WHAT:
+        for what in only_what or WHAT:
             with console.status(f"{case.name}: {what}"):
                 rows.append(in_child(python, case, what))
             with out.open("a") as file:

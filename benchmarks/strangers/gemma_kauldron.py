@@ -13,11 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
+from benchmarks.strangers.stranger import Case, Stranger, adamw, fill, tokens
 
 
 def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
@@ -32,7 +31,7 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
         model=gm.nn.Transformer(
             config=config, tokens="batch.input", dtype=jax.numpy.bfloat16 if real else np.float32
         ),
-        optimizer=optax.adamw(1e-3),
+        optimizer=adamw(),
         rng_streams=kd.train.RngStreams(seed=0),
         sharding=strategy,
         init_transform=kd.ckpts.NoopTransform(),

@@ -14,9 +14,7 @@ from jaxoverlap import Plan
 Row = dict[str, Any]
 
 WHAT = ("numbers", "plain", "overlapped")
-# Of a loss, gradient or state in float32, by norms: rings add in another order, and Adam divides
-# by the square root of a small gradient.
-MAX_DIFFERENCE = 1e-4
+MAX_DIFFERENCE = 1e-4  # of a loss, gradient or state in float32: rings add in another order
 
 COLUMNS = (
     "step", "mesh", "matmuls", "ringed", "none", "skipped", "loss", "gradient", "state",
@@ -36,7 +34,8 @@ def compare(plain: Row, ringed: Row) -> Row:
     apart = {p: difference(plain["state"][p], ringed["state"][p]) for p in plain["state"]}
     # Adam's first moments after one step are the gradients, a tenth of each.
     gradients = {p: d for p, d in apart.items() if re.search(r"\bmu\b", p)}
-    worst = max(gradients, key=lambda p: gradients[p])
+    others = {p: d for p, d in apart.items() if p not in gradients}
+    worst, worst_state = (max(found, key=found.__getitem__) for found in (gradients, others))
     return {
         "losses": plain["losses"],
         "loss_difference": max(map(difference, plain["losses"], ringed["losses"])),
@@ -44,7 +43,8 @@ def compare(plain: Row, ringed: Row) -> Row:
         "gradients_zero": sum(not np.any(plain["state"][p]) for p in gradients),
         "gradient_difference": gradients[worst],
         "worst_gradient": worst,
-        "state_difference": max(d for p, d in apart.items() if p not in gradients),
+        "state_difference": others[worst_state],
+        "worst_state": worst_state,
     }
 
 
@@ -57,7 +57,7 @@ def difference(plain: Any, other: Any) -> float:
 def summary(plan: Plan) -> Row:
     """What became of the matmuls."""
     reasons = Counter(skip.reason for skip in plan.skips)
-    none = reasons.pop("no collective", 0)
+    none = sum(reasons.pop(r) for r in list(reasons) if r.startswith("no collective"))
     return {
         "sites": len(plan.entries),
         "ringed": len(plan.decisions),
@@ -92,7 +92,7 @@ def _numbers_shortfalls(row: Row) -> Iterable[str]:
     for kind in ("loss", "gradient", "state"):
         apart = row[f"{kind}_difference"]
         if not apart <= MAX_DIFFERENCE:  # NaN too
-            which = f" {row['worst_gradient']}" if kind == "gradient" else ""
+            which = f" {row[f'worst_{kind}']}" if kind != "loss" else ""
             yield f"{kind}{which} is {apart:.1e} off"
     if row["gradients_zero"]:  # the comparison would say nothing of what they come from
         yield f"{row['gradients_zero']} of {row['gradients']} gradients are zero"

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 
 @dataclass
@@ -64,6 +65,15 @@ class Case:
     packages: tuple[str, ...]
     options: dict[str, Any]
     bare: tuple[str, ...] = ()
+
+
+def adamw() -> Any:
+    """An optimizer for trainers that are given one.
+
+    Adam's first step has the gradient's sign, so an element whose gradient is rounding error would
+    move either way; this epsilon keeps it where it is.
+    """
+    return optax.adamw(1e-3, eps=1e-6)
 
 
 def fill(tree: Any, shardings: Any, real: bool) -> Any:
