@@ -140,8 +140,8 @@ def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
     return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
 
 
+def states_some(var: Any) -> bool:
     """Whether a type states the sharding over some axes of the mesh, and not over all."""
-    """Whether a variable's type states its sharding over some axes of its mesh, and not over all."""
     mesh = var.aval.sharding.mesh
     return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
