@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api, api_util, core, pjit, source_info_util
+from jax._src import api, api_util, core, flattree, pjit, source_info_util
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -153,6 +153,59 @@ def _struct(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         var.aval.shape, var.aval.dtype, sharding=sharding if explicit else None
     )
+
+
+def like_var(var: Any) -> Any:
+    """A new variable of the same type."""
+    return core.Var(var.aval)
+
+
+def unused_var(var: Any) -> Any:
+    """A result of the same type that nobody reads."""
+    return core.DropVar(var.aval)
+
+
+def int_var() -> Any:
+    """A new variable: an int32."""
+    return core.Var(core.ShapedArray((), np.dtype(np.int32)))
+
+
+def literal(value: np.generic) -> Any:
+    """A number, as an equation's operand."""
+    return core.Literal(value, core.ShapedArray((), value.dtype))
+
+
+def with_binders(jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> Jaxpr:
+    """A jaxpr with other operands and results, which have no names."""
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(invars=list(invars), outvars=list(outvars), debug_info=debug_info)
+
+
+def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr."""
+    return core.eval_jaxpr(jaxpr, jaxpr.consts, *operands)
+
+
+def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many its carry."""
+    consts, carry, _ = scan.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def new_scan(
+    scan: JaxprEqn,
+    body: Jaxpr,
+    counts: tuple[int, int],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+) -> JaxprEqn:
+    """A scan with another body, another number of constants and another carry."""
+    num_consts, num_carry = counts
+    num_xs, num_ys = len(invars) - num_consts - num_carry, len(outvars) - num_carry
+    groups = tuple(flattree.nones(n) for n in (num_consts, num_carry, num_xs))
+    results = flattree.pack((flattree.nones(num_carry), flattree.nones(num_ys)))
+    params = {**scan.params, "jaxpr": body, "ft_in": flattree.pack(groups), "ft_out": results}
+    return scan.replace(invars=list(invars), outvars=list(outvars), params=params)
 
 
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:

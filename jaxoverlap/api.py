@@ -24,12 +24,14 @@ from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.mesh import NoMeshError, find_mesh, unread
+from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import propagate
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.plan import Plan, Variant
 
 OnError = Literal["raise", "plain"]
+FSDP = Literal["prefetch", "ring"]
 _MAX_SEEN = 128  # signatures that a step remembers; a run has a few
 
 
@@ -41,6 +43,7 @@ def overlap(
     skip: Collection[str] = ...,
     on_error: OnError = ...,
     granularity: str | Variant | None = ...,
+    fsdp: FSDP = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -50,6 +53,7 @@ def overlap(
     skip: Collection[str] = ...,
     on_error: OnError = ...,
     granularity: str | Variant | None = ...,
+    fsdp: FSDP = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -58,6 +62,7 @@ def overlap(
     skip: Collection[str] = (),
     on_error: OnError = "raise",
     granularity: str | Variant | None = None,
+    fsdp: FSDP = "prefetch",
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -81,6 +86,9 @@ def overlap(
         granularity: how the pieces of every collective travel: a `Variant`, or its name, as in
             "two_way", "direct x 2" (two slices a chunk) or "sliced x 4" (no ring: the whole
             collective in four slices). Default: "one_way" rings.
+        fsdp: what becomes of the gathers of sharded weights in a scan over layers: "prefetch" runs
+            them one step ahead, through the scan's carry, at the price of a second buffer; "ring"
+            takes them into the matmuls, where no other collective is there already.
 
     Raises:
         ValueError: if an argument is not one of these, or `cluster` does not parse.
@@ -94,6 +102,8 @@ def overlap(
         raise ValueError(
             f"cluster={cluster!r}: expected a string like 'h100-sxm:8x8', or a Cluster"
         )
+    if fsdp not in ("prefetch", "ring"):
+        raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
     if not isinstance(granularity, str | Variant | None):
         raise ValueError(f"granularity={granularity!r}: expected a Variant, or its name")
     options = _Options(
@@ -101,6 +111,7 @@ def overlap(
         skip=lines,
         on_error=on_error,
         variant=Variant.parse(granularity) if isinstance(granularity, str) else granularity,
+        fsdp=fsdp,
     )
     if fn is None:
         return lambda fn: Overlapped(fn, options)
@@ -115,6 +126,7 @@ class _Options:
     skip: tuple[str, ...]
     on_error: OnError
     variant: Variant | None
+    fsdp: FSDP
 
 
 @dataclass(frozen=True)
@@ -279,8 +291,14 @@ class Overlapped:
             unread=reason,
             granularity=self._options.variant,
         )
-        plan = Plan(step=params["name"], mesh=dict(mesh.shape), entries=entries)
-        return plan, rewrite(jaxpr, sharings, mesh), options_for(mesh)
+        rewritten, gathered = rewrite(jaxpr, sharings, mesh)
+        prefetched = 0
+        if self._options.fsdp == "prefetch":
+            rewritten, prefetched = prefetch(rewritten, gathered)
+        plan = Plan(
+            step=params["name"], mesh=dict(mesh.shape), entries=entries, prefetched=prefetched
+        )
+        return plan, rewritten, options_for(mesh)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
         cluster = self._options.cluster

@@ -132,12 +132,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         step: the step's name.
         mesh: devices along each mesh axis.
         entries: one a matmul.
+        prefetched: gathers of scanned weights that run one step of their scan ahead.
         remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
     """
 
     step: str
     mesh: Mapping[str, int]
     entries: tuple[Decision | Skip, ...]
+    prefetched: int = 0
     remaining: tuple[Remaining, ...] = ()
 
     @property
@@ -182,6 +184,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"({human_bytes(moved)} sent per device and step), {len(waiting)} left alone, "
                 f"{idle} without a collective.",
                 *_idle_lines(self.skips),
+                *_prefetched_lines(self.prefetched),
                 *_remaining_lines(self.remaining),
             )
         )
@@ -214,6 +217,12 @@ def _remaining_lines(remaining: tuple[Remaining, ...]) -> list[str]:
     sent = human_bytes(sum(r.bytes_moved for r in remaining))
     title = f"XLA's own: {sent} sent per device and step"
     return ["", table(title, columns, rows, right=("runs", "bytes"))]
+
+
+def _prefetched_lines(prefetched: int) -> list[str]:
+    if not prefetched:
+        return []
+    return [f"  {prefetched} gathers of scanned weights run one step of their scan ahead."]
 
 
 def _idle_lines(skips: tuple[Skip, ...]) -> list[str]:

@@ -36,20 +36,27 @@ from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.sites import Side, Spec, Split
 
 
-def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> Any:
+def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> tuple[Any, set[Any]]:
     """A jaxpr with rings in the place of matmuls, as decided for each body (by its number).
+
+    Returns:
+        The jaxpr, and the variables of what is gathered before rings.
 
     Raises:
         RewriteError: if that fails for one, naming the equation and its source line.
     """
+    gathered: set[Any] = set()
 
     def visit(body: Body) -> list[Any] | None:
         sharing = sharings.get(body.index)
         if sharing is None or not (sharing.rings or sharing.readers):
             return None
-        return _Rewritten(body, sharing, mesh).eqns()
+        rewritten = _Rewritten(body, sharing, mesh)
+        eqns = rewritten.eqns()
+        gathered.update(v for value, v in rewritten.made.items() if value in sharing.hoisted)
+        return eqns
 
-    return map_bodies(jaxpr, visit)
+    return map_bodies(jaxpr, visit), gathered
 
 
 class _Rewritten:
