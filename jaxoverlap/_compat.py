@@ -118,9 +118,41 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
-def new_var(aval: Any) -> Any:
-    """A variable that no jaxpr has yet."""
+def new_var(aval: Any, spec: jax.sharding.PartitionSpec) -> Any:
+    """A variable that no jaxpr has yet; `spec` is its sharding over the mesh's explicit axes."""
+    mesh = aval.sharding.mesh
+    if not mesh.empty and mesh._any_axis_explicit:
+        aval = aval.update(sharding=aval.sharding.update(spec=spec))
     return core.Var(aval)
+
+
+def typed_spec(var: Any) -> jax.sharding.PartitionSpec:
+    """The sharding over explicit axes that a variable's type states."""
+    return var.aval.sharding.spec
+
+
+def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
+    """The sharding of a variable whose mesh has explicit axes only; None for another."""
+    mesh = var.aval.sharding.mesh
+    if mesh.empty or not mesh.are_all_axes_explicit:
+        return None
+    entries = (*typed_spec(var), *[None] * var.aval.ndim)[: var.aval.ndim]
+    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+
+
+def states_some(var: Any) -> bool:
+    """Whether a variable's type states its sharding over some axes of its mesh, and not over all."""
+    mesh = var.aval.sharding.mesh
+    return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
+
+
+def _struct(var: Any) -> jax.ShapeDtypeStruct:
+    """A variable's type; the sharding only where it is a part of that."""
+    sharding = var.aval.sharding
+    explicit = not sharding.mesh.empty and sharding.mesh._any_axis_explicit
+    return jax.ShapeDtypeStruct(
+        var.aval.shape, var.aval.dtype, sharding=sharding if explicit else None
+    )
 
 
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -146,7 +178,7 @@ def map_jaxprs(fn: Callable[[Jaxpr], Jaxpr], eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _like(value: tuple, new: tuple) -> tuple:
-    """`new` as the kind of tuple that `value` is: some primitives keep their jaxprs in named ones."""
+    """`new` as the kind of tuple that `value` is: some primitives have named ones."""
     return type(value)(*new) if hasattr(value, "_fields") else new
 
 
@@ -202,7 +234,7 @@ def inline(
     Each carries the source line and the name stack of `like`, an equation that it stands in for, so
     that profiles and the scheduled module still point at the user's code.
     """
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars]
+    structs = [_struct(v) for v in invars]
     with like.ctx.manager, source_info_util.reset_name_stack():
         body = jax.make_jaxpr(fn)(*structs)
     assert not body.consts, "a ring closes over nothing"

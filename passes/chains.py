@@ -4,19 +4,60 @@
 
 The gather is asked for by the constraint and not by the matmul; whoever looks at `y` alone sees no
 collective. Where only matmuls read `y`, they may as well read `x`, and gather it themselves. In the
-same way a result that is only resharded may be given as it is wanted.
+same way a result that is only resharded may be given as it is wanted, be it transposed before.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from jax import Array, lax
 
 from jaxoverlap import _compat
 from jaxoverlap.passes.jaxprs import Body
 
 _MOVES = ("sharding_constraint", "reshard")
+_VIEWS = ("transpose", "convert_element_type")
+
+
+class End(NamedTuple):
+    """What a result becomes.
+
+    Attributes:
+        var: its variable.
+        places: the places of the equations on the way.
+        views: those of them that do something else than reshard, but element by element.
+    """
+
+    var: Any
+    places: tuple[int, ...] = ()
+    views: tuple[Any, ...] = ()
+
+    @property
+    def reshards(self) -> int:
+        """How many of the equations are reshards."""
+        return len(self.places) - len(self.views)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Which of the result's dims each dim is; () if they are in order."""
+        dims: tuple[int, ...] = ()
+        for eqn in self.views:
+            if eqn.primitive.name == "transpose":
+                permutation = eqn.params["permutation"]
+                dims = tuple(dims[d] for d in permutation) if dims else tuple(permutation)
+        return dims
+
+    def seen(self, value: Array) -> Array:
+        """The result as it becomes, but for the resharding."""
+        for eqn in self.views:
+            if eqn.primitive.name == "transpose":
+                value = lax.transpose(value, eqn.params["permutation"])
+            else:
+                value = lax.convert_element_type(value, eqn.params["new_dtype"])
+        return value
 
 
 class Chains:
@@ -35,27 +76,37 @@ class Chains:
             if not _compat.is_literal(atom):
                 self._readers[atom].append(None)
 
-    def origin(self, var: Any) -> Any:
-        """What a matmul's operand is made from by nothing but reshards that only matmuls read."""
-        while (place := self._made.get(var)) is not None and self._moves(place):
-            if not all(self._is_matmul(reader) for reader in self._readers[var]):
-                return var
-            var = self._eqns[place].invars[0]
-        return var
+    def origin(self, var: Any) -> tuple[Any, int]:
+        """What a matmul's operand is made from by nothing but reshards that only matmuls read.
 
-    def end(self, var: Any) -> tuple[Any, tuple[int, ...]]:
-        """What a result becomes by nothing but reshards, and their places, if nobody else reads."""
-        places: list[int] = []
-        while len(readers := self._readers[var]) == 1:
-            place = readers[0]
-            if place is None or not self._moves(place):
+        Returns:
+            Its variable, and how many reshards there are.
+        """
+        reshards = 0
+        while not _compat.is_literal(var) and (place := self._made.get(var)) is not None:
+            if not (self._moves(place) and all(map(self._is_matmul, self._readers[var]))):
                 break
-            places.append(place)
-            var = self._eqns[place].outvars[0]
-        return var, tuple(places)
+            var, reshards = self._eqns[place].invars[0], reshards + 1
+        return var, reshards
+
+    def end(self, var: Any) -> End:
+        """What a result becomes up to its last reshard, if nobody else reads it."""
+        end, places, views = End(var), [], []
+        while len(readers := self._readers[var]) == 1 and readers[0] is not None:
+            eqn = self._eqns[readers[0]]
+            places.append(readers[0])
+            if eqn.primitive.name in _VIEWS:
+                views.append(eqn)
+            elif not self._moves(readers[0]):
+                break
+            var = eqn.outvars[0]
+            if self._moves(readers[0]):
+                end = End(var, tuple(places), tuple(views))
+        return end
 
     def _moves(self, place: int) -> bool:
-        return self._eqns[place].primitive.name in _MOVES
+        eqn = self._eqns[place]
+        return eqn.primitive.name in _MOVES and not _compat.states_some(eqn.outvars[0])
 
     def _is_matmul(self, place: int | None) -> bool:
         if place is None:

@@ -53,12 +53,12 @@ class Layout:
         On an operand, what `others` gather has been gathered; on the result, what they scatter has
         not been scattered yet, except for those that come before `axis`.
         """
-        stride = self._stride(letter, axis)
+        stride = self.stride(letter, axis)
         if stride is None:
             return 1  # an all-reduce: its chunks are cut from the local dim, as they come
-        held = self._held(side, letter, axis)
+        held = self.held(side, letter, axis)
         above = math.prod(
-            self.matmul.axis_sizes[a] for a in held if (self._stride(letter, a) or 0) > stride
+            self.matmul.axis_sizes[a] for a in held if (self.stride(letter, a) or 0) > stride
         )
         size = self.matmul.einsum.sizes[letter]
         return size // (stride * self.matmul.axis_sizes[axis]) // above
@@ -68,12 +68,12 @@ class Layout:
         motion, n = self.ring.motion, self.ring.axis_size
         assert motion is not None
         axis, letter = self.ring.axis, self.letter
-        held = math.prod(self.matmul.axis_sizes[a] for a in self._held(motion.side, letter, axis))
+        held = math.prod(self.matmul.axis_sizes[a] for a in self.held(motion.side, letter, axis))
         local = self.matmul.einsum.sizes[letter] // held
         return local // n // self.outer(motion.side, letter, axis)
 
-    def _held(self, side: Side, letter: str, axis: str) -> list[str]:
-        """The axes that shard a dim at the time when `axis` moves."""
+    def held(self, side: Side, letter: str, axis: str) -> list[str]:
+        """The axes that shard a dim of one side at the time when `axis` moves."""
         axes = _on(self.matmul, side, letter, self.spec(side))
         order = [s for s in self.others if _kind(s) == "all_gather"]
         order += [self.ring, *(s for s in self.others if _kind(s) != "all_gather")]
@@ -84,7 +84,8 @@ class Layout:
         split = [s.axis for s in order[place + 1 :] if side == "out" and _exchanges(s, letter)]
         return [*(a for a in axes if a not in gathered | waiting), *split]
 
-    def _stride(self, letter: str, axis: str) -> int | None:
+    def stride(self, letter: str, axis: str) -> int | None:
+        """Elements in the blocks that an axis counts along a dim; None if it never shards that."""
         specs: dict[Side, Spec] = {side: self.spec(side) for side in SIDES}
         return next(iter(_strides(self.matmul, specs, letter).get(axis, {}).values()), None)
 
@@ -126,7 +127,7 @@ def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | st
     specs: dict[Side, Spec] = {side: _spec(matmul, side, shared) for side in SIDES}
     problem = _uneven(matmul, specs) or _disorder(matmul, specs)
     layout = Layout(matmul, ring, letter, others, specs["lhs"], specs["rhs"], specs["out"])
-    return problem or _unsplit(layout) or layout
+    return problem or _unsplit(layout) or _crossed(layout) or layout
 
 
 def traffic(layout: Layout) -> dict[str, int]:
@@ -182,7 +183,7 @@ def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str
         return motion.letter
 
     def shards(letter: str) -> int:
-        return math.prod(s.axis_size for s in shared if s.out == letter)
+        return math.prod(s.axis_size for s in shared if s.out == letter or _exchanges(s, letter))
 
     sizes = matmul.einsum.sizes
     fits = [c for c in matmul.einsum.out if sizes[c] % (shards(c) * ring.axis_size) == 0]
@@ -219,19 +220,54 @@ def _uneven(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
 
 
 def _unsplit(layout: Layout) -> str | None:
-    """Why an operand's exchange does not work out, if so: a device's part is cut once more."""
-    motion, matmul = layout.ring.motion, layout.matmul
+    """The first dim that does not divide when it is split, if there is one.
+
+    The specs tell how a dim lies in the end; at the time of the motion axes may hold it that an
+    exchange takes away only later.
+    """
+    for split in (layout.ring, *layout.others):
+        side, letter = _splits_up(layout, split)
+        if letter is None:
+            continue
+        held = layout.held(side, letter, split.axis)
+        size = layout.matmul.einsum.sizes[letter]
+        parts = math.prod(layout.matmul.axis_sizes[a] for a in held) * split.axis_size
+        if size % parts:
+            return f"dim {letter} of {side} has size {size}: not divisible by {parts} devices"
+    return None
+
+
+def _crossed(layout: Layout) -> str | None:
+    """The first dim on which an axis moves under one that counts other blocks, if there is one.
+
+    With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count
+    blocks of 4: while one holds the dim, the other's blocks are cut in halves.
+    """
+    matmul = layout.matmul
+    for split in (layout.ring, *layout.others):
+        motion = split.motion
+        assert motion is not None
+        for letter in filter(None, (motion.letter, motion.to)):
+            stride = layout.stride(letter, split.axis)
+            for axis in layout.held(motion.side, letter, split.axis):
+                other = layout.stride(letter, axis)
+                if stride is None or other is None or axis == split.axis:
+                    continue
+                low, high = sorted([(stride, split.axis_size), (other, matmul.axis_sizes[axis])])
+                if high[0] % (low[0] * low[1]):
+                    return f"{axis} and {split.axis} shard dim {letter} in blocks that cross"
+    return None
+
+
+def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
+    """The dim that a motion splits up, if it does: a scatter's, and where an exchange goes."""
+    motion = split.motion
     assert motion is not None
-    if motion.kind != "all_to_all" or motion.side == "out" or motion.to is None:
-        return None
-    held = _on(matmul, motion.side, motion.to, layout.spec(motion.side))
-    size, parts = matmul.einsum.sizes[motion.to], math.prod(matmul.axis_sizes[a] for a in held)
-    if size % (parts * layout.ring.axis_size) == 0:
-        return None
-    return (
-        f"dim {motion.to} of {motion.side} has size {size}: not divisible by "
-        f"{parts * layout.ring.axis_size} devices"
-    )
+    if split is layout.ring and motion.kind == "all_reduce":
+        return "out", layout.letter
+    if motion.kind == "all_to_all":
+        return motion.side, motion.to
+    return motion.side, motion.letter if motion.kind == "reduce_scatter" else None
 
 
 def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:

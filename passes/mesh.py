@@ -88,3 +88,15 @@ def _constraints(jaxpr: Any) -> Iterator[Any]:
             for inner in value if isinstance(value, tuple) else (value,):
                 if _compat.is_jaxpr(inner):
                     yield from _constraints(inner)
+
+
+def explicit_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes whose shardings are part of the arrays' types."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The same devices, all of whose shardings are left to the partitioner."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)

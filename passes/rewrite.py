@@ -12,7 +12,7 @@ equations may change places, as far as what they read allows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from jaxoverlap.passes.jaxprs import Body, map_bodies
 from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
+from jaxoverlap.passes.mesh import automatic, explicit_axes
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.sites import Side, Spec, Split
 
@@ -55,7 +56,9 @@ class _Rewritten:
     """One body, written anew: it emits each gather when the first that reads it comes."""
 
     def __init__(self, body: Body, sharing: Sharing, mesh: Mesh):
-        self.body, self.sharing, self.mesh = body, sharing, mesh
+        self.body, self.sharing = body, sharing
+        self.explicit = explicit_axes(mesh)
+        self.mesh = automatic(mesh)
         self.made: dict[Value, Any] = {}  # the variables of gathered values
         self.new: list[Any] = []
 
@@ -80,9 +83,22 @@ class _Rewritten:
         if hoist is None:
             return value.var
         before = self.atom(hoist.before, like)
-        self.made[value] = _compat.new_var(value.var.aval)
-        self.new += _compat.inline(_gather(hoist, self.mesh), [before], [self.made[value]], like)
+        self.made[value] = self.moved(value)
+        self.emit(_gather(hoist, self.mesh), [before], [self.made[value]], like)
         return self.made[value]
+
+    def moved(self, value: Value) -> Any:
+        """A new variable, for a value as it lies after a motion."""
+        return _compat.new_var(value.var.aval, _partition_spec(_only(value.spec, self.explicit)))
+
+    def emit(
+        self, fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any], like: Any
+    ) -> None:
+        """The equations of a function of some variables, whose results are others."""
+        if self.explicit:  # our shardings are for the partitioner: the types keep the user's own
+            outs = [_compat.typed_spec(v) for v in results]
+            fn = jax.sharding.auto_axes(fn, axes=self.explicit, out_sharding=outs)
+        self.new += _compat.inline(fn, operands, results, like)
 
     def reader(self, member: Member) -> None:
         eqn = member.dot.eqn
@@ -94,11 +110,11 @@ class _Rewritten:
         try:
             operands = [self.atom(value, eqn) for value, _ in _operands(ring)]
             total = ring.total
-            results = [m.result for m in ring.members] if total is None else [total]
+            results = [m.end.var for m in ring.members] if total is None else [total]
             if ring.keep:
-                self.made[ring.whole] = _compat.new_var(ring.shard.var.aval)
+                self.made[ring.whole] = self.moved(ring.whole)
                 results.append(self.made[ring.whole])
-            self.new += _compat.inline(ringed(ring, self.mesh), operands, results, eqn)
+            self.emit(ringed(ring, self.mesh), operands, results, eqn)
         except Exception as error:
             raise _failed(ring, error) from error
 
@@ -114,11 +130,11 @@ def _failed(ring: Ring, error: Exception) -> RewriteError:
     )
 
 
-def _gather(hoist: Hoist, mesh: Mesh) -> Callable[[Array], Array]:
+def _gather(hoist: Hoist, mesh: Mesh) -> Callable[[Array], list[Array]]:
     """A motion on an axis of its own: XLA does it whole, and once for all that read it."""
     sharding = NamedSharding(mesh, _partition_spec(hoist.after.spec))
     gather = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-    return jax.named_call(gather, name=f"{hoist.kind}_over_{hoist.axis}")
+    return jax.named_call(lambda x: [gather(x)], name=f"{hoist.kind}_over_{hoist.axis}")
 
 
 def scope(ring: Ring) -> str:
@@ -140,7 +156,13 @@ def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
         out_specs=[_partition_spec(spec) for spec in out_specs],
         check_vma=False,  # rings break the replication that it would try to infer
     )
-    return jax.named_call(mapped, name=scope(ring))
+
+    def fn(*operands: Array) -> list[Array]:
+        results = mapped(*operands)
+        ends = [m.end for m in ring.members] if ring.total is None else []
+        return [end.seen(r) for end, r in zip(ends, results, strict=False)] + results[len(ends) :]
+
+    return jax.named_call(fn, name=scope(ring))
 
 
 def _layout(member: Member) -> Layout:
@@ -300,6 +322,11 @@ def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Cut]:
     """A dim of the result, and how its chunks lie when it moves along an axis."""
     cut = Cut(split.axis_size, outer=layout.outer("out", letter, split.axis))
     return layout.matmul.einsum.out.index(letter), cut
+
+
+def _only(spec: Spec, axes: Collection[str]) -> Spec:
+    """What a spec says of some mesh axes."""
+    return tuple(tuple(a for a in dim if a in axes) for dim in spec)
 
 
 def _partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:

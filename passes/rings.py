@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxoverlap.passes.chains import End
 from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.order import Order
@@ -55,8 +56,7 @@ class Member:
         lhs, rhs: what it reads.
         layout: how it lies on the mesh; None if nothing moves any more, as others gathered it.
         hoists: the gathers that come before it, those that are there for others too.
-        result: the variable that it gives: the matmul's own, or what that is resharded to.
-        reshards: the places of the equations that did so.
+        end: what it gives: its own result, or what that is resharded to.
     """
 
     dot: Dot
@@ -64,8 +64,7 @@ class Member:
     rhs: Value
     layout: Layout | None
     hoists: tuple[Hoist, ...] = ()
-    result: Any = None
-    reshards: tuple[int, ...] = ()
+    end: End = End(None)  # noqa: RUF009, it is a tuple
 
     def value(self, side: Side) -> Value:
         """One operand."""

@@ -12,7 +12,6 @@ KIND = "matmul_reduce_scatter"
 RINGS = {
     "lhs free": Ring("ab,bc->ac", P(None, "model"), P("model"), P("model")),
     "rhs free": Ring("ab,bc->ac", P(None, "model"), P("model"), P(None, "model")),
-    "only the lhs is sharded": Ring("ab,bc->ac", P(None, "model"), P(), P("model")),
     "only the rhs is sharded": Ring("ab,bc->ac", P(), P("model"), P("model")),
     "batch": Ring("gab,gbc->gac", P(None, None, "model"), P(None, "model"), P("model")),
     "two contracted dims, as attention's output": Ring(
