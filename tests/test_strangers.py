@@ -81,7 +81,7 @@ def test_what_schedules_have_to_keep():
 
 def test_errors_name_no_folder():
     stderr = "Traceback\n  somewhere\njax.errors.SomeError: /home/me/x/lib.py:3: no\nmore of it\n"
-    assert rows.error_of(1, stderr) == "exit 1: jax.errors.SomeError: lib.py:3: no"
+    assert rows.error_of(1, stderr) == "exit 1: jax.errors.SomeError: lib.py:3: no more of it"
     assert rows.error_of(-6, "F1121 /a/b/c.cc:12] Check failed: a/b\n\n") == (
         "exit -6: F1121 c.cc:12] Check failed: a/b"
     )

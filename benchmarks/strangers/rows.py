@@ -71,8 +71,8 @@ def summary(plan: Plan) -> Row:
 def error_of(code: int, stderr: str) -> str:
     """What a failed run says for itself, on one line and without the folders of this machine."""
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    last = " ".join((named or lines)[-1:])
+    named = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    last = " ".join(lines[named[-1] if named else -1 :])
     return f"exit {code}: {re.sub(r'(?<![\w.])/(?:[^\s/:]+/)+', '', last)[:500]}"
 
 
