@@ -290,6 +290,7 @@ class Overlapped:
             skip=self._options.skip,
             unread=reason,
             granularity=self._options.variant,
+            prefetch=self._options.fsdp == "prefetch",
         )
         rewritten, gathered = rewrite(jaxpr, sharings, mesh)
         prefetched = 0

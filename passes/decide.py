@@ -56,6 +56,7 @@ def decide(
     skip: Collection[str] = (),
     unread: str | None = None,
     granularity: Variant | None = None,
+    prefetch: bool = False,
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
@@ -66,6 +67,7 @@ def decide(
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
         granularity: how the pieces of every ring are to travel; default: one way, in one piece.
+        prefetch: gather the weights of a scan before any ring.
 
     Returns:
         An entry a matmul, and what becomes of each body that has any, by its number.
@@ -83,7 +85,9 @@ def decide(
         read = shardings[dot.index]
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
-    sharings = {body.index: share(body, read, beyond) for body in found if body.dots}
+    sharings = {
+        body.index: share(body, read, beyond, ahead=prefetch) for body in found if body.dots
+    }
     for sharing in sharings.values():
         for ring in sharing.rings:
             ring.variant, ring.why = _variant(ring, granularity or Variant())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxoverlap import _compat
 
@@ -60,12 +60,15 @@ class Body:
         eqns: its equations.
         outvars: its results.
         dots: its matmuls; not those of the bodies inside it.
+        ahead: values that are known one step of a scan ahead: slices of what the step is given, as
+            the weights of a scan over layers are.
     """
 
     index: int
     eqns: tuple[Any, ...]
     outvars: tuple[Any, ...]
     dots: tuple[Dot, ...]
+    ahead: frozenset[Any] = frozenset()
 
 
 Visit = Callable[[Body], list[Any] | None]
@@ -78,7 +81,7 @@ def map_bodies(jaxpr: Any, visit: Visit) -> Any:
     remats and conditionals need no rebuilding. Inner bodies are visited first. A body that two
     equations share becomes two: the same matmul in another place may be sharded in another way.
     """
-    return _Walk(visit).jaxpr(jaxpr, runs=1, inside=None)
+    return _Walk(visit).jaxpr(jaxpr, _Known(set(jaxpr.invars), set()), runs=1, inside=None)
 
 
 def map_dots(jaxpr: Any, visit: Callable[[Dot], list[Any] | None]) -> Any:
@@ -106,6 +109,53 @@ def dots(jaxpr: Any) -> tuple[Dot, ...]:
     return tuple(sorted(found, key=lambda dot: dot.index))
 
 
+_MOVES = frozenset(
+    {
+        "convert_element_type",
+        "copy",
+        "reshape",
+        "reshard",
+        "sharding_constraint",
+        "squeeze",
+        "transpose",
+    }
+)
+
+
+class _Known(NamedTuple):
+    """Values of a body that nothing has been computed for: they are what the step was given.
+
+    Attributes:
+        given: operands of the step, as they are in every step of a scan.
+        ahead: slices of such operands: each step of a scan has one of its own.
+    """
+
+    given: set[Any]
+    ahead: set[Any]
+
+    def follow(self, eqn: Any) -> None:
+        """Note what is only moved."""
+        if eqn.primitive.name in _MOVES and not _compat.is_literal(eqn.invars[0]):
+            for known in self:
+                if eqn.invars[0] in known:
+                    known.update(eqn.outvars)
+
+    def inside(self, eqn: Any, jaxpr: Any) -> _Known:
+        """What is known in one of an equation's bodies."""
+        if len(jaxpr.invars) != len(eqn.invars) or eqn.primitive.name == "while":
+            return _Known(set(), set())
+        operands = [None if _compat.is_literal(a) else a for a in eqn.invars]
+        pairs = list(zip(jaxpr.invars, operands, strict=True))
+        given = {v for v, atom in pairs if atom in self.given}
+        ahead = {v for v, atom in pairs if atom in self.ahead}
+        if eqn.primitive.name == "scan":
+            num_consts, num_carry = _compat.scan_counts(eqn)
+            sliced = {*jaxpr.invars[num_consts + num_carry :]}
+            carry = {*jaxpr.invars[num_consts:]} - sliced
+            given, ahead = given - sliced - carry, (ahead | given & sliced) - carry
+        return _Known(given, ahead)
+
+
 class _Walk:
     """One traversal: it counts as it goes, so that every pass numbers the matmuls alike."""
 
@@ -114,30 +164,35 @@ class _Walk:
         self.num_dots = 0
         self.num_bodies = 0
 
-    def jaxpr(self, jaxpr: Any, *, runs: int, inside: str | None) -> Any:
+    def jaxpr(self, jaxpr: Any, known: _Known, *, runs: int, inside: str | None) -> Any:
         index = self.num_bodies
         self.num_bodies += 1
         eqns: list[Any] = []
         found: list[Dot] = []
         for place, eqn in enumerate(jaxpr.eqns):
+            known.follow(eqn)
             if eqn.primitive.name == "dot_general":
                 found.append(Dot(self.num_dots, eqn, runs, inside, place))
                 self.num_dots += 1
                 eqns.append(eqn)
             else:
-                eqns.append(self.eqn(eqn, runs=runs, inside=inside))
-        new = self.visit(Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found)))
+                eqns.append(self.eqn(eqn, known, runs=runs, inside=inside))
+        ahead = frozenset(known.ahead)
+        new = self.visit(Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found), ahead))
         assert new is None or inside is None, "the body of an opaque primitive is not ours"
         if inside or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):
             return jaxpr
         return jaxpr.replace(eqns=eqns if new is None else new)
 
-    def eqn(self, eqn: Any, *, runs: int, inside: str | None) -> Any:
+    def eqn(self, eqn: Any, known: _Known, *, runs: int, inside: str | None) -> Any:
         name = eqn.primitive.name
         if not any(True for _ in _compat.jaxprs_in(eqn)):
             return eqn
         inner_runs = runs * eqn.params["length"] if name == "scan" else runs
         opaque = inside or (None if name in TRANSPARENT else name)
         return _compat.map_jaxprs(
-            lambda jaxpr: self.jaxpr(jaxpr, runs=inner_runs, inside=opaque), eqn
+            lambda jaxpr: self.jaxpr(
+                jaxpr, known.inside(eqn, jaxpr), runs=inner_runs, inside=opaque
+            ),
+            eqn,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jaxoverlap import _compat
@@ -32,7 +32,7 @@ NO_COLLECTIVE = "no collective"
 _View = tuple[Member, Matmul]
 
 
-def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
+def share(body: Body, read: Read, beyond: Beyond, *, ahead: bool = False) -> Sharing:
     """Decide for each matmul of a body how it lies on the mesh, and with which it shares a ring.
 
     Args:
@@ -40,8 +40,10 @@ def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
         read: gives a matmul with its shardings, or why it is left alone.
         beyond: the shardings of what its operands are resharded from and its result to, reshard by
             reshard.
+        ahead: gather the weights of a scan before any ring, to be prefetched.
     """
     sharing, chains = Sharing(Order(body.eqns)), Chains(body)
+    early = body.ahead if ahead else frozenset()
     late: list[tuple[Dot, Matmul]] = []
     for dot in body.dots:
         matmul = read(dot)
@@ -50,9 +52,9 @@ def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
         elif any(isinstance(s, Refusal) for s in matmul.splits):
             late.append((dot, matmul))  # the others may move for it what it reads
         else:
-            _place(sharing, _views(chains, dot, matmul, beyond(dot)))
+            _place(sharing, _views(chains, dot, matmul, beyond(dot)), early)
     for dot, matmul in late:
-        _place(sharing, _views(chains, dot, matmul, beyond(dot)))
+        _place(sharing, _views(chains, dot, matmul, beyond(dot)), early)
     _add_up(sharing, body)
     return sharing
 
@@ -94,16 +96,34 @@ def _resharded(var: Any, reshards: int, specs: Specs, dims: Sequence[int] = ()) 
     return specs[reshards - 1] if 0 < reshards <= len(specs) else None
 
 
-def _place(sharing: Sharing, views: Sequence[_View]) -> None:
+def _place(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> None:
     """Give a matmul its ring, a new one or one that is there; or note why it has none."""
     reasons = []
     for member, matmul in views:
-        reason = _place_as(sharing, member, matmul)
+        reason = _place_as(sharing, *_gathered_early(member, matmul, early))
         if reason is None:
             return
         reasons.append(reason)
     waits = [reason for reason in reasons if reason != NO_COLLECTIVE]
     sharing.skipped[views[0][0].dot.index] = waits[0] if waits else NO_COLLECTIVE
+
+
+def _gathered_early(member: Member, matmul: Matmul, early: Collection[Any]) -> _View:
+    """The matmul, reading whole what is there one step of a scan ahead."""
+    while True:
+        gathers = (
+            (split.axis, split.motion)
+            for split in matmul.splits
+            if isinstance(split, Split)
+            and split.motion is not None
+            and split.motion.kind == "all_gather"
+            and member.value(split.motion.side).var in early
+            and hoistable(matmul, split.axis, split.motion)
+        )
+        first = next(gathers, None)
+        if first is None:
+            return member, matmul
+        member, matmul = _hoisted(member, matmul, *first)
 
 
 def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
@@ -112,8 +132,9 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
     while True:
         wanted = _motions(matmul)
         if not wanted:
-            if member.lhs == given.lhs and member.rhs == given.rhs:
+            if member.lhs == given.lhs and member.rhs == given.rhs and not member.hoists:
                 return NO_COLLECTIVE
+            _add(sharing, member)
             sharing.readers.append(member)
             return None
         axes = dict.fromkeys(axis for axis, _ in wanted)

@@ -700,5 +700,6 @@ def sizes(decisions: Sequence[Decision]) -> list[int]:
 
 
 def scopes(jaxpr: Any) -> Counter[str]:
-    """How many equations of a body stand in each innermost scope."""
-    return Counter(str(eqn.source_info.name_stack).split("/")[-1] for eqn in jaxpr.eqns)
+    """How many reshards of a body stand in each innermost scope."""
+    reshards = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+    return Counter(str(e.source_info.name_stack).split("/")[-1] for e in reshards)

@@ -1,0 +1,143 @@
+"""Gathers of scanned weights, one step of the scan ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap import _compat
+
+LAYERS, B, D, F = 3, 16, 32, 64
+MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+UP, DOWN = P(None, "data", None), P(None, None, "data")
+
+
+def at(spec: P) -> NamedSharding:
+    return NamedSharding(MESH, spec)
+
+
+def layer(x, weights):
+    up, down = weights
+    return x + jnp.tanh(x @ up) @ down, jnp.sum(x)
+
+
+def loss(weights, x):
+    x, sums = jax.lax.scan(jax.checkpoint(layer), x, weights)
+    return jnp.mean(x**2) + jnp.mean(sums) / 1e3
+
+
+def arguments(layers: int = LAYERS) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+
+    def array(spec, *shape):
+        return jax.device_put(rng.standard_normal(shape).astype(np.float32) / 6, at(spec))
+
+    return (array(UP, layers, D, F), array(DOWN, layers, F, D)), array(P("data"), B, D)
+
+
+def step_of(fn):
+    return jax.jit(fn, out_shardings=(None, (at(UP), at(DOWN))))
+
+
+def scans(jaxpr: Any) -> list[Any]:
+    found = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    return found + [s for e in jaxpr.eqns for inner in _compat.jaxprs_in(e) for s in scans(inner)]
+
+
+def gathers_in(jaxpr: Any) -> int:
+    """Gathers in a body, and in what it calls."""
+    here = sum(
+        e.primitive.name == "sharding_constraint" and "all_gather_over" in str(e.source_info.name_stack)
+        for e in jaxpr.eqns
+    )  # fmt: skip
+    return here + sum(gathers_in(inner) for e in jaxpr.eqns for inner in _compat.jaxprs_in(e))
+
+
+def compare(fn, arrays, **options) -> jaxoverlap.Plan:
+    plain, overlapped = step_of(fn), jaxoverlap.overlap(step_of(fn), **options)
+    got, wanted = overlapped(*arrays), plain(*arrays)
+    for mine, theirs in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    return overlapped.explain(*arrays)
+
+
+@pytest.mark.parametrize("fsdp", ["prefetch", "ring"])
+def test_both_ways_give_the_plain_numbers(fsdp: Any):
+    plan = compare(jax.value_and_grad(loss), arguments(), fsdp=fsdp)
+    assert not [s for s in plan.skips if not s.reason.startswith("no collective")]
+    gathered = [d for d in plan.decisions if d.kind == "all_gather_matmul"]
+    if fsdp == "ring":
+        assert plan.prefetched == 0
+        assert max(d.num_chunks for d in gathered) == 8
+    else:
+        assert plan.prefetched == 2 + 2  # forward; backward, where up is multiplied again
+        assert {d.num_chunks for d in gathered} == {1}
+        assert str(plan.prefetched) in str(plan)
+
+
+def test_a_body_gathers_what_the_next_step_reads():
+    step = jaxoverlap.overlap(step_of(jax.value_and_grad(loss)))
+    forward, backward = scans(step.trace(*arguments()).jaxpr)
+    for scan, reverse in ((forward, False), (backward, True)):
+        assert scan.params["reverse"] == reverse
+        body = scan.params["jaxpr"]
+        num_consts, num_carry = _compat.scan_counts(scan)
+        carry = body.invars[num_consts : num_consts + num_carry]
+        shapes = [v.aval.shape for v in carry]
+        assert shapes[:3] == [(), (D, F), (F, D)]
+        given = {id(v) for v in body.outvars[:3]}
+        made = [e for e in body.eqns if id(e.outvars[0]) in given]
+        assert len(made) == 3 and gathers_in(body) == 2
+        assert all(str(v.aval) for e in made for v in e.invars)
+
+
+def test_one_layer_has_none_ahead():
+    plan = compare(jax.value_and_grad(loss), arguments(layers=1))
+    assert plan.prefetched == 0
+
+
+def test_a_weight_that_is_read_as_it_is_too():
+    def fn(weights, x):
+        def step(x, w):
+            up, down = w
+            return jnp.tanh(x @ up) @ down + jnp.sum(up * 1e-3), None
+
+        x, _ = jax.lax.scan(step, x, weights)
+        return jnp.mean(x**2)
+
+    assert compare(jax.value_and_grad(fn), arguments()).prefetched >= 2
+
+
+def test_gradient_accumulation_around_the_layers():
+    def fn(weights, x):
+        def microbatch(total, part):
+            value, grads = jax.value_and_grad(loss)(weights, part)
+            return jax.tree.map(jnp.add, total, (value, grads)), None
+
+        zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, weights))
+        parts = jax.lax.with_sharding_constraint(jnp.stack([x, x * 0.5]), at(P(None, "data")))
+        return jax.lax.scan(microbatch, zero, parts)[0]
+
+    assert compare(fn, arguments()).prefetched == 4
+
+
+def test_activations_are_not_gathered_ahead():
+    """What a forward scan stores for the backward one is no weight: its gathers stay rings."""
+
+    def fn(weights, x):
+        x, _ = jax.lax.scan(layer, x, weights)  # no remat: tanh's result is stored
+        return jnp.mean(x**2)
+
+    compare(jax.value_and_grad(fn), arguments())
+
+
+def test_an_unknown_choice():
+    with pytest.raises(ValueError, match="fsdp='never': expected 'prefetch' or 'ring'"):
+        jaxoverlap.overlap(lambda x: x, fsdp="never")  # type: ignore[call-overload]
