@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -32,6 +32,7 @@ from jaxoverlap.plan import Plan, Variant
 
 OnError = Literal["raise", "plain"]
 FSDP = Literal["prefetch", "ring"]
+Granularity = str | Variant | Mapping[str, str | Variant] | None
 _MAX_SEEN = 128  # signatures that a step remembers; a run has a few
 
 
@@ -42,7 +43,7 @@ def overlap(
     cluster: str | Cluster | None = ...,
     skip: Collection[str] = ...,
     on_error: OnError = ...,
-    granularity: str | Variant | None = ...,
+    granularity: Granularity = ...,
     fsdp: FSDP = ...,
 ) -> Overlapped: ...
 @overload
@@ -52,7 +53,7 @@ def overlap(
     cluster: str | Cluster | None = ...,
     skip: Collection[str] = ...,
     on_error: OnError = ...,
-    granularity: str | Variant | None = ...,
+    granularity: Granularity = ...,
     fsdp: FSDP = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
@@ -61,7 +62,7 @@ def overlap(
     cluster: str | Cluster | None = None,
     skip: Collection[str] = (),
     on_error: OnError = "raise",
-    granularity: str | Variant | None = None,
+    granularity: Granularity = None,
     fsdp: FSDP = "prefetch",
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
@@ -84,8 +85,9 @@ def overlap(
         on_error: what to do when the rewrite fails on a step: "raise", or "plain" to run the
             step as it is and warn once.
         granularity: how the pieces of every collective travel: a `Variant`, or its name, as in
-            "two_way", "direct x 2" (two slices a chunk) or "sliced x 4" (no ring: the whole
-            collective in four slices). Default: "one_way" rings.
+            "two_way", "direct x 2" (two slices a chunk), "sliced x 4" (no ring: the whole
+            collective in four slices) or "plain" (left alone); or one by source line, as in
+            {"gpt.py:88": "two_way"}. Default: "one_way" rings.
         fsdp: what becomes of the gathers of sharded weights in a scan over layers: "prefetch" runs
             them one step ahead, through the scan's carry, at the price of a second buffer; "ring"
             takes them into the matmuls, where no other collective is there already.
@@ -104,18 +106,27 @@ def overlap(
         )
     if fsdp not in ("prefetch", "ring"):
         raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
-    if not isinstance(granularity, str | Variant | None):
-        raise ValueError(f"granularity={granularity!r}: expected a Variant, or its name")
     options = _Options(
         cluster=parse_cluster(cluster) if isinstance(cluster, str) else cluster,
         skip=lines,
         on_error=on_error,
-        variant=Variant.parse(granularity) if isinstance(granularity, str) else granularity,
+        granularity=_variants(granularity),
         fsdp=fsdp,
     )
     if fn is None:
         return lambda fn: Overlapped(fn, options)
     return Overlapped(fn, options)
+
+
+def _variants(granularity: Any) -> Any:
+    """Every name parsed."""
+    if isinstance(granularity, Mapping):
+        return {line: _variants(variant) for line, variant in granularity.items()}
+    if not isinstance(granularity, str | Variant | None):
+        raise ValueError(
+            f"granularity={granularity!r}: expected a Variant or its name, or these by source line"
+        )
+    return Variant.parse(granularity) if isinstance(granularity, str) else granularity
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ class _Options:
     cluster: Cluster | None
     skip: tuple[str, ...]
     on_error: OnError
-    variant: Variant | None
+    granularity: Variant | Mapping[str, Variant] | None
     fsdp: FSDP
 
 
@@ -289,7 +300,7 @@ class Overlapped:
             dict(mesh.shape),
             skip=self._options.skip,
             unread=reason,
-            granularity=self._options.variant,
+            granularity=self._options.granularity,
             prefetch=self._options.fsdp == "prefetch",
         )
         rewritten, gathered = rewrite(jaxpr, sharings, mesh)

@@ -9,7 +9,7 @@ import msgspec
 
 from jaxoverlap._text import human_bytes, table
 
-Style = Literal["one_way", "two_way", "direct", "sliced"]
+Style = Literal["one_way", "two_way", "direct", "sliced", "plain"]
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -20,6 +20,7 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             direction, each half as long (Wang et al., ASPLOS '23). "direct": each piece straight to
             where it is needed, so that no hop waits for another (CommFuse, arXiv 2604.24013).
             "sliced": no ring; the whole collective in slices, each under another slice's matmul.
+            "plain": the matmul is left alone, for where a hop costs more than the chunk over it.
         slices: pieces that each chunk of a ring is cut into, each with a hop and a matmul of its
             own; for "sliced" the slices of the whole collective, at least 2.
     """

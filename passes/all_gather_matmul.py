@@ -218,4 +218,5 @@ def _is_cut(reader: Reader, dim: int) -> bool:
 
 def wide(dtype: Any) -> Any:
     """The dtype for sums over chunks; by hand, as jax may be told not to promote."""
-    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if narrow else dtype  # whole numbers wrap around alike in any order

@@ -96,7 +96,10 @@ def moving(
 
 def variant_of(variant: str | Variant) -> Variant:
     """A variant, or what its text says."""
-    return Variant.parse(variant) if isinstance(variant, str) else variant
+    parsed = Variant.parse(variant) if isinstance(variant, str) else variant
+    if parsed.style == "plain":
+        raise ValueError("variant plain: expected a ring; a plain collective is jax.lax's own")
+    return parsed
 
 
 def size_of(axis_name: str) -> int:

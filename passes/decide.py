@@ -29,7 +29,10 @@ PASSES = {
     "reduce_scatter": "matmul_reduce_scatter",
     "all_reduce": "matmul_all_reduce",
 }
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_DTYPES = (
+    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+    *("int8", "uint8", "int32"),
+)
 
 
 def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> Matmul | str:
@@ -55,7 +58,7 @@ def decide(
     *,
     skip: Collection[str] = (),
     unread: str | None = None,
-    granularity: Variant | None = None,
+    granularity: Variant | Mapping[str, Variant] | None = None,
     prefetch: bool = False,
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
@@ -66,19 +69,29 @@ def decide(
         axis_sizes: devices along each mesh axis.
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
-        granularity: how the pieces of every ring are to travel; default: one way, in one piece.
+        granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
+            default: one way, in one piece.
         prefetch: gather the weights of a scan before any ring.
 
     Returns:
         An entry a matmul, and what becomes of each body that has any, by its number.
 
     Raises:
-        ValueError: if an entry of `skip` names a line without a matmul.
+        ValueError: if an entry of `skip` or `granularity` names a line without a matmul.
     """
     matmuls = {dot.index: dot for body in found for dot in body.dots}
-    _check_skip(skip, [source_of(matmuls[index]) for index in sorted(matmuls)])
+    wanted = {"": granularity} if isinstance(granularity, Variant) else granularity or {}
+    sources = [source_of(matmuls[index]) for index in sorted(matmuls)]
+    _check_lines("skip", skip, sources)
+    _check_lines("granularity", [line for line in wanted if line], sources)
+
+    def variant(dot: Dot) -> Variant:
+        named = [v for line, v in wanted.items() if not line or _names(line, source_of(dot))]
+        return named[0] if named else Variant()
 
     def read(dot: Dot) -> Matmul | str:
+        if variant(dot).style == "plain":
+            return "left plain as asked (granularity=)"
         return unread or _refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
 
     def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
@@ -90,7 +103,7 @@ def decide(
     }
     for sharing in sharings.values():
         for ring in sharing.rings:
-            ring.variant, ring.why = _variant(ring, granularity or Variant())
+            ring.variant, ring.why = _variant(ring, variant(ring.members[0].dot))
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
         entries |= {index: _skip(matmuls[index], why) for index, why in sharing.skipped.items()}
@@ -110,13 +123,13 @@ def _names(entry: str, source: str) -> bool:
     return source == entry or source.endswith("/" + entry) or entry.endswith("/" + source)
 
 
-def _check_skip(skip: Collection[str], sources: Sequence[str]) -> None:
-    for entry in skip:
+def _check_lines(option: str, lines: Collection[str], sources: Sequence[str]) -> None:
+    for entry in lines:
         if not any(_names(entry, source) for source in sources):
-            lines = ", ".join(dict.fromkeys(sources)) or "none"
+            known = ", ".join(dict.fromkeys(sources)) or "none"
             raise ValueError(
-                f"skip={entry!r} names no line that writes a matmul; the step's matmuls are "
-                f"written at: {lines}"
+                f"{option}={entry!r} names no line that writes a matmul; the step's matmuls are "
+                f"written at: {known}"
             )
 
 

@@ -282,8 +282,11 @@ def _dot_on(mesh: Mesh) -> _Dot:
 
     def dot(member: Member, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params
-        if widens and jnp.finfo(dtype).bits > jnp.finfo(lhs.dtype).bits:
-            lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
+        if widens:
+            lhs, rhs = (
+                x.astype(dtype) if jnp.dtype(dtype).itemsize > x.dtype.itemsize else x
+                for x in (lhs, rhs)
+            )
         return lax.dot_general(
             lhs,
             rhs,

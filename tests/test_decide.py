@@ -157,22 +157,34 @@ def test_a_sharding_that_could_not_be_read(missing: int):
     assert isinstance(matmul_of(dot, tuple(shardings), AXES), str)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "complex64", "float8_e4m3fn", "bool"])
+@pytest.mark.parametrize("dtype", ["int16", "complex64", "bool"])
 def test_dtypes(dtype: str):
     entry = one((M, NO), (NO, M), (NO, M), dtype=dtype)
-    assert entry.reason.startswith(f"dtype {dtype} is not supported (supported: float16, bfloat16")
+    assert entry.reason.startswith(f"dtype {dtype} is not supported (supported: float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "int8"]
+)
 def test_dtypes_that_are_taken(dtype: str):
     assert isinstance(one((M, NO), (NO, M), (NO, M), dtype=dtype), Decision)
 
 
 def test_one_wrong_dtype_is_enough():
     def step(x, w):
-        return lax.dot(x.astype("int8"), w.astype("int8"), preferred_element_type=jnp.int32)
+        return lax.dot(x.astype("int16"), w.astype("int16"), preferred_element_type=jnp.int32)
 
-    assert "int8" in one((M, NO), (NO, M), (NO, M), fn=step).reason
+    assert "int16" in one((M, NO), (NO, M), (NO, M), fn=step).reason
+
+
+def test_a_site_may_be_left_plain_and_another_go_two_ways():
+    where = one((M, NO), (NO, M), (NO, M)).source
+    entry = one((M, NO), (NO, M), (NO, M), granularity={where: Variant("plain")})
+    assert (type(entry), entry.reason) == (Skip, "left plain as asked (granularity=)")
+    entry = one((M, NO), (NO, M), (NO, M), granularity={where: Variant("two_way")})
+    assert isinstance(entry, Decision) and str(entry.variant) == "two_way"
+    with pytest.raises(ValueError, match="granularity='none.py:1' names no line"):
+        one((M, NO), (NO, M), (NO, M), granularity={"none.py:1": Variant("two_way")})
 
 
 def test_opaque_bodies():

@@ -283,7 +283,7 @@ def test_how_variants_are_written():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("round", r"variant 'round': expected a style \(one_way, two_way, direct, sliced\)"),
+        ("round", r"variant 'round': expected a style \(one_way, two_way, direct, sliced, plain\)"),
         ("two_way x two", "variant 'two_way x two'.*as in"),
         ("two_way x -1", "variant 'two_way x -1'"),
         ("direct x 0", "0 slices of style direct: expected a whole number, 1 or more"),
