@@ -5,6 +5,7 @@ Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api, api_util, core, pjit, source_info_util
+from jax._src import api, api_util, config, core, pjit, source_info_util
+from jax._src import shard_map as shard_maps
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -132,10 +134,13 @@ def typed_spec(var: Any) -> jax.sharding.PartitionSpec:
 
 def _struct(var: Any) -> jax.ShapeDtypeStruct:
     """A variable's type; the sharding only where it is a part of that."""
-    sharding = var.aval.sharding
-    explicit = not sharding.mesh.empty and sharding.mesh._any_axis_explicit
+    aval, mesh = var.aval, var.aval.sharding.mesh
+    typed = not mesh.empty and (mesh._any_axis_explicit or mesh._any_axis_manual)
     return jax.ShapeDtypeStruct(
-        var.aval.shape, var.aval.dtype, sharding=sharding if explicit else None
+        aval.shape,
+        aval.dtype,
+        sharding=aval.sharding if typed else None,
+        manual_axis_type=aval.mat,
     )
 
 
@@ -255,6 +260,32 @@ def _relined(jaxpr: Any, eqn: JaxprEqn) -> Any:
         for e in jaxpr.eqns
     ]
     return jaxpr.replace(eqns=eqns)
+
+
+@contextlib.contextmanager
+def in_shard_maps(maps: Sequence[JaxprEqn]) -> Iterator[None]:
+    """As it is inside the bodies of shard_map equations, outer ones first: axes have names there.
+
+    The mesh of such a body is not set: equations keep it (`JaxprEqn.ctx`).
+    """
+    with contextlib.ExitStack() as stack:
+        for eqn in maps:
+            params = eqn.params
+            axes = shard_maps._extend_axis_env(params["mesh"], params["newly_manual_axes"])
+            stack.enter_context(axes)
+            stack.enter_context(config._check_vma(params["check_vma"]))
+        yield
+
+
+def is_collective(eqn: JaxprEqn) -> bool:
+    """Whether an equation is itself something that devices of a manual axis do together."""
+    named = any(isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+    return named and eqn.primitive.name != "axis_index" and not any(True for _ in jaxprs_in(eqn))
+
+
+def ordered_effects(eqn: JaxprEqn) -> set[Any]:
+    """What keeps an equation in its place among others; to name a mesh axis does not."""
+    return {effect for effect in eqn.effects if not isinstance(effect, core.NamedAxisEffect)}
 
 
 def with_tag(eqn: JaxprEqn, **metadata: str) -> JaxprEqn:

@@ -23,6 +23,7 @@ from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
+from jaxoverlap.passes.manual import decide_manual
 from jaxoverlap.passes.mesh import NoMeshError, find_mesh, unread
 from jaxoverlap.passes.propagate import propagate
 from jaxoverlap.passes.remaining import remaining
@@ -271,16 +272,21 @@ class Overlapped:
         self._check_cluster(params["name"], mesh)
         reason = unread(mesh)
         shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs), jaxpr)
+        found = bodies(jaxpr)
         entries, sharings = decide(
-            bodies(jaxpr),
+            found,
             shardings,
             dict(mesh.shape),
             skip=self._options.skip,
             unread=reason,
             granularity=self._options.variant,
         )
+        inside, by_hand = decide_manual(
+            found, shardings, skip=self._options.skip, granularity=self._options.variant
+        )
+        entries = tuple(inside.get(entry.site, entry) for entry in entries)
         plan = Plan(step=params["name"], mesh=dict(mesh.shape), entries=entries)
-        return plan, rewrite(jaxpr, sharings, mesh), options_for(mesh)
+        return plan, rewrite(jaxpr, {**sharings, **by_hand}, mesh), options_for(mesh)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
         cluster = self._options.cluster

@@ -20,7 +20,7 @@ from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import share
-from jaxoverlap.passes.sites import LETTERS, Matmul, Spec, einsum_of
+from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, Spec, einsum_of
 from jaxoverlap.plan import Decision, Skip, Variant
 
 PASSES = {
@@ -77,7 +77,7 @@ def decide(
     _check_skip(skip, [source_of(matmuls[index]) for index in sorted(matmuls)])
 
     def read(dot: Dot) -> Matmul | str:
-        return unread or _refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
+        return unread or refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
 
     def beyond(dot: Dot) -> tuple[Spec | None, Spec | None, Spec | None]:
         return shardings[dot.index][3:]
@@ -88,7 +88,7 @@ def decide(
             ring.variant, ring.why = _variant(ring, granularity or Variant())
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
-        entries |= {index: _skip(matmuls[index], why) for index, why in sharing.skipped.items()}
+        entries |= {index: skip_of(matmuls[index], why) for index, why in sharing.skipped.items()}
         entries |= {d.site: d for ring in sharing.rings for d in _decisions(ring)}
         entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
     _charge_hoists(entries, sharings)
@@ -115,7 +115,7 @@ def _check_skip(skip: Collection[str], sources: Sequence[str]) -> None:
             )
 
 
-def _refusal(dot: Dot, skip: Collection[str]) -> str | None:
+def refusal(dot: Dot, skip: Collection[str]) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
     if any(_names(entry, source_of(dot)) for entry in skip):
         return "left alone as asked (skip=)"
@@ -147,12 +147,16 @@ def _num_dims(dot: Dot) -> int:
 
 def _variant(ring: Ring, wanted: Variant) -> tuple[Variant, str]:
     """The variant of a ring, and why it is another than the wanted one."""
-    chunk = ring.first.chunk()
+    return variant_of(ring.kind, ring.first.chunk(), wanted)
+
+
+def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
+    """The variant of a ring with so many rows a chunk; why it is another than the wanted one."""
     if chunk % wanted.slices:
         style = "one_way" if wanted.style == "sliced" else wanted.style
         why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"
-        return _variant(ring, Variant(style))[0], why
-    if ring.kind == "all_to_all" and wanted.style in ("one_way", "two_way"):
+        return variant_of(kind, chunk, Variant(style))[0], why
+    if kind == "all_to_all" and wanted.style in ("one_way", "two_way"):
         return Variant("direct", wanted.slices), ""  # each slice has a device of its own to go to
     return wanted, ""
 
@@ -160,16 +164,18 @@ def _variant(ring: Ring, wanted: Variant) -> tuple[Variant, str]:
 # -- what explain() shows -------------------------------------------------------------------------
 
 
-def _einsum(dot: Dot) -> str:
+def letters_of(dot: Dot) -> str:
+    """A matmul's einsum, as it is shown."""
     if _num_dims(dot) > len(LETTERS):
         return "?"
     lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
     return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
 
 
-def _skip(dot: Dot, reason: str) -> Skip:
+def skip_of(dot: Dot, reason: str) -> Skip:
+    """The entry of a matmul that is left alone."""
     return Skip(
-        site=dot.index, source=source_of(dot), einsum=_einsum(dot), runs=dot.runs, reason=reason
+        site=dot.index, source=source_of(dot), einsum=letters_of(dot), runs=dot.runs, reason=reason
     )
 
 
@@ -225,7 +231,7 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
         site=member.dot.index,
         ring=rings[0].site if rings else member.dot.index,
         source=source_of(member.dot),
-        einsum=_einsum(member.dot),
+        einsum=letters_of(member.dot),
         kind="all_gather_matmul",
         axis=rings[0].first.ring.axis if rings else hoists[0].axis,
         letter="",

@@ -1,0 +1,297 @@
+"""Manual code: the collectives that a user wrote beside matmuls in the body of a shard_map.
+
+    x = all_gather[axis_name=model all_gather_dimension=0 tiled=True] x ;  q = dot_general x wq
+    p = dot_general h w ;  y = reduce_scatter[axis_name=model scatter_dimension=0 tiled=True] p
+
+->  q = <all_gather_matmul> x wq ;  y = <matmul_reduce_scatter> h w
+
+Here the collective is an equation, so nothing has to be worked out. The matmuls that read a
+gathered or exchanged value share one ring, which keeps the value whole where others read it too;
+partial sums that are added up before they are scattered travel as one sum. What stands between the
+two and only turns, converts or retypes (transpose, convert_element_type, pvary) is done chunk by
+chunk. The axis is manual already, so the ring stands in the body itself (`manual_rings.py`).
+
+A matmul stays as it is where a ring would not be the same: for groups of devices, several axes at
+once, gathers that are not tiled; in branches and loops that devices may run differently, as a hop
+needs all of them. So it does where XLA would move an operand or the result along an automatic axis
+of its own accord: in a ring it would do so once a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxoverlap import _compat
+from jaxoverlap.passes.decide import (
+    PASSES,
+    letters_of,
+    matmul_of,
+    refusal,
+    skip_of,
+    source_of,
+    variant_of,
+)
+from jaxoverlap.passes.jaxprs import Body, Dot, Manual
+from jaxoverlap.passes.manual_sites import Collective, Site, Sites
+from jaxoverlap.passes.order import Order
+from jaxoverlap.passes.propagate import Shardings
+from jaxoverlap.passes.sites import SIDES, Refusal, splits
+from jaxoverlap.plan import Decision, Skip, Variant
+
+
+@dataclass
+class Ring:
+    """A collective and the matmuls beside it.
+
+    Attributes:
+        collective: the collective.
+        sites: the matmuls.
+        dim: the dim that is cut into chunks, of the value that moves.
+        between: places of the equations between them, which the ring does too.
+        keep: whether others read the gathered value.
+        again: those of `between` that others read.
+        variant: how the pieces travel.
+        why: why not as was asked for, if so.
+    """
+
+    collective: Collective
+    sites: list[Site]
+    dim: int
+    between: set[int]
+    keep: bool = False
+    again: tuple[int, ...] = ()
+    variant: Variant = Variant()  # noqa: RUF009, it is frozen
+    why: str = ""
+
+    @property
+    def site(self) -> int:
+        """The number of the first matmul, which names the ring."""
+        return self.sites[0].dot.index
+
+    @property
+    def arrives(self) -> bool:
+        """Whether an operand moves, and not results."""
+        return self.sites[0].side != "out"
+
+    @property
+    def chunk(self) -> int:
+        """Rows of one chunk on one device."""
+        rows = self.collective.eqn.invars[0].aval.shape[self.dim]
+        return rows if self.arrives else rows // self.collective.axis_size
+
+
+@dataclass
+class ManualSharing:
+    """What becomes of the matmuls of one manual body.
+
+    Attributes:
+        manual: what is manual in it.
+        order: the order in which the body's equations then stand.
+        rings: the rings.
+        late: matmuls that read what a ring gathered, by their numbers.
+        skipped: why each other matmul is left alone, by its number.
+    """
+
+    manual: Manual
+    order: Order
+    rings: list[Ring] = field(default_factory=list)
+    late: dict[int, Ring] = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
+
+
+def decide_manual(
+    found: Sequence[Body],
+    shardings: Mapping[int, Shardings],
+    *,
+    skip: Collection[str] = (),
+    granularity: Variant | None = None,
+) -> tuple[dict[int, Decision | Skip], dict[int, ManualSharing]]:
+    """Decide on every matmul in the manual bodies of a step.
+
+    Args:
+        found: the step's bodies, from `jaxprs.bodies`.
+        shardings: from `propagate`: how its matmuls lie on axes that are automatic beside.
+        skip, granularity: as in `decide.decide`.
+
+    Returns:
+        An entry a matmul, and what becomes of each manual body that has any, by their numbers.
+    """
+    entries: dict[int, Decision | Skip] = {}
+    sharings: dict[int, ManualSharing] = {}
+    for body in found:
+        dots = {dot.index: dot for dot in body.dots if dot.manual}
+        if not dots:
+            continue
+        sharing = sharings[body.index] = _share(body, shardings, skip)
+        for ring in sharing.rings:
+            kind = ring.collective.kind
+            ring.variant, ring.why = variant_of(kind, ring.chunk, granularity or Variant())
+            entries |= {site.dot.index: _decision(ring, site) for site in ring.sites}
+        entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}
+        entries |= {i: skip_of(dots[i], why) for i, why in sharing.skipped.items()}
+    return entries, sharings
+
+
+def _share(body: Body, shardings: Mapping[int, Shardings], skip: Collection[str]) -> ManualSharing:
+    """What becomes of the matmuls of a manual body: the largest collectives choose first."""
+    manual = body.dots[0].manual
+    assert manual is not None
+    sites, sharing = (
+        Sites(body, manual.axes),
+        ManualSharing(manual, Order(list(map(_edges, body.eqns)))),
+    )
+    whys = {dot.index: why for dot in body.dots if (why := _refusal(dot, skip))}
+    taken: set[int] = set()
+    for ring in sorted(_possible(sites), key=lambda r: -r.collective.bytes_moved):
+        if any(ring.collective is other.collective for other in sharing.rings):
+            continue
+        for site in ring.sites:
+            if why := _crossed(ring, site, shardings):
+                whys.setdefault(site.dot.index, why)
+        free = [s for s in ring.sites if s.dot.index not in taken | whys.keys()]
+        if ring.arrives:
+            ring.sites = free
+        if free == ring.sites and _merge(sharing.order, ring):
+            taken |= {site.dot.index for site in ring.sites}
+            sharing.rings.append(ring)
+    for ring in filter(lambda r: r.arrives, sharing.rings):
+        _keep(sites, ring)
+        late = {s.dot.index for s in sites.reading(ring.collective.place)[0]} - taken - whys.keys()
+        sharing.late |= dict.fromkeys(late, ring)
+    for dot in body.dots:
+        if dot.index not in taken | sharing.late.keys():
+            sharing.skipped[dot.index] = whys.get(dot.index) or sites.why_not(dot)
+    return sharing
+
+
+class _Edges(NamedTuple):
+    """What `Order` reads of an equation."""
+
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    effects: set[Any]
+
+
+def _edges(eqn: Any) -> _Edges:
+    """Collectives may change places: every device runs the same program."""
+    return _Edges(eqn.invars, eqn.outvars, _compat.ordered_effects(eqn))
+
+
+def _possible(sites: Sites) -> Iterator[Ring]:
+    """Each collective with all matmuls that read it; else with those that it adds up."""
+    for place, found in sites.collectives.items():
+        if isinstance(found, str):
+            continue
+        if found.kind in ("all_gather", "all_to_all"):
+            reading, views = sites.reading(place)
+            met = [site.dot.index for site in reading]
+            once = [site for site in reading if met.count(site.dot.index) == 1]  # not x @ x.T
+            assert found.dim is not None
+            if once:
+                yield Ring(found, once, found.dim, views)
+        if found.kind != "all_gather" and (summed := sites.summed(place)):
+            dim = found.dim if found.kind == "reduce_scatter" else found.wanted
+            dim = _dim_of_sum(found) if dim is None else dim
+            if dim is not None:
+                yield Ring(found, summed[0], dim, summed[1])
+
+
+def _dim_of_sum(found: Collective) -> int | None:
+    """The dim of an all-reduce to cut into chunks: the largest that divides."""
+    shape = found.eqn.invars[0].aval.shape
+    fits = [d for d, size in enumerate(shape) if size % found.axis_size == 0]
+    return max(fits, key=lambda d: shape[d], default=None)
+
+
+def _merge(order: Order, ring: Ring) -> bool:
+    """Make one of a ring's equations; matmuls that have to come later are not in it."""
+    group = [ring.collective.place, *ring.between]
+    if not ring.arrives:
+        return order.merge(*group, *(site.dot.place for site in ring.sites))
+    ring.sites = [site for site in ring.sites if order.merge(*group, site.dot.place)]
+    return bool(ring.sites)
+
+
+def _keep(sites: Sites, ring: Ring) -> None:
+    """Note what others read of the value that a ring gathers."""
+    places = {site.dot.place for site in ring.sites}
+    unread = sites.unread(ring.between, places)
+    ring.again = tuple(sorted(ring.between - unread))
+    ring.keep = sites.read_beyond(ring.collective.place, places | unread)
+
+
+# -- why a matmul is left alone -------------------------------------------------------------------
+
+
+def _refusal(dot: Dot, skip: Collection[str]) -> str | None:
+    """Why a matmul is left alone, whatever stands beside it."""
+    assert dot.manual is not None
+    if dot.manual.explicit:
+        return f"mesh axis {', '.join(dot.manual.explicit)} is explicit beside the manual ones"
+    return refusal(dataclasses.replace(dot, inside=None), skip)
+
+
+def _crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str | None:
+    """Why a ring would not do on the axes that are automatic beside the manual ones."""
+    dot = site.dot
+    sizes = dot.manual.automatic if dot.manual else {}
+    if not sizes:
+        return None
+    if dot.index not in shardings:
+        return "its sharding on the automatic axes is not known"
+    matmul = matmul_of(dot, shardings[dot.index], sizes)
+    if isinstance(matmul, str):
+        return matmul
+    moved = [s.axis for s in splits(matmul) if isinstance(s, Refusal) or s.motion]
+    if moved:
+        return f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk"
+    dims = {ring.dim, ring.collective.dim, ring.collective.wanted} - {None}
+    letters = {site.einsum.side(site.side)[d] for d in dims if d is not None}
+    for side in SIDES:
+        for letter, axes in zip(matmul.einsum.side(side), getattr(matmul, side), strict=True):
+            if letter in letters and axes:
+                return f"dim {letter} moves, and automatic axis {', '.join(axes)} shards it"
+    return None
+
+
+# -- what explain() shows -------------------------------------------------------------------------
+
+
+def _decision(ring: Ring, site: Site) -> Decision:
+    """The entry of one matmul; the first one of a ring carries its bytes."""
+    dot, moving, leads = site.dot, ring.collective, site is ring.sites[0]
+    slices = ring.variant.slices
+    return Decision(
+        site=dot.index,
+        ring=ring.site,
+        source=source_of(dot),
+        einsum=letters_of(dot),
+        kind=PASSES[moving.kind],
+        axis=moving.axis,
+        letter=site.einsum.side(site.side)[ring.dim],
+        variant=ring.variant,
+        num_chunks=slices * (1 if ring.variant.style == "sliced" else moving.axis_size),
+        bytes_moved=moving.bytes_moved * dot.runs if leads else 0,
+        runs=dot.runs,
+        why=ring.why if leads else f"shares ring {ring.site}",
+    )
+
+
+def _late(dot: Dot, ring: Ring) -> Decision:
+    """The entry of a matmul that reads what a ring has gathered."""
+    return Decision(
+        site=dot.index,
+        ring=ring.site,
+        source=source_of(dot),
+        einsum=letters_of(dot),
+        kind=PASSES[ring.collective.kind],
+        axis=ring.collective.axis,
+        letter="",
+        num_chunks=1,
+        bytes_moved=0,
+        runs=dot.runs,
+        why=f"reads what ring {ring.site} moved",
+    )
