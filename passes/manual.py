@@ -92,6 +92,7 @@ class ManualSharing:
         order: the order in which the body's equations then stand.
         rings: the rings.
         late: matmuls that read what a ring gathered, by their numbers.
+        left: collectives beside a matmul that stay as they are, by its number.
         skipped: why each other matmul is left alone, by its number.
     """
 
@@ -99,6 +100,7 @@ class ManualSharing:
     order: Order
     rings: list[Ring] = field(default_factory=list)
     late: dict[int, Ring] = field(default_factory=dict)
+    left: dict[int, dict[str, None]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
 
 
@@ -129,7 +131,7 @@ def decide_manual(
         for ring in sharing.rings:
             kind = ring.collective.kind
             ring.variant, ring.why = variant_of(kind, ring.chunk, granularity or Variant())
-            entries |= {site.dot.index: _decision(ring, site) for site in ring.sites}
+            entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
         entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}
         entries |= {i: skip_of(dots[i], why) for i, why in sharing.skipped.items()}
     return entries, sharings
@@ -145,26 +147,48 @@ def _share(body: Body, shardings: Mapping[int, Shardings], skip: Collection[str]
     )
     whys = {dot.index: why for dot in body.dots if (why := _refusal(dot, skip))}
     taken: set[int] = set()
-    for ring in sorted(_possible(sites), key=lambda r: -r.collective.bytes_moved):
-        if any(ring.collective is other.collective for other in sharing.rings):
-            continue
+    possible = sorted(_possible(sites), key=lambda ring: -ring.collective.bytes_moved)
+    for ring in possible:
         for site in ring.sites:
             if why := _crossed(ring, site, shardings):
                 whys.setdefault(site.dot.index, why)
-        free = [s for s in ring.sites if s.dot.index not in taken | whys.keys()]
-        if ring.arrives:
-            ring.sites = free
-        if free == ring.sites and _merge(sharing.order, ring):
-            taken |= {site.dot.index for site in ring.sites}
-            sharing.rings.append(ring)
-    for ring in filter(lambda r: r.arrives, sharing.rings):
+        if _place(sharing, ring, taken | whys.keys()):
+            taken |= {site.dot.index for site in sharing.rings[-1].sites}
+    for ring in filter(lambda ring: ring.arrives, sharing.rings):
         _keep(sites, ring)
         late = {s.dot.index for s in sites.reading(ring.collective.place)[0]} - taken - whys.keys()
         sharing.late |= dict.fromkeys(late, ring)
+    _leave(sharing, possible)
     for dot in body.dots:
         if dot.index not in taken | sharing.late.keys():
             sharing.skipped[dot.index] = whys.get(dot.index) or sites.why_not(dot)
     return sharing
+
+
+def _place(sharing: ManualSharing, ring: Ring, taken: Collection[int]) -> bool:
+    """Make a ring of a collective and the matmuls that are free, if that can be."""
+    if any(ring.collective is other.collective for other in sharing.rings):
+        return False
+    free = [site for site in ring.sites if site.dot.index not in taken]
+    if not free or (free != ring.sites and not ring.arrives):
+        return False
+    group = [ring.collective.place, *ring.between]
+    if ring.arrives:  # what has to come later reads the whole value, which is kept
+        made = [site for site in free if sharing.order.merge(*group, site.dot.place)]
+    else:
+        made = free if sharing.order.merge(*group, *(s.dot.place for s in free)) else []
+    if made:
+        sharing.rings.append(dataclasses.replace(ring, sites=made))
+    return bool(made)
+
+
+def _leave(sharing: ManualSharing, possible: Sequence[Ring]) -> None:
+    """Note the other collectives beside each matmul that has a ring."""
+    done = [ring.collective for ring in sharing.rings]
+    for ring in possible:
+        if ring.collective not in done:
+            for site in ring.sites:
+                sharing.left.setdefault(site.dot.index, {})[str(ring.collective)] = None
 
 
 class _Edges(NamedTuple):
@@ -206,15 +230,6 @@ def _dim_of_sum(found: Collective) -> int | None:
     return max(fits, key=lambda d: shape[d], default=None)
 
 
-def _merge(order: Order, ring: Ring) -> bool:
-    """Make one of a ring's equations; matmuls that have to come later are not in it."""
-    group = [ring.collective.place, *ring.between]
-    if not ring.arrives:
-        return order.merge(*group, *(site.dot.place for site in ring.sites))
-    ring.sites = [site for site in ring.sites if order.merge(*group, site.dot.place)]
-    return bool(ring.sites)
-
-
 def _keep(sites: Sites, ring: Ring) -> None:
     """Note what others read of the value that a ring gathers."""
     places = {site.dot.place for site in ring.sites}
@@ -242,7 +257,11 @@ def _crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str 
         return None
     if dot.index not in shardings:
         return "its sharding on the automatic axes is not known"
-    matmul = matmul_of(dot, shardings[dot.index], sizes)
+    # What enters a shard_map is read with its manual axes, along which it has been cut already.
+    specs = [
+        s and tuple(tuple(a for a in d if a in sizes) for d in s) for s in shardings[dot.index]
+    ]
+    matmul = matmul_of(dot, Shardings(*specs), sizes)
     if isinstance(matmul, str):
         return matmul
     moved = [s.axis for s in splits(matmul) if isinstance(s, Refusal) or s.motion]
@@ -260,7 +279,7 @@ def _crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str 
 # -- what explain() shows -------------------------------------------------------------------------
 
 
-def _decision(ring: Ring, site: Site) -> Decision:
+def _decision(sharing: ManualSharing, ring: Ring, site: Site) -> Decision:
     """The entry of one matmul; the first one of a ring carries its bytes."""
     dot, moving, leads = site.dot, ring.collective, site is ring.sites[0]
     slices = ring.variant.slices
@@ -276,6 +295,7 @@ def _decision(ring: Ring, site: Site) -> Decision:
         num_chunks=slices * (1 if ring.variant.style == "sliced" else moving.axis_size),
         bytes_moved=moving.bytes_moved * dot.runs if leads else 0,
         runs=dot.runs,
+        others=tuple(sharing.left.get(dot.index, ())),
         why=ring.why if leads else f"shares ring {ring.site}",
     )
 
