@@ -227,6 +227,8 @@ def inline(
     with like.ctx.manager, source_info_util.reset_name_stack():
         body = jax.make_jaxpr(fn)(*structs)
     assert not body.consts, "a ring closes over nothing"
+    for made, wanted in zip(body.outvars, outvars, strict=True):
+        assert _type(made) == _type(wanted), f"{_type(made)} in the place of {_type(wanted)}"
     env: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
     env |= dict(zip(body.outvars, outvars, strict=True))
     assert len(env) == len(body.invars) + len(outvars), "every result is computed in the body"
@@ -240,6 +242,11 @@ def inline(
         )
         for inner in body.eqns
     ]
+
+
+def _type(var: Any) -> tuple[Any, ...]:
+    """What must not change of a value, but for its sharding."""
+    return var.aval.shape, var.aval.dtype, sorted(var.aval.mat.varying)
 
 
 def _located(inner: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:

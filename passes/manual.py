@@ -20,7 +20,7 @@ of its own accord: in a ring it would do so once a chunk.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,59 +28,16 @@ from jaxoverlap import _compat
 from jaxoverlap.passes.decide import (
     PASSES,
     letters_of,
-    matmul_of,
-    refusal,
     skip_of,
     source_of,
     variant_of,
 )
 from jaxoverlap.passes.jaxprs import Body, Dot, Manual
-from jaxoverlap.passes.manual_sites import Collective, Site, Sites
+from jaxoverlap.passes.manual_sites import Ring, Site, Sites, possible_rings
+from jaxoverlap.passes.manual_skips import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.order import Order
 from jaxoverlap.passes.propagate import Shardings
-from jaxoverlap.passes.sites import SIDES, Refusal, splits
 from jaxoverlap.plan import Decision, Skip, Variant
-
-
-@dataclass
-class Ring:
-    """A collective and the matmuls beside it.
-
-    Attributes:
-        collective: the collective.
-        sites: the matmuls.
-        dim: the dim that is cut into chunks, of the value that moves.
-        between: places of the equations between them, which the ring does too.
-        keep: whether others read the gathered value.
-        again: those of `between` that others read.
-        variant: how the pieces travel.
-        why: why not as was asked for, if so.
-    """
-
-    collective: Collective
-    sites: list[Site]
-    dim: int
-    between: set[int]
-    keep: bool = False
-    again: tuple[int, ...] = ()
-    variant: Variant = Variant()  # noqa: RUF009, it is frozen
-    why: str = ""
-
-    @property
-    def site(self) -> int:
-        """The number of the first matmul, which names the ring."""
-        return self.sites[0].dot.index
-
-    @property
-    def arrives(self) -> bool:
-        """Whether an operand moves, and not results."""
-        return self.sites[0].side != "out"
-
-    @property
-    def chunk(self) -> int:
-        """Rows of one chunk on one device."""
-        rows = self.collective.eqn.invars[0].aval.shape[self.dim]
-        return rows if self.arrives else rows // self.collective.axis_size
 
 
 @dataclass
@@ -100,7 +57,7 @@ class ManualSharing:
     order: Order
     rings: list[Ring] = field(default_factory=list)
     late: dict[int, Ring] = field(default_factory=dict)
-    left: dict[int, dict[str, None]] = field(default_factory=dict)
+    left: dict[int, list[str]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
 
 
@@ -141,16 +98,16 @@ def _share(body: Body, shardings: Mapping[int, Shardings], skip: Collection[str]
     """What becomes of the matmuls of a manual body: the largest collectives choose first."""
     manual = body.dots[0].manual
     assert manual is not None
-    sites, sharing = (
-        Sites(body, manual.axes),
-        ManualSharing(manual, Order(list(map(_edges, body.eqns)))),
-    )
-    whys = {dot.index: why for dot in body.dots if (why := _refusal(dot, skip))}
+    sites, order = Sites(body, manual.axes), Order([_edges(eqn) for eqn in body.eqns])
+    sharing = ManualSharing(manual, order)
+    whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, skip))}
     taken: set[int] = set()
-    possible = sorted(_possible(sites), key=lambda ring: -ring.collective.bytes_moved)
+    possible = sorted(possible_rings(sites), key=lambda ring: -ring.collective.bytes_moved)
     for ring in possible:
+        held = spread(ring.sites[0], shardings)
+        ring.collective = dataclasses.replace(ring.collective, spread=held)
         for site in ring.sites:
-            if why := _crossed(ring, site, shardings):
+            if why := crossed(ring, site, shardings):
                 whys.setdefault(site.dot.index, why)
         if _place(sharing, ring, taken | whys.keys()):
             taken |= {site.dot.index for site in sharing.rings[-1].sites}
@@ -158,16 +115,16 @@ def _share(body: Body, shardings: Mapping[int, Shardings], skip: Collection[str]
         _keep(sites, ring)
         late = {s.dot.index for s in sites.reading(ring.collective.place)[0]} - taken - whys.keys()
         sharing.late |= dict.fromkeys(late, ring)
-    _leave(sharing, possible)
+    _leave(sharing, possible, taken)
     for dot in body.dots:
         if dot.index not in taken | sharing.late.keys():
-            sharing.skipped[dot.index] = whys.get(dot.index) or sites.why_not(dot)
+            sharing.skipped[dot.index] = whys.get(dot.index) or why_not(sites, dot)
     return sharing
 
 
 def _place(sharing: ManualSharing, ring: Ring, taken: Collection[int]) -> bool:
     """Make a ring of a collective and the matmuls that are free, if that can be."""
-    if any(ring.collective is other.collective for other in sharing.rings):
+    if any(ring.collective.place == other.collective.place for other in sharing.rings):
         return False
     free = [site for site in ring.sites if site.dot.index not in taken]
     if not free or (free != ring.sites and not ring.arrives):
@@ -182,13 +139,14 @@ def _place(sharing: ManualSharing, ring: Ring, taken: Collection[int]) -> bool:
     return bool(made)
 
 
-def _leave(sharing: ManualSharing, possible: Sequence[Ring]) -> None:
-    """Note the other collectives beside each matmul that has a ring."""
-    done = [ring.collective for ring in sharing.rings]
+def _leave(sharing: ManualSharing, possible: Sequence[Ring], taken: Collection[int]) -> None:
+    """Note each other collective beside the first matmul there that has a ring."""
+    named = {ring.collective.place for ring in sharing.rings}
     for ring in possible:
-        if ring.collective not in done:
-            for site in ring.sites:
-                sharing.left.setdefault(site.dot.index, {})[str(ring.collective)] = None
+        first = next((s.dot.index for s in ring.sites if s.dot.index in taken), None)
+        if first is not None and ring.collective.place not in named:
+            named.add(ring.collective.place)
+            sharing.left.setdefault(first, []).append(str(ring.collective))
 
 
 class _Edges(NamedTuple):
@@ -204,76 +162,12 @@ def _edges(eqn: Any) -> _Edges:
     return _Edges(eqn.invars, eqn.outvars, _compat.ordered_effects(eqn))
 
 
-def _possible(sites: Sites) -> Iterator[Ring]:
-    """Each collective with all matmuls that read it; else with those that it adds up."""
-    for place, found in sites.collectives.items():
-        if isinstance(found, str):
-            continue
-        if found.kind in ("all_gather", "all_to_all"):
-            reading, views = sites.reading(place)
-            met = [site.dot.index for site in reading]
-            once = [site for site in reading if met.count(site.dot.index) == 1]  # not x @ x.T
-            assert found.dim is not None
-            if once:
-                yield Ring(found, once, found.dim, views)
-        if found.kind != "all_gather" and (summed := sites.summed(place)):
-            dim = found.dim if found.kind == "reduce_scatter" else found.wanted
-            dim = _dim_of_sum(found) if dim is None else dim
-            if dim is not None:
-                yield Ring(found, summed[0], dim, summed[1])
-
-
-def _dim_of_sum(found: Collective) -> int | None:
-    """The dim of an all-reduce to cut into chunks: the largest that divides."""
-    shape = found.eqn.invars[0].aval.shape
-    fits = [d for d, size in enumerate(shape) if size % found.axis_size == 0]
-    return max(fits, key=lambda d: shape[d], default=None)
-
-
 def _keep(sites: Sites, ring: Ring) -> None:
     """Note what others read of the value that a ring gathers."""
     places = {site.dot.place for site in ring.sites}
     unread = sites.unread(ring.between, places)
     ring.again = tuple(sorted(ring.between - unread))
     ring.keep = sites.read_beyond(ring.collective.place, places | unread)
-
-
-# -- why a matmul is left alone -------------------------------------------------------------------
-
-
-def _refusal(dot: Dot, skip: Collection[str]) -> str | None:
-    """Why a matmul is left alone, whatever stands beside it."""
-    assert dot.manual is not None
-    if dot.manual.explicit:
-        return f"mesh axis {', '.join(dot.manual.explicit)} is explicit beside the manual ones"
-    return refusal(dataclasses.replace(dot, inside=None), skip)
-
-
-def _crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str | None:
-    """Why a ring would not do on the axes that are automatic beside the manual ones."""
-    dot = site.dot
-    sizes = dot.manual.automatic if dot.manual else {}
-    if not sizes:
-        return None
-    if dot.index not in shardings:
-        return "its sharding on the automatic axes is not known"
-    # What enters a shard_map is read with its manual axes, along which it has been cut already.
-    specs = [
-        s and tuple(tuple(a for a in d if a in sizes) for d in s) for s in shardings[dot.index]
-    ]
-    matmul = matmul_of(dot, Shardings(*specs), sizes)
-    if isinstance(matmul, str):
-        return matmul
-    moved = [s.axis for s in splits(matmul) if isinstance(s, Refusal) or s.motion]
-    if moved:
-        return f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk"
-    dims = {ring.dim, ring.collective.dim, ring.collective.wanted} - {None}
-    letters = {site.einsum.side(site.side)[d] for d in dims if d is not None}
-    for side in SIDES:
-        for letter, axes in zip(matmul.einsum.side(side), getattr(matmul, side), strict=True):
-            if letter in letters and axes:
-                return f"dim {letter} moves, and automatic axis {', '.join(axes)} shards it"
-    return None
 
 
 # -- what explain() shows -------------------------------------------------------------------------

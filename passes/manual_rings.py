@@ -23,10 +23,11 @@ from jax import Array, lax
 from jaxoverlap import _compat
 from jaxoverlap.passes.all_gather_matmul import LocalDot, Reader, all_gather_matmul
 from jaxoverlap.passes.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
-from jaxoverlap.passes.decide import PASSES
+from jaxoverlap.passes.decide import PASSES, source_of
+from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.jaxprs import Body
-from jaxoverlap.passes.manual import ManualSharing, Ring
-from jaxoverlap.passes.manual_sites import Site
+from jaxoverlap.passes.manual import ManualSharing
+from jaxoverlap.passes.manual_sites import Ring, Site
 from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
 
 Multiply = Callable[..., Array]
@@ -34,7 +35,11 @@ Multiply = Callable[..., Array]
 
 
 def manual_rings(body: Body, sharing: ManualSharing, multiply: Multiply) -> list[Any]:
-    """The equations of a manual body, with rings as decided."""
+    """The equations of a manual body, with rings as decided.
+
+    Raises:
+        RewriteError: if that fails for one, naming its matmuls and their source lines.
+    """
     order = sharing.order
     rings = {order.first(ring.collective.place): ring for ring in sharing.rings}
     new: list[Any] = []
@@ -43,10 +48,23 @@ def manual_rings(body: Body, sharing: ManualSharing, multiply: Multiply) -> list
         if ring is None:
             new.append(body.eqns[place])
             continue
-        with _compat.in_shard_maps(sharing.manual.maps):
-            new += _equations(ring, multiply, checked=sharing.manual.checked)
+        try:
+            with _compat.in_shard_maps(sharing.manual.maps):
+                new += _equations(ring, multiply, checked=sharing.manual.checked)
+        except Exception as error:
+            raise _failed(ring, error) from error
         new += [body.eqns[again] for again in ring.again]
     return new
+
+
+def _failed(ring: Ring, error: Exception) -> RewriteError:
+    lines = tuple(dict.fromkeys(source_of(site.dot) for site in ring.sites))
+    numbers = ", ".join(str(site.dot.index) for site in ring.sites)
+    return RewriteError(
+        f"could not rewrite matmul {numbers} beside {ring.collective.eqn} written at "
+        f"{', '.join(lines)}: {type(error).__name__}: {error}. To leave it alone, pass "
+        f"skip={lines!r} to overlap(); to run the step as it is, on_error='plain'"
+    )
 
 
 def _equations(ring: Ring, multiply: Multiply, *, checked: bool) -> list[Any]:
@@ -84,6 +102,7 @@ def _arriving(ring: Ring, multiply: Multiply, shard: Array, *others: Array) -> l
     if moving.kind == "all_gather":
         results, whole = all_gather_matmul(shard, readers, **common)
     else:
+        assert moving.wanted is not None
         results, whole = all_to_all_matmul(shard, readers, wanted=moving.wanted, **common)
     return results if whole is None else [*results, whole]
 
@@ -100,6 +119,7 @@ def _leaving(ring: Ring, multiply: Multiply, checked: bool, *operands: Array) ->
         "variant": ring.variant,
     }
     if moving.kind == "all_to_all":
+        assert moving.dim is not None
         return [matmul_all_to_all(terms, dim=moving.dim, wanted=ring.dim, **common)]
     mine = matmul_reduce_scatter(terms, dim=ring.dim, **common)
     if moving.kind == "reduce_scatter":

@@ -10,24 +10,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jaxoverlap import _compat
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.sites import Einsum, Kind, Side, einsum_of
+from jaxoverlap.plan import Variant
 
-_KINDS: dict[str, Kind] = {
+KINDS: dict[str, Kind] = {
     "all_gather": "all_gather",
     "all_to_all": "all_to_all",
     "reduce_scatter": "reduce_scatter",
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
 }
-_VIEWS = ("transpose", "convert_element_type", "pvary")
-_SUMS = ("add", "add_any")
+
+
+def is_view(eqn: Any) -> bool:
+    """Whether an equation does with each chunk what it does with the whole, and keeps sums."""
+    if eqn.primitive.name == "convert_element_type":
+        return jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+    return eqn.primitive.name in ("transpose", "pvary")
+
+
+def is_sum(eqn: Any) -> bool:
+    """Whether an equation adds two values."""
+    return eqn.primitive.name in ("add", "add_any")
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Collective:
         dim: the dim that is gathered or scattered; for an exchange the one that is gathered, for
             an all-reduce None.
         wanted: for an exchange the dim that is sharded instead.
+        spread: devices of automatic axes among which the value is shared out.
     """
 
     place: int
@@ -51,15 +65,15 @@ class Collective:
     axis_size: int
     dim: int | None = None
     wanted: int | None = None
+    spread: int = 1
 
     @property
     def bytes_moved(self) -> int:
         """Bytes that each device sends in one run, by a ring."""
         before, n = self.eqn.invars[0].aval, self.axis_size
-        whole = before.size * before.dtype.itemsize * (n - 1)
-        return (
-            whole if self.kind == "all_gather" else whole * (1 + (self.kind == "all_reduce")) // n
-        )
+        whole = before.size * before.dtype.itemsize // self.spread * (n - 1)
+        times = {"all_gather": n, "all_reduce": 2}.get(self.kind, 1)
+        return times * whole // n
 
     def __str__(self) -> str:
         return f"{self.axis} {self.kind}, {human_bytes(self.bytes_moved)}"
@@ -93,6 +107,47 @@ class Site(NamedTuple):
         return dataclasses.replace(einsum, **{self.side: "".join(letters)})
 
 
+@dataclass
+class Ring:
+    """A collective and the matmuls beside it.
+
+    Attributes:
+        collective: the collective.
+        sites: the matmuls.
+        dim: the dim that is cut into chunks, of the value that moves.
+        between: places of the equations between them, which the ring does too.
+        keep: whether others read the gathered value.
+        again: those of `between` that others read.
+        variant: how the pieces travel.
+        why: why not as was asked for, if so.
+    """
+
+    collective: Collective
+    sites: list[Site]
+    dim: int
+    between: set[int]
+    keep: bool = False
+    again: tuple[int, ...] = ()
+    variant: Variant = Variant()  # noqa: RUF009, it is frozen
+    why: str = ""
+
+    @property
+    def site(self) -> int:
+        """The number of the first matmul, which names the ring."""
+        return self.sites[0].dot.index
+
+    @property
+    def arrives(self) -> bool:
+        """Whether an operand moves, and not results."""
+        return self.sites[0].side != "out"
+
+    @property
+    def chunk(self) -> int:
+        """Rows of one chunk on one device."""
+        rows = self.collective.eqn.invars[0].aval.shape[self.dim]
+        return rows if self.arrives else rows // self.collective.axis_size
+
+
 def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | str:
     """What a collective does, by a ring; or why no ring does it.
 
@@ -102,7 +157,7 @@ def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | st
         axes: the manual mesh axes, and the devices along each.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name not in _KINDS:
+    if name not in KINDS:
         return f"{name} beside it is not decomposed"
     named = params["axes"] if "axes" in params else params["axis_name"]
     named = named if isinstance(named, tuple) else (named,)
@@ -119,7 +174,7 @@ def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | st
     dim = next((d for d in dims if d is not None), None)
     if dim is not None and dim == params.get("split_axis"):
         return f"{name} splits the dim that it gathers"
-    return Collective(place, eqn, _KINDS[name], axis, n, dim, params.get("split_axis"))
+    return Collective(place, eqn, KINDS[name], axis, n, dim, params.get("split_axis"))
 
 
 class Sites:
@@ -130,14 +185,14 @@ class Sites:
     """
 
     def __init__(self, body: Body, axes: Mapping[str, int]):
-        self._eqns = body.eqns
-        self._dots = {dot.place: dot for dot in body.dots}
-        self._made = {v: place for place, eqn in enumerate(body.eqns) for v in eqn.outvars}
-        self._readers: defaultdict[Any, list[int | None]] = defaultdict(list)
+        self.eqns = body.eqns
+        self.dots = {dot.place: dot for dot in body.dots}
+        self.made = {v: place for place, eqn in enumerate(body.eqns) for v in eqn.outvars}
+        self.readers: defaultdict[Any, list[int | None]] = defaultdict(list)
         operands = [(v, place) for place, eqn in enumerate(body.eqns) for v in eqn.invars]
         for v, place in [*operands, *((v, None) for v in body.outvars)]:
             if not _compat.is_literal(v):
-                self._readers[v].append(place)
+                self.readers[v].append(place)
         self.collectives = {
             place: collective(place, eqn, axes)
             for place, eqn in enumerate(body.eqns)
@@ -148,37 +203,37 @@ class Sites:
         """The matmuls that read what a collective gives, and the places of all views of that."""
         sites: list[Site] = []
         places: set[int] = set()
-        views: list[tuple[Any, tuple[Any, ...]]] = [(self._eqns[place].outvars[0], ())]
+        views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[place].outvars[0], ())]
         for var, above in views:  # it grows
-            for reader in dict.fromkeys(self._readers[var]):
-                eqn = None if reader is None else self._eqns[reader]
-                if eqn is not None and reader in self._dots:
+            for reader in dict.fromkeys(self.readers[var]):
+                eqn = None if reader is None else self.eqns[reader]
+                if eqn is not None and reader in self.dots:
                     sides = [s for s, v in zip(("lhs", "rhs"), eqn.invars, strict=True) if v is var]
-                    sites += [Site(self._dots[reader], side, above) for side in sides]  # type: ignore[arg-type]
-                elif eqn is not None and reader is not None and eqn.primitive.name in _VIEWS:
+                    sites += [Site(self.dots[reader], side, above) for side in sides]  # type: ignore[arg-type]
+                elif eqn is not None and reader is not None and is_view(eqn):
                     places.add(reader)
                     views.append((eqn.outvars[0], (*above, eqn)))
         return sorted(sites, key=lambda site: site.dot.index), places
 
     def summed(self, place: int) -> tuple[list[Site], set[int]] | None:
         """The matmuls whose sum a collective reads, and the places in between; None if not such."""
-        found = self._terms(self._eqns[place].invars[0])
+        found = self._terms(self.eqns[place].invars[0])
         return found and (sorted(found[0], key=lambda site: site.dot.index), found[1])
 
     def _terms(self, var: Any) -> tuple[list[Site], set[int]] | None:
-        if _compat.is_literal(var) or len(self._readers[var]) != 1 or var not in self._made:
+        if _compat.is_literal(var) or len(self.readers[var]) != 1 or var not in self.made:
             return None
-        place = self._made[var]
-        eqn = self._eqns[place]
-        if place in self._dots:
-            return [Site(self._dots[place], "out")], set()
-        if eqn.primitive.name not in (*_VIEWS, *_SUMS):
+        place = self.made[var]
+        eqn = self.eqns[place]
+        if place in self.dots:
+            return [Site(self.dots[place], "out")], set()
+        if not is_view(eqn) and not is_sum(eqn):
             return None
         parts = [part for v in eqn.invars if (part := self._terms(v))]
         if len(parts) != len(eqn.invars):
             return None
         sites = [site for found, _ in parts for site in found]
-        if eqn.primitive.name in _VIEWS:
+        if is_view(eqn):
             sites = [site._replace(views=(*site.views, eqn)) for site in sites]
         return sites, {place}.union(*(places for _, places in parts))
 
@@ -192,60 +247,30 @@ class Sites:
 
     def read_beyond(self, place: int, places: set[int]) -> bool:
         """Whether anybody but the equations at some places reads what one gives."""
-        return any(r not in places for r in self._readers[self._eqns[place].outvars[0]])
-
-    def why_not(self, dot: Dot) -> str:
-        """Why a matmul that no ring takes is left alone."""
-        whys = [*map(self._above, dot.eqn.invars), self._below(dot.eqn.outvars[0])]
-        return "; ".join(dict.fromkeys(filter(None, whys))) or "no collective beside it"
-
-    def _above(self, var: Any) -> str | None:
-        """Why there is no ring for the collective that an operand comes from, if it does."""
-        through = ""
-        while not _compat.is_literal(var) and (place := self._made.get(var)) is not None:
-            eqn = self._eqns[place]
-            found = self.collectives.get(place)
-            if isinstance(found, Collective):
-                return _left(f"reads the result of {eqn.primitive.name}", through, found, _BEFORE)
-            if found is not None:
-                return found
-            if eqn.primitive.name not in _VIEWS:
-                if through or len(eqn.invars) != 1:
-                    return None
-                through = eqn.primitive.name
-            var = eqn.invars[0]
-        return None
-
-    def _below(self, var: Any) -> str | None:
-        """Why there is no ring for the collective that a result reaches, if it does."""
-        through = ""
-        while readers := [place for place in self._readers[var] if place is not None]:
-            name = self._eqns[readers[0]].primitive.name
-            for place in readers:
-                found = self.collectives.get(place)
-                if isinstance(found, Collective):
-                    if len(self._readers[var]) > 1:
-                        through = through or "and by others"
-                    name = self._eqns[place].primitive.name
-                    return _left(f"its result is read by {name}", through, found, _AFTER)
-                if found is not None:
-                    return found
-            if len(readers) != 1 or (through and name not in (*_VIEWS, *_SUMS)):
-                return None
-            through = through if name in _VIEWS else name
-            var = self._eqns[readers[0]].outvars[0]
-        return None
+        return any(r not in places for r in self.readers[self.eqns[place].outvars[0]])
 
 
-_BEFORE, _AFTER = ("all_gather", "all_to_all"), ("reduce_scatter", "all_reduce", "all_to_all")
+def possible_rings(sites: Sites) -> Iterator[Ring]:
+    """Each collective with all matmuls that read it; else with those that it adds up."""
+    for place, found in sites.collectives.items():
+        if isinstance(found, str):
+            continue
+        if found.kind in ("all_gather", "all_to_all"):
+            reading, views = sites.reading(place)
+            met = [site.dot.index for site in reading]
+            once = [site for site in reading if met.count(site.dot.index) == 1]  # not x @ x.T
+            assert found.dim is not None
+            if once:
+                yield Ring(found, once, found.dim, views)
+        if found.kind != "all_gather" and (summed := sites.summed(place)):
+            dim = found.dim if found.kind == "reduce_scatter" else found.wanted
+            dim = _dim_of_sum(found) if dim is None else dim
+            if dim is not None:
+                yield Ring(found, summed[0], dim, summed[1])
 
 
-def _left(what: str, through: str, found: Collective, kinds: Sequence[Kind]) -> str | None:
-    """Why a matmul is left alone beside a collective that rings can do elsewhere."""
-    if found.kind not in kinds:
-        return None if kinds is _BEFORE else f"{what}, and no ring does that"
-    if through in _SUMS:
-        return f"{what} in a sum with something else"
-    if through == "and by others":
-        return f"{what} {through}"
-    return f"{what} through {through}" if through else f"{what}, in a way that no ring does"
+def _dim_of_sum(found: Collective) -> int | None:
+    """The dim of an all-reduce to cut into chunks: the largest that divides."""
+    shape = found.eqn.invars[0].aval.shape
+    fits = [d for d, size in enumerate(shape) if size % found.axis_size == 0]
+    return max(fits, key=lambda d: shape[d], default=None)
