@@ -264,12 +264,12 @@ def possible_rings(sites: Sites) -> Iterator[Ring]:
                 yield Ring(found, once, found.dim, views)
         if found.kind != "all_gather" and (summed := sites.summed(place)):
             dim = found.dim if found.kind == "reduce_scatter" else found.wanted
-            dim = _dim_of_sum(found) if dim is None else dim
+            dim = dim_of_sum(found) if dim is None else dim
             if dim is not None:
                 yield Ring(found, summed[0], dim, summed[1])
 
 
-def _dim_of_sum(found: Collective) -> int | None:
+def dim_of_sum(found: Collective) -> int | None:
     """The dim of an all-reduce to cut into chunks: the largest that divides."""
     shape = found.eqn.invars[0].aval.shape
     fits = [d for d, size in enumerate(shape) if size % found.axis_size == 0]

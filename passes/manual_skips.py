@@ -10,7 +10,7 @@ from typing import Any
 from jaxoverlap import _compat
 from jaxoverlap.passes.decide import matmul_of, refusal
 from jaxoverlap.passes.jaxprs import Dot
-from jaxoverlap.passes.manual_sites import KINDS, Ring, Site, Sites, is_sum, is_view
+from jaxoverlap.passes.manual_sites import KINDS, Ring, Site, Sites, dim_of_sum, is_sum, is_view
 from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.sites import SIDES, Kind, Matmul, Refusal, splits
 
@@ -105,6 +105,9 @@ def _below(sites: Sites, var: Any) -> str | None:
                     return found
                 if len(sites.readers[var]) > 1:
                     return f"its result is read by {name} and by others"
+                if found.kind == "all_reduce" and dim_of_sum(found) is None:
+                    shape = found.eqn.invars[0].aval.shape
+                    return f"no dim of the result {shape} divides into {found.axis_size} chunks"
                 known = found.kind in _AFTER
                 return _left(f"its result is read by {name}", through if known else "")
         eqn = sites.eqns[readers[0]]

@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Decision
+from jaxoverlap.passes import manual_rings
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies, dots
 from jaxoverlap.passes.manual import decide_manual
@@ -33,36 +35,29 @@ exchange = partial(lax.all_to_all, axis_name="model", tiled=True)
 each_check = pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 
 
-def traced(body: Callable, *shapes: tuple[int, ...], check: bool = True, names=None) -> Any:
-    """The jaxpr of a body on devices that each have arrays of these shapes, all different."""
+def stacked(body: Callable, check: bool = True) -> Callable:
+    """A step that runs a body on 8 devices, each with its row of every argument."""
 
-    def step(*args):
-        return mapped(lambda *a: jax.tree.map(lambda y: y[None], body(*(x[0] for x in a))))(*args)
+    def on_device(*args):
+        return jax.tree.map(lambda y: y[None], body(*(x[0] for x in args)))
 
-    def mapped(fn):
-        axes = names or {"data", "model"}
-        spec = P(tuple(a for a in MESH.axis_names if a in axes))
-        return jax.shard_map(
-            fn, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=check, axis_names=axes
-        )
-
-    return flatten(jax.make_jaxpr(step)(*(jnp.zeros((8, *s)) for s in shapes)))
+    spec = P(MESH.axis_names)
+    return jax.shard_map(on_device, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=check)
 
 
-def decided(body: Callable, *shapes: tuple[int, ...], **how: Any) -> tuple[list[Any], Counter]:
+def structs(shapes: tuple[tuple[int, ...], ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((8, *shape), "float32") for shape in shapes]
+
+
+def decided(
+    body: Callable, *shapes: tuple[int, ...], check: bool = True
+) -> tuple[list[Any], Counter]:
     """The entries of a body's matmuls, and its equations once it is rewritten."""
-    jaxpr = traced(body, *shapes, **how)
+    jaxpr = flatten(jax.make_jaxpr(stacked(body, check))(*structs(shapes)))
     entries, sharings = decide_manual(bodies(jaxpr), {})
     assert sorted(entries) == [dot.index for dot in dots(jaxpr)]
     new = rewrite(jaxpr, sharings, MESH)
     return [entries[i] for i in sorted(entries)], Counter(e.primitive.name for e in equations(new))
-
-
-def reason(body: Callable, *shapes: tuple[int, ...], **how: Any) -> str:
-    """Why the one matmul of a body is left alone."""
-    (entry,), found = decided(body, *shapes, **how)
-    assert found["ppermute"] == 0
-    return entry.reason
 
 
 # -- what is found --------------------------------------------------------------------------------
@@ -256,19 +251,264 @@ GROUPS = [[0, 1], [2, 3]]
             ((S, D), (D, D)),
             "inside cond in shard_map, whose body is not rewritten",
         ),
-        (lambda x, w: gather(x) @ w, ((0, D), W), "it has a dim of size 0"),
+        (lambda h, w: scatter(h @ w), ((S, F), (F, 0)), "it has a dim of size 0"),
         (lambda h, w: lax.psum(h, "model") @ w, HW, "no collective beside it inside shard_map"),
     ],
 )
 def test_reasons(body: Callable, shapes: tuple, why: str):
-    assert explained(body, *shapes) == why
-
-
-def explained(body: Callable, *shapes: tuple[int, ...]) -> str:
-    """The reason that `explain` gives for the one matmul of a body; a branch is not manual code."""
-    step = traced(body, *shapes, check=False)
-    found = jaxoverlap.overlap(jax.jit(jax.extend.core.jaxpr_as_fun(step)))
-    args = [jax.ShapeDtypeStruct((8, *s), "float32") for s in shapes]
+    overlapped = jaxoverlap.overlap(jax.jit(stacked(body, check=False)))
     with pytest.warns(UserWarning, match="changes nothing"):
-        (entry,) = found.explain(*args).entries
-    return entry.reason
+        (entry,) = overlapped.explain(*structs(shapes)).entries
+    assert entry.reason == why
+
+
+def test_matmuls_that_the_user_wants_left_alone():
+    step = jax.jit(stacked(lambda x, w: gather(x) @ w))
+    line = jaxoverlap.overlap(step).explain(*structs((X, W))).entries[0].source
+    left = jaxoverlap.overlap(step, skip=[line])
+    with pytest.warns(UserWarning, match="changes nothing"):
+        (entry,) = left.explain(*structs((X, W))).entries
+    assert entry.reason == "left alone as asked (skip=)"
+
+
+def test_a_failed_rewrite_says_where(monkeypatch):
+    monkeypatch.setattr(manual_rings, "all_gather_matmul", lambda *_, **__: 1 / 0)
+    step = jaxoverlap.overlap(jax.jit(stacked(lambda x, w: gather(x) @ w)))
+    with pytest.raises(
+        jaxoverlap.RewriteError, match=r"(?s)matmul 0 .*test_manual.py:\d+.*by zero"
+    ):
+        step.explain(*structs((X, W)))
+
+
+# -- automatic axes beside the manual ones --------------------------------------------------------
+
+
+def beside(body: Callable, *arrays: tuple[tuple[int, ...], P, P]) -> Any:
+    """The plan of a body that is manual over `model`; shapes, where they lie, how they enter."""
+    step = jax.shard_map(
+        body,
+        mesh=MESH,
+        in_specs=tuple(entering for *_, entering in arrays),
+        out_specs=P("model"),
+        axis_names={"model"},
+    )
+    args = [
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(MESH, spec))
+        for shape, spec, _ in arrays
+    ]
+    return jaxoverlap.overlap(jax.jit(step)).explain(*args)
+
+
+ROWS, COLUMNS, BOTH = P("model"), P(None, "model"), P("data", "model")
+
+
+def test_bytes_are_those_of_one_device():
+    x = ((S, 8, D), P("model", "data"), ROWS)
+    plan = beside(lambda x, w: (gather(x) @ w).sum((0, 1))[None], x, ((D, F), COLUMNS, COLUMNS))
+    assert [d.bytes_moved for d in plan.decisions] == [(N - 1) * 4 * (S // N) * 8 * D // 2]
+
+
+@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+def test_what_xla_would_move_once_a_chunk():
+    def body(x, w):
+        return (gather(x) @ w).sum(0)[None]
+
+    arrays = ((S, D), BOTH, ROWS), ((D, F), BOTH, COLUMNS)
+    (skip,) = beside(body, *arrays).skips
+    assert skip.reason == "XLA moves it along data too, and would do so once a chunk"
+
+
+@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+def test_a_dim_that_an_automatic_axis_shards():
+    def body(h, w):
+        return scatter(lax.with_sharding_constraint(h, P("data")) @ w)
+
+    (skip,) = beside(body, ((S, F), COLUMNS, COLUMNS), ((F, D), ROWS, ROWS)).skips
+    assert skip.reason == "dim a moves, and automatic axis data shards it"
+
+
+def test_an_explicit_axis_beside():
+    mesh = jax.make_mesh((2, N), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mesh):
+        step = jax.shard_map(
+            lambda x, w: gather(x) @ w,
+            in_specs=(ROWS, COLUMNS),
+            out_specs=COLUMNS,
+            axis_names={"model"},
+        )
+        overlapped = jaxoverlap.overlap(jax.jit(step))
+        with pytest.warns(UserWarning, match="changes nothing"):
+            (skip,) = overlapped.explain(jnp.zeros((S, D)), jnp.zeros((D, F))).skips
+    assert skip.reason == "mesh axis data is explicit beside the manual ones"
+
+
+# -- numbers and gradients ------------------------------------------------------------------------
+
+B, L = 4, 2
+
+
+def layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
+    """Sequence and tensor parallelism by hand, with three projections of one gathered value."""
+    whole = gather(x, axis=1)
+    q, k, v = (jnp.einsum("bsd,df->bsf", whole, w) for w in weights[:3])
+    y = jnp.einsum("bsf,fd->bsd", jnp.tanh(q) * k + v, weights[3])
+    return x + scatter(y, scatter_dimension=1), None
+
+
+def fsdp_layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
+    """The same, and each weight sharded over `data`: its gradient is transposed and scattered."""
+    dims = (0, 0, 0, 1)
+    whole = [
+        lax.all_gather(w, "data", axis=d, tiled=True) for w, d in zip(weights, dims, strict=True)
+    ]
+    return layer(x, tuple(whole))
+
+
+def reduced_layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
+    """Tensor parallelism without sequence parallelism, and heads exchanged for the sequence."""
+    h = jnp.einsum("bsd,df->bsf", x, weights[0])
+    y = lax.psum(jnp.einsum("bsf,fd->bsd", jnp.tanh(h), weights[3]), "model")
+    q, k = (jnp.einsum("bsd,df->bsf", y, w) for w in weights[1:3])
+    mine = jnp.tanh(q) * k
+    rows = exchange(mine, split_axis=1, concat_axis=2)
+    back = jnp.einsum("bsf,fd->bsd", rows, jnp.ones((F, F), x.dtype) / F)
+    mine = exchange(back, split_axis=2, concat_axis=1)
+    return x + lax.psum(jnp.einsum("bsf,fd->bsd", mine, weights[3]), "model"), None
+
+
+def grads(
+    one: Callable,
+    x_spec: P,
+    fsdp: str | None = None,
+    *,
+    check: bool = True,
+    manual: frozenset[str] = frozenset(MESH.axis_names),
+) -> Callable:
+    """Loss and gradients of a few layers, in a scan with remat."""
+    spec = (P(None, fsdp, "model"),) * 3 + (P(None, "model", fsdp),)
+
+    def only(specs: Any) -> Any:
+        keep = lambda s: P(*(a if a in manual else None for a in s))  # noqa: E731
+        return jax.tree.map(keep, specs, is_leaf=lambda s: isinstance(s, P))
+
+    specs = only((x_spec, spec))
+    fn = jax.shard_map(
+        lambda x, weights: lax.scan(jax.checkpoint(one), x, weights)[0],
+        mesh=MESH,
+        in_specs=specs,
+        out_specs=specs[0],
+        axis_names=manual,
+        check_vma=check,
+    )
+    mean = lambda x, weights: jnp.mean(jnp.float32(fn(x, weights)) ** 2)  # noqa: E731
+    options = {"xla_backend_optimization_level": 0}  # compiling is all that these tests wait for
+    return jax.jit(jax.value_and_grad(mean, argnums=(0, 1)), compiler_options=options)
+
+
+def arguments(dtype: Any, x_spec: P, fsdp: str | None = None) -> Any:
+    rng = np.random.default_rng(0)
+
+    def array(spec: P, *shape: int) -> jax.Array:
+        values = rng.standard_normal(shape) / np.sqrt(shape[-2])
+        return jax.device_put(jnp.asarray(values, dtype), NamedSharding(MESH, spec))
+
+    down = P(None, fsdp, "model")
+    weights = (*(array(down, L, D, F) for _ in "qkv"), array(P(None, "model", fsdp), L, F, D))
+    return array(x_spec, B, S, D), weights
+
+
+def agrees(step: Callable, *args: Any, exact: Any = None, variant: str | None = None) -> Any:
+    """Check the overlapped step's numbers; gives its plan."""
+    overlapped = jaxoverlap.overlap(step, granularity=variant)
+    plain, mine = step(*args), overlapped(*args)
+    exact = plain if exact is None else exact
+    for p, m, e in zip(*map(jax.tree.leaves, (plain, mine, exact)), strict=True):
+        assert jax.typeof(p) == jax.typeof(m)
+        p, m, e = np.float64(p), np.float64(m), np.float64(e)
+        error = np.linalg.norm(m - e) / np.linalg.norm(e)
+        assert error <= 2 * np.linalg.norm(p - e) / np.linalg.norm(e) + 2e-6
+    return overlapped.explain(*args)
+
+
+@each_check
+def test_tensor_and_fully_sharded_parallelism(check: bool):
+    step = grads(fsdp_layer, BOTH, "data", check=check)
+    plan = agrees(step, *arguments(np.float32, BOTH, "data"))
+    assert not plan.skips
+    assert Counter(d.axis for d in plan.decisions) == {"model": 12, "data": 3}
+
+
+@each_check
+def test_sums_and_exchanges(check: bool):
+    step = grads(reduced_layer, P("data"), check=check)
+    plan = agrees(step, *arguments(np.float32, P("data")))
+    kinds = Counter(d.kind for d in plan.decisions)
+    assert kinds["matmul_all_reduce"] >= 4 and kinds["all_to_all_matmul"] >= 6, kinds
+
+
+def test_bfloat16_is_as_exact_as_the_plain_step():
+    step = grads(fsdp_layer, BOTH, "data")
+    args = arguments(jnp.bfloat16, BOTH, "data")
+    exact = step(*jax.tree.map(lambda a: a.astype(np.float32), args))
+    plan = agrees(step, *args, exact=exact)
+    assert not plan.skips
+
+
+def test_one_shard_map_in_another():
+    def inner(x, w, v):
+        return lax.psum(jnp.sin(gather(x) @ lax.all_gather(w, "data", tiled=True)) @ v, "model")
+
+    def outer(x, w, v):
+        specs = (ROWS, COLUMNS, ROWS)
+        return jax.shard_map(inner, in_specs=specs, out_specs=P(), axis_names={"model"})(x, w, v)
+
+    step = jax.shard_map(
+        outer,
+        mesh=MESH,
+        in_specs=(P(None, "data"), P("data"), P(None, "data")),
+        out_specs=P(None, "data"),
+        axis_names={"data"},
+    )
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal(s).astype(np.float32) for s in ((S, 2 * D), (D, F), (F, 2 * D))]
+    plan = agrees(jax.jit(step), *args)
+    assert [(d.axis, d.kind) for d in plan.decisions] == [
+        ("model", "all_gather_matmul"),
+        ("model", "matmul_all_reduce"),
+    ]
+    assert plan.decisions[0].others == ("data all_gather, 512 B",)
+
+
+def test_a_manual_axis_beside_an_automatic_one():
+    step = grads(layer, BOTH, manual=frozenset({"model"}))
+    plan = agrees(step, *arguments(np.float32, BOTH))
+    # The weights' gradients are summed over `data` by XLA, and left alone.
+    assert (len(plan.decisions), len(plan.skips)) == (11, 4)
+
+
+@pytest.mark.parametrize("variant", ["two_way", "direct x 2", "sliced x 2"])
+def test_variants(variant: str):
+    step = grads(layer, BOTH)
+    plan = agrees(step, *arguments(np.float32, BOTH), variant=variant)
+    assert {str(d.variant) for d in plan.decisions if d.axis == "model"} == {variant}
+
+
+def test_gradients_of_a_rewritten_step():
+    """The step is differentiated after it was rewritten: the rings themselves have gradients."""
+    spec = NamedSharding(MESH, ROWS)
+
+    def body(x, w, v):
+        return lax.psum(jnp.sin(gather(x) @ w) @ v, "model")
+
+    mapped = jax.shard_map(
+        body, mesh=MESH, in_specs=(ROWS, COLUMNS, ROWS), out_specs=P(), axis_names={"model"}
+    )
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal(s).astype(np.float32) / 4 for s in ((S, D), (D, F), (F, D))]
+    step = jax.jit(mapped, in_shardings=(spec, NamedSharding(MESH, COLUMNS), spec))
+
+    def loss(step: Callable) -> Callable:
+        return jax.jit(jax.grad(lambda *a: jnp.sum(step(*a) ** 2), argnums=(0, 1, 2)))
+
+    for mine, plain in zip(loss(jaxoverlap.overlap(step))(*args), loss(step)(*args), strict=True):
+        np.testing.assert_allclose(mine, plain, rtol=1e-4, atol=1e-5)
