@@ -102,7 +102,10 @@ def _share(body: Body, shardings: Mapping[int, Shardings], skip: Collection[str]
     sharing = ManualSharing(manual, order)
     whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, skip))}
     taken: set[int] = set()
-    possible = sorted(possible_rings(sites), key=lambda ring: -ring.collective.bytes_moved)
+    # An exchange between two matmuls goes with the first: the second may have one of its own after.
+    possible = sorted(
+        possible_rings(sites), key=lambda ring: (-ring.collective.bytes_moved, ring.arrives)
+    )
     for ring in possible:
         held = spread(ring.sites[0], shardings)
         ring.collective = dataclasses.replace(ring.collective, spread=held)
@@ -118,7 +121,7 @@ def _share(body: Body, shardings: Mapping[int, Shardings], skip: Collection[str]
     _leave(sharing, possible, taken)
     for dot in body.dots:
         if dot.index not in taken | sharing.late.keys():
-            sharing.skipped[dot.index] = whys.get(dot.index) or why_not(sites, dot)
+            sharing.skipped[dot.index] = whys.get(dot.index) or why_not(sites, dot, sharing.rings)
     return sharing
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxoverlap import _compat
@@ -66,16 +66,21 @@ def spread(site: Site, shardings: Mapping[int, Shardings]) -> int:
     return math.prod(matmul.axis_sizes[a] for axes in getattr(matmul, site.side) for a in axes)
 
 
-def why_not(sites: Sites, dot: Dot) -> str:
-    """Why a matmul that no ring takes is left alone."""
+def why_not(sites: Sites, dot: Dot, rings: Sequence[Ring]) -> str:
+    """Why a matmul is left alone that none of the rings takes."""
+    done = {ring.collective.place: ring.site for ring in rings}
     lhs, rhs = dot.eqn.invars
-    found = [_above(sites, lhs), _above(sites, rhs), _below(sites, dot.eqn.outvars[0])]
+    found = [
+        _above(sites, lhs, done),
+        _above(sites, rhs, done),
+        _below(sites, dot.eqn.outvars[0], done),
+    ]
     whys = dict.fromkeys(why for why in found if why)
     waiting = [why for why in whys if not why.startswith("no collective")]
     return "; ".join(waiting or whys) or "no collective beside it inside shard_map"
 
 
-def _above(sites: Sites, var: Any) -> str | None:
+def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
     """Why there is no ring for the collective that an operand comes from, if it does."""
     through = ""
     while not _compat.is_literal(var) and (place := sites.made.get(var)) is not None:
@@ -84,6 +89,8 @@ def _above(sites: Sites, var: Any) -> str | None:
         if found is not None:
             if KINDS.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
                 return None  # a sum that it waits for
+            if place in done:
+                return f"no collective left: ring {done[place]} does its {eqn.primitive.name}"
             what = f"reads the result of {eqn.primitive.name}"
             return found if isinstance(found, str) else _left(what, through)
         if not is_view(eqn):
@@ -94,7 +101,7 @@ def _above(sites: Sites, var: Any) -> str | None:
     return None
 
 
-def _below(sites: Sites, var: Any) -> str | None:
+def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
     """Why there is no ring for the collective that a result reaches, if it does."""
     through = ""
     while readers := [place for place in sites.readers[var] if place is not None]:
@@ -103,6 +110,8 @@ def _below(sites: Sites, var: Any) -> str | None:
             if found is not None:
                 if isinstance(found, str):
                     return found
+                if place in done:
+                    return f"no collective left: ring {done[place]} does its {name}"
                 if len(sites.readers[var]) > 1:
                     return f"its result is read by {name} and by others"
                 if found.kind == "all_reduce" and dim_of_sum(found) is None:
