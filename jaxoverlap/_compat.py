@@ -9,6 +9,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -130,6 +131,21 @@ def new_var(aval: Any, spec: jax.sharding.PartitionSpec) -> Any:
 def typed_spec(var: Any) -> jax.sharding.PartitionSpec:
     """The sharding over explicit axes that a variable's type states."""
     return var.aval.sharding.spec
+
+
+def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
+    """The sharding of a variable whose mesh has explicit axes only; None for another."""
+    mesh = var.aval.sharding.mesh
+    if mesh.empty or not mesh.are_all_axes_explicit:
+        return None
+    entries = (*typed_spec(var), *[None] * var.aval.ndim)[: var.aval.ndim]
+    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+
+
+def states_some(var: Any) -> bool:
+    """Whether a type states the sharding over some axes of the mesh, and not over all."""
+    mesh = var.aval.sharding.mesh
+    return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
 
 def _struct(var: Any) -> jax.ShapeDtypeStruct:
@@ -318,12 +334,19 @@ def accepts_option(name: str, value: str, device: Any) -> bool:
 
     The device may be deviceless. Next to nothing is compiled, and nothing runs.
     """
-    at = jax.sharding.SingleDeviceSharding(device)
-    scalar = jax.ShapeDtypeStruct((), np.float32, sharding=at)
-    try:
+
+    def compile_scalar() -> None:
+        at = jax.sharding.SingleDeviceSharding(device)
+        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=at)
         jax.jit(lambda x: x).lower(scalar).compile(compiler_options={name: value})
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" in str(error):
-            return False
-        raise
+
+    # In a thread of its own: under jax.set_mesh, which holds for a thread, nothing may be compiled
+    # for one device of the mesh.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        try:
+            thread.submit(compile_scalar).result()
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" in str(error):
+                return False
+            raise
     return True

@@ -12,7 +12,7 @@ from jaxoverlap.passes.decide import matmul_of, refusal
 from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.manual_sites import KINDS, Ring, Site, Sites, dim_of_sum, is_sum, is_view
 from jaxoverlap.passes.propagate import Shardings
-from jaxoverlap.passes.sites import SIDES, Kind, Matmul, Refusal, splits
+from jaxoverlap.passes.sites import SIDES, Kind, Matmul, Refusal
 
 _BEFORE: tuple[Kind, ...] = ("all_gather", "all_to_all")
 _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
@@ -31,7 +31,7 @@ def crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str |
     matmul = beside(site.dot, shardings)
     if matmul is None or isinstance(matmul, str):
         return matmul
-    moved = [s.axis for s in splits(matmul) if isinstance(s, Refusal) or s.motion]
+    moved = [s.axis for s in matmul.splits if isinstance(s, Refusal) or s.motion]
     if moved:
         return f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk"
     dims = [d for d in (ring.dim, ring.collective.dim, ring.collective.wanted) if d is not None]
@@ -53,7 +53,7 @@ def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> Matmul | str | None:
     # What enters a shard_map is read with its manual axes, along which it has been cut already.
     specs = [
         spec and tuple(tuple(a for a in axes if a in sizes) for axes in spec)
-        for spec in shardings[dot.index]
+        for spec in shardings[dot.index][:3]
     ]
     return matmul_of(dot, Shardings(*specs), sizes)
 
