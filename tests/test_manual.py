@@ -172,7 +172,8 @@ def test_an_exchange_between_two_matmuls_is_done_once():
 
     entries, found = decided(body, X, (D, F), (F // N, D))
     assert found["ppermute"] == N - 1
-    assert [type(e).__name__ for e in entries] == ["Skip", "Decision"]
+    assert isinstance(entries[0], Decision)
+    assert entries[1].reason == "no collective left: ring 0 does its all_to_all"
 
 
 def test_loops_and_shard_maps_inside():
@@ -442,8 +443,11 @@ def test_tensor_and_fully_sharded_parallelism(check: bool):
 def test_sums_and_exchanges(check: bool):
     step = grads(reduced_layer, P("data"), check=check)
     plan = agrees(step, *arguments(np.float32, P("data")))
-    kinds = Counter(d.kind for d in plan.decisions)
-    assert kinds["matmul_all_reduce"] >= 4 and kinds["all_to_all_matmul"] >= 6, kinds
+    kinds = Counter(d.kind for d in plan.decisions if d.axis == "model")
+    # Unchecked, the sums of two gradients share a ring: without types JAX adds before it reduces.
+    assert kinds == {"matmul_all_reduce": 6 if check else 5, "all_to_all_matmul": 4}
+    (skip,) = (s for s in plan.skips if not s.reason.startswith("no collective"))
+    assert skip.reason == "its result is read by all_to_all through mul"
 
 
 def test_bfloat16_is_as_exact_as_the_plain_step():
