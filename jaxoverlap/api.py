@@ -62,9 +62,10 @@ def overlap(
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
-    Matmuls whose shardings imply a collective become rings of permutes, each hop under a chunk of
-    the matmul; the step computes what it computed, and `explain()` names the matmuls that are left
-    alone. Use it on the jitted step, forward, backward and optimizer in one:
+    Matmuls whose shardings imply a collective, or that stand beside one of your own in the body of
+    a `jax.shard_map`, become rings of permutes, each hop under a chunk of the matmul; the step
+    computes what it computed, and `explain()` names the matmuls that are left alone. Use it on the
+    jitted step, forward, backward and optimizer in one:
 
         step = jaxoverlap.overlap(train_step)
 

@@ -51,11 +51,11 @@ def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> Matmul | str | None:
     if dot.index not in shardings:
         return "its sharding on the automatic axes is not known"
     # What enters a shard_map is read with its manual axes, along which it has been cut already.
-    specs = [
+    lhs, rhs, out = (
         spec and tuple(tuple(a for a in axes if a in sizes) for axes in spec)
         for spec in shardings[dot.index][:3]
-    ]
-    return matmul_of(dot, Shardings(*specs), sizes)
+    )
+    return matmul_of(dot, Shardings(lhs, rhs, out), sizes)
 
 
 def spread(site: Site, shardings: Mapping[int, Shardings]) -> int:

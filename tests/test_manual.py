@@ -263,6 +263,27 @@ def test_reasons(body: Callable, shapes: tuple, why: str):
     assert entry.reason == why
 
 
+@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.parametrize("variant", ["one_way", "direct", "sliced x 2"])
+def test_rings_by_hand_are_left_alone(variant: str):
+    """Their chunks stand beside collectives too, and already have them underneath."""
+
+    def loss(x, w, v):
+        if variant != "direct":
+            x = jaxoverlap.ring.all_gather_matmul(x, w, "model", variant=variant)
+            y = jaxoverlap.ring.matmul_reduce_scatter(jnp.sin(x), v, "model", variant=variant)
+        else:
+            x = jaxoverlap.ring.all_to_all_matmul(x, w, "model", variant=variant)
+            y = jaxoverlap.ring.matmul_all_to_all(x, v, "model", variant=variant)
+        return jnp.sum(y)
+
+    body = jax.grad(loss, argnums=(0, 1, 2))
+    shapes = (X, (N * D if variant == "direct" else D, F), (F, D))
+    plan = jaxoverlap.overlap(jax.jit(stacked(body))).explain(*structs(shapes))
+    assert plan.entries and not plan.decisions
+    assert {e.reason for e in plan.skips} == {"no collective beside it inside shard_map"}
+
+
 def test_matmuls_that_the_user_wants_left_alone():
     step = jax.jit(stacked(lambda x, w: gather(x) @ w))
     line = jaxoverlap.overlap(step).explain(*structs((X, W))).entries[0].source
@@ -444,7 +465,7 @@ def test_sums_and_exchanges(check: bool):
     step = grads(reduced_layer, P("data"), check=check)
     plan = agrees(step, *arguments(np.float32, P("data")))
     kinds = Counter(d.kind for d in plan.decisions if d.axis == "model")
-    # Unchecked, the sums of two gradients share a ring: without types JAX adds before it reduces.
+    # Unchecked, the gradient of x is summed once, at the end, and not layer by layer.
     assert kinds == {"matmul_all_reduce": 6 if check else 5, "all_to_all_matmul": 4}
     (skip,) = (s for s in plan.skips if not s.reason.startswith("no collective"))
     assert skip.reason == "its result is read by all_to_all through mul"
@@ -488,6 +509,28 @@ def test_a_manual_axis_beside_an_automatic_one():
     plan = agrees(step, *arguments(np.float32, BOTH))
     # The weights' gradients are summed over `data` by XLA, and left alone.
     assert (len(plan.decisions), len(plan.skips)) == (11, 4)
+
+
+def test_bfloat16_beside_an_automatic_axis():
+    """On CPUs the user has to widen sums in such a body, else XLA aborts; the ring's are as wide."""
+
+    def body(x, w, v):
+        h = jnp.sin(gather(x, axis=1) @ w)
+        y = lax.psum((h @ v).astype(jnp.float32), "model")
+        return y, scatter((h @ v).astype(jnp.float32), scatter_dimension=1)
+
+    across = P(None, "model")
+    specs = dict(in_specs=(across, COLUMNS, ROWS), out_specs=(P(), across))
+    step = jax.jit(jax.shard_map(body, mesh=MESH, axis_names={"model"}, **specs))
+    x, weights = arguments(jnp.bfloat16, BOTH)
+    args = x, weights[0][0], weights[3][0]
+    exact = step(*(a.astype(np.float32) for a in args))
+    plan = agrees(step, *args, exact=exact)
+    assert [d.bytes_moved for d in plan.decisions] == [
+        (N - 1) * 2 * x.size // N // 2,
+        2 * (N - 1) * 4 * x.size // N // 2,
+        (N - 1) * 4 * x.size // N // 2,
+    ]
 
 
 @pytest.mark.parametrize("variant", ["two_way", "direct x 2", "sliced x 2"])
