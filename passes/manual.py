@@ -118,7 +118,7 @@ def _share(body: Body, shardings: Mapping[int, Shardings], skip: Collection[str]
         _keep(sites, ring)
         late = {s.dot.index for s in sites.reading(ring.collective.place)[0]} - taken - whys.keys()
         sharing.late |= dict.fromkeys(late, ring)
-    _leave(sharing, possible, taken)
+    _leave(sharing, sites, possible, taken)
     for dot in body.dots:
         if dot.index not in taken | sharing.late.keys():
             sharing.skipped[dot.index] = whys.get(dot.index) or why_not(sites, dot, sharing.rings)
@@ -142,14 +142,20 @@ def _place(sharing: ManualSharing, ring: Ring, taken: Collection[int]) -> bool:
     return bool(made)
 
 
-def _leave(sharing: ManualSharing, possible: Sequence[Ring], taken: Collection[int]) -> None:
+def _leave(
+    sharing: ManualSharing, sites: Sites, possible: Sequence[Ring], taken: Collection[int]
+) -> None:
     """Note each other collective beside the first matmul there that has a ring."""
-    named = {ring.collective.place for ring in sharing.rings}
-    for ring in possible:
-        first = next((s.dot.index for s in ring.sites if s.dot.index in taken), None)
-        if first is not None and ring.collective.place not in named:
-            named.add(ring.collective.place)
-            sharing.left.setdefault(first, []).append(str(ring.collective))
+    done = {ring.collective.place for ring in sharing.rings}
+    beside = {ring.collective.place: (str(ring.collective), ring.sites) for ring in possible}
+    for place, found in sites.collectives.items():
+        if isinstance(found, str) and not found.startswith("no collective"):
+            summed = sites.summed(place)
+            beside[place] = (found, [*sites.reading(place)[0], *(summed[0] if summed else [])])
+    for place, (text, met) in beside.items():
+        first = next((s.dot.index for s in met if s.dot.index in taken), None)
+        if first is not None and place not in done:
+            sharing.left.setdefault(first, []).append(text)
 
 
 class _Edges(NamedTuple):

@@ -166,6 +166,15 @@ def test_of_two_collectives_the_larger_becomes_the_ring():
     assert (found["all_gather"], found["reduce_scatter"]) == (1, 0)
 
 
+def test_a_collective_that_no_ring_does_is_named_beside_one():
+    def body(x, w):
+        return lax.psum(gather(x) @ w, ("data", "model"))
+
+    (entry,), found = decided(body, X, W, check=False)
+    assert entry.others == ("psum is over data x model: a ring has one manual mesh axis",)
+    assert (found["ppermute"], found["psum"]) == (N - 1, 1)
+
+
 def test_an_exchange_between_two_matmuls_is_done_once():
     def body(x, w, v):
         return exchange(x @ w, split_axis=1, concat_axis=0) @ v
