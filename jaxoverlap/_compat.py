@@ -5,6 +5,7 @@ Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api, api_util, core, flattree, pjit, source_info_util
+from jax._src import api, api_util, config, core, flattree, pjit, source_info_util
+from jax._src import shard_map as shard_maps
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -148,10 +150,13 @@ def states_some(var: Any) -> bool:
 
 def _struct(var: Any) -> jax.ShapeDtypeStruct:
     """A variable's type; the sharding only where it is a part of that."""
-    sharding = var.aval.sharding
-    explicit = not sharding.mesh.empty and sharding.mesh._any_axis_explicit
+    aval, mesh = var.aval, var.aval.sharding.mesh
+    typed = not mesh.empty and (mesh._any_axis_explicit or mesh._any_axis_manual)
     return jax.ShapeDtypeStruct(
-        var.aval.shape, var.aval.dtype, sharding=sharding if explicit else None
+        aval.shape,
+        aval.dtype,
+        sharding=aval.sharding if typed else None,
+        manual_axis_type=aval.mat,
     )
 
 
@@ -291,6 +296,8 @@ def inline(
     with like.ctx.manager, source_info_util.reset_name_stack():
         body = jax.make_jaxpr(fn)(*structs)
     assert not body.consts, "a ring closes over nothing"
+    for made, wanted in zip(body.outvars, outvars, strict=True):
+        assert _type(made) == _type(wanted), f"{_type(made)} in the place of {_type(wanted)}"
     env: dict[Any, Any] = dict(zip(body.invars, invars, strict=True))
     env |= dict(zip(body.outvars, outvars, strict=True))
     assert len(env) == len(body.invars) + len(outvars), "every result is computed in the body"
@@ -304,6 +311,11 @@ def inline(
         )
         for inner in body.eqns
     ]
+
+
+def _type(var: Any) -> tuple[Any, ...]:
+    """What must not change of a value, but for its sharding."""
+    return var.aval.shape, var.aval.dtype, sorted(var.aval.mat.varying)
 
 
 def _located(inner: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
@@ -324,6 +336,32 @@ def _relined(jaxpr: Any, eqn: JaxprEqn) -> Any:
         for e in jaxpr.eqns
     ]
     return jaxpr.replace(eqns=eqns)
+
+
+@contextlib.contextmanager
+def in_shard_maps(maps: Sequence[JaxprEqn]) -> Iterator[None]:
+    """As it is inside the bodies of shard_map equations, outer ones first: axes have names there.
+
+    The mesh of such a body is not set: equations keep it (`JaxprEqn.ctx`).
+    """
+    with contextlib.ExitStack() as stack:
+        for eqn in maps:
+            params = eqn.params
+            axes = shard_maps._extend_axis_env(params["mesh"], params["newly_manual_axes"])
+            stack.enter_context(axes)
+            stack.enter_context(config._check_vma(params["check_vma"]))
+        yield
+
+
+def is_collective(eqn: JaxprEqn) -> bool:
+    """Whether an equation is itself something that devices of a manual axis do together."""
+    named = any(isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+    return named and eqn.primitive.name != "axis_index" and not any(True for _ in jaxprs_in(eqn))
+
+
+def ordered_effects(eqn: JaxprEqn) -> set[Any]:
+    """What keeps an equation in its place among others; to name a mesh axis does not."""
+    return {effect for effect in eqn.effects if not isinstance(effect, core.NamedAxisEffect)}
 
 
 def with_tag(eqn: JaxprEqn, **metadata: str) -> JaxprEqn:

@@ -197,6 +197,8 @@ def _argument_sharding(op: Any, number: int) -> Any:
         return attributes["sdy.sharding"] if "sdy.sharding" in attributes else None  # noqa: SIM401
     if op.name == "stablehlo.while":
         return _result_sharding(op, number)
+    if op.name == "sdy.manual_computation":
+        return sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings[number]
     return _UNKNOWN
 
 

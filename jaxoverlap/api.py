@@ -23,6 +23,7 @@ from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
+from jaxoverlap.passes.manual import decide_manual
 from jaxoverlap.passes.mesh import NoMeshError, find_mesh, unread
 from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import propagate
@@ -67,9 +68,10 @@ def overlap(
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
-    Matmuls whose shardings imply a collective become rings of permutes, each hop under a chunk of
-    the matmul; the step computes what it computed, and `explain()` names the matmuls that are left
-    alone. Use it on the jitted step, forward, backward and optimizer in one:
+    Matmuls whose shardings imply a collective, or that stand beside one of your own in the body of
+    a `jax.shard_map`, become rings of permutes, each hop under a chunk of the matmul; the step
+    computes what it computed, and `explain()` names the matmuls that are left alone. Use it on the
+    jitted step, forward, backward and optimizer in one:
 
         step = jaxoverlap.overlap(train_step)
 
@@ -294,8 +296,9 @@ class Overlapped:
         self._check_cluster(params["name"], mesh)
         reason = unread(mesh)
         shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs), jaxpr)
+        found = bodies(jaxpr)
         entries, sharings = decide(
-            bodies(jaxpr),
+            found,
             shardings,
             dict(mesh.shape),
             skip=self._options.skip,
@@ -303,7 +306,14 @@ class Overlapped:
             granularity=self._options.granularity,
             prefetch=self._options.fsdp == "prefetch",
         )
-        rewritten, gathered = rewrite(jaxpr, sharings, mesh)
+        inside, by_hand = decide_manual(
+            found,
+            shardings,
+            skip=self._options.skip,
+            granularity=self._options.granularity,
+        )
+        entries = tuple(inside.get(entry.site, entry) for entry in entries)
+        rewritten, gathered = rewrite(jaxpr, {**sharings, **by_hand}, mesh)
         prefetched = 0
         if self._options.fsdp == "prefetch":
             rewritten, prefetched = prefetch(rewritten, gathered)

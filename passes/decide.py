@@ -20,7 +20,8 @@ from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import Specs, share
-from jaxoverlap.passes.sites import LETTERS, Matmul, einsum_of
+from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
+from jaxoverlap.passes.wishes import Granularity, Wishes
 from jaxoverlap.plan import Decision, Skip, Variant
 
 PASSES = {
@@ -58,7 +59,7 @@ def decide(
     *,
     skip: Collection[str] = (),
     unread: str | None = None,
-    granularity: Variant | Mapping[str, Variant] | None = None,
+    granularity: Granularity = None,
     prefetch: bool = False,
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
@@ -80,19 +81,11 @@ def decide(
         ValueError: if an entry of `skip` or `granularity` names a line without a matmul.
     """
     matmuls = {dot.index: dot for body in found for dot in body.dots}
-    wanted = {"": granularity} if isinstance(granularity, Variant) else granularity or {}
-    sources = [source_of(matmuls[index]) for index in sorted(matmuls)]
-    _check_lines("skip", skip, sources)
-    _check_lines("granularity", [line for line in wanted if line], sources)
-
-    def variant(dot: Dot) -> Variant:
-        named = [v for line, v in wanted.items() if not line or _names(line, source_of(dot))]
-        return named[0] if named else Variant()
+    wishes = Wishes(skip, granularity)
+    wishes.check([source_of(matmuls[index]) for index in sorted(matmuls)])
 
     def read(dot: Dot) -> Matmul | str:
-        if variant(dot).style == "plain":
-            return "left plain as asked (granularity=)"
-        return unread or _refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
+        return unread or refusal(dot, wishes) or _matmul(dot, shardings, axis_sizes)
 
     def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
         read = shardings[dot.index]
@@ -103,10 +96,10 @@ def decide(
     }
     for sharing in sharings.values():
         for ring in sharing.rings:
-            ring.variant, ring.why = _variant(ring, variant(ring.members[0].dot))
+            ring.variant, ring.why = _variant(ring, wishes.variant(source_of(ring.members[0].dot)))
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
-        entries |= {index: _skip(matmuls[index], why) for index, why in sharing.skipped.items()}
+        entries |= {index: skip_of(matmuls[index], why) for index, why in sharing.skipped.items()}
         entries |= {d.site: d for ring in sharing.rings for d in _decisions(ring)}
         entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
     _charge_hoists(entries, sharings)
@@ -119,24 +112,10 @@ def source_of(dot: Dot) -> str:
     return short_source(file, line)
 
 
-def _names(entry: str, source: str) -> bool:
-    return source == entry or source.endswith("/" + entry) or entry.endswith("/" + source)
-
-
-def _check_lines(option: str, lines: Collection[str], sources: Sequence[str]) -> None:
-    for entry in lines:
-        if not any(_names(entry, source) for source in sources):
-            known = ", ".join(dict.fromkeys(sources)) or "none"
-            raise ValueError(
-                f"{option}={entry!r} names no line that writes a matmul; the step's matmuls are "
-                f"written at: {known}"
-            )
-
-
-def _refusal(dot: Dot, skip: Collection[str]) -> str | None:
+def refusal(dot: Dot, wishes: Wishes) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
-    if any(_names(entry, source_of(dot)) for entry in skip):
-        return "left alone as asked (skip=)"
+    if (asked := wishes.refusal(source_of(dot))) is not None:
+        return asked
     if dot.inside:
         return f"inside {dot.inside}, whose body is not rewritten"
     if _num_dims(dot) > len(LETTERS):
@@ -165,12 +144,16 @@ def _num_dims(dot: Dot) -> int:
 
 def _variant(ring: Ring, wanted: Variant) -> tuple[Variant, str]:
     """The variant of a ring, and why it is another than the wanted one."""
-    chunk = ring.first.chunk()
+    return variant_of(ring.kind, ring.first.chunk(), wanted)
+
+
+def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
+    """The variant of a ring with so many rows a chunk; why it is another than the wanted one."""
     if chunk % wanted.slices:
         style = "one_way" if wanted.style == "sliced" else wanted.style
         why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"
-        return _variant(ring, Variant(style))[0], why
-    if ring.kind == "all_to_all" and wanted.style in ("one_way", "two_way"):
+        return variant_of(kind, chunk, Variant(style))[0], why
+    if kind == "all_to_all" and wanted.style in ("one_way", "two_way"):
         return Variant("direct", wanted.slices), ""  # each slice has a device of its own to go to
     return wanted, ""
 
@@ -178,16 +161,18 @@ def _variant(ring: Ring, wanted: Variant) -> tuple[Variant, str]:
 # -- what explain() shows -------------------------------------------------------------------------
 
 
-def _einsum(dot: Dot) -> str:
+def letters_of(dot: Dot) -> str:
+    """A matmul's einsum, as it is shown."""
     if _num_dims(dot) > len(LETTERS):
         return "?"
     lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
     return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
 
 
-def _skip(dot: Dot, reason: str) -> Skip:
+def skip_of(dot: Dot, reason: str) -> Skip:
+    """The entry of a matmul that is left alone."""
     return Skip(
-        site=dot.index, source=source_of(dot), einsum=_einsum(dot), runs=dot.runs, reason=reason
+        site=dot.index, source=source_of(dot), einsum=letters_of(dot), runs=dot.runs, reason=reason
     )
 
 
@@ -243,7 +228,7 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
         site=member.dot.index,
         ring=rings[0].site if rings else member.dot.index,
         source=source_of(member.dot),
-        einsum=_einsum(member.dot),
+        einsum=letters_of(member.dot),
         kind="all_gather_matmul",
         axis=rings[0].first.ring.axis if rings else hoists[0].axis,
         letter="",

@@ -9,7 +9,7 @@ three projections that read one value stand in three bodies, and each would gath
 
 Only jits that hold a matmul are opened. One that says more than "compile this" (shardings,
 donation, compiler options, a wish about inlining, constants, effects) stays as it is; so do the
-bodies of primitives that have rules of their own.
+bodies of primitives that have rules of their own, but for shard_map.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _body(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[now(v) for v in eqn.invars])
-        opaque = eqn.primitive.name not in TRANSPARENT
+        opaque = eqn.primitive.name not in (*TRANSPARENT, "shard_map")
         if opaque or not any(map(_has_matmul, _compat.jaxprs_in(eqn))):
             eqns.append(eqn)
             continue

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jax.sharding import AxisType
+
 from jaxoverlap import _compat
 
 # Higher-order primitives whose bodies run as they stand, on the values the step itself holds.
-# The body of any other (shard_map, pallas_call, ...) has rules of its own: look, do not touch.
+# The body of any other (pallas_call, ...) has rules of its own: look, do not touch. That of a
+# shard_map is manual (`Manual`), and only `manual.py` touches it.
 TRANSPARENT = frozenset(
     {
         "jit",
@@ -31,6 +34,49 @@ TRANSPARENT = frozenset(
 )
 
 
+# Within a shard_map each device goes its own way through these, and a permute takes them all.
+_DIVERGING = frozenset({"while", "cond"})
+
+
+@dataclass(frozen=True)
+class Manual:
+    """What is manual in a body.
+
+    Attributes:
+        maps: the equations of the shard_maps around it, outer ones first.
+    """
+
+    maps: tuple[Any, ...]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The manual mesh axes, and the devices along each."""
+        manual = {a for eqn in self.maps for a in eqn.params["newly_manual_axes"]}
+        return {a: n for a, n in self._mesh.shape.items() if a in manual}
+
+    @property
+    def automatic(self) -> dict[str, int]:
+        """The axes that the partitioner shards by, and the devices along each."""
+        types = dict(zip(self._mesh.axis_names, self._mesh.axis_types, strict=True))
+        left = {a: n for a, n in self._mesh.shape.items() if a not in self.axes and n > 1}
+        return {a: n for a, n in left.items() if types[a] != AxisType.Explicit}
+
+    @property
+    def explicit(self) -> tuple[str, ...]:
+        """The axes whose shardings are part of the arrays' types."""
+        rest = {*self.axes, *self.automatic}
+        return tuple(a for a, n in self._mesh.shape.items() if a not in rest and n > 1)
+
+    @property
+    def checked(self) -> bool:
+        """Whether types say on which axes' devices a value may differ (`check_vma`)."""
+        return self.maps[-1].params["check_vma"]
+
+    @property
+    def _mesh(self) -> Any:
+        return self.maps[-1].params["mesh"]
+
+
 @dataclass(frozen=True)
 class Dot:
     """One `dot_general` of a step.
@@ -40,8 +86,9 @@ class Dot:
         eqn: the equation.
         runs: how often a step runs it: the product of the lengths of the scans around it (a while
             loop, whose trips are not known, counts once).
-        inside: the primitive whose body must not be rewritten, or None.
+        inside: the primitive whose body has rules of its own, or None.
         place: the equation's number in its body.
+        manual: what is manual where it stands, if that is in a shard_map, and all devices run it.
     """
 
     index: int
@@ -49,6 +96,7 @@ class Dot:
     runs: int
     inside: str | None
     place: int
+    manual: Manual | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +212,15 @@ class _Walk:
         self.num_dots = 0
         self.num_bodies = 0
 
-    def jaxpr(self, jaxpr: Any, known: _Known, *, runs: int, inside: str | None) -> Any:
+    def jaxpr(
+        self,
+        jaxpr: Any,
+        known: _Known,
+        *,
+        runs: int,
+        inside: str | None,
+        manual: Manual | None = None,
+    ) -> Any:
         index = self.num_bodies
         self.num_bodies += 1
         eqns: list[Any] = []
@@ -172,27 +228,34 @@ class _Walk:
         for place, eqn in enumerate(jaxpr.eqns):
             known.follow(eqn)
             if eqn.primitive.name == "dot_general":
-                found.append(Dot(self.num_dots, eqn, runs, inside, place))
+                found.append(Dot(self.num_dots, eqn, runs, inside, place, manual))
                 self.num_dots += 1
                 eqns.append(eqn)
             else:
-                eqns.append(self.eqn(eqn, known, runs=runs, inside=inside))
+                eqns.append(self.eqn(eqn, known, runs=runs, inside=inside, manual=manual))
         ahead = frozenset(known.ahead)
         new = self.visit(Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found), ahead))
-        assert new is None or inside is None, "the body of an opaque primitive is not ours"
-        if inside or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):
+        ours = inside is None or manual is not None
+        assert new is None or ours, "the body of an opaque primitive is not ours"
+        if not ours or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):
             return jaxpr
         return jaxpr.replace(eqns=eqns if new is None else new)
 
-    def eqn(self, eqn: Any, known: _Known, *, runs: int, inside: str | None) -> Any:
+    def eqn(
+        self, eqn: Any, known: _Known, *, runs: int, inside: str | None, manual: Manual | None
+    ) -> Any:
         name = eqn.primitive.name
         if not any(True for _ in _compat.jaxprs_in(eqn)):
             return eqn
         inner_runs = runs * eqn.params["length"] if name == "scan" else runs
         opaque = inside or (None if name in TRANSPARENT else name)
+        if name == "shard_map" and (manual or inside is None):
+            manual = Manual((*(manual.maps if manual else ()), eqn))
+        elif manual and (name in _DIVERGING or name not in TRANSPARENT):
+            manual, opaque = None, f"{name} in {opaque}"
         return _compat.map_jaxprs(
             lambda jaxpr: self.jaxpr(
-                jaxpr, known.inside(eqn, jaxpr), runs=inner_runs, inside=opaque
+                jaxpr, known.inside(eqn, jaxpr), runs=inner_runs, inside=opaque, manual=manual
             ),
             eqn,
         )

@@ -22,18 +22,16 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
         name: the step's name, for messages.
         arguments: its flat arguments: arrays, ShapeDtypeStructs or scalars.
         parameters: the jit's shardings and its context mesh.
-        jaxpr: the traced step, whose sharding constraints name a mesh too.
+        jaxpr: the traced step, whose sharding constraints name a mesh too; and its shard_maps,
+            which are asked last, as each has its own.
 
     Raises:
         NoMeshError: if there is none.
         ValueError: if there are two, or if it has one device.
     """
-    meshes = {
-        mesh
-        for source in (map(_compat.bound_sharding, arguments), parameters, _constraints(jaxpr))
-        for mesh in map(_mesh, source)
-        if mesh is not None and not mesh.empty
-    }
+    named = (map(_compat.bound_sharding, arguments), parameters, _constraints(jaxpr))
+    meshes = {mesh for source in named for mesh in _meshes(source)}
+    meshes = meshes or set(_meshes(_shard_maps(jaxpr)))
     if not meshes:
         raise NoMeshError(
             f"{name} has no mesh: none of its arguments, in_shardings, out_shardings and sharding "
@@ -73,21 +71,30 @@ def unread(mesh: Mesh) -> str | None:
     )
 
 
-def _mesh(source: Any) -> Mesh | None:
-    if isinstance(source, NamedSharding):
-        source = source.mesh
-    return source if isinstance(source, Mesh) else None
+def _meshes(sources: Iterable[Any]) -> Iterator[Mesh]:
+    for source in sources:
+        mesh = source.mesh if isinstance(source, NamedSharding) else source
+        if isinstance(mesh, Mesh) and not mesh.empty:
+            yield mesh
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
     """The shardings of every sharding constraint, at any depth."""
+    return (eqn.params["sharding"] for eqn in _named(jaxpr, "sharding_constraint"))
+
+
+def _shard_maps(jaxpr: Any) -> Iterator[Any]:
+    """The meshes of every shard_map, at any depth."""
+    return (eqn.params["mesh"] for eqn in _named(jaxpr, "shard_map"))
+
+
+def _named(jaxpr: Any, primitive: str) -> Iterator[Any]:
+    """The equations of a primitive, at any depth."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            yield eqn.params["sharding"]
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if _compat.is_jaxpr(inner):
-                    yield from _constraints(inner)
+        if eqn.primitive.name == primitive:
+            yield eqn
+        for inner in _compat.jaxprs_in(eqn):
+            yield from _named(inner, primitive)
 
 
 def explicit_axes(mesh: Mesh) -> tuple[str, ...]:

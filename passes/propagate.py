@@ -27,6 +27,7 @@ def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:
         traced: the step.
         jaxpr: its jaxpr, flattened; the numbers are of this one.
 
+    In manual code the specs name the axes that are automatic beside the manual ones.
     A matmul that is missing from the answer did not reach StableHLO as a dot.
 
     Raises:
@@ -34,7 +35,9 @@ def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:
     """
 
     def tag(dot):
-        return None if dot.inside else [_compat.with_tag(dot.eqn, **{_TAG: str(dot.index)})]
+        if dot.inside and not (dot.manual and dot.manual.automatic):
+            return None
+        return [_compat.with_tag(dot.eqn, **{_TAG: str(dot.index)})]
 
     params = _compat.with_jaxpr(_compat.traced_params(traced), map_dots(jaxpr, tag), {})
     lowered = _compat.traced_with(traced, params).lower()

@@ -29,6 +29,9 @@ from jaxoverlap.passes.decide import PASSES, source_of
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.jaxprs import Body, map_bodies
 from jaxoverlap.passes.layout import Layout
+from jaxoverlap.passes.manual import ManualSharing
+from jaxoverlap.passes.manual_rings import manual_rings
+from jaxoverlap.passes.manual_sites import Site
 from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.passes.mesh import automatic, explicit_axes
@@ -36,7 +39,9 @@ from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.sites import Side, Spec, Split
 
 
-def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> tuple[Any, set[Any]]:
+def rewrite(
+    jaxpr: Any, sharings: Mapping[int, Sharing | ManualSharing], mesh: Mesh
+) -> tuple[Any, set[Any]]:
     """A jaxpr with rings in the place of matmuls, as decided for each body (by its number).
 
     Returns:
@@ -49,6 +54,8 @@ def rewrite(jaxpr: Any, sharings: Mapping[int, Sharing], mesh: Mesh) -> tuple[An
 
     def visit(body: Body) -> list[Any] | None:
         sharing = sharings.get(body.index)
+        if isinstance(sharing, ManualSharing):
+            return manual_rings(body, sharing, _dot_on(mesh)) if sharing.rings else None
         if sharing is None or not (sharing.rings or sharing.readers):
             return None
         rewritten = _Rewritten(body, sharing, mesh)
@@ -280,7 +287,7 @@ def _dot_on(mesh: Mesh) -> _Dot:
     # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
     widens = mesh.devices.flat[0].platform == "cpu"
 
-    def dot(member: Member, lhs: Array, rhs: Array, dtype: Any) -> Array:
+    def dot(member: Member | Site, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params
         if widens:
             lhs, rhs = (

@@ -229,6 +229,46 @@ def test_jaxprs_variables_and_equations_have_the_fields_in_use():
     assert dataclasses.is_dataclass(eqn.source_info) or hasattr(eqn.source_info, "replace")
 
 
+def in_a_shard_map(check: bool):
+    """A shard_map over all of the mesh, and the equations of its body."""
+
+    def body(x):
+        return jax.lax.psum(2 * jax.lax.all_gather(x, "model", tiled=True), "model")
+
+    specs = dict(in_specs=P("model"), out_specs=P(), check_vma=check)
+    (eqn,) = jax.make_jaxpr(jax.shard_map(body, mesh=MESH, **specs))(X).eqns
+    return eqn, eqn.params["jaxpr"].eqns
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_equations_are_made_as_in_the_body_of_a_shard_map(check: bool):
+    eqn, (gather, *_) = in_a_shard_map(check)
+
+    def ring(x):
+        return jnp.tile(jax.lax.ppermute(x, "model", [(0, 1)]), (4, 1)) * jax.lax.axis_index(
+            "model"
+        )
+
+    with _compat.in_shard_maps([eqn]):
+        new = _compat.inline(ring, gather.invars, gather.outvars, gather)
+    assert new[-1].outvars == gather.outvars
+    with pytest.raises(NameError):  # the axis has no name any more
+        _compat.inline(ring, gather.invars, gather.outvars, gather)
+
+
+def test_what_devices_do_together():
+    _, body = in_a_shard_map(True)
+    together = [e.primitive.name for e in body if _compat.is_collective(e)]
+    assert together == ["all_gather", "psum_invariant"]
+    assert not any(map(_compat.ordered_effects, body))
+
+
+def test_a_result_of_another_type_is_refused():
+    eqn, (gather, *_) = in_a_shard_map(True)
+    with _compat.in_shard_maps([eqn]), pytest.raises(AssertionError, match="in the place of"):
+        _compat.inline(lambda x: x + 1, gather.invars, gather.outvars, gather)
+
+
 # -- compiler options -----------------------------------------------------------------------------
 
 

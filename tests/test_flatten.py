@@ -296,11 +296,11 @@ def test_the_body_of_a_primitive_with_rules_of_its_own_stays():
     assert jits(solve.params["jaxprs"].matvec) == jits(before.params["jaxprs"].matvec) > 0
 
 
-def test_the_body_of_a_shard_map_stays():
+def test_jits_in_the_body_of_a_shard_map_are_opened():
     mapped = jax.shard_map(product, mesh=MESH, in_specs=(P("model"), P()), out_specs=P("model"))
     (eqn,) = flat(lambda x, w: jax.jit(mapped)(x, w)).eqns
     assert eqn.primitive.name == "shard_map"
-    assert names(eqn.params["jaxpr"]) == ["jit"]
+    assert names(eqn.params["jaxpr"]) == ["pvary", "dot_general"]
 
 
 # -- names ----------------------------------------------------------------------------------------

@@ -186,12 +186,29 @@ def test_a_jvp_rule_is_seen_where_it_is_used():
     assert all(d.inside is None for d in found)
 
 
-def test_the_body_of_a_shard_map_is_looked_at_only():
+def test_what_is_manual_in_the_body_of_a_shard_map():
     found = dots(traced(sharded))
     assert [d.inside for d in found] == [None, "shard_map", "shard_map", None]
     assert [d.runs for d in found] == [1, 1, 3, 1]
-    with pytest.raises(AssertionError, match="not ours"):
-        map_dots(traced(sharded), lambda dot: [dot.eqn] if dot.inside else None)
+    assert [d.manual and d.manual.axes for d in found] == [None, {"x": 2}, {"x": 2}, None]
+
+
+def test_branches_and_loops_in_a_shard_map_are_looked_at_only():
+    """Its devices may run them differently: nothing may be put there that wants them all."""
+
+    def body(x, w):
+        y = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)
+        return lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ w, y)
+
+    def step(x, w):
+        auto = (AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("x",), axis_types=auto, devices=jax.devices()[:2])
+        specs = dict(in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
+        return jax.shard_map(body, mesh=mesh, **specs)(x, w)
+
+    found = dots(traced(step))
+    assert [d.inside for d in found] == ["cond in shard_map", "while in shard_map"]
+    assert [d.manual for d in found] == [None, None]
 
 
 def test_a_linear_solver_is_looked_at_only():
@@ -204,6 +221,8 @@ def test_a_linear_solver_is_looked_at_only():
     found = dots(jaxpr)
     assert found
     assert {d.inside for d in found} == {"custom_linear_solve"}
+    with pytest.raises(AssertionError, match="not ours"):
+        map_dots(jaxpr, lambda dot: [dot.eqn])
     np.testing.assert_array_equal(run(map_dots(jaxpr, lambda dot: None)), run(jaxpr))
 
 

@@ -95,3 +95,11 @@ def test_only_manual_axes_are_not_read():
     assert reason is not None
     assert reason.startswith("mesh axis model is Manual for the whole step:")
     assert "around the shard_map" in reason
+
+
+def test_the_mesh_of_a_shard_map_is_asked_last():
+    mapped = jax.shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P())
+    jaxpr = jax.make_jaxpr(jax.jit(mapped))(jnp.ones(4))
+    assert find(jaxpr=jaxpr) == MESH
+    other = mesh_of((8,), ("x",), (AUTO,))
+    assert find(parameters=[NamedSharding(other, P())], jaxpr=jaxpr) == other

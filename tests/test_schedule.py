@@ -54,6 +54,28 @@ def test_each_ring_hides_all_its_hops(name, dtype):
     assert (hops.count, hops.covered, hops.synchronous) == (7, 7, 0)
 
 
+def test_rings_in_manual_code_hide_their_hops():
+    """Sequence and tensor parallelism by hand: two rings forward, two backward."""
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
+
+    def layer(x, w, v):
+        h = jnp.tanh(jax.lax.all_gather(x, "x", axis=1, tiled=True) @ w)
+        return jax.lax.psum_scatter(h @ v, "x", scatter_dimension=1, tiled=True)
+
+    specs = (P(None, "x"), P(None, "x"), P("x"))
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    shapes = ((8, 2048, 4096), (4096, 8192), (8192, 4096))
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    step = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.float32(mapped(*a)) ** 2), argnums=(0, 1, 2)))
+    lowered = jaxoverlap.overlap(step).lower(*args)
+    assert len({d.ring for d in lowered.plan.decisions}) == 4
+    hops = lowered.compile().audit().hops
+    assert (hops.count, hops.covered, hops.synchronous) == (28, 28, 0)
+
+
 @pytest.mark.parametrize("chip", [c.name for c in jaxoverlap.chips()])
 def test_on_every_chip(chip):
     mesh = jaxoverlap.pod_mesh(f"{chip}:1x4", {"x": 4})
