@@ -1,0 +1,260 @@
+"""A crude yardstick of a compiled step: seconds of matmul, and of communication left exposed.
+
+Two rates and two latencies, and the order of XLA's schedule. Matmuls run one after the other at
+MATMUL_FLOPS; a collective takes its latency and its bytes at the rate of the slowest link that it
+uses. Everything else (softmax, norms, the optimizer) is taken to cost nothing, and matmuls are
+taken not to slow down beside communication. What comes out compares two schedules of the same step;
+it is no prediction of a step's time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import jaxoverlap
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.audit import Collective
+
+MATMUL_FLOPS = 650e12  # per second: bf16 on an H100, as large matmuls run
+HOST_BYTES_PER_S = 317e9  # sent by each GPU, over NVLink within a host
+NETWORK_BYTES_PER_S = 45e9  # sent by each GPU, to another host
+HOP_S, COLLECTIVE_S = 8e-6, 15e-6  # latency of a permute, and of anything that NCCL synchronizes
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a device spends in a step, in seconds.
+
+    Attributes:
+        matmul: in matmuls.
+        collective: in collectives, hidden or not.
+        exposed: in collectives while no matmul runs.
+    """
+
+    matmul: float = 0.0
+    collective: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of the step: matmul + exposed."""
+        return self.matmul + self.exposed
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.matmul + other.matmul,
+            self.collective + other.collective,
+            self.exposed + other.exposed,
+        )
+
+    def __mul__(self, times: int) -> Seconds:
+        return Seconds(self.matmul * times, self.collective * times, self.exposed * times)
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """The seconds of a step, and which collectives are exposed for how many of them.
+
+    Attributes:
+        seconds: of all of a step's runs.
+        exposed: by collective: what a device waits for it in one step.
+    """
+
+    seconds: Seconds
+    exposed: dict[Collective, float]
+
+
+def yardstick(text: str, gpus_per_host: int) -> Yardstick:
+    """Lay a scheduled module out in time.
+
+    The matmuls run in schedule order. A collective begins at its start, or when the link that it
+    needs is free, if that is later; a synchronous one also keeps the matmuls waiting. At its done
+    the device waits for what is missing: that is exposed. Links are two, within a host and between
+    hosts, and each carries one collective at a time. Loops run their known trips.
+
+    Args:
+        text: of a scheduled HLO module.
+        gpus_per_host: devices are numbered host after host.
+
+    Raises:
+        ValueError: if the text is no such module, or has matmuls of unknown size.
+    """
+    module = hlo.parse(text)
+    collectives = jaxoverlap.audit(text).collectives
+    walk = _Walk(module, {(c.computation, c.name): c for c in collectives}, gpus_per_host)
+    seconds = walk.computation(module.entry)
+    return Yardstick(seconds, {c: walk.waits[c.computation, c.name] * c.runs for c in collectives})
+
+
+@dataclass
+class _Lane:
+    """Where a device is in one run of a computation, in seconds from its start."""
+
+    spent: Seconds = Seconds()
+    free: dict[bool, float] = field(default_factory=dict)  # by link: whether it is the network
+    due: dict[str, tuple[str, float]] = field(default_factory=dict)  # by who to wait for: who, end
+
+    def begin(self, network: bool, seconds: float) -> float:
+        """Put a collective on a link; when it ends."""
+        end = max(self.spent.total, self.free.get(network, 0.0)) + seconds
+        self.free[network] = end
+        self.spent += Seconds(collective=seconds)
+        return end
+
+    def wait(self, until: float) -> float:
+        """Wait for the end of a collective; how long that takes."""
+        waited = max(0.0, until - self.spent.total)
+        self.spent += Seconds(exposed=waited)
+        return waited
+
+
+class _Walk:
+    """A module, read in the order in which it runs."""
+
+    def __init__(
+        self, module: hlo.Module, found: dict[tuple[str, str], Collective], gpus_per_host: int
+    ):
+        self.module, self.found, self.gpus_per_host = module, found, gpus_per_host
+        self.waits: dict[tuple[str, str], float] = {}  # by collective: in one run of it
+
+    def computation(self, name: str) -> Seconds:
+        lane = _Lane()
+        instructions = self.module.body(name)
+        shapes = {i.name: i.shape for i in instructions}
+        counted = set()
+        for i in instructions:
+            collective = self.found.get((name, i.name))
+            if i.opcode in ("while", "conditional", "call"):
+                trips = i.trip_count or 1 if i.opcode == "while" else 1
+                for called in i.called:
+                    lane.spent += self.computation(called) * trips
+            elif collective:
+                end = lane.begin(*self.cost(collective))
+                if collective.asynchronous:
+                    lane.due[i.name] = (i.name, end)
+                else:
+                    self.waits[name, i.name] = lane.wait(end)
+            elif i.operands[:1] and i.operands[0] in lane.due:
+                start, end = lane.due.pop(i.operands[0])
+                if i.opcode.endswith("-update"):
+                    lane.due[i.name] = (start, end)
+                else:
+                    self.waits[name, start] = lane.wait(end)
+            elif flops := _flops(self.module, i, shapes):
+                lane.spent += Seconds(matmul=flops / MATMUL_FLOPS)
+                counted.add(i.name)
+        self.check(name, counted)
+        return lane.spent
+
+    def cost(self, collective: Collective) -> tuple[bool, float]:
+        """The link of a collective (whether it is the network), and its seconds."""
+        groups = parties(collective, self.module.num_devices)
+        network = any(len({d // self.gpus_per_host for d in group}) > 1 for group in groups)
+        rate = NETWORK_BYTES_PER_S if network else HOST_BYTES_PER_S
+        latency = HOP_S if collective.kind == "collective-permute" else COLLECTIVE_S
+        return network, latency + collective.bytes_moved / rate
+
+    def check(self, computation: str, counted: set[str]) -> None:
+        """A matmul that the audit sees and this does not would count as no time at all."""
+        for (where, _), collective in self.found.items():
+            if where == computation and (missed := set(collective.matmuls) - counted):
+                if missed := [m for m in missed if not self.runs_more(where, m)]:
+                    raise ValueError(f"matmuls of unknown size: {', '.join(sorted(missed))}")
+
+    def runs_more(self, computation: str, name: str) -> bool:
+        """Whether an instruction is a loop or a call, whose matmuls are counted inside."""
+        found = next(i for i in self.module.body(computation) if i.name == name)
+        return found.opcode in ("while", "conditional", "call")
+
+
+# -- matmuls --------------------------------------------------------------------------------------
+
+_CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
+
+
+def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, str]) -> int:
+    """Floating-point operations of the matmul that an instruction is, or of those it has inside."""
+    found = _CONTRACTED.search(instruction.line)
+    if instruction.opcode in ("dot", "custom-call") and found:
+        lhs = _dims(shapes.get(instruction.operands[0], ""))
+        contracted = [lhs[int(d)] for d in re.findall(r"\d+", found.group(1))]
+        return 2 * math.prod(_dims(instruction.shape)) * math.prod(contracted)
+    if instruction.opcode != "fusion":
+        return 0
+    inside = [i for name in instruction.called for i in module.body(name)]
+    shapes = {i.name: i.shape for i in inside}
+    return sum(_flops(module, i, shapes) for i in inside)
+
+
+def _dims(shape: str) -> list[int]:
+    """The dims of an array, or of the first one of a tuple: a matmul's result."""
+    return [int(d) for d in re.findall(r"\d+", hlo.array_shapes(shape)[0].partition("[")[2])]
+
+
+# -- who talks to whom ----------------------------------------------------------------------------
+
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+
+
+def parties(collective: Collective, num_devices: int) -> list[tuple[int, ...]]:
+    """The groups of devices that exchange data in a collective; the pairs of a permute.
+
+    Raises:
+        ValueError: if its groups are written in a way that this does not know.
+    """
+    groups = collective.groups
+    if not groups or groups == "{}":
+        return [tuple(range(num_devices))]
+    if groups.startswith("{{"):
+        return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", groups)]
+    if found := _MESH.fullmatch(groups):
+        return _mesh_groups(*found.groups(), num_devices)
+    if (found := _IOTA.fullmatch(groups)) and found.group(2):
+        shape, source, order = (_numbers(part) for part in found.groups())
+        return _rows(_iota(source, order), shape[-1])
+    raise ValueError(f"{collective.name}: groups in an unknown form: {groups}")
+
+
+def _mesh_groups(
+    axes: str, device_ids: str | None, together: str, num_devices: int
+) -> list[tuple[int, ...]]:
+    """Groups along some axes of a mesh; 'x':(2)4 is the part of x of size 4 after 2 others."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    wanted = {}
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", together):
+        wanted[name] = (int(before), int(size)) if size else (1, sizes[name])
+    shape, moving = [], []
+    for name, size in sizes.items():
+        before, part = wanted.get(name, (size, 1))
+        shape += [before, part, size // before // part]
+        moving += [False, True, False]
+    order = [i for i, m in enumerate(moving) if not m] + [i for i, m in enumerate(moving) if m]
+    devices = list(range(num_devices))
+    if device_ids:
+        found = _IOTA.fullmatch(device_ids)
+        if not found:
+            raise ValueError(f"device ids in an unknown form: {device_ids}")
+        devices = _iota(_numbers(found.group(2) or found.group(1)), _numbers(found.group(3)))
+    size = math.prod(part for part, m in zip(shape, moving, strict=True) if m)
+    return _rows([devices[place] for place in _iota(shape, order)], size)
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text or "")]
+
+
+def _iota(shape: list[int], order: list[int]) -> list[int]:
+    """0, 1, 2, ... in `shape`, transposed to `order`, flat."""
+    order = order or list(range(len(shape)))
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    flat = [0]
+    for dim in order:
+        flat = [at + i * strides[dim] for at in flat for i in range(shape[dim])]
+    return flat
+
+
+def _rows(devices: list[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
