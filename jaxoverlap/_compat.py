@@ -130,6 +130,21 @@ def typed_spec(var: Any) -> jax.sharding.PartitionSpec:
     return var.aval.sharding.spec
 
 
+def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
+    """The sharding of a variable whose mesh has explicit axes only; None for another."""
+    mesh = var.aval.sharding.mesh
+    if mesh.empty or not mesh.are_all_axes_explicit:
+        return None
+    entries = (*typed_spec(var), *[None] * var.aval.ndim)[: var.aval.ndim]
+    return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+
+
+def states_some(var: Any) -> bool:
+    """Whether a variable's type states its sharding over some axes of its mesh, and not over all."""
+    mesh = var.aval.sharding.mesh
+    return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
+
+
 def _struct(var: Any) -> jax.ShapeDtypeStruct:
     """A variable's type; the sharding only where it is a part of that."""
     sharding = var.aval.sharding

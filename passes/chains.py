@@ -35,6 +35,21 @@ class End(NamedTuple):
     places: tuple[int, ...] = ()
     views: tuple[Any, ...] = ()
 
+    @property
+    def reshards(self) -> int:
+        """How many of the equations are reshards."""
+        return len(self.places) - len(self.views)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Which of the result's dims each dim is; () if they are in order."""
+        dims: tuple[int, ...] = ()
+        for eqn in self.views:
+            if eqn.primitive.name == "transpose":
+                permutation = eqn.params["permutation"]
+                dims = tuple(dims[d] for d in permutation) if dims else tuple(permutation)
+        return dims
+
     def seen(self, value: Array) -> Array:
         """The result as it becomes, but for the resharding."""
         for eqn in self.views:
@@ -61,15 +76,18 @@ class Chains:
             if not _compat.is_literal(atom):
                 self._readers[atom].append(None)
 
-    def origin(self, var: Any) -> Any:
-        """What a matmul's operand is made from by nothing but reshards that only matmuls read."""
-        if _compat.is_literal(var):
-            return var
-        while (place := self._made.get(var)) is not None and self._moves(place):
-            if not all(self._is_matmul(reader) for reader in self._readers[var]):
-                return var
-            var = self._eqns[place].invars[0]
-        return var
+    def origin(self, var: Any) -> tuple[Any, int]:
+        """What a matmul's operand is made from by nothing but reshards that only matmuls read.
+
+        Returns:
+            Its variable, and how many reshards there are.
+        """
+        reshards = 0
+        while not _compat.is_literal(var) and (place := self._made.get(var)) is not None:
+            if not (self._moves(place) and all(map(self._is_matmul, self._readers[var]))):
+                break
+            var, reshards = self._eqns[place].invars[0], reshards + 1
+        return var, reshards
 
     def end(self, var: Any) -> End:
         """What a result becomes up to its last reshard, if nobody else reads it."""
@@ -87,7 +105,8 @@ class Chains:
         return end
 
     def _moves(self, place: int) -> bool:
-        return self._eqns[place].primitive.name in _MOVES
+        eqn = self._eqns[place]
+        return eqn.primitive.name in _MOVES and not _compat.states_some(eqn.outvars[0])
 
     def _is_matmul(self, place: int | None) -> bool:
         if place is None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -58,9 +59,11 @@ def take(array: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) ->
     if chunk is None and cut.pieces == 1:
         return array
     if cut.outer == 1 and (chunk is not None or cut.chunks == 1):
-        return lax.dynamic_slice_in_dim(array, _start(cut, chunk, piece, size), size, dim)
+        sizes = _with(array.shape, dim, size)
+        starts = _starts(array, dim, cut, chunk, piece, size)
+        return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
     view, starts, sizes = _window(array, dim, cut, chunk, piece)
-    taken = lax.dynamic_slice(view, starts, sizes)
+    taken = lax.dynamic_slice(view, starts, sizes, allow_negative_indices=False)
     return taken.reshape(_with(array.shape, dim, _count(cut, chunk) * size))
 
 
@@ -70,10 +73,12 @@ def put(array: Array, part: Array, dim: int, cut: Cut, chunk: Any = None, piece:
     if chunk is None and cut.pieces == 1:
         return part
     if cut.outer == 1 and (chunk is not None or cut.chunks == 1):
-        start = _start(cut, chunk, piece, size)
-        return lax.dynamic_update_slice_in_dim(array, part, start, dim)
+        starts = _starts(array, dim, cut, chunk, piece, size)
+        return lax.dynamic_update_slice(array, part, starts, allow_negative_indices=False)
     view, starts, sizes = _window(array, dim, cut, chunk, piece)
-    return lax.dynamic_update_slice(view, part.reshape(sizes), starts).reshape(array.shape)
+    part = part.reshape(sizes)
+    whole = lax.dynamic_update_slice(view, part, starts, allow_negative_indices=False)
+    return whole.reshape(array.shape)
 
 
 def room(part: Array, dim: int, cut: Cut, chunk: Any = None) -> Array:
@@ -141,16 +146,22 @@ def _window(
     """The view of an array, and where in it a piece starts and how large it is."""
     size = cut.size(array.shape[dim])
     view = array.reshape(_with(array.shape, dim, cut.outer, cut.chunks, cut.pieces, size))
-    starts: list[Any] = [0] * view.ndim
-    starts[dim + 1 : dim + 3] = [0 if chunk is None else chunk, piece]
+    starts: list[Any] = [np.int32(0)] * view.ndim
+    starts[dim + 1 : dim + 3] = [np.int32(0) if chunk is None else chunk, np.int32(piece)]
     sizes = list(_with(array.shape, dim, cut.outer, _count(cut, chunk) // cut.outer, 1, size))
     return view, starts, sizes
 
 
-def _start(cut: Cut, chunk: Any, piece: int, size: int) -> Any:
-    if chunk is None:
-        return piece * size
-    return (chunk * cut.pieces + piece) * size if cut.pieces > 1 else chunk * size
+def _starts(array: Array, dim: int, cut: Cut, chunk: Any, piece: int, size: int) -> list[Any]:
+    """Where a piece starts in each dim."""
+    starts: list[Any] = [np.int32(0)] * array.ndim
+    starts[dim] = np.int32(piece * size)
+    if isinstance(chunk, Array):  # in lax: jnp's operators trace a jit each
+        start = lax.mul(chunk, np.int32(cut.pieces * size))
+        starts[dim] = lax.add(start, starts[dim]) if piece else start
+    elif chunk is not None:
+        starts[dim] = np.int32((chunk * cut.pieces + piece) * size)
+    return starts
 
 
 def _count(cut: Cut, chunk: Any) -> int:

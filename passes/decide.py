@@ -19,8 +19,8 @@ from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
-from jaxoverlap.passes.share import share
-from jaxoverlap.passes.sites import LETTERS, Matmul, Spec, einsum_of
+from jaxoverlap.passes.share import Specs, share
+from jaxoverlap.passes.sites import LETTERS, Matmul, einsum_of
 from jaxoverlap.plan import Decision, Skip, Variant
 
 PASSES = {
@@ -79,8 +79,9 @@ def decide(
     def read(dot: Dot) -> Matmul | str:
         return unread or _refusal(dot, skip) or _matmul(dot, shardings, axis_sizes)
 
-    def beyond(dot: Dot) -> tuple[Spec | None, Spec | None, Spec | None]:
-        return shardings[dot.index][3:]
+    def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
+        read = shardings[dot.index]
+        return read.lhs_sources, read.rhs_sources, read.out_sinks
 
     sharings = {body.index: share(body, read, beyond) for body in found if body.dots}
     for sharing in sharings.values():

@@ -183,7 +183,7 @@ def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str
         return motion.letter
 
     def shards(letter: str) -> int:
-        return math.prod(s.axis_size for s in shared if s.out == letter)
+        return math.prod(s.axis_size for s in shared if s.out == letter or _exchanges(s, letter))
 
     sizes = matmul.einsum.sizes
     fits = [c for c in matmul.einsum.out if sizes[c] % (shards(c) * ring.axis_size) == 0]
@@ -254,7 +254,7 @@ def _crossed(layout: Layout) -> str | None:
                 if stride is None or other is None or axis == split.axis:
                     continue
                 low, high = sorted([(stride, split.axis_size), (other, matmul.axis_sizes[axis])])
-                if low[0] * low[1] > high[0]:
+                if high[0] % (low[0] * low[1]):
                     return f"{axis} and {split.axis} shard dim {letter} in blocks that cross"
     return None
 

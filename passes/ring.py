@@ -32,6 +32,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from jax import Array, lax
+
 from jaxoverlap.plan import Style, Variant
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -81,8 +84,14 @@ def permutation(axis_size: int, shift: int) -> list[tuple[int, int]]:
 
 
 def chunk_at(rank: Any, back: int, axis_size: int) -> Any:
-    """The chunk that `rank` calls `back`."""
-    return (rank - back) % axis_size
+    """The chunk that `rank` calls `back`.
+
+    In `lax` where it is traced: jnp's operators trace a jit each, and there are many hops.
+    """
+    if not isinstance(rank, Array):
+        return (rank - back) % axis_size
+    forth = np.int32(-back % axis_size)  # no operand of the remainder is negative
+    return lax.rem(lax.add(rank, forth), np.int32(axis_size))
 
 
 def gather_steps(style: Style, axis_size: int) -> list[GatherStep]:

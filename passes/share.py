@@ -23,10 +23,12 @@ from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.order import Order
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.sites import Matmul, Motion, Refusal, Side, Spec, Split, splits
+from jaxoverlap.passes.sites import Matmul, Motion, Refusal, Side, Spec, Split
 
 Read = Callable[[Dot], Matmul | str]
-Beyond = Callable[[Dot], tuple[Spec | None, Spec | None, Spec | None]]
+Specs = Sequence[Spec | None]
+Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
+NO_COLLECTIVE = "no collective"
 _View = tuple[Member, Matmul]
 
 
@@ -36,7 +38,8 @@ def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
     Args:
         body: the body.
         read: gives a matmul with its shardings, or why it is left alone.
-        beyond: the shardings of what its operands are resharded from and its result to.
+        beyond: the shardings of what its operands are resharded from and its result to, reshard by
+            reshard.
     """
     sharing, chains = Sharing(Order(body.eqns)), Chains(body)
     late: list[tuple[Dot, Matmul]] = []
@@ -44,7 +47,7 @@ def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
         matmul = read(dot)
         if isinstance(matmul, str):
             sharing.skipped[dot.index] = matmul
-        elif any(isinstance(s, Refusal) for s in splits(matmul)):
+        elif any(isinstance(s, Refusal) for s in matmul.splits):
             late.append((dot, matmul))  # the others may move for it what it reads
         else:
             _place(sharing, _views(chains, dot, matmul, beyond(dot)))
@@ -55,28 +58,40 @@ def share(body: Body, read: Read, beyond: Beyond) -> Sharing:
 
 
 def _views(
-    chains: Chains, dot: Dot, matmul: Matmul, beyond: tuple[Spec | None, Spec | None, Spec | None]
+    chains: Chains, dot: Dot, matmul: Matmul, beyond: tuple[Specs, Specs, Specs]
 ) -> list[_View]:
     """The matmul with the reshards around it, with those of its result, and as it is written."""
     lhs, rhs = dot.eqn.invars
     own, end = End(dot.eqn.outvars[0]), chains.end(dot.eqn.outvars[0])
     plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), own)
     views: list[_View] = [(plain, matmul)]
-    if end.places and beyond[2] not in (None, matmul.out):
+    if (spec := _resharded(end.var, end.reshards, beyond[2], end.dims)) not in (None, matmul.out):
         ended = dataclasses.replace(plain, end=end)
-        views.append((ended, dataclasses.replace(matmul, out=beyond[2])))
+        views.append((ended, dataclasses.replace(matmul, out=spec)))
     member, seen = views[-1]
-    operands: list[tuple[Side, Any, Spec | None]] = [
-        ("lhs", lhs, beyond[0]),
-        ("rhs", rhs, beyond[1]),
-    ]
-    for side, var, spec in operands:
-        origin = chains.origin(var)
-        if origin is not var and spec not in (None, getattr(matmul, side)):
+    operands: list[tuple[Side, Any]] = [("lhs", lhs), ("rhs", rhs)]
+    for (side, var), specs in zip(operands, beyond[:2], strict=True):
+        origin, reshards = chains.origin(var)
+        spec = _resharded(origin, reshards, specs)
+        if spec not in (None, matmul.spec(side)):
             member, seen = _reading(member, seen, side, Value(origin, spec))
     if seen is not views[-1][1]:
         views.append((member, seen))
     return views[::-1]
+
+
+def _resharded(var: Any, reshards: int, specs: Specs, dims: Sequence[int] = ()) -> Spec | None:
+    """How what lies some reshards away is sharded: by its type, or as Shardy has it.
+
+    Args:
+        var: its variable.
+        reshards: how many reshards away.
+        specs: what Shardy says, reshard by reshard.
+        dims: which of the matmul's dims each of its own is; () for all in order.
+    """
+    if reshards and (stated := _compat.stated_spec(var)) is not None:
+        return tuple(stated[dims.index(d)] for d in range(len(dims))) if dims else stated
+    return specs[reshards - 1] if 0 < reshards <= len(specs) else None
 
 
 def _place(sharing: Sharing, views: Sequence[_View]) -> None:
@@ -87,7 +102,8 @@ def _place(sharing: Sharing, views: Sequence[_View]) -> None:
         if reason is None:
             return
         reasons.append(reason)
-    sharing.skipped[views[0][0].dot.index] = reasons[-1]
+    waits = [reason for reason in reasons if reason != NO_COLLECTIVE]
+    sharing.skipped[views[0][0].dot.index] = waits[0] if waits else NO_COLLECTIVE
 
 
 def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
@@ -97,7 +113,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
         wanted = _motions(matmul)
         if not wanted:
             if member.lhs == given.lhs and member.rhs == given.rhs:
-                return "no collective"
+                return NO_COLLECTIVE
             sharing.readers.append(member)
             return None
         axes = dict.fromkeys(axis for axis, _ in wanted)
@@ -114,7 +130,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
         _add(sharing, best)
         sharing.rings.append(Ring([best]))
         return None
-    refusals = [s.reason for s in splits(matmul) if isinstance(s, Refusal)]
+    refusals = [s.reason for s in matmul.splits if isinstance(s, Refusal)]
     reasons = refusals or [c for c in candidates if isinstance(c, str)]
     return "; ".join(dict.fromkeys(reasons))
 
@@ -129,7 +145,7 @@ def _add(sharing: Sharing, member: Member) -> None:
 def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
     """What each mesh axis has to move; None where that is something that no pass knows."""
     found: list[tuple[str, Motion | None]] = []
-    for split in splits(matmul):
+    for split in matmul.splits:
         if isinstance(split, Refusal):
             found += [(split.axis, motion) for motion in split.first or (None,)]
         elif split.motion is not None:
@@ -140,7 +156,7 @@ def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
 def _candidate(member: Member, matmul: Matmul, axis: str) -> Member | str:
     """The matmul with the ring on one axis, and all that other motions allow done before it."""
     while True:
-        found = splits(matmul)
+        found = matmul.splits
         refused = [s for s in found if isinstance(s, Refusal)]
         shared = [s for s in found if isinstance(s, Split)]
         ring = next((s for s in shared if s.axis == axis and s.motion), None)

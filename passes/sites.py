@@ -21,6 +21,7 @@ It is plain set algebra: no JAX, no devices.
 
 from __future__ import annotations
 
+import functools
 import math
 import string
 from collections.abc import Mapping, Sequence
@@ -212,10 +213,10 @@ class Matmul:
         used = {a for spec in (self.lhs, self.rhs, self.out) for dim in spec for a in dim}
         return tuple(a for a, size in self.axis_sizes.items() if a in used and size > 1)
 
-
-def splits(matmul: Matmul) -> tuple[Split | Refusal, ...]:
-    """How each mesh axis that shards a matmul shares its work."""
-    return tuple(split(matmul, axis) for axis in matmul.axes())
+    @functools.cached_property
+    def splits(self) -> tuple[Split | Refusal, ...]:
+        """How each mesh axis that shards the matmul shares its work."""
+        return tuple(split(self, axis) for axis in self.axes())
 
 
 def split(matmul: Matmul, axis: str) -> Split | Refusal:

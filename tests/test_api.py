@@ -526,20 +526,6 @@ def test_on_error_plain_warns_once_and_runs_the_step_as_it_is():
         step.explain(X, W)
 
 
-# -- meshes that are not automatic ----------------------------------------------------------------
-
-
-def test_explicit_axes_are_left_alone_and_named():
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Explicit,))
-    x = jax.device_put(np.ones((16, 32), np.float32), NamedSharding(mesh, P("model")))
-    w = jax.device_put(np.ones((32, 64), np.float32), NamedSharding(mesh, P()))
-    step = overlap(lambda x, w: x @ w)
-    with pytest.warns(UserWarning, match=r"(?s)model is Explicit.*AxisType\.Auto"):
-        check(step(x, w), np.full((16, 64), 32))
-    (entry,) = step.explain(x, w).skips
-    assert "only the shardings of Auto axes are read" in entry.reason
-
-
 # -- where it is not yet as a jitted function is --------------------------------------------------
 
 

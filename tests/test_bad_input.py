@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import Skip, overlap
+from jaxoverlap import Decision, Skip, overlap
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -140,8 +140,8 @@ def test_two_meshes():
 # -- matmuls that no ring fits: a reason each, and the step runs ----------------------------------
 
 
-def reason(step, *args: jax.ShapeDtypeStruct) -> str:
-    """Why the step's one matmul is left alone; it is also run, and compared."""
+def entry_of(step, *args: jax.ShapeDtypeStruct) -> Decision | Skip:
+    """What becomes of the step's one matmul; it is also run, and compared."""
     rng = np.random.default_rng(0)
     arrays = [
         jax.device_put(rng.integers(-3, 4, a.shape).astype(a.dtype), a.sharding) for a in args
@@ -151,6 +151,12 @@ def reason(step, *args: jax.ShapeDtypeStruct) -> str:
         (entry,) = overlap(step).explain(*args).entries
         got = overlap(step)(*arrays)
     np.testing.assert_array_equal(got, step(*arrays))
+    return entry
+
+
+def reason(step, *args: jax.ShapeDtypeStruct) -> str:
+    """Why the step's one matmul is left alone."""
+    entry = entry_of(step, *args)
     assert isinstance(entry, Skip)
     assert entry.source.startswith("tests/test_bad_input.py:")
     return entry.reason
@@ -189,15 +195,30 @@ def test_a_result_that_must_be_gathered():
     assert reason(placed(), *args) == "model wants gather of out dim a: no ring for that"
 
 
-def test_an_exchange():
-    args = (struct(32, 16, 32, spec=(None, "model")), struct(32, 32, 64))
+def batched(*spec):
+    """A step of matmuls side by side, one for each row of its first dim."""
 
     @jax.jit
-    def batched(x, w):
+    def step(x, w):
         y = lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,))))
-        return lax.with_sharding_constraint(y, on(MESH, "model"))
+        return lax.with_sharding_constraint(y, on(MESH, *spec))
 
-    assert "exchange of" in reason(batched, *args)
+    return step
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (4, "dim b of lhs has size 4: not divisible by 8 devices"),
+        (16, "dim b is sharded in different orders: ('model', 'data') and ('data',)"),
+    ],
+)
+def test_an_exchange_whose_blocks_do_not_meet(rows: int, why: str):
+    """Rows over model are exchanged; but data, which takes its part of them, must find it."""
+    args = (struct(32, rows, 32, spec=(None, "model")), struct(32, 32, 64))
+    fits = entry_of(batched("model"), *args)
+    assert isinstance(fits, Decision) and fits.kind == "all_to_all_matmul"
+    assert reason(batched("model", "data"), *args) == why
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "complex64"])

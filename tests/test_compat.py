@@ -229,57 +229,6 @@ def test_jaxprs_variables_and_equations_have_the_fields_in_use():
     assert dataclasses.is_dataclass(eqn.source_info) or hasattr(eqn.source_info, "replace")
 
 
-# -- shardings ------------------------------------------------------------------------------------
-
-
-def tagged_lowering(step, *args, **options):
-    """A lowered step whose first matmul has the tag that is read below."""
-    traced = jax.jit(step, **options).trace(*args)
-
-    def tag(dot):
-        return [_compat.with_tag(dot.eqn, site=str(dot.index))]
-
-    jaxpr = jaxprs.map_dots(traced.jaxpr, tag)
-    params = _compat.with_jaxpr(_compat.traced_params(traced), jaxpr, {})
-    return _compat.traced_with(traced, params).lower()
-
-
-READ = {
-    "an argument of the function": lambda x, w: x @ w,
-    "a constraint": lambda x, w: lax.with_sharding_constraint(x, ROWS) @ w,
-    "an operation's result": lambda x, w: jnp.sin(x) @ w,
-    "an argument of a while": lambda x, w: lax.scan(
-        lambda c, _: (jnp.tanh(c), c @ w), x, None, length=2
-    )[1],
-    "the result of a while": lambda x, w: lax.fori_loop(0, 2, lambda _, c: jnp.sin(c), x) @ w,
-    "a value around a branch": lambda x, w: lax.cond(
-        x.sum() > 0, lambda: x @ w, lambda: jnp.zeros((16, 64))
-    ),
-}
-
-
-@pytest.mark.parametrize("where", READ)
-def test_shardy_keeps_a_values_sharding_where_it_is_looked_for(where: str):
-    lowered = tagged_lowering(READ[where], X, W, in_shardings=(ROWS, COLUMNS))
-    found = _compat.propagate(lowered, "site")
-    lhs, rhs, _ = found["0"]
-    assert (lhs, rhs) == ((("model",), ()), ((), ("model",)))
-
-
-def test_other_tags_and_untagged_matmuls_are_not_read():
-    lowered = tagged_lowering(lambda x, w: x @ w, X, W, in_shardings=(ROWS, COLUMNS))
-    assert set(_compat.propagate(lowered, "colour")) == set()
-    plain = jax.jit(product, in_shardings=(ROWS, COLUMNS)).lower(X, W)
-    assert _compat.propagate(plain, "site") == {}
-
-
-def test_a_value_without_a_sharding_is_whole():
-    lowered = tagged_lowering(
-        lambda x, w: x @ w, X, W, in_shardings=(NamedSharding(MESH, P()),) * 2
-    )
-    assert _compat.propagate(lowered, "site") == {"0": (((), ()),) * 3}
-
-
 # -- compiler options -----------------------------------------------------------------------------
 
 

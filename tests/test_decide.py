@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxoverlap._shardy import Read
 from jaxoverlap import Decision, Skip
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes.decide import decide, matmul_of, source_of
@@ -36,7 +37,7 @@ def dots(found: Sequence[Body]) -> list[Dot]:
 
 def one(lhs, rhs, out, *, x=(16, 32), w=(32, 64), dtype="float32", fn=matmul, axes=AXES, **options):
     found = found_in(fn, x, w, dtype=dtype)
-    (entry,), sharings = decide(found, {0: (lhs, rhs, out)}, axes, **options)
+    (entry,), sharings = decide(found, {0: Read(lhs, rhs, out)}, axes, **options)
     (sharing,) = sharings.values()
     ringed = [m.dot.index for ring in sharing.rings for m in ring.members]
     assert ringed == ([0] if isinstance(entry, Decision) else [])
@@ -110,7 +111,7 @@ def test_every_matmul_gets_an_entry_in_order():
 
     found = found_in(step, (16, 32), (32, 64))
     gather = ((M, NO), (NO, M), (NO, M))
-    entries, sharings = decide(found, {0: gather, 2: ((NO, NO),) * 3}, AXES)
+    entries, sharings = decide(found, {0: Read(*gather), 2: Read(*((NO, NO),) * 3)}, AXES)
     assert [e.site for e in entries] == [0, 1, 2]
     assert [type(e) for e in entries] == [Decision, Skip, Skip]
     assert [getattr(e, "reason", "") for e in entries[1:]] == [

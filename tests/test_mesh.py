@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.passes.mesh import find_mesh, unread
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
 
 
 def mesh_of(shape=(2, 4), names=("data", "model"), kinds=(AUTO, AUTO)) -> Mesh:
@@ -88,9 +88,10 @@ def test_one_device_is_refused():
         find(parameters=[lone])
 
 
-def test_only_automatic_axes_are_read():
+def test_only_manual_axes_are_not_read():
     assert unread(MESH) is None
-    reason = unread(mesh_of(kinds=(AUTO, EXPLICIT)))
+    assert unread(mesh_of(kinds=(AUTO, EXPLICIT))) is None
+    reason = unread(mesh_of(kinds=(EXPLICIT, MANUAL)))
     assert reason is not None
-    assert reason.startswith("mesh axis model is Explicit:")
-    assert "axis_types=(AxisType.Auto, ...)" in reason
+    assert reason.startswith("mesh axis model is Manual for the whole step:")
+    assert "around the shard_map" in reason

@@ -33,6 +33,7 @@ OUT = Decision(
     num_chunks=2,
     bytes_moved=600_000,
     runs=1,
+    variant=Variant("two_way", 2),
     others=("all_gather over model", "all_reduce over pod"),
     why="data moves most",
 )
@@ -53,6 +54,10 @@ PLAN = Plan(
 
 _text = st.text(max_size=8)
 _count = st.integers(0, 2**53)
+_variants = st.one_of(
+    st.builds(Variant, st.sampled_from(["one_way", "two_way", "direct"]), st.integers(1, 64)),
+    st.builds(Variant, st.just("sliced"), st.integers(2, 64)),
+)
 _decisions = st.builds(
     Decision,
     site=_count,
@@ -65,6 +70,7 @@ _decisions = st.builds(
     num_chunks=_count,
     bytes_moved=_count,
     runs=_count,
+    variant=_variants,
     others=st.lists(_text, max_size=2).map(tuple),
     why=_text,
 )
@@ -96,6 +102,8 @@ def test_the_json_is_what_other_programs_read():
         "skip", "skip", "skip", "ring", "skip", "ring",
     ]  # fmt: skip
     assert written["entries"][3]["bytes_moved"] == 29_400_000
+    assert written["entries"][5]["ring"] == 5
+    assert written["entries"][5]["variant"] == {"style": "two_way", "slices": 2}
     assert written["entries"][5]["others"] == ["all_gather over model", "all_reduce over pod"]
     assert written["entries"][1]["reason"] == "dim s has size 30"
 
@@ -156,15 +164,24 @@ def test_every_ring_and_every_waiting_matmul_has_a_row():
 def test_a_ring_s_row_says_all_of_it():
     cells = re.split(r" {2,}", rows(PLAN)[3])
     assert cells == [
-        "gpt.py:88", "abc,cd->abd", "4", "model", "all_gather_matmul", "29.4 MB", "8", "ring",
+        "gpt.py:88", "abc,cd->abd", "4", "model", "all_gather_matmul", "29.4 MB", "8", "one_way",
     ]  # fmt: skip
     cells = re.split(r" {2,}", rows(PLAN)[5])
     assert cells[:7] == [
         "gpt.py:97", "abc,cd->abd", "1", "data", "matmul_reduce_scatter", "600.0 kB", "2",
     ]  # fmt: skip
     rest = " ".join(str(PLAN).split())  # the last columns may be folded
-    for words in ("data moves most", "all_gather over model", "all_reduce over pod"):
+    for words in ("two_way x 2: data moves most", "all_gather over model", "all_reduce over pod"):
         assert all(word in rest for word in words.split())
+
+
+def test_a_matmul_that_is_not_cut_is_whole():
+    """Its operand has come whole, by a ring that it is not in or by a gather before all rings."""
+    reads = msgspec.structs.replace(
+        QKV, site=4, letter="", num_chunks=1, bytes_moved=0, why="reads what ring 3 moved"
+    )
+    plan = msgspec.structs.replace(PLAN, entries=(QKV, reads))
+    assert rows(plan)[4].split("  ")[-1] == "whole: reads what ring 3 moved"
 
 
 def test_a_waiting_matmul_s_row_says_why():
@@ -249,11 +266,6 @@ def test_bytes_are_in_decimal_units(count: float, text: str):
 
 
 # -- variants -----------------------------------------------------------------------------------
-
-_variants = st.one_of(
-    st.builds(Variant, st.sampled_from(["one_way", "two_way", "direct"]), st.integers(1, 64)),
-    st.builds(Variant, st.just("sliced"), st.integers(2, 64)),
-)
 
 
 @given(_variants)

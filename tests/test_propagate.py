@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import RewriteError, _compat
+from jaxoverlap import RewriteError, _shardy
 from jaxoverlap.passes.propagate import propagate
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -34,11 +34,16 @@ V = struct((64, 32), "model")  # row parallel
 ROWS, COLUMNS, WHOLE = (MODEL, ()), ((), MODEL), ((), ())
 
 
-def read(step, *args, **options) -> list:
-    """(lhs, rhs, result) of each matmul, in order; None for one that was not found."""
+def read_all(step, *args, **options) -> list:
+    """All that is read of each matmul, in order; None for one that was not found."""
     traced = jax.jit(step, **options).trace(*args)
     found = propagate(traced, traced.jaxpr)
     return [found.get(i) for i in range(max(found, default=-1) + 1)]
+
+
+def read(step, *args, **options) -> list:
+    """(lhs, rhs, result) of each matmul, in order; None for one that was not found."""
+    return [found and found[:3] for found in read_all(step, *args, **options)]
 
 
 # -- what a step pins, and what follows from it ---------------------------------------------------
@@ -82,6 +87,39 @@ def test_a_backward_pass():
     assert to_v is not None and to_v[2] in (ROWS, COLUMNS)
     assert to_inner[0] == ROWS  # the cotangent of the pinned result lies as it does
     assert set(to_w[:2]) >= {COLUMNS}
+
+
+# -- what the values around a matmul are before and after resharding ------------------------------
+
+
+def test_resharding_around_a_matmul_is_looked_through():
+    """Any number of constraints in a row; an operation that computes something ends them."""
+
+    def step(x, w):
+        return pin(pin(pin(pin(x, "data"), None, None) @ jnp.tanh(w), None, "model"), "model")
+
+    (found,) = read_all(step, X, W)
+    assert found[:3] == (WHOLE, COLUMNS, COLUMNS)
+    assert found.lhs_sources == ((("data",), ()), ROWS)
+    assert found.rhs_sources == ()
+    assert found.out_sinks == (COLUMNS, ROWS)
+
+
+def test_without_resharding_there_is_nothing_beyond():
+    (found,) = read_all(lambda x, w: jnp.tanh(x) @ w, X, W, out_shardings=at(None, "model"))
+    assert found[:3] == (ROWS, COLUMNS, COLUMNS)
+    assert found[3:] == ((), (), ())
+
+
+def test_a_result_that_somebody_else_reads_is_not_followed():
+    """Only the one that nobody else needs as it is may be given as it is wanted in the end."""
+
+    def step(x, w):
+        y = pin(x @ w, None, "model")
+        return pin(y, "model"), jnp.sum(y, axis=1)
+
+    (found,) = read_all(step, X, W)
+    assert found.out_sinks == (COLUMNS,)
 
 
 # -- bodies ---------------------------------------------------------------------------------------
@@ -270,6 +308,6 @@ def test_tags_leave_the_step_as_it_was():
 
 
 def test_a_failure_of_shardy_is_named(monkeypatch):
-    monkeypatch.setattr(_compat, "_PROPAGATION", "builtin.module(no-such-pass)")
+    monkeypatch.setattr(_shardy, "_PROPAGATION", "builtin.module(no-such-pass)")
     with pytest.raises(RewriteError, match=r"(?s)shardings of mlp.*no-such-pass.*on_error='plain'"):
         read(mlp, X, W, V)

@@ -48,7 +48,7 @@ def shared(body: Body, *shardings: Any, axes: Mapping[str, int] = AXES) -> Shari
         given = shardings[dot.index]
         return given if isinstance(given, str) else matmul_of(dot, given, axes)
 
-    sharing = share(body, read, lambda dot: (None, None, None))
+    sharing = share(body, read, lambda dot: ((), (), ()))
     check(sharing, body)
     return sharing
 

@@ -23,7 +23,6 @@ from jaxoverlap.passes.sites import (
     Split,
     einsum_of,
     split,
-    splits,
 )
 
 Device = Mapping[str, int]
@@ -318,15 +317,32 @@ def test_heads_for_sequence_are_exchanged():
     assert got == Split("x", 4, "n", None, "s", motion)
 
 
+def refused(a: int, b: int, c: int) -> Refusal:
+    """What x of 8 devices wants on the contracted dim, the columns and the rows of the result."""
+    found = split(
+        one_axis(Einsum("ab", "bc", "ac", {"a": a, "b": b, "c": c}), "b", "c", "a", 8), "x"
+    )
+    assert isinstance(found, Refusal)
+    return found
+
+
 def test_two_motions_are_refused_with_what_may_come_before():
-    """The smaller operand's is the one to do first, for then the larger's can be a ring."""
-    einsum = Einsum("ab", "bc", "ac", {"a": 8, "b": 32, "c": 64})
-    got = split(one_axis(einsum, "b", "c", "a", 8), "x")
+    """The operand's, in the cheapest way to share the work; the result's may then be a ring."""
+    first = Motion("all_to_all", "rhs", "c", (64 // 8) * (8 // 8) * 2 * 7, to="b")
     reason = (
         "x wants all_to_all of rhs dim c to b and reduce_scatter of out dim a: no ring for that"
     )
-    first = Motion("all_to_all", "rhs", "c", (32 // 8) * (64 // 8) * 2 * 7, to="b")
-    assert got == Refusal("x", reason, (first,))
+    assert refused(8, 64, 8) == Refusal("x", reason, (first,))
+    first = Motion("all_gather", "lhs", "b", 8 * (32 // 8) * 2 * 7)
+    reason = "x wants all_gather of lhs dim b and all_to_all of out dim c to a: no ring for that"
+    assert refused(8, 32, 64) == Refusal("x", reason, (first,))
+
+
+def test_of_two_operands_the_smaller_one_may_come_first():
+    """For then the larger's motion can be a ring."""
+    first = Motion("all_gather", "rhs", "c", 8 * (8 // 8) * 2 * 7)
+    reason = "x wants all_to_all of lhs dim b to a and all_gather of rhs dim c: no ring for that"
+    assert refused(128, 8, 8) == Refusal("x", reason, (first,))
 
 
 def test_no_motion_of_an_operand_may_come_before_a_gather_of_the_result():
@@ -351,19 +367,19 @@ def test_an_axis_of_one_device_moves_nothing():
         MATMUL, (("x", "one"), ()), ((), ("x",)), ((), ("x",)), (2, 2, 2), {"one": 1, "x": 8}
     )
     assert matmul.axes() == ("x",)
-    (only,) = splits(matmul)
+    (only,) = matmul.splits
     assert only == of("a", "c", "c")
 
 
 def test_an_axis_that_shards_nothing_is_not_asked():
     matmul = Matmul(MATMUL, ((), ()), ((), ("x",)), ((), ("x",)), (2, 2, 2), {"y": 4, "x": 8})
-    assert [s.axis for s in splits(matmul)] == ["x"]
+    assert [s.axis for s in matmul.splits] == ["x"]
 
 
 def test_axes_are_asked_in_the_order_of_the_mesh():
     lhs, rhs, out = (("x",), ("y",)), (("y",), ()), (("x",), ())
     for sizes in ({"x": 2, "y": 4}, {"y": 4, "x": 2}):
-        got = splits(Matmul(MATMUL, lhs, rhs, out, (2, 2, 2), sizes))
+        got = Matmul(MATMUL, lhs, rhs, out, (2, 2, 2), sizes).splits
         assert [s.axis for s in got] == list(sizes)
 
 
@@ -377,7 +393,7 @@ def test_other_axes_make_less_to_move():
         itemsize=(2, 4, 8),
         axis_sizes={"x": 4, "y": 2},
     )
-    gather, reduce = splits(matmul)
+    gather, reduce = matmul.splits
     assert isinstance(gather, Split) and isinstance(reduce, Split)
     assert gather.motion == Motion("all_gather", "lhs", "a", 3 * (ROWS // 4) * (INNER // 2) * 2)
     assert reduce.motion == Motion("all_reduce", "out", "b", 2 * ROWS * (COLUMNS // 4) * 8 // 2)
@@ -447,7 +463,7 @@ def one_axis_matmuls(draw) -> Matmul:
 @example(one_axis(Einsum("ab", "ac", "abc", {"a": 8, "b": 8, "c": 8}), "a", "a", "b", 4))
 @example(one_axis(MATMUL, "b", "b", None, 2, (2, 2, 4)))
 def test_a_split_computes_the_matmul(matmul: Matmul):
-    for found in splits(matmul):
+    for found in matmul.splits:
         if isinstance(found, Refusal):
             event("refused")
             continue
@@ -471,7 +487,7 @@ def check(matmul: Matmul, found: Split) -> None:
 @example(one_axis(MATMUL, "a", "c", None, 4))
 def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Matmul):
     """Or, if the result itself must be gathered, leaves only that."""
-    (found,) = splits(matmul) or (None,)
+    (found,) = matmul.splits or (None,)
     assume(isinstance(found, Refusal))
     assert isinstance(found, Refusal)
     for motion in found.first:
@@ -489,7 +505,7 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Ma
             wanted = whole[block(whole.shape, after, d, matmul.axis_sizes)]
             np.testing.assert_array_equal(blocks[k], wanted)
         matmul = replace(matmul, **{motion.side: after})
-    for left in splits(matmul):
+    for left in matmul.splits:
         if isinstance(left, Refusal):
             event("the result must be gathered")
             assert "gather of out" in left.reason
@@ -502,7 +518,7 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Ma
 @given(one_axis_matmuls())
 def test_no_motion_is_paid_for_where_none_is_needed(matmul: Matmul):
     """Where some dim lets all devices work without a word, that one is taken."""
-    for found in splits(matmul):
+    for found in matmul.splits:
         local = any(
             all(
                 matmul.letter_of(side, "x") in (None, c if c in matmul.einsum.side(side) else None)
