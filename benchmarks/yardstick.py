@@ -12,8 +12,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
 
 import jaxoverlap
+from jaxoverlap._text import human_bytes
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective
 
@@ -88,6 +92,52 @@ def yardstick(text: str, gpus_per_host: int) -> Yardstick:
     return Yardstick(seconds, {c: walk.waits[c.computation, c.name] * c.runs for c in collectives})
 
 
+def seconds_row(measured: Yardstick, most: int = 12) -> dict[str, Any]:
+    """What benchmarks write down of a step's seconds, with the collectives that are exposed most.
+
+    Hops of one ring, and other collectives of one source line and size of group, are one entry.
+    """
+    by: dict[tuple, dict[str, Any]] = {}
+    for c, seconds in measured.exposed.items():
+        key = (c.kind, c.ring or "", c.source, c.group_size)
+        entry = by.setdefault(key, {"exposed_s": 0.0, "runs": 0, "bytes_moved": 0})
+        entry["exposed_s"] += seconds
+        entry["runs"] += c.runs
+        entry["bytes_moved"] += c.runs * c.bytes_moved
+    names = ("kind", "ring", "source", "devices")
+    worst = sorted(by.items(), key=lambda item: -item[1]["exposed_s"])[:most]
+    return {
+        "matmul_s": round(measured.seconds.matmul, 4),
+        "collective_s": round(measured.seconds.collective, 4),
+        "exposed_s": round(measured.seconds.exposed, 4),
+        "exposed": [
+            dict(zip(names, key, strict=True)) | entry | {"exposed_s": round(entry["exposed_s"], 4)}
+            for key, entry in worst
+        ],
+    }
+
+
+SECONDS_COLUMNS = ("matmul ms", "exposed ms", "collectives ms")
+
+
+def seconds_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under SECONDS_COLUMNS."""
+    return tuple(f"{row[key] * 1e3:.0f}" for key in ("matmul_s", "exposed_s", "collective_s"))
+
+
+def exposed_table(row: dict[str, Any], title: str) -> Table:
+    """The collectives that a row's step waits for longest."""
+    table = Table(title=title)
+    for name in ("collective", "ring", "source"):
+        table.add_column(name)
+    for name in ("devices", "runs", "bytes", "exposed ms"):
+        table.add_column(name, justify="right")
+    for e in row["exposed"]:
+        head = (e["kind"], e["ring"], e["source"], str(e["devices"]), str(e["runs"]))
+        table.add_row(*head, human_bytes(e["bytes_moved"]), f"{e['exposed_s'] * 1e3:.1f}")
+    return table
+
+
 @dataclass
 class _Lane:
     """Where a device is in one run of a computation, in seconds from its start."""
@@ -158,10 +208,12 @@ class _Walk:
 
     def check(self, computation: str, counted: set[str]) -> None:
         """A matmul that the audit sees and this does not would count as no time at all."""
-        for (where, _), collective in self.found.items():
-            if where == computation and (missed := set(collective.matmuls) - counted):
-                if missed := [m for m in missed if not self.runs_more(where, m)]:
-                    raise ValueError(f"matmuls of unknown size: {', '.join(sorted(missed))}")
+        seen = {
+            m for (c, _), found in self.found.items() if c == computation for m in found.matmuls
+        }
+        missed = [name for name in seen - counted if not self.runs_more(computation, name)]
+        if missed:
+            raise ValueError(f"matmuls of unknown size: {', '.join(sorted(missed))}")
 
     def runs_more(self, computation: str, name: str) -> bool:
         """Whether an instruction is a loop or a call, whose matmuls are counted inside."""
@@ -234,10 +286,10 @@ def _mesh_groups(
     order = [i for i, m in enumerate(moving) if not m] + [i for i, m in enumerate(moving) if m]
     devices = list(range(num_devices))
     if device_ids:
-        found = _IOTA.fullmatch(device_ids)
-        if not found:
+        ids = _IOTA.fullmatch(device_ids)
+        if not ids:
             raise ValueError(f"device ids in an unknown form: {device_ids}")
-        devices = _iota(_numbers(found.group(2) or found.group(1)), _numbers(found.group(3)))
+        devices = _iota(_numbers(ids.group(2) or ids.group(1)), _numbers(ids.group(3)))
     size = math.prod(part for part, m in zip(shape, moving, strict=True) if m)
     return _rows([devices[place] for place in _iota(shape, order)], size)
 
@@ -258,3 +310,24 @@ def _iota(shape: list[int], order: list[int]) -> list[int]:
 
 def _rows(devices: list[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
+
+
+def axes_of(collective: Collective, num_devices: int, mesh: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which a collective moves data; devices are numbered in row-major order."""
+    sizes = list(mesh.values())
+    moving = set()
+    for group in parties(collective, num_devices):
+        places = [_place(device, sizes) for device in group]
+        for axis, *along in zip(mesh, *places, strict=True):
+            if len(set(along)) > 1:
+                moving.add(axis)
+    return tuple(axis for axis in mesh if axis in moving)
+
+
+def _place(device: int, sizes: list[int]) -> list[int]:
+    """A device's coordinates in a row-major mesh."""
+    place = []
+    for size in reversed(sizes):
+        device, at = divmod(device, size)
+        place.append(at)
+    return place[::-1]
