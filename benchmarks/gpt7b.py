@@ -10,6 +10,7 @@ tracing takes. Needs no GPU.
 """
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from benchmarks.pod_step import (
 from benchmarks.yardstick import (
     SECONDS_COLUMNS,
     axes_of,
+    dims,
     exposed_table,
     seconds_cells,
     seconds_row,
@@ -45,6 +47,7 @@ from jaxoverlap import api
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes import hlo
 from models import gpt
+from models.config import Config
 
 POD, GPUS_PER_HOST, MESH = "h100-sxm:8x8", 8, {"data": 8, "model": 8}
 SIZES = {"layers": 32, "batch": 64}
@@ -90,7 +93,7 @@ def main(
 def child(job: str) -> Row:
     """Do one job: the row of a child process."""
     mesh = jaxoverlap.pod_mesh(POD, MESH)
-    config = gpt.RECIPE.config.pod(**MESH, **SIZES)
+    config = Config.pod(**MESH, **SIZES)
     args = gpt.abstract_args(config, mesh)
     if job == "trace":
         return time_traces(lambda: gpt.make_step(config, mesh), args)
@@ -123,30 +126,24 @@ def all_reduces(compiled: Compiled, least: int) -> list[Row]:
             continue
         shapes = {i.name: i.shape for i in module.body(c.computation)}
         start = next(i for i in module.body(c.computation) if i.name == c.name)
-        arrays = [shapes[name.partition("#")[0]] for name in start.operands]
+        arrays = [array_of(shapes, operand) for operand in start.operands]
         rows.append(
             {
-                "arrays": [array.partition("{")[0] for array in arrays],
+                "arrays": arrays,
                 "source": c.source,
                 "devices": c.group_size,
                 "runs": c.runs,
                 "bytes_moved": c.bytes_moved * c.runs,
-                "of_weight": any(elements(array) >= least for array in arrays),
+                "of_weight": any(math.prod(dims(array)) >= least for array in arrays),
             }
         )
     return sorted(rows, key=lambda row: -row["bytes_moved"])
 
 
-def elements(shape: str) -> int:
-    """Elements of the largest array in a shape's text."""
-    sizes = [array.partition("[")[2].rstrip("]") for array in hlo.array_shapes(shape)]
-    counts = [1]
-    for size in sizes:
-        count = 1
-        for dim in filter(None, size.split(",")):
-            count *= int(dim)
-        counts.append(count)
-    return max(counts)
+def array_of(shapes: dict[str, str], operand: str) -> str:
+    """The array that an operand is, as in "f32[8192]"; "pair#1" is an element of a tuple."""
+    name, _, element = operand.partition("#")
+    return hlo.array_shapes(shapes[name])[int(element or 0)]
 
 
 # -- what explain() lists, and what XLA does ------------------------------------------------------
@@ -246,8 +243,8 @@ def time_plain(new_step: Callable[[], Any], args: tuple[Any, ...]) -> dict[str, 
 def time_overlapped(new_step: Callable[[], Any], args: tuple[Any, ...]) -> dict[str, float]:
     """Seconds of each of PARTS; "trace" is jax's own trace and whatever is in no other part."""
     jax.clear_caches()
-    step = jaxoverlap.overlap(new_step(), cluster=POD)
-    seconds = dict.fromkeys(PARTS, 0.0)
+    step: Any = jaxoverlap.overlap(new_step(), cluster=POD)
+    seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -258,7 +255,7 @@ def time_overlapped(new_step: Callable[[], Any], args: tuple[Any, ...]) -> dict[
 
         return run
 
-    parts = {name: timed(name, getattr(api, name)) for name in PARTS[1:]}
+    parts: Any = {name: timed(name, getattr(api, name)) for name in PARTS[1:]}
     with mock.patch.multiple(api, **parts):
         began = time.perf_counter()
         step.trace(*args)

@@ -89,7 +89,8 @@ def yardstick(text: str, gpus_per_host: int) -> Yardstick:
     collectives = jaxoverlap.audit(text).collectives
     walk = _Walk(module, {(c.computation, c.name): c for c in collectives}, gpus_per_host)
     seconds = walk.computation(module.entry)
-    return Yardstick(seconds, {c: walk.waits[c.computation, c.name] * c.runs for c in collectives})
+    exposed = {c: walk.waits[c.computation, c.name] * c.runs for c in collectives}
+    return Yardstick(seconds, exposed)
 
 
 def seconds_row(measured: Yardstick, most: int = 12) -> dict[str, Any]:
@@ -230,9 +231,9 @@ def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, s
     """Floating-point operations of the matmul that an instruction is, or of those it has inside."""
     found = _CONTRACTED.search(instruction.line)
     if instruction.opcode in ("dot", "custom-call") and found:
-        lhs = _dims(shapes.get(instruction.operands[0], ""))
+        lhs = dims(shapes.get(instruction.operands[0], ""))
         contracted = [lhs[int(d)] for d in re.findall(r"\d+", found.group(1))]
-        return 2 * math.prod(_dims(instruction.shape)) * math.prod(contracted)
+        return 2 * math.prod(dims(instruction.shape)) * math.prod(contracted)
     if instruction.opcode != "fusion":
         return 0
     inside = [i for name in instruction.called for i in module.body(name)]
@@ -240,7 +241,7 @@ def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, s
     return sum(_flops(module, i, shapes) for i in inside)
 
 
-def _dims(shape: str) -> list[int]:
+def dims(shape: str) -> list[int]:
     """The dims of an array, or of the first one of a tuple: a matmul's result."""
     return [int(d) for d in re.findall(r"\d+", hlo.array_shapes(shape)[0].partition("[")[2])]
 
@@ -263,35 +264,36 @@ def parties(collective: Collective, num_devices: int) -> list[tuple[int, ...]]:
     if groups.startswith("{{"):
         return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", groups)]
     if found := _MESH.fullmatch(groups):
-        return _mesh_groups(*found.groups(), num_devices)
+        axes, ids, together = found.groups()
+        return _mesh_groups(axes, _device_ids(ids, num_devices), together)
     if (found := _IOTA.fullmatch(groups)) and found.group(2):
-        shape, source, order = (_numbers(part) for part in found.groups())
+        shape, source, order = map(_numbers, found.groups())
         return _rows(_iota(source, order), shape[-1])
     raise ValueError(f"{collective.name}: groups in an unknown form: {groups}")
 
 
-def _mesh_groups(
-    axes: str, device_ids: str | None, together: str, num_devices: int
-) -> list[tuple[int, ...]]:
+def _device_ids(text: str | None, num_devices: int) -> list[int]:
+    """The devices of a mesh, flat: counted up, or as written: 0,2,1,3 or [2,2]T(1,0)."""
+    if not text:
+        return list(range(num_devices))
+    if found := _IOTA.fullmatch(text):
+        shape, source, order = map(_numbers, found.groups())
+        return _iota(source or shape, order)
+    return _numbers(text)
+
+
+def _mesh_groups(axes: str, devices: list[int], together: str) -> list[tuple[int, ...]]:
     """Groups along some axes of a mesh; 'x':(2)4 is the part of x of size 4 after 2 others."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    wanted = {}
+    parts = {name: (size, 1, 1) for name, size in sizes.items()}  # before it, it, after it
     for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", together):
-        wanted[name] = (int(before), int(size)) if size else (1, sizes[name])
-    shape, moving = [], []
-    for name, size in sizes.items():
-        before, part = wanted.get(name, (size, 1))
-        shape += [before, part, size // before // part]
-        moving += [False, True, False]
-    order = [i for i, m in enumerate(moving) if not m] + [i for i, m in enumerate(moving) if m]
-    devices = list(range(num_devices))
-    if device_ids:
-        ids = _IOTA.fullmatch(device_ids)
-        if not ids:
-            raise ValueError(f"device ids in an unknown form: {device_ids}")
-        devices = _iota(_numbers(ids.group(2) or ids.group(1)), _numbers(ids.group(3)))
-    size = math.prod(part for part, m in zip(shape, moving, strict=True) if m)
-    return _rows([devices[place] for place in _iota(shape, order)], size)
+        before, size = (int(before), int(size)) if size else (1, sizes[name])
+        parts[name] = (before, size, sizes[name] // before // size)
+    shape = [size for part in parts.values() for size in part]
+    outer = [dim for dim in range(len(shape)) if dim % 3 != 1]
+    inner = [dim for dim in range(len(shape)) if dim % 3 == 1]
+    size = math.prod(shape[dim] for dim in inner)
+    return _rows([devices[place] for place in _iota(shape, outer + inner)], size)
 
 
 def _numbers(text: str | None) -> list[int]:
@@ -313,7 +315,7 @@ def _rows(devices: list[int], size: int) -> list[tuple[int, ...]]:
 
 
 def axes_of(collective: Collective, num_devices: int, mesh: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which a collective moves data; devices are numbered in row-major order."""
+    """The axes of a mesh, whose devices count up, along which a collective moves data."""
     sizes = list(mesh.values())
     moving = set()
     for group in parties(collective, num_devices):
