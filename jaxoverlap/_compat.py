@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -140,7 +141,7 @@ def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 def states_some(var: Any) -> bool:
-    """Whether a variable's type states its sharding over some axes of its mesh, and not over all."""
+    """Whether a type states the sharding over some axes of the mesh, and not over all."""
     mesh = var.aval.sharding.mesh
     return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
@@ -295,12 +296,19 @@ def accepts_option(name: str, value: str, device: Any) -> bool:
 
     The device may be deviceless. Next to nothing is compiled, and nothing runs.
     """
-    at = jax.sharding.SingleDeviceSharding(device)
-    scalar = jax.ShapeDtypeStruct((), np.float32, sharding=at)
-    try:
+
+    def compile_scalar() -> None:
+        at = jax.sharding.SingleDeviceSharding(device)
+        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=at)
         jax.jit(lambda x: x).lower(scalar).compile(compiler_options={name: value})
-    except jax.errors.JaxRuntimeError as error:
-        if "No such compile option" in str(error):
-            return False
-        raise
+
+    # In a thread of its own: under jax.set_mesh, which holds for a thread, nothing may be compiled
+    # for one device of the mesh.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        try:
+            thread.submit(compile_scalar).result()
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" in str(error):
+                return False
+            raise
     return True

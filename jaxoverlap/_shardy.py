@@ -80,7 +80,7 @@ def _copy(lowered: jax.stages.Lowered) -> Iterator[Any]:
 def _read(op: Any) -> Read:
     lhs, rhs = op.operands
     out = op.results[0]
-    specs = map(_value_spec, (lhs, rhs, out))
+    specs = (_value_spec(lhs), _value_spec(rhs), _value_spec(out))
     return Read(*specs, _sources(lhs), _sources(rhs), _sinks(out))
 
 

@@ -240,3 +240,9 @@ def test_xla_says_which_options_it_knows():
     )
     with pytest.raises(jax.errors.JaxRuntimeError):
         _compat.accepts_option("xla_embed_ir_in_executable", "neither", device)
+
+
+def test_options_are_tried_where_a_mesh_is_set():
+    device = jax.devices()[0]
+    with jax.set_mesh(MESH):
+        assert _compat.accepts_option.__wrapped__("xla_embed_ir_in_executable", "True", device)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxoverlap._shardy import Read
 from jaxoverlap import Decision, Skip
+from jaxoverlap._shardy import Read
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes.decide import decide, matmul_of, source_of
 from jaxoverlap.passes.jaxprs import Body, Dot, bodies

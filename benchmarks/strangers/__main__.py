@@ -1,6 +1,6 @@
 """Does overlap() hold on train steps that were not written for it?
 
-python -m benchmarks.strangers                         # all of them
+python -m benchmarks.strangers                         # all of them; about 25 minutes on 2 cores
 python -m benchmarks.strangers --only tunix --only gemma
 
 Installs published trainers, each into an environment of its own under out/, shrinks their
@@ -10,48 +10,65 @@ H100s, where the schedules are audited. Needs no GPU. Every run is a process of 
 """
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from benchmarks.pod_audit import commit
-from benchmarks.strangers.cases import CASES
-from benchmarks.strangers.stranger import Case
 from rich.console import Console
 from rich.table import Table
 
-WHAT = ("numbers", "plain", "overlapped")
-MAX_DIFFERENCE = 1e-4  # of a gradient, in float32: rings add in another order
+from benchmarks.pod_step import commit
+from benchmarks.strangers.cases import CASES
+from benchmarks.strangers.rows import (
+    COLUMNS,
+    WHAT,
+    WORDS,
+    Row,
+    error_of,
+    left_alone,
+    markdown,
+    shortfalls,
+    table_cells,
+)
+from benchmarks.strangers.stranger import Case
 
-console = Console(width=180)
+console = Console(width=200)
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Cases whose names have this.")] = None,
+    only_what: Annotated[
+        list[str] | None,
+        typer.Option("--what", help="Only these runs: numbers, plain, overlapped."),
+    ] = None,
     jax: Annotated[str, typer.Option(help="The jax version to try them on.")] = "0.12.0.1",
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
         "out/strangers.jsonl"
     ),
+    table: Annotated[Path | None, typer.Option(help="Where the table goes, as Markdown.")] = None,
 ) -> None:
     """Run, compare, print; exit 1 if a step failed or differs."""
+    cases = [c for c in CASES if not only or any(o in c.name for o in only)]
+    if not cases:
+        names = ", ".join(f"{case.name!r}" for case in CASES)
+        raise typer.BadParameter(f"no case has {only} in its name: {names}")
     rows = []
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("")
-    for case in [c for c in CASES if not only or any(o in c.name for o in only)]:
+    out.write_text("")  # rows are added as they come: all of them take long
+    for case in cases:
         python = environment(case, jax)
-        for what in WHAT:
+        for what in only_what or WHAT:
             with console.status(f"{case.name}: {what}"):
-                rows.append({**in_child(python, case, what), "commit": commit()})
-                with out.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-            if "error" in rows[-1]:
-                console.print(f"{case.name}: {what}: {rows[-1]['error']}", markup=False)
+                rows.append(in_child(python, case, what))
+            with out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
     print_rows(rows)
+    if table:
+        table.write_text(markdown(rows))
     if problems := [p for row in rows for p in shortfalls(row)]:
         console.print("\n".join(problems), markup=False)
         raise typer.Exit(1)
@@ -76,70 +93,28 @@ def environment(case: Case, jax: str) -> str:
     return str(python)
 
 
-def in_child(python: str, case: Case, what: str) -> dict[str, Any]:
+def in_child(python: str, case: Case, what: str) -> Row:
     """One run in a process of its own; a row, also where the compiler aborts."""
     command = [python, "-m", "benchmarks.strangers.child", case.name, what]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-        named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-        error = f"exit {done.returncode}: {' '.join((named or lines)[-1:])[:500]}"
-        return {"case": case.name, "what": what, "error": error, "stderr": lines[-60:]}
-    return json.loads(done.stdout.splitlines()[-1])
+        sys.stderr.write(done.stderr)  # whole; a row has room for its last line
+        row = {"case": case.name, "what": what, "error": error_of(done.returncode, done.stderr)}
+    else:
+        row = json.loads(done.stdout.splitlines()[-1])
+    again = f"python -m benchmarks.strangers --only {case.name!r}"
+    return {**row, "commit": commit(), "command": again}
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="published train steps, overlapped")
-    for name in ("step", "axes"):
-        table.add_column(name)
-    for name in ("matmuls", "ringed", "none", "skipped", "loss", "gradient", "state"):
-        table.add_column(name, justify="right")
-    for name in ("hops covered", "GB covered", "plain: covered", "temp", "compile s"):
-        table.add_column(name, justify="right")
-    by = {(row["case"], row["what"]): row for row in rows if "error" not in row}
-    reasons = {}
-    for name in dict.fromkeys(row["case"] for row in rows):
-        cells = [by.get((name, what), {}) for what in WHAT]
-        table.add_row(name, *_cells(*cells))
-        reasons[name] = cells[2].get("skips") or {}
+def print_rows(rows: list[Row]) -> None:
+    table = Table(title="published train steps, plain and overlapped")
+    for index, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if index < WORDS else "right")
+    for cells in table_cells(rows):
+        table.add_row(*cells)
     console.print(table)
-    for name, skips in reasons.items():
-        for reason, count in skips.items():
-            console.print(f"{name}: {count} left alone: {reason}", markup=False)
-
-
-def _cells(numbers: dict, plain: dict, ringed: dict) -> list[str]:
-    plan = ringed or numbers
-    cells = [plan.get("axes", "")]
-    cells += [str(plan.get(k, "")) for k in ("sites", "ringed", "no_collective")]
-    cells.append(str(sum(plan.get("skips", {}).values())))
-    names = ("loss_difference", "gradient_difference", "state_difference")
-    cells += [f"{numbers[k]:.1e}" if k in numbers else "" for k in names]
-    cells.append(f"{ringed['hops']['covered']} of {ringed['hops']['count']}" if ringed else "")
-    cells += [_gigabytes(row) for row in (ringed, plain)]
-    both = ringed and plain
-    cells.append(f"{ringed['temp_bytes'] / plain['temp_bytes']:.2f} x" if both else "")
-    cells.append(f"{ringed['compile_s']:.0f} ({plain['compile_s']:.0f})" if both else "")
-    return cells
-
-
-def _gigabytes(row: dict) -> str:
-    if not row:
-        return ""
-    total = row["all"]
-    return f"{total['bytes_covered'] / 1e9:.2f} of {total['bytes_moved'] / 1e9:.2f}"
-
-
-def shortfalls(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a row, a line each."""
-    name = f"{row['case']}: {row['what']}"
-    if "error" in row:
-        return [f"{name} failed: {row['error']}"]
-    if row["what"] == "numbers" and not row["gradient_difference"] <= MAX_DIFFERENCE:
-        return [f"{name}: gradient {row['worst_gradient']} is {row['gradient_difference']:.1e} off"]
-    if row["what"] == "overlapped" and row["hops"]["synchronous"]:
-        return [f"{name}: {row['hops']['synchronous']} hops are synchronous"]
-    return []
+    for line in left_alone(rows):
+        console.print(line, markup=False)
 
 
 if __name__ == "__main__":

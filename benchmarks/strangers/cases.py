@@ -10,7 +10,7 @@ _GEMMA = (*_OURS, "gemma==4.0.1")
 # What MaxText's train step imports; maxtext[cuda12] would bring CUDA and 200 packages more.
 _MAXTEXT = (
     *_OURS,
-    *("absl-py", "aqtp", "cloud-accelerator-diagnostics", "datasets", "drjax", "etils", "flax"),
+    *("absl-py", "aqtp", "cloud-accelerator-diagnostics", "drjax", "etils", "flax"),
     *("google-cloud-storage", "grain", "huggingface-hub", "jaxtyping", "jinja2", "omegaconf"),
     *("ml-goodput-measurement", "optax", "orbax-checkpoint", "packaging", "pathwaysutils"),
     *("pillow", "psutil", "pydantic", "pyyaml", "qwix", "requests", "sentencepiece", "sympy"),

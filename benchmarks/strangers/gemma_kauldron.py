@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from benchmarks.strangers.stranger import Case, Stranger, adamw, fill, tokens
 
 
 def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
@@ -25,12 +25,13 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
 
     vars(kd.sharding)["DEVICES_MESH"] = mesh  # theirs is cached, over jax.devices()
     config = _config(gm.nn.Gemma3_4B.config, real)
-    strategy = kd.sharding.ShardingStrategy(params=kd.sharding.FSDPSharding(min_size_to_shard_mb=4 if real else 0))
+    fsdp = kd.sharding.FSDPSharding(min_size_to_shard_mb=4 if real else 0)
+    strategy = kd.sharding.ShardingStrategy(params=fsdp)
     trainer = kd.train.TrainStep(
         model=gm.nn.Transformer(
             config=config, tokens="batch.input", dtype=jax.numpy.bfloat16 if real else np.float32
         ),
-        optimizer=optax.adamw(1e-3),
+        optimizer=adamw(),
         rng_streams=kd.train.RngStreams(seed=0),
         sharding=strategy,
         init_transform=kd.ckpts.NoopTransform(),
@@ -75,5 +76,6 @@ def _state_shardings(state: Any, strategy: Any, mesh: Mesh) -> Any:
     """Of parameters by the strategy's rule; the optimizer's follow theirs, as jit would have it."""
     whole = NamedSharding(mesh, P())
     rule = strategy.params(state.params)
-    by_shape = {x.shape: s for x, s in zip(*map(jax.tree.leaves, (state.params, rule)), strict=True)}
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(rule), strict=True)
+    by_shape = {x.shape: sharding for x, sharding in pairs}
     return jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
 from jax.sharding import Mesh
+
+from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
 
 _SIZES = {  # of base.yml's own model: two layers of it on the pod, narrow on the CPU
     False: {
@@ -32,17 +32,16 @@ _SIZES = {  # of base.yml's own model: two layers of it on the pod, narrow on th
 
 
 def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
-    import maxtext
-    from flax import nnx
     from flax.core.spmd import logical_axis_rules
     from maxtext.configs import pyconfig
     from maxtext.trainers.pre_train import train, train_compile
     from maxtext.utils import sharding, train_utils
 
-    base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    base = Path(pyconfig.__file__).parent / "base.yml"
     config = pyconfig.initialize(["train", str(base)], **_options(case, real))
     sizes = [case.axes.get(axis, 1) for axis in config.mesh_axes]
-    mesh = Mesh(mesh.devices.reshape(sizes), config.mesh_axes, axis_types=mesh.axis_types[:1] * len(sizes))
+    kinds = mesh.axis_types[:1] * len(sizes)
+    mesh = Mesh(mesh.devices.reshape(sizes), config.mesh_axes, axis_types=kinds)
     (abstract, batch), _, shardings, _, graph = train_compile.get_shaped_inputs(mesh, config)
     params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
     data = sharding.get_input_data_sharding(config, mesh)
@@ -51,7 +50,10 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     )
     state = fill(abstract, shardings, real)
     filled = {
-        name: tokens(x.shape, config.vocab_size, data, real) for name, x in batch.items()
+        # Every token in one segment: a token alone in its own attends to nothing else, and then
+        # queries and keys have no gradient.
+        name: tokens(x.shape, 2 if "segment" in name else config.vocab_size, data, real)
+        for name, x in batch.items()
     }
 
     @contextlib.contextmanager
@@ -78,6 +80,10 @@ def _options(case: Case, real: bool) -> dict[str, Any]:
         "enable_checkpointing": False,
         "skip_jax_distributed_system": True,
         "log_config": False,
+        # Their schedule starts at zero, and three steps would change nothing.
+        "learning_rate": 1e-3,
+        "learning_rate_schedule_steps": 100,
+        "warmup_steps_fraction": 0.0,
         **{f"ici_{axis}_parallelism": size for axis, size in case.axes.items()},
         **_SIZES[real],
         **case.options,

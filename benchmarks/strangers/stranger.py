@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+import optax
 
 
 @dataclass
@@ -35,7 +36,8 @@ class Stranger:
 
     def lower(self, step: Any) -> Any:
         """`step` lowered; a partial or bound method has no `lower` that knows its arguments."""
-        bound, args, kwargs = step, self.args, {}
+        bound: Any = step
+        args, kwargs = self.args, {}
         if isinstance(bound, functools.partial):
             bound, args, kwargs = bound.func, (*bound.args, *args), bound.keywords
         if isinstance(bound, types.MethodType):
@@ -65,31 +67,40 @@ class Case:
     bare: tuple[str, ...] = ()
 
 
+def adamw() -> Any:
+    """An optimizer for trainers that are given one.
+
+    Adam's first step has the gradient's sign, so an element whose gradient is rounding error would
+    move either way; this epsilon keeps it where it is.
+    """
+    return optax.adamw(1e-3, eps=1e-6)
+
+
 def fill(tree: Any, shardings: Any, real: bool) -> Any:
     """Values for the leaves of an abstract train state, or on a pod their ShapeDtypeStructs.
 
-    Random floats, for layers that start at zero pass no gradient on; but zeros in an optimizer,
-    which has not seen a gradient yet.
+    Random floats, for layers that start at zero pass no gradient on, nor do norms with scales near
+    zero; but zeros in an optimizer, which has not seen a gradient yet.
     """
     rng = np.random.default_rng(0)
 
     def leaf(path: Any, x: Any, sharding: Any) -> Any:
         if real:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.device_put(jax.random.split(jax.random.key(0), x.shape), sharding)
-        floats = jax.dtypes.issubdtype(x.dtype, np.floating)
-        std = 0.0 if "opt" in jax.tree_util.keystr(path) or not floats else 0.05
-        values = rng.standard_normal(x.shape) * std
+        name = jax.tree_util.keystr(path)
+        values = np.zeros(x.shape)
+        if jnp.issubdtype(x.dtype, np.floating) and "opt" not in name:
+            values = rng.standard_normal(x.shape) * 0.05 + ("norm" in name)
         return jax.device_put(values.astype(x.dtype), sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, tree, shardings)
 
 
-def tokens(shape: tuple[int, int], vocab: int, sharding: Any, real: bool) -> Any:
+def tokens(shape: tuple[int, ...], vocab: int, sharding: Any, real: bool) -> Any:
     """A batch of token ids."""
     if real:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
     ids = np.random.default_rng(1).integers(1, vocab, shape, dtype=np.int32)
     return jax.device_put(ids, sharding)
-

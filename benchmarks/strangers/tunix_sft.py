@@ -13,11 +13,11 @@ from unittest import mock
 
 import jax
 import numpy as np
-import optax
-from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from benchmarks.strangers.stranger import Case, Stranger, adamw, fill, tokens
 
 
 def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
@@ -28,11 +28,11 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     _fill(model, mesh, real)
     trainer = peft_trainer.PeftTrainer(
         nnx.Linear(1, 1, rngs=nnx.Rngs(0)),
-        optax.adamw(1e-3),
+        adamw(),
         peft_trainer.TrainingConfig(eval_every_n_steps=10),
     ).with_gen_model_input_fn(_model_input)
     trainer.model = model
-    trainer.optimizer = _optimizer(model, optax.adamw(1e-3), mesh, real)
+    trainer.optimizer = _optimizer(model, mesh, real)
     step, _ = trainer.jit_train_and_eval_step()  # partial(nnx.jit(...), model, optimizer)
 
     batch, length = (8, 2048) if real else (8, 16)
@@ -85,9 +85,9 @@ def _shardings(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(state))
 
 
-def _optimizer(model: Any, transform: Any, mesh: Mesh, real: bool) -> Any:
+def _optimizer(model: Any, mesh: Mesh, real: bool) -> Any:
     """Their optimizer, sharded as `PeftTrainer._shard_optimizer` does it; zeros where it runs."""
-    optimizer = nnx.eval_shape(lambda m: nnx.Optimizer(m, transform, wrt=nnx.Param), model)
+    optimizer = nnx.eval_shape(lambda m: nnx.Optimizer(m, adamw(), wrt=nnx.Param), model)
     state = nnx.state(optimizer)
     nnx.update(optimizer, fill(state, _shardings(state, mesh), real))
     return optimizer

@@ -1,0 +1,152 @@
+"""Rows of strangers: how two runs are compared, what a row has to keep, and how rows read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap import Plan
+
+Row = dict[str, Any]
+
+WHAT = ("numbers", "plain", "overlapped")
+MAX_DIFFERENCE = 1e-4  # of a loss, gradient or state in float32: rings add in another order
+
+COLUMNS = (
+    "step", "mesh", "matmuls", "ringed", "none", "skipped", "loss", "gradient", "state",
+    "hops covered", "GB covered", "plain: GB covered", "temp", "compile s",
+)  # fmt: skip
+WORDS = 2  # of the columns; the others are numbers
+
+
+# -- what a row says ------------------------------------------------------------------------------
+
+
+def compare(plain: Row, ringed: Row) -> Row:
+    """What two runs from one start made of it, as relative differences.
+
+    A run has "losses", one a step, and "state", the float leaves after the first step by path.
+    """
+    apart = {p: difference(plain["state"][p], ringed["state"][p]) for p in plain["state"]}
+    # Adam's first moments after one step are the gradients, a tenth of each.
+    gradients = {p: d for p, d in apart.items() if re.search(r"\bmu\b", p)}
+    others = {p: d for p, d in apart.items() if p not in gradients}
+    worst, worst_state = (max(found, key=found.__getitem__) for found in (gradients, others))
+    return {
+        "losses": plain["losses"],
+        "loss_difference": max(map(difference, plain["losses"], ringed["losses"])),
+        "gradients": len(gradients),
+        "gradients_zero": sum(not np.any(plain["state"][p]) for p in gradients),
+        "gradient_difference": gradients[worst],
+        "worst_gradient": worst,
+        "state_difference": others[worst_state],
+        "worst_state": worst_state,
+    }
+
+
+def difference(plain: Any, other: Any) -> float:
+    """The norm of the difference, relative to plain's norm."""
+    gap, size = np.linalg.norm(np.subtract(plain, other)), np.linalg.norm(plain)
+    return 0.0 if gap == 0 else float(gap / size) if size else float("inf")
+
+
+def summary(plan: Plan) -> Row:
+    """What became of the matmuls."""
+    reasons = Counter(skip.reason for skip in plan.skips)
+    none = sum(reasons.pop(r) for r in list(reasons) if r.startswith("no collective"))
+    return {
+        "sites": len(plan.entries),
+        "ringed": len(plan.decisions),
+        "no_collective": none,
+        "skips": dict(reasons.most_common()),
+        "planned_bytes": sum(d.bytes_moved for d in plan.decisions),
+        "plan": str(plan),
+    }
+
+
+def error_of(code: int, stderr: str) -> str:
+    """What a failed run says for itself, on one line and without the folders of this machine."""
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    last = " ".join((named or lines)[-1:])
+    return f"exit {code}: {re.sub(r'(?<![\w.])/(?:[^\s/:]+/)+', '', last)[:500]}"
+
+
+def shortfalls(row: Row) -> list[str]:
+    """What is wrong with a row, a line each."""
+    name = f"{row['case']}: {row['what']}"
+    if "error" in row:
+        return [f"{name} failed: {row['error']}"]
+    if row["what"] == "numbers":
+        return [f"{name}: {problem}" for problem in _numbers_shortfalls(row)]
+    if row["what"] == "overlapped" and row["hops"]["synchronous"]:
+        return [f"{name}: {row['hops']['synchronous']} hops are synchronous"]
+    return []
+
+
+def _numbers_shortfalls(row: Row) -> Iterable[str]:
+    for kind in ("loss", "gradient", "state"):
+        apart = row[f"{kind}_difference"]
+        if not apart <= MAX_DIFFERENCE:  # NaN too
+            which = f" {row[f'worst_{kind}']}" if kind != "loss" else ""
+            yield f"{kind}{which} is {apart:.1e} off"
+    if row["gradients_zero"]:  # the comparison would say nothing of what they come from
+        yield f"{row['gradients_zero']} of {row['gradients']} gradients are zero"
+    if not row["ringed"]:
+        yield "no matmul is ringed"
+
+
+# -- how rows read --------------------------------------------------------------------------------
+
+
+def table_cells(rows: list[Row]) -> list[list[str]]:
+    """A line for each case, under COLUMNS; what failed is left empty."""
+    by = {(row["case"], row["what"]): row for row in rows if "error" not in row}
+    names = dict.fromkeys(row["case"] for row in rows)
+    return [[name, *_cells(*(by.get((name, what), {}) for what in WHAT))] for name in names]
+
+
+def _cells(numbers: Row, plain: Row, ringed: Row) -> list[str]:
+    plan = ringed or numbers
+    cells = [" x ".join(f"{axis} {n}" for axis, n in plan.get("mesh", {}).items())]
+    cells += [str(plan.get(k, "")) for k in ("sites", "ringed", "no_collective")]
+    cells.append(str(sum(plan["skips"].values())) if plan else "")
+    names = ("loss_difference", "gradient_difference", "state_difference")
+    cells += [f"{numbers[k]:.1e}" if numbers else "" for k in names]
+    cells.append(f"{ringed['hops']['covered']} of {ringed['hops']['count']}" if ringed else "")
+    cells += [_gigabytes(row) for row in (ringed, plain)]
+    both = ringed and plain
+    cells.append(f"{ringed['temp_bytes'] / plain['temp_bytes']:.2f} x" if both else "")
+    cells.append(f"{ringed['compile_s']:.0f} ({plain['compile_s']:.0f})" if both else "")
+    return cells
+
+
+def _gigabytes(row: Row) -> str:
+    if not row:
+        return ""
+    total = row["all"]
+    return f"{total['bytes_covered'] / 1e9:.2f} of {total['bytes_moved'] / 1e9:.2f}"
+
+
+def left_alone(rows: list[Row]) -> list[str]:
+    """Why matmuls with a collective were left alone, a line for each case and reason."""
+    plans = {row["case"]: row["skips"] for row in rows if row.get("skips")}
+    return [
+        f"{name}: {count} left alone: {reason}"
+        for name, skips in plans.items()
+        for reason, count in skips.items()
+    ]
+
+
+def markdown(rows: list[Row]) -> str:
+    """The table and the reasons, as README shows them."""
+    rules = [" --- "] * WORDS + [" ---: "] * (len(COLUMNS) - WORDS)
+    lines = [COLUMNS, *table_cells(rows)]
+    table = ["| " + " | ".join(line) + " |" for line in lines]
+    table.insert(1, "|" + "|".join(rules) + "|")
+    reasons = [f"- {line}" for line in left_alone(rows)]
+    return "\n".join([*table, *([""] if reasons else []), *reasons]) + "\n"
