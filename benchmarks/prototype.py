@@ -6,12 +6,13 @@ python -m benchmarks.prototype --only everywhere      # or weights, or megatron
 Three ways to write the same train step of benchmarks/plain_gpt.py (32 scanned layers, hidden 4096,
 sequence 4096, batch 64, remat, Adam) for eight hosts of eight H100s, fsdp 8 x tp 8: plain, as XLA
 compiles it by default, and overlapped. Beside the audit stands benchmarks/yardstick.py's measure,
-and what an overlapped step is to reach on it: goals set after a prototype that rang every matmul on
-tp alone. Needs no GPU.
+and what an overlapped step is to reach on it: goals set after a prototype that made a ring of
+every matmul, on tp alone. Needs no GPU.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -108,20 +109,37 @@ def show(row: Row, audits: bool) -> None:
 
 
 def print_rows(rows: list[Row]) -> None:
-    table = Table(title=f"7B GPT step on {POD}: 32 layers, hidden 4096, sequence 4096, batch 64")
-    for name in ("pinned", "step"):
+    title = f"7B GPT step on {POD}: 32 layers, hidden 4096, sequence 4096, batch 64"
+    print_table(title, (*SECONDS_COLUMNS, "total ms", "goal ms"), rows, measured_cells)
+    plain = {row["case"]: plain_of(rows, row) for row in rows}
+
+    def audited(row: Row) -> tuple[str, ...]:
+        ratio = row["compile_cpu_s"] / plain[row["case"]]["compile_cpu_s"]
+        cpu = f"{row['compile_cpu_s']:.0f} ({ratio:.1f} x)"
+        return (*coverage_cells(row, plain[row["case"]]), cpu)
+
+    print_table("what XLA made of it", (*COVERAGE_COLUMNS, "compile CPU s"), rows, audited)
+    for name, case in CASES.items():
+        console.print(f"{name}: {case.about} pinned")
+
+
+def measured_cells(row: Row) -> tuple[str, ...]:
+    """The yardstick's seconds, and the goal."""
+    goal = f"{CASES[row['case']].goal_s * 1e3:.0f}" if row["step"] == "overlapped" else ""
+    return (*seconds_cells(row), f"{total_s(row) * 1e3:.0f}", goal)
+
+
+def print_table(
+    title: str, columns: tuple[str, ...], rows: list[Row], cells: Callable[[Row], tuple[str, ...]]
+) -> None:
+    table = Table(title=title)
+    for name in ("case", "step"):
         table.add_column(name)
-    for name in (*SECONDS_COLUMNS, "total ms", "goal ms", *COVERAGE_COLUMNS, "compile CPU s"):
+    for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
-        head = (CASES[row["case"]].about, row["step"])
-        if "error" in row:
-            table.add_row(*head, row["error"])
-            continue
-        goal = f"{CASES[row['case']].goal_s * 1e3:.0f}" if row["step"] == "overlapped" else ""
-        seconds = (*seconds_cells(row), f"{total_s(row) * 1e3:.0f}", goal)
-        cpu = f"{row['compile_cpu_s']:.0f}"
-        table.add_row(*head, *seconds, *coverage_cells(row, plain_of(rows, row)), cpu)
+        rest = (row["error"],) if "error" in row else cells(row)
+        table.add_row(row["case"], row["step"], *rest)
     console.print(table)
 
 
