@@ -1,6 +1,6 @@
 """How much of a 7B GPT step's communication is exposed, with few, some and all constraints written?
 
-python -m benchmarks.prototype                        # six compiles; about 8 minutes on 2 cores
+python -m benchmarks.prototype                        # six compiles; about 4 minutes on 2 cores
 python -m benchmarks.prototype --only everywhere      # or weights, or megatron
 
 Three ways to write the same train step of benchmarks/plain_gpt.py (32 scanned layers, hidden 4096,
