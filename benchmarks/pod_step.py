@@ -3,10 +3,12 @@
 Each compile runs in a child process, so that a compiler that aborts is a row and not the end.
 """
 
+import datetime
 import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -21,37 +23,72 @@ def compile_step(model: Any, pod: str, axes: dict[str, int], step: str) -> dict[
     """A row for one of STEPS of a model at its pod's size; `model` is a module of models/."""
     mesh = jaxoverlap.pod_mesh(pod, axes)
     config = model.RECIPE.config.pod(**axes)
-    function: Any = model.make_step(config, mesh)
+    args = model.abstract_args(config, mesh)
+    return compile_on(model.make_step(config, mesh), args, mesh, pod, step).row
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A step compiled for a pod.
+
+    Attributes:
+        row: what benchmarks write down of it.
+        text: its scheduled module.
+        audit: of that.
+        function: the step, overlapped if it was to be.
+    """
+
+    row: dict[str, Any]
+    text: str
+    audit: jaxoverlap.Audit
+    function: Any
+
+
+def compile_on(function: Any, args: tuple[Any, ...], mesh: Any, pod: str, step: str) -> Compiled:
+    """Compile a jitted step for a pod, as one of STEPS.
+
+    Compiling uses all cores that it gets: its seconds depend on what else the machine does,
+    its seconds of CPU time hardly.
+    """
     if step == "overlapped":
         function, options = jaxoverlap.overlap(function, cluster=pod), options_for(mesh)
     else:
         options = pods.compiler_options() if step == "plain" else options_for(mesh)
     began = time.perf_counter()
-    lowered = function.lower(*model.abstract_args(config, mesh))
-    lowered_s = time.perf_counter() - began
+    lowered = function.lower(*args)
+    lowered_s, cpu_s = time.perf_counter() - began, time.process_time()
     compiled = lowered.compile(compiler_options=options)
-    report = jaxoverlap.audit(compiled.as_text() or "")
+    compile_s, cpu_s = time.perf_counter() - began - lowered_s, time.process_time() - cpu_s
+    text = compiled.as_text() or ""
+    report = jaxoverlap.audit(text)
     memory = compiled.memory_analysis()
     assert memory is not None
-    return {
+    row = {
         "pod": pod,
-        "mesh": axes,
+        "mesh": dict(mesh.shape),
         "step": step,
-        "jax": metadata.version("jax"),
         "flags": options,
-        "commit": commit(),
+        **provenance(),
         "all": dump(report.total),
         "hops": dump(report.hops),
         "temp_bytes": memory.temp_size_in_bytes,
         "lower_s": round(lowered_s, 2),
-        "compile_s": round(time.perf_counter() - began - lowered_s, 2),
+        "compile_s": round(compile_s, 2),
+        "compile_cpu_s": round(cpu_s, 2),
         "audit": str(report),
     }
+    return Compiled(row, text, report, function)
 
 
 def dump(coverage: jaxoverlap.Coverage) -> dict[str, int]:
     names = ("count", "covered", "bytes_moved", "bytes_covered", "synchronous")
     return {name: getattr(coverage, name) for name in names}
+
+
+def provenance() -> dict[str, str]:
+    """What a row has to say of where it is from."""
+    today = datetime.date.today().isoformat()
+    return {"jax": metadata.version("jax"), "commit": commit(), "date": today}
 
 
 def commit() -> str:

@@ -186,6 +186,8 @@ def _value_sharding(value: Any) -> Any:
     op = value.owner
     if "sharding" in op.attributes and op.name in ("sdy.reshard", "sdy.sharding_constraint"):
         return op.attributes["sharding"]
+    if "out_sharding" in op.attributes:  # Shardy's collectives
+        return op.attributes["out_sharding"]
     return _result_sharding(op, ir.OpResult(value).result_number)
 
 

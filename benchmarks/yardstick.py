@@ -1,0 +1,335 @@
+"""A crude yardstick of a compiled step: seconds of matmul, and of communication left exposed.
+
+Two rates and two latencies, and the order of XLA's schedule. Matmuls run one after the other at
+MATMUL_FLOPS; a collective takes its latency and its bytes at the rate of the slowest link that it
+uses. Everything else (softmax, norms, the optimizer) is taken to cost nothing, and matmuls are
+taken not to slow down beside communication. What comes out compares two schedules of the same step;
+it is no prediction of a step's time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+import jaxoverlap
+from jaxoverlap._text import human_bytes
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.audit import Collective
+
+MATMUL_FLOPS = 650e12  # per second: bf16 on an H100, as large matmuls run
+HOST_BYTES_PER_S = 317e9  # sent by each GPU, over NVLink within a host
+NETWORK_BYTES_PER_S = 45e9  # sent by each GPU, to another host
+HOP_S, COLLECTIVE_S = 8e-6, 15e-6  # latency of a permute, and of anything that NCCL synchronizes
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a device spends in a step, in seconds.
+
+    Attributes:
+        matmul: in matmuls.
+        collective: in collectives, hidden or not.
+        exposed: in collectives while no matmul runs.
+    """
+
+    matmul: float = 0.0
+    collective: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of the step: matmul + exposed."""
+        return self.matmul + self.exposed
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.matmul + other.matmul,
+            self.collective + other.collective,
+            self.exposed + other.exposed,
+        )
+
+    def __mul__(self, times: int) -> Seconds:
+        return Seconds(self.matmul * times, self.collective * times, self.exposed * times)
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """The seconds of a step, and which collectives are exposed for how many of them.
+
+    Attributes:
+        seconds: of all of a step's runs.
+        exposed: by collective: what a device waits for it in one step.
+    """
+
+    seconds: Seconds
+    exposed: dict[Collective, float]
+
+
+def yardstick(text: str, gpus_per_host: int) -> Yardstick:
+    """Lay a scheduled module out in time.
+
+    The matmuls run in schedule order. A collective begins at its start, or when the link that it
+    needs is free, if that is later; a synchronous one also keeps the matmuls waiting. At its done
+    the device waits for what is missing: that is exposed. Links are two, within a host and between
+    hosts, and each carries one collective at a time. Loops run their known trips.
+
+    Args:
+        text: of a scheduled HLO module.
+        gpus_per_host: devices are numbered host after host.
+
+    Raises:
+        ValueError: if the text is no such module, or has matmuls of unknown size.
+    """
+    module = hlo.parse(text)
+    collectives = jaxoverlap.audit(text).collectives
+    walk = _Walk(module, {(c.computation, c.name): c for c in collectives}, gpus_per_host)
+    seconds = walk.computation(module.entry)
+    exposed = {c: walk.waits[c.computation, c.name] * c.runs for c in collectives}
+    return Yardstick(seconds, exposed)
+
+
+def seconds_row(measured: Yardstick, most: int = 12) -> dict[str, Any]:
+    """What benchmarks write down of a step's seconds, with the collectives that are exposed most.
+
+    Hops of one ring, and other collectives of one source line and size of group, are one entry.
+    """
+    by: dict[tuple, dict[str, Any]] = {}
+    for c, seconds in measured.exposed.items():
+        key = (c.kind, c.ring or "", c.source, c.group_size)
+        entry = by.setdefault(key, {"exposed_s": 0.0, "runs": 0, "bytes_moved": 0})
+        entry["exposed_s"] += seconds
+        entry["runs"] += c.runs
+        entry["bytes_moved"] += c.runs * c.bytes_moved
+    names = ("kind", "ring", "source", "devices")
+    worst = sorted(by.items(), key=lambda item: -item[1]["exposed_s"])[:most]
+    return {
+        "matmul_s": round(measured.seconds.matmul, 4),
+        "collective_s": round(measured.seconds.collective, 4),
+        "exposed_s": round(measured.seconds.exposed, 4),
+        "exposed": [
+            dict(zip(names, key, strict=True)) | entry | {"exposed_s": round(entry["exposed_s"], 4)}
+            for key, entry in worst
+        ],
+    }
+
+
+SECONDS_COLUMNS = ("matmul ms", "exposed ms", "collectives ms")
+
+
+def seconds_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row under SECONDS_COLUMNS."""
+    return tuple(f"{row[key] * 1e3:.0f}" for key in ("matmul_s", "exposed_s", "collective_s"))
+
+
+def exposed_table(row: dict[str, Any], title: str) -> Table:
+    """The collectives that a row's step waits for longest."""
+    table = Table(title=title)
+    for name in ("collective", "ring", "source"):
+        table.add_column(name)
+    for name in ("devices", "runs", "bytes", "exposed ms"):
+        table.add_column(name, justify="right")
+    for e in row["exposed"]:
+        head = (e["kind"], e["ring"], e["source"], str(e["devices"]), str(e["runs"]))
+        table.add_row(*head, human_bytes(e["bytes_moved"]), f"{e['exposed_s'] * 1e3:.1f}")
+    return table
+
+
+@dataclass
+class _Lane:
+    """Where a device is in one run of a computation, in seconds from its start."""
+
+    spent: Seconds = Seconds()
+    free: dict[bool, float] = field(default_factory=dict)  # by link: whether it is the network
+    due: dict[str, tuple[str, float]] = field(default_factory=dict)  # by who to wait for: who, end
+
+    def begin(self, network: bool, seconds: float) -> float:
+        """Put a collective on a link; when it ends."""
+        end = max(self.spent.total, self.free.get(network, 0.0)) + seconds
+        self.free[network] = end
+        self.spent += Seconds(collective=seconds)
+        return end
+
+    def wait(self, until: float) -> float:
+        """Wait for the end of a collective; how long that takes."""
+        waited = max(0.0, until - self.spent.total)
+        self.spent += Seconds(exposed=waited)
+        return waited
+
+
+class _Walk:
+    """A module, read in the order in which it runs."""
+
+    def __init__(
+        self, module: hlo.Module, found: dict[tuple[str, str], Collective], gpus_per_host: int
+    ):
+        self.module, self.found, self.gpus_per_host = module, found, gpus_per_host
+        self.waits: dict[tuple[str, str], float] = {}  # by collective: in one run of it
+
+    def computation(self, name: str) -> Seconds:
+        lane = _Lane()
+        instructions = self.module.body(name)
+        shapes = {i.name: i.shape for i in instructions}
+        counted = set()
+        for i in instructions:
+            collective = self.found.get((name, i.name))
+            if i.opcode in ("while", "conditional", "call"):
+                trips = i.trip_count or 1 if i.opcode == "while" else 1
+                for called in i.called:
+                    lane.spent += self.computation(called) * trips
+            elif collective:
+                end = lane.begin(*self.cost(collective))
+                if collective.asynchronous:
+                    lane.due[i.name] = (i.name, end)
+                else:
+                    self.waits[name, i.name] = lane.wait(end)
+            elif i.operands[:1] and i.operands[0] in lane.due:
+                start, end = lane.due.pop(i.operands[0])
+                if i.opcode.endswith("-update"):
+                    lane.due[i.name] = (start, end)
+                else:
+                    self.waits[name, start] = lane.wait(end)
+            elif flops := _flops(self.module, i, shapes):
+                lane.spent += Seconds(matmul=flops / MATMUL_FLOPS)
+                counted.add(i.name)
+        self.check(name, counted)
+        return lane.spent
+
+    def cost(self, collective: Collective) -> tuple[bool, float]:
+        """The link of a collective (whether it is the network), and its seconds."""
+        groups = parties(collective, self.module.num_devices)
+        network = any(len({d // self.gpus_per_host for d in group}) > 1 for group in groups)
+        rate = NETWORK_BYTES_PER_S if network else HOST_BYTES_PER_S
+        latency = HOP_S if collective.kind == "collective-permute" else COLLECTIVE_S
+        return network, latency + collective.bytes_moved / rate
+
+    def check(self, computation: str, counted: set[str]) -> None:
+        """A matmul that the audit sees and this does not would count as no time at all."""
+        seen = {
+            m for (c, _), found in self.found.items() if c == computation for m in found.matmuls
+        }
+        missed = [name for name in seen - counted if not self.runs_more(computation, name)]
+        if missed:
+            raise ValueError(f"matmuls of unknown size: {', '.join(sorted(missed))}")
+
+    def runs_more(self, computation: str, name: str) -> bool:
+        """Whether an instruction is a loop or a call, whose matmuls are counted inside."""
+        found = next(i for i in self.module.body(computation) if i.name == name)
+        return found.opcode in ("while", "conditional", "call")
+
+
+# -- matmuls --------------------------------------------------------------------------------------
+
+_CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
+
+
+def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, str]) -> int:
+    """Floating-point operations of the matmul that an instruction is, or of those it has inside."""
+    found = _CONTRACTED.search(instruction.line)
+    if instruction.opcode in ("dot", "custom-call") and found:
+        lhs = dims(shapes.get(instruction.operands[0], ""))
+        contracted = [lhs[int(d)] for d in re.findall(r"\d+", found.group(1))]
+        return 2 * math.prod(dims(instruction.shape)) * math.prod(contracted)
+    if instruction.opcode != "fusion":
+        return 0
+    inside = [i for name in instruction.called for i in module.body(name)]
+    shapes = {i.name: i.shape for i in inside}
+    return sum(_flops(module, i, shapes) for i in inside)
+
+
+def dims(shape: str) -> list[int]:
+    """The dims of an array, or of the first one of a tuple: a matmul's result."""
+    return [int(d) for d in re.findall(r"\d+", hlo.array_shapes(shape)[0].partition("[")[2])]
+
+
+# -- who talks to whom ----------------------------------------------------------------------------
+
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+
+
+def parties(collective: Collective, num_devices: int) -> list[tuple[int, ...]]:
+    """The groups of devices that exchange data in a collective; the pairs of a permute.
+
+    Raises:
+        ValueError: if its groups are written in a way that this does not know.
+    """
+    groups = collective.groups
+    if not groups or groups == "{}":
+        return [tuple(range(num_devices))]
+    if groups.startswith("{{"):
+        return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", groups)]
+    if found := _MESH.fullmatch(groups):
+        axes, ids, together = found.groups()
+        return _mesh_groups(axes, _device_ids(ids, num_devices), together)
+    if (found := _IOTA.fullmatch(groups)) and found.group(2):
+        shape, source, order = map(_numbers, found.groups())
+        return _rows(_iota(source, order), shape[-1])
+    raise ValueError(f"{collective.name}: groups in an unknown form: {groups}")
+
+
+def _device_ids(text: str | None, num_devices: int) -> list[int]:
+    """The devices of a mesh, flat: counted up, or as written: 0,2,1,3 or [2,2]T(1,0)."""
+    if not text:
+        return list(range(num_devices))
+    if found := _IOTA.fullmatch(text):
+        shape, source, order = map(_numbers, found.groups())
+        return _iota(source or shape, order)
+    return _numbers(text)
+
+
+def _mesh_groups(axes: str, devices: list[int], together: str) -> list[tuple[int, ...]]:
+    """Groups along some axes of a mesh; 'x':(2)4 is the part of x of size 4 after 2 others."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    parts = {name: (size, 1, 1) for name, size in sizes.items()}  # before it, it, after it
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", together):
+        before, size = (int(before), int(size)) if size else (1, sizes[name])
+        parts[name] = (before, size, sizes[name] // before // size)
+    shape = [size for part in parts.values() for size in part]
+    outer = [dim for dim in range(len(shape)) if dim % 3 != 1]
+    inner = [dim for dim in range(len(shape)) if dim % 3 == 1]
+    size = math.prod(shape[dim] for dim in inner)
+    return _rows([devices[place] for place in _iota(shape, outer + inner)], size)
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text or "")]
+
+
+def _iota(shape: list[int], order: list[int]) -> list[int]:
+    """0, 1, 2, ... in `shape`, transposed to `order`, flat."""
+    order = order or list(range(len(shape)))
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    flat = [0]
+    for dim in order:
+        flat = [at + i * strides[dim] for at in flat for i in range(shape[dim])]
+    return flat
+
+
+def _rows(devices: list[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
+
+
+def axes_of(collective: Collective, num_devices: int, mesh: dict[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh, whose devices count up, along which a collective moves data."""
+    sizes = list(mesh.values())
+    moving = set()
+    for group in parties(collective, num_devices):
+        places = [_place(device, sizes) for device in group]
+        for axis, *along in zip(mesh, *places, strict=True):
+            if len(set(along)) > 1:
+                moving.add(axis)
+    return tuple(axis for axis in mesh if axis in moving)
+
+
+def _place(device: int, sizes: list[int]) -> list[int]:
+    """A device's coordinates in a row-major mesh."""
+    place = []
+    for size in reversed(sizes):
+        device, at = divmod(device, size)
+        place.append(at)
+    return place[::-1]
