@@ -24,7 +24,7 @@ from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.manual import decide_manual
-from jaxoverlap.passes.mesh import NoMeshError, find_mesh, unread
+from jaxoverlap.passes.mesh import NoMeshError, axis_costs, find_mesh, unread
 from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import propagate
 from jaxoverlap.passes.remaining import remaining
@@ -305,6 +305,7 @@ class Overlapped:
             unread=reason,
             granularity=self._options.granularity,
             prefetch=self._options.fsdp == "prefetch",
+            costs=axis_costs(mesh, self._options.cluster),
         )
         inside, by_hand = decide_manual(
             found,

@@ -17,6 +17,12 @@ _RINGS = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
     # Merges the hops of different rings into one, which then waits for both rings' matmuls.
     "xla_gpu_collective_permute_combine_threshold_bytes": "0",
+    # Merged gathers and scatters wait for the last of what they carry, and hide behind nothing.
+    "xla_gpu_all_gather_combine_threshold_bytes": "1",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": "1",
+    # Peels a layer of the backward pass out of its loop, buffers and all, to move a reduce-scatter
+    # into the next step; ours stands right after its ring, with matmuls to come.
+    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
 }
 
 

@@ -61,6 +61,7 @@ def decide(
     unread: str | None = None,
     granularity: Granularity = None,
     prefetch: bool = False,
+    costs: Mapping[str, float] | None = None,
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
@@ -73,6 +74,7 @@ def decide(
         granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
             default: one way, in one piece.
         prefetch: gather the weights of a scan before any ring.
+        costs: of a byte along each mesh axis, from `mesh.axis_costs`.
 
     Returns:
         An entry a matmul, and what becomes of each body that has any, by its number.
@@ -92,7 +94,9 @@ def decide(
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
     sharings = {
-        body.index: share(body, read, beyond, ahead=prefetch) for body in found if body.dots
+        body.index: share(body, read, beyond, ahead=prefetch, costs=costs)
+        for body in found
+        if body.dots
     }
     for sharing in sharings.values():
         for ring in sharing.rings:

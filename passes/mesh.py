@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxoverlap import _compat
+from jaxoverlap.cluster import Cluster, chips
 
 
 class NoMeshError(ValueError):
@@ -101,6 +103,32 @@ def explicit_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes whose shardings are part of the arrays' types."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
+
+
+def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
+    """What a byte costs along each axis, against one over NVLink.
+
+    An axis whose neighbours are in different NVLink domains takes the network. Where it is not
+    known what links the devices have, all axes cost alike.
+
+    Args:
+        mesh: the mesh.
+        cluster: its GPUs, if named; else what its devices say of themselves counts.
+    """
+    kinds = {c.device_name: c for c in chips()}
+    links = cluster or kinds.get(mesh.devices.flat[0].device_kind)
+    if links is None:
+        return dict.fromkeys(mesh.axis_names, 1.0)
+    network = links.nvlink.bandwidth_bytes_per_s / links.network.bandwidth_bytes_per_s
+
+    def domain(device: Any) -> Any:
+        if cluster is not None:
+            return device.id // cluster.gpus_per_nvlink_domain
+        return getattr(device, "slice_index", None), device.process_index
+
+    domains = np.vectorize(lambda device: hash(domain(device)), otypes=[np.int64])(mesh.devices)
+    crossing = [np.any(np.diff(domains, axis=i)) for i in range(domains.ndim)]
+    return {a: network if c else 1.0 for a, c in zip(mesh.axis_names, crossing, strict=True)}
 
 
 def automatic(mesh: Mesh) -> Mesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +169,7 @@ class Sharing:
         readers: matmuls that only read what others gathered.
         hoisted: the gathers that come before the rings, by what they give.
         skipped: why each other matmul is left alone, by its number.
+        costs: of a byte along each mesh axis, in any unit; 1 where it is not said.
     """
 
     order: Order
@@ -175,3 +177,8 @@ class Sharing:
     readers: list[Member] = field(default_factory=list)
     hoisted: dict[Value, Hoist] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+
+    def cost(self, axis: str) -> float:
+        """What a byte along a mesh axis costs."""
+        return self.costs.get(axis, 1.0)

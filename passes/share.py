@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxoverlap import _compat
@@ -32,7 +32,14 @@ NO_COLLECTIVE = "no collective"
 _View = tuple[Member, Matmul]
 
 
-def share(body: Body, read: Read, beyond: Beyond, *, ahead: bool = False) -> Sharing:
+def share(
+    body: Body,
+    read: Read,
+    beyond: Beyond,
+    *,
+    ahead: bool = False,
+    costs: Mapping[str, float] | None = None,
+) -> Sharing:
     """Decide for each matmul of a body how it lies on the mesh, and with which it shares a ring.
 
     Args:
@@ -41,8 +48,9 @@ def share(body: Body, read: Read, beyond: Beyond, *, ahead: bool = False) -> Sha
         beyond: the shardings of what its operands are resharded from and its result to, reshard by
             reshard.
         ahead: gather the weights of a scan before any ring, to be prefetched.
+        costs: of a byte along each mesh axis, in any unit; default: alike.
     """
-    sharing, chains = Sharing(Order(body.eqns)), Chains(body)
+    sharing, chains = Sharing(Order(body.eqns), costs=costs or {}), Chains(body)
     early = body.ahead if ahead else frozenset()
     late: list[tuple[Dot, Matmul]] = []
     for dot in body.dots:
@@ -109,21 +117,21 @@ def _place(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> 
 
 
 def _gathered_early(member: Member, matmul: Matmul, early: Collection[Any]) -> _View:
-    """The matmul, reading whole what is there one step of a scan ahead."""
-    while True:
-        gathers = (
-            (split.axis, split.motion)
-            for split in matmul.splits
-            if isinstance(split, Split)
-            and split.motion is not None
-            and split.motion.kind == "all_gather"
-            and member.value(split.motion.side).var in early
-            and hoistable(matmul, split.axis, split.motion)
-        )
-        first = next(gathers, None)
-        if first is None:
-            return member, matmul
-        member, matmul = _hoisted(member, matmul, *first)
+    """The matmul, reading whole what is there one step of a scan ahead, if it waits for no more.
+
+    Where it waits for something else too, that is the ring, and this gather comes before it.
+    """
+    wanted = _motions(matmul)
+    if len(wanted) != 1:
+        return member, matmul
+    axis, motion = wanted[0]
+    if motion is None or motion.kind != "all_gather" or member.value(motion.side).var not in early:
+        return member, matmul
+    return (
+        _hoisted(member, matmul, axis, motion)
+        if hoistable(matmul, axis, motion)
+        else (member, matmul)
+    )
 
 
 def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
@@ -138,7 +146,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
             sharing.readers.append(member)
             return None
         axes = dict.fromkeys(axis for axis, _ in wanted)
-        candidates = [_candidate(member, matmul, axis) for axis in axes]
+        candidates = [_candidate(sharing, member, matmul, axis) for axis in axes]
         good = [c for c in candidates if isinstance(c, Member)]
         if any(_join(sharing, candidate) for candidate in good):
             return None
@@ -174,7 +182,7 @@ def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
     return found
 
 
-def _candidate(member: Member, matmul: Matmul, axis: str) -> Member | str:
+def _candidate(sharing: Sharing, member: Member, matmul: Matmul, axis: str) -> Member | str:
     """The matmul with the ring on one axis, and all that other motions allow done before it."""
     while True:
         found = matmul.splits
@@ -186,7 +194,9 @@ def _candidate(member: Member, matmul: Matmul, axis: str) -> Member | str:
         possible = [(a, m) for a, m in before if hoistable(matmul, a, m)]
         if not possible:
             break
-        member, matmul = _hoisted(member, matmul, *possible[0])
+        # Each gather makes the next one's value larger, so the slowest link comes first.
+        slowest = max(possible, key=lambda move: sharing.cost(move[0]))
+        member, matmul = _hoisted(member, matmul, *slowest)
     if refused:
         return "; ".join(s.reason for s in refused)
     if ring is None:
@@ -285,14 +295,16 @@ def _shared(layout: Layout) -> tuple[Any, ...]:
     return layout.ring.axis, ring.kind, tuple(moving), layout.spec(ring.side), others
 
 
-def _preference(sharing: Sharing, member: Member) -> tuple[int, int, int]:
-    """Fewest bytes in all; then no gather inside the ring; then most bytes in the ring."""
+def _preference(sharing: Sharing, member: Member) -> tuple[float, int, int]:
+    """Least cost in all; then no gather inside the ring; then most bytes in the ring."""
     layout = member.layout
     assert layout is not None
     sent = traffic(layout)
-    new = sum(h.bytes_moved for h in member.hoists if h.after not in sharing.hoisted)
+    new = [h for h in member.hoists if h.after not in sharing.hoisted]
+    cost = sum(sent[axis] * sharing.cost(axis) for axis in sent)
+    cost += sum(h.bytes_moved * sharing.cost(h.axis) for h in new)
     inside = sum(map(_is_gather, layout.others))
-    return sum(sent.values()) + new, inside, -sent[layout.ring.axis]
+    return cost, inside, -sent[layout.ring.axis]
 
 
 def _add_up(sharing: Sharing, body: Body) -> None:
