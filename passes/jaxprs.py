@@ -77,9 +77,13 @@ class Manual:
         return self.maps[-1].params["mesh"]
 
 
+# What multiplies matrices, and so is a site; only the first is ever rewritten.
+MATMULS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
 @dataclass(frozen=True)
 class Dot:
-    """One `dot_general` of a step.
+    """One `dot_general` of a step; or what is like one, to be left alone and named.
 
     Attributes:
         index: its place among the step's matmuls, in the order they are written.
@@ -227,7 +231,7 @@ class _Walk:
         found: list[Dot] = []
         for place, eqn in enumerate(jaxpr.eqns):
             known.follow(eqn)
-            if eqn.primitive.name == "dot_general":
+            if eqn.primitive.name in MATMULS:
                 found.append(Dot(self.num_dots, eqn, runs, inside, place, manual))
                 self.num_dots += 1
                 eqns.append(eqn)

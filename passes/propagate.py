@@ -35,7 +35,8 @@ def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:
     """
 
     def tag(dot):
-        if dot.inside and not (dot.manual and dot.manual.automatic):
+        opaque = dot.inside and not (dot.manual and dot.manual.automatic)
+        if opaque or dot.eqn.primitive.name != "dot_general":
             return None
         return [_compat.with_tag(dot.eqn, **{_TAG: str(dot.index)})]
 
