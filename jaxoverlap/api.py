@@ -23,8 +23,9 @@ from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
+from jaxoverlap.passes.lookups import lookups, scatter
 from jaxoverlap.passes.manual import decide_manual
-from jaxoverlap.passes.mesh import NoMeshError, axis_costs, find_mesh, unread
+from jaxoverlap.passes.mesh import NoMeshError, axis_costs, explicit_axes, find_mesh, unread
 from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import propagate
 from jaxoverlap.passes.remaining import remaining
@@ -296,7 +297,7 @@ class Overlapped:
         self._check_cluster(params["name"], mesh)
         reason = unread(mesh)
         shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs), jaxpr)
-        found = bodies(jaxpr)
+        found, costs = bodies(jaxpr), axis_costs(mesh, self._options.cluster)
         entries, sharings = decide(
             found,
             shardings,
@@ -305,7 +306,7 @@ class Overlapped:
             unread=reason,
             granularity=self._options.granularity,
             prefetch=self._options.fsdp == "prefetch",
-            costs=axis_costs(mesh, self._options.cluster),
+            costs=costs,
         )
         inside, by_hand = decide_manual(
             found,
@@ -318,10 +319,15 @@ class Overlapped:
         prefetched = 0
         if self._options.fsdp == "prefetch":
             rewritten, prefetched = prefetch(rewritten, gathered)
+        known = [] if explicit_axes(mesh) else lookups(found, shardings, mesh, costs)
         plan = Plan(
-            step=params["name"], mesh=dict(mesh.shape), entries=entries, prefetched=prefetched
+            step=params["name"],
+            mesh=dict(mesh.shape),
+            entries=entries,
+            prefetched=prefetched,
+            scattered=tuple(lookup.entry(mesh.shape) for lookup in known),
         )
-        return plan, rewritten, options_for(mesh)
+        return plan, scatter(rewritten, known, mesh), options_for(mesh)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
         cluster = self._options.cluster

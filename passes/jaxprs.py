@@ -114,6 +114,7 @@ class Body:
         dots: its matmuls; not those of the bodies inside it.
         ahead: values that are known one step of a scan ahead: slices of what the step is given, as
             the weights of a scan over layers are.
+        opaque: whether it must stay as it is.
     """
 
     index: int
@@ -121,6 +122,7 @@ class Body:
     outvars: tuple[Any, ...]
     dots: tuple[Dot, ...]
     ahead: frozenset[Any] = frozenset()
+    opaque: bool = False
 
 
 Visit = Callable[[Body], list[Any] | None]
@@ -238,8 +240,9 @@ class _Walk:
             else:
                 eqns.append(self.eqn(eqn, known, runs=runs, inside=inside, manual=manual))
         ahead = frozenset(known.ahead)
-        new = self.visit(Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found), ahead))
         ours = inside is None or manual is not None
+        body = Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found), ahead, not ours)
+        new = self.visit(body)
         assert new is None or ours, "the body of an opaque primitive is not ours"
         if not ours or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):
             return jaxpr
