@@ -19,9 +19,10 @@ two operands, in which every letter is in two or in all three of `x,w->y`; witho
 | all_to_all_matmul | [rows, inner/N] | [inner, columns] | [rows/N, columns] |
 | matmul_all_to_all | [rows/N, inner] | [inner, columns] | [rows, columns/N] |
 | ring_attention | q, k, v: [batch, sequence/N, heads, head] | | like q |
+| query_split_attention | q, k, v: [b, s, h/N, head] | wo: [h/N, head, d] | [b, s/N, d], summed |
 
 `variant` says how the pieces travel: a `Variant` or its text, as in "two_way x 2". Exchanges have
-no "one_way" and no "two_way", attention has no "sliced".
+no "one_way" and no "two_way", ring attention has no "sliced".
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "query_split_attention",
     "ring_attention",
 ]
 
@@ -269,14 +271,85 @@ def ring_attention(
     Raises:
         ValueError: for a shape or variant that does not fit.
     """
-    how = Attention(
+    how = _attention(q, axis_name, causal, scale, variant)
+    by_hand.check_attention(how, q, k, v)
+    grouped = _grouped(q, k)
+    return gradients.attended(how, *by_hand.varying(axis_name, grouped, k, v)).reshape(q.shape)
+
+
+def query_split_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    wo: Array,
+    axis_name: str,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    variant: str | Variant = "one_way",
+) -> Array:
+    """Attention of this device's heads, projected and scattered; each hop under a slice of queries.
+
+    | q | k, v | wo | result |
+    | --- | --- | --- | --- |
+    | [batch, sequence, heads/N, head] | the same | [heads/N, head, d] | [batch, sequence/N, d] |
+    | [batch, sequence, heads/N, head] | [batch, keys, kv heads/N, head] | the same | the same |
+
+    Tensor parallelism's attention, between column-parallel q, k and v and a sequence that is
+    sharded; CommFuse's query-split (arXiv 2604.24013). Before, for one batch and without `scale`:
+
+        p: f32[heads/N, sequence, keys] = softmax(q k^T)
+        o: f32[sequence, heads/N, head] = dot_general p v
+        z: f32[sequence, d] = dot_general o wo
+        y: f32[sequence/N, d] = reduce_scatter[axis_name=model, scatter_dimension=0] z
+
+    After, N times, the device's own slice of the queries last:
+
+        sum = ppermute sum                             # in flight under all that follows
+        p: f32[heads/N, sequence/N, keys] = softmax(q[slice] k^T)
+        o: f32[sequence/N, heads/N, head] = dot_general p v
+        sum = add sum (dot_general o wo)
+
+    With t for one slice's compute and tau for its hop that takes t + (N - 1) max(t, tau) and an
+    add. Backward, y's gradient is gathered by one ring, and each slice's scores are computed again
+    under its hops: nothing is kept but the operands. Each device holds the scores of one slice,
+    [batch, heads/N, sequence/N, keys], in float32.
+
+    Not for attention that gains more from a fused kernel than from hidden hops, nor where a slice
+    is too small to run at the whole's rate. A causal mask saves no work: which slice is computed is
+    known only at run time, so each has all keys.
+
+    Args:
+        q, k, v: this device's heads of the whole sequence; kv heads divide heads.
+        wo: the rows of the output projection that belong to these heads.
+        axis_name: the manual mesh axis that heads are sharded over, and the result's sequence.
+        causal: whether a query sees no keys after its own position.
+        scale: what scores are multiplied by; none: 1/sqrt(head).
+        variant: how the sums travel.
+
+    Raises:
+        ValueError: for a shape, dtype or variant that does not fit.
+    """
+    how = _attention(q, axis_name, causal, scale, variant)
+    by_hand.check_projected(how, q, k, v, wo)
+    operands = _grouped(q, k), k, v, wo.reshape(k.shape[2], -1, *wo.shape[1:])
+    return gradients.projected(how, *by_hand.varying(axis_name, *operands))
+
+
+def _attention(
+    q: Array, axis_name: str, causal: bool, scale: float | None, variant: str | Variant
+) -> Attention:
+    """What does not change along a ring of attention."""
+    return Attention(
         axis_name,
         by_hand.size_of(axis_name),
         causal,
         q.shape[-1] ** -0.5 if scale is None else scale,
         by_hand.variant_of(variant),
     )
-    by_hand.check_attention(how, q, k, v)
+
+
+def _grouped(q: Array, k: Array) -> Array:
+    """The heads of q by the kv head that they read: [batch, queries, kv heads, group, head]."""
     batch, queries, heads, head = q.shape
-    grouped = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], head)
-    return gradients.attended(how, *by_hand.varying(axis_name, grouped, k, v)).reshape(q.shape)
+    return q.reshape(batch, queries, k.shape[2], heads // k.shape[2], head)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -101,34 +101,57 @@ def all_gather_matmul(
         ValueError: if a chunk does not divide into the variant's slices.
     """
     arrivals = Arrivals(readers, dim, Cut(axis_size, variant.slices, outer), keep)
+    gather_under(arrivals, shard, axis, variant)
+    return arrivals.finish()
+
+
+class Reads(Protocol):
+    """What reads a gathered operand while it arrives, and holds the results: `Arrivals` is one."""
+
+    dim: int
+    cut: Cut
+
+    def tie(self, held: dict[Any, Array], /) -> dict[Any, Array]:
+        """What is read next, so that neither it nor a hop of it starts before the last read."""
+        ...
+
+    def read(self, part: Array, chunk: Any, piece: int, /) -> None:
+        """Read one piece of one chunk; of all chunks, if None."""
+        ...
+
+
+def gather_under(arrivals: Reads, shard: Array, axis: str, variant: Variant) -> None:
+    """Gather an operand of which this device has `shard`, each hop under a read of a chunk."""
+    dim, cut = arrivals.dim, arrivals.cut
     if variant.style == "sliced":
-        _slices(shard, arrivals, axis)
-        return arrivals.finish()
+        parts = [chunks.take(shard, dim, cut.shard(), piece=j) for j in range(cut.pieces)]
+        read_slices(arrivals, parts, lambda part: chunks.gather(part, dim, axis, cut))
+        return
     rank = lax.axis_index(axis)
-    pieces = range(variant.slices)
-    held = {(0, j): chunks.take(shard, dim, arrivals.cut.shard(), piece=j) for j in pieces}
-    for step in ring.gather_steps(variant.style, axis_size):
-        chunk = ring.chunk_at(rank, step.back, axis_size)
+    pieces = range(cut.pieces)
+    held = {(0, j): chunks.take(shard, dim, cut.shard(), piece=j) for j in pieces}
+    for step in ring.gather_steps(variant.style, cut.chunks):
+        chunk = ring.chunk_at(rank, step.back, cut.chunks)
         for j in pieces:
             used = {(step.back, j), *((send.back, j) for send in step.sends)}
             held |= arrivals.tie({key: held[key] for key in sorted(used)})
             for send in step.sends:
-                pairs = ring.permutation(axis_size, send.shift)
+                pairs = ring.permutation(cut.chunks, send.shift)
                 held[send.arrives_as, j] = lax.ppermute(held[send.back, j], axis, pairs)
             arrivals.read(held[step.back, j], chunk, j)
-    return arrivals.finish()
 
 
-def _slices(shard: Array, arrivals: Arrivals, axis: str) -> None:
-    """Each slice of the whole gather under the matmul of the slice before."""
-    cut, dim = arrivals.cut, arrivals.dim
-
-    def send(piece: Array) -> Array:
-        return chunks.gather(piece, dim, axis, cut)
-
-    arrivals.read_slices(
-        [chunks.take(shard, dim, cut.shard(), piece=j) for j in range(cut.pieces)], send
-    )
+def read_slices(arrivals: Reads, parts: list[Array], send: Callable[[Array], Array]) -> None:
+    """Read slices of all chunks, each sent as a whole under the read before it."""
+    coming = send(parts[0])
+    for j in range(len(parts)):
+        used = {"here": coming} | ({"next": parts[j + 1]} if j + 1 < len(parts) else {})
+        used = arrivals.tie(used)
+        if j == 0:  # nothing to tie to yet; but the next slice waits for this one
+            used = lax.optimization_barrier(used)
+        if "next" in used:
+            coming = send(used["next"])
+        arrivals.read(used["here"], None, j)
 
 
 class Arrivals:
@@ -165,18 +188,6 @@ class Arrivals:
         if self.keep:
             whole = chunks.room(part, self.dim, self.cut, chunk) if first else self.whole[0]
             self.whole = [chunks.put(whole, part, self.dim, self.cut, chunk, piece)]
-
-    def read_slices(self, parts: list[Array], send: Callable[[Array], Array]) -> None:
-        """Read slices of all chunks, each sent as a whole under the matmul before it."""
-        coming = send(parts[0])
-        for j in range(len(parts)):
-            used = {"here": coming} | ({"next": parts[j + 1]} if j + 1 < len(parts) else {})
-            used = self.tie(used)
-            if j == 0:  # nothing to tie to yet; but the next slice waits for this one
-                used = lax.optimization_barrier(used)
-            if "next" in used:
-                coming = send(used["next"])
-            self.read(used["here"], None, j)
 
     def finish(self) -> tuple[list[Array], Array | None]:
         """The results in their dtypes, and the operand if it was kept."""

@@ -48,7 +48,7 @@ from typing import Any
 from jax import Array, lax
 
 from jaxoverlap.passes import chunks, ring
-from jaxoverlap.passes.all_gather_matmul import Arrivals, Reader
+from jaxoverlap.passes.all_gather_matmul import Arrivals, Reader, read_slices
 from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.matmul_reduce_scatter import Hops, Products, Term
 from jaxoverlap.plan import Variant
@@ -95,8 +95,8 @@ def all_to_all_matmul(
     split = Cut(axis_size, 1, wanted_outer)
     pieces = [chunks.take(shard, dim, arrivals.cut.shard(), piece=j) for j in range(variant.slices)]
     if variant.style == "sliced":
-        arrivals.read_slices(
-            pieces, lambda p: chunks.exchange(p, dim, arrivals.cut, wanted, split, axis)
+        read_slices(
+            arrivals, pieces, lambda p: chunks.exchange(p, dim, arrivals.cut, wanted, split, axis)
         )
         return arrivals.finish()
     rank = lax.axis_index(axis)

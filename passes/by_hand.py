@@ -152,6 +152,38 @@ def check_attention(how: Attention, q: Array, k: Array, v: Array) -> None:
         raise ValueError(f"variant {how.variant}: expected one_way, two_way or direct")
 
 
+def check_projected(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> None:
+    """Shapes of attention whose heads are split, and of its projection."""
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, wo {wo.shape}"
+    if not q.ndim == k.ndim == v.ndim == 4 or wo.ndim != 3:
+        raise ValueError(
+            f"{shapes}: expected q, k and v [batch, sequence, heads/N, head] and wo "
+            "[heads/N, head, d]; reshape a wo [heads/N * head, d]"
+        )
+    if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"{shapes}: expected k and v alike, with q's batch and head sizes")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{shapes}: expected kv heads ({k.shape[2]}) to divide {q.shape[2]} heads; where there "
+            "are fewer kv heads than devices, give each device those that its heads read"
+        )
+    if wo.shape[:2] != q.shape[2:]:
+        raise ValueError(
+            f"{shapes}: expected wo to have q's heads and head size {q.shape[2:]}; give the rows "
+            "of the projection that belong to this device's heads"
+        )
+    for name, operand in (("q", q), ("k", k), ("v", v), ("wo", wo)):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {operand.dtype}: expected a floating-point one")
+    if how.causal and q.shape[1] != k.shape[1]:
+        raise ValueError(f"{shapes}: a causal mask wants as many keys as queries; drop the mask")
+    if q.shape[1] % how.axis_size:
+        raise ValueError(
+            f"{shapes}: expected a sequence that the {how.axis_size} devices of axis {how.axis!r} "
+            f"divide, not {q.shape[1]}; pad it"
+        )
+
+
 def varying(axis_name: str, *arrays: Array) -> list[Array]:
     """The arrays marked as different on every device, as `shard_map(check_vma=True)` asks.
 

@@ -10,6 +10,7 @@ For y = x w by any einsum `x,w->y`, with dy the gradient of y:
 | exchanged | exchanged result of dy w | exchange of x, read by dy x |
 | exchanged_result | one exchange of dy, read by dy w ... | ... and by dy x |
 | attended | ring attention's own backward ring | |
+| projected | one gather ring of dy, read slice by slice: dq, dk, dv and dwo | |
 
 JAX's transpose of a ring is a ring too, but one ring for each operand, with all hops' operands kept
 from the forward pass; and it knows nothing of what is tied to what.
@@ -31,6 +32,7 @@ from jaxoverlap.passes.all_to_all_matmul import all_to_all_matmul, matmul_all_to
 from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
+from jaxoverlap.passes.query_split import attend_and_project, attend_and_project_backward
 from jaxoverlap.passes.ring_attention import Attention, attend, attend_backward
 from jaxoverlap.passes.sites import Einsum, Side
 from jaxoverlap.plan import Variant
@@ -223,11 +225,24 @@ def _attended_backward(how: Attention, kept: tuple, dy: Array) -> tuple[Array, A
     return attend_backward(how, q, k, v, output, log_sums, dy)
 
 
+@_with_gradients
+def projected(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> Array:
+    """Query-split attention; shapes as in `query_split.attend_and_project`."""
+    return attend_and_project(how, q, k, v, wo)
+
+
+def _projected_backward(
+    how: Attention, operands: tuple, dy: Array
+) -> tuple[Array, Array, Array, Array]:
+    q, k, v, wo = operands
+    return attend_and_project_backward(how, q, k, v, wo, dy)
+
+
 def _keep_operands(rule: Any) -> Any:
     """The forward pass of a rule that keeps what it is given, and nothing else."""
 
-    def forward(how: Matmul, x: Array, w: Array) -> tuple[Array, tuple]:
-        return rule(how, x, w), (x, w)
+    def forward(how: Any, *operands: Array) -> tuple[Array, tuple]:
+        return rule(how, *operands), operands
 
     return forward
 
@@ -238,6 +253,7 @@ for _rule, _backward in (
     (reduced, _reduced_backward),
     (exchanged, _exchanged_backward),
     (exchanged_result, _exchanged_result_backward),
+    (projected, _projected_backward),
 ):
     _rule.defvjp(_keep_operands(_rule), _backward)
 attended.defvjp(_attended_forward, _attended_backward)

@@ -35,7 +35,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from jax import Array, lax
 
@@ -94,6 +94,27 @@ def matmul_reduce_scatter(
         ValueError: if a chunk does not divide into the variant's slices.
     """
     products = Products(terms, dim, Cut(axis_size, variant.slices, outer))
+    return scatter_under(products, axis, dtype, variant)
+
+
+class Computes(Protocol):
+    """What computes partial sums of a result, a piece of a chunk at a time: `Products` is one."""
+
+    dim: int
+    cut: Cut
+
+    def tie[Tree](self, leaving: Tree, /) -> Tree:
+        """What is about to leave, so that neither it nor the next piece starts before the other."""
+        ...
+
+    def multiply(self, chunk: Any, piece: int, dtype: Any, /) -> Array:
+        """One piece of one chunk; of every chunk, if None."""
+        ...
+
+
+def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -> Array:
+    """This device's chunk of the sum of all devices' products, each hop under a piece of them."""
+    axis_size = products.cut.chunks
     if variant.style == "sliced":
         return _slices(products, axis, dtype)
     steps = ring.scatter_steps(variant.style, axis_size)
@@ -116,10 +137,10 @@ def matmul_reduce_scatter(
                 hops.leaving = (i, j), total
             else:
                 results.append(_sum([kept[j], total]) if j in kept else total)
-    return chunks.join(results, dim, products.cut.shard()).astype(dtype)
+    return chunks.join(results, products.dim, products.cut.shard()).astype(dtype)
 
 
-def _slices(products: Products, axis: str, dtype: Any) -> Array:
+def _slices(products: Computes, axis: str, dtype: Any) -> Array:
     """Each slice of the whole scatter under the matmul of the next slice."""
     cut, dim = products.cut, products.dim
     results: list[Array] = []
@@ -138,7 +159,7 @@ def _slices(products: Products, axis: str, dtype: Any) -> Array:
 class Hops:
     """What travels between the matmuls of a scatter, by the step and the piece that it left."""
 
-    def __init__(self, products: Products, steps: Sequence[ring.ScatterStep], axis: str):
+    def __init__(self, products: Computes, steps: Sequence[ring.ScatterStep], axis: str):
         self.products, self.steps, self.axis = products, steps, axis
         self.leaving: tuple[tuple[int, int], Array] | None = None  # under the next matmul
         self.arriving: dict[tuple[int, int], Array] = {}

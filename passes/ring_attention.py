@@ -44,9 +44,9 @@ from jaxoverlap.plan import Variant
 Pair = tuple[Array, Array]
 """Gradients of k and of v."""
 
-_SCORES = "bskgd,btkd->bkgst"
-_TO_QUERY = "bkgst,btkd->bskgd"
-_TO_KEY = "bkgst,bskgd->btkd"
+SCORES = "bskgd,btkd->bkgst"
+TO_QUERY = "bkgst,btkd->bskgd"
+TO_KEY = "bkgst,bskgd->btkd"
 _SEQUENCE = 1  # the dim of q, k and v that is sharded
 
 
@@ -108,11 +108,11 @@ def attend_backward(
     for step, piece in travel.order():
         (k, v), (to_q, home.sums) = travel.turn(step, piece, (to_q, home.sums))
         p = jnp.exp(_scores(how, q, k, travel.start(step, piece)) - log_sums[..., None])
-        to_p = _dot(_SCORES, to_output, v)
+        to_p = dot(SCORES, to_output, v)
         to_scores = (p * (to_p - delta[..., None]) * how.scale).astype(q.dtype)
-        sums = _dot(_TO_KEY, to_scores, q), _dot(_TO_KEY, p.astype(q.dtype), to_output)
+        sums = dot(TO_KEY, to_scores, q), dot(TO_KEY, p.astype(q.dtype), to_output)
         to_scores = home.send(step, piece, sums, to_scores, k.dtype)
-        to_q = to_q + _dot(_TO_QUERY, to_scores, k)
+        to_q = to_q + dot(TO_QUERY, to_scores, k)
     to_k, to_v = home.finish()
     return to_q.astype(q.dtype), to_k.astype(k.dtype), to_v.astype(v.dtype)
 
@@ -211,7 +211,7 @@ def _fold(state: _State | None, scores: Array, v: Array) -> _State:
         greatest = jnp.maximum(state.greatest, greatest)
     # The own block is first, and no mask hides a query's own key: `greatest` is finite.
     p = jnp.exp(scores - greatest[..., None])
-    output, total = _dot(_TO_QUERY, p.astype(v.dtype), v), p.sum(-1)
+    output, total = dot(TO_QUERY, p.astype(v.dtype), v), p.sum(-1)
     if state is not None:
         kept = jnp.exp(state.greatest - greatest)
         output, total = output + state.output * _per_query(kept), total + state.total * kept
@@ -220,7 +220,7 @@ def _fold(state: _State | None, scores: Array, v: Array) -> _State:
 
 def _scores(how: Attention, q: Array, k: Array, start: Any) -> Array:
     """The scores of one block of keys, f32[batch, kv heads, group, queries, keys], masked."""
-    scores = _dot(_SCORES, q, k) * how.scale
+    scores = dot(SCORES, q, k) * how.scale
     if not how.causal:
         return scores
     num_queries, num_keys = scores.shape[-2:]
@@ -234,7 +234,8 @@ def _per_query(stat: Array) -> Array:
     return jnp.moveaxis(stat, -1, 1)[..., None]
 
 
-def _dot(spec: str, lhs: Array, rhs: Array) -> Array:
+def dot(spec: str, lhs: Array, rhs: Array) -> Array:
+    """An einsum, in float32 at least."""
     return jnp.einsum(spec, lhs, rhs, preferred_element_type=wide(lhs.dtype))
 
 

@@ -35,9 +35,9 @@ CASES = [
 ]
 
 
-def compiled(body: Callable, *shapes: tuple[int, ...], n: int = N):
-    """A body of bfloat16 operands of each device, compiled for a host of H100s."""
-    mesh = jaxoverlap.pod_mesh(f"h100-sxm:1x{n}", {AXIS: n})
+def compiled(body: Callable, *shapes: tuple[int, ...], n: int = N, pod: str = ""):
+    """A body of bfloat16 operands of each device, compiled for a host of H100s if not told."""
+    mesh = jaxoverlap.pod_mesh(pod or f"h100-sxm:1x{n}", {AXIS: n})
 
     def on_device(*args):
         return jax.tree.map(lambda out: out[None], body(*args))
@@ -96,6 +96,31 @@ def test_attention_hides_every_hop_there_and_back(variant: str):
     slices = 2 if "x 2" in variant else 1
     assert len(found) == 6 * (N - 1) * slices
     assert all(found)
+
+
+@pytest.mark.parametrize("variant", ["one_way", "direct"])
+def test_query_split_hides_every_hop_there_and_back(variant: str):
+    heads, wo, rows = (1, 1024 * N, 4, 128), (4, 128, 2048), (1, 1024, 2048)
+
+    def forward(q, k, v, wo):
+        return ring.query_split_attention(q, k, v, wo, AXIS, variant=variant)
+
+    def backward(q, k, v, wo, dy):
+        return jax.vjp(forward, q, k, v, wo)[1](dy)
+
+    for body, shapes in ((forward, (heads,) * 3 + (wo,)), (backward, (heads,) * 3 + (wo, rows))):
+        assert coverage(body, *shapes) == [True] * (N - 1)
+
+
+def test_query_split_starts_a_hop_of_a_slow_link_earlier():
+    """On NVLink XLA takes the projection for long enough; between hosts it wants the values too."""
+
+    def body(q, k, v, wo):
+        return ring.query_split_attention(q, k, v, wo, AXIS)
+
+    shapes = *[(1, 1024 * N, 4, 128)] * 3, (4, 128, 2048)
+    hops = jaxoverlap.audit(compiled(body, *shapes, pod=f"h100-sxm:{N}x1").as_text()).collectives
+    assert [len(hop.matmuls) >= 2 for hop in hops] == [True] * (N - 1)
 
 
 def test_chunks_of_the_other_operand_are_cut_when_they_are_wanted():
