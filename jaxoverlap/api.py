@@ -26,9 +26,10 @@ from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.manual import decide_manual
 from jaxoverlap.passes.mesh import NoMeshError, axis_costs, find_mesh, unread
 from jaxoverlap.passes.prefetch import prefetch
-from jaxoverlap.passes.propagate import propagate
+from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.passes.rewrite import rewrite
+from jaxoverlap.passes.scattered import Outcome, scatter_sums
 from jaxoverlap.plan import Plan, Variant
 
 OnError = Literal["raise", "plain"]
@@ -294,8 +295,37 @@ class Overlapped:
         places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
         mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
         self._check_cluster(params["name"], mesh)
-        reason = unread(mesh)
-        shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs), jaxpr)
+        reason, costs = unread(mesh), axis_costs(mesh, self._options.cluster)
+
+        def decided(jaxpr: Any, shardings: Mapping[int, Shardings]) -> Outcome:
+            return self._decided(jaxpr, shardings, mesh, costs, reason)
+
+        if reason:
+            outcome = decided(jaxpr, {})
+        else:
+            traced = self._jitted.trace(*args, **kwargs)
+            outcome = decided(jaxpr, propagate(traced, jaxpr))
+            outcome = scatter_sums(traced, outcome, decided, mesh, costs)
+        rewritten, prefetched = outcome.rewritten, 0
+        if self._options.fsdp == "prefetch":
+            rewritten, prefetched = prefetch(rewritten, outcome.gathered)
+        plan = Plan(
+            step=params["name"],
+            mesh=dict(mesh.shape),
+            entries=outcome.entries,
+            prefetched=prefetched,
+        )
+        return plan, rewritten, options_for(mesh)
+
+    def _decided(
+        self,
+        jaxpr: Any,
+        shardings: Mapping[int, Shardings],
+        mesh: Mesh,
+        costs: Mapping[str, float],
+        reason: str | None,
+    ) -> Outcome:
+        """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
         found = bodies(jaxpr)
         entries, sharings = decide(
             found,
@@ -305,7 +335,7 @@ class Overlapped:
             unread=reason,
             granularity=self._options.granularity,
             prefetch=self._options.fsdp == "prefetch",
-            costs=axis_costs(mesh, self._options.cluster),
+            costs=costs,
         )
         inside, by_hand = decide_manual(
             found,
@@ -315,13 +345,7 @@ class Overlapped:
         )
         entries = tuple(inside.get(entry.site, entry) for entry in entries)
         rewritten, gathered = rewrite(jaxpr, {**sharings, **by_hand}, mesh)
-        prefetched = 0
-        if self._options.fsdp == "prefetch":
-            rewritten, prefetched = prefetch(rewritten, gathered)
-        plan = Plan(
-            step=params["name"], mesh=dict(mesh.shape), entries=entries, prefetched=prefetched
-        )
-        return plan, rewritten, options_for(mesh)
+        return Outcome(jaxpr, shardings, entries, sharings, rewritten, gathered)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
         cluster = self._options.cluster
