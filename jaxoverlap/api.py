@@ -71,8 +71,10 @@ def overlap(
 
     Matmuls whose shardings imply a collective, or that stand beside one of your own in the body of
     a `jax.shard_map`, become rings of permutes, each hop under a chunk of the matmul; the step
-    computes what it computed, and `explain()` names the matmuls that are left alone. Use it on the
-    jitted step, forward, backward and optimizer in one:
+    computes what it computed, and `explain()` names the matmuls that are left alone. Sums that are
+    wanted whole may stay scattered up to the next matmuls, which then gather them; pin them with
+    `jax.lax.with_sharding_constraint` if they must not. Use it on the jitted step, forward,
+    backward and optimizer in one:
 
         step = jaxoverlap.overlap(train_step)
 
@@ -285,7 +287,7 @@ class Overlapped:
     def _rewrite(
         self, call: _compat.Call, args: tuple, kwargs: dict
     ) -> tuple[Plan, Any, dict[str, str]]:
-        """The road of a step: find the mesh, propagate, decide, rewrite.
+        """The road of a step: find the mesh, propagate, decide, rewrite; twice if sums may scatter.
 
         Returns:
             The plan, the rewritten jaxpr, and compiler options for it.

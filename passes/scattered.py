@@ -104,6 +104,8 @@ def scatter_sums(
     jaxpr = pin_results(first.jaxpr, results, mesh)
     shardings = propagate_scattered(traced, jaxpr, where, first.shardings, mesh)
     second = decide(jaxpr, shardings)
+    if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
+        return first
 
     def cost(outcome: Outcome) -> float:
         params = _compat.with_jaxpr(_compat.traced_params(traced), outcome.rewritten, {})
@@ -126,7 +128,7 @@ def _explained(
         if isinstance(now, Skip) or not now.bytes_moved:
             return now  # one that shares a ring says whose
         why = ""
-        if now.site in where and now.kind == "matmul_reduce_scatter":
+        if now.site in where and _is_scatter(now):
             why = "an all-reduce, scattered"
         elif now.kind == "all_gather_matmul" and (isinstance(then, Skip) or then.axis != now.axis):
             why = "gathers what is scattered"
@@ -135,7 +137,11 @@ def _explained(
     return tuple(map(explained, entries, before))
 
 
-def result_specs(traced: jax.stages.Traced, mesh: Mesh) -> list[Spec | None] | None:
+def _is_scatter(entry: Decision | Skip) -> bool:
+    return isinstance(entry, Decision) and entry.kind == "matmul_reduce_scatter"
+
+
+def result_specs(traced: jax.stages.Traced, mesh: Mesh) -> Sequence[Spec | None] | None:
     """How the results of a step lie; None for one that the jit itself says, or without dims.
 
     Returns None if that cannot be said of them all.
