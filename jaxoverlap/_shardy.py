@@ -103,7 +103,7 @@ def _copy(lowered: jax.stages.Lowered) -> Iterator[Any]:
 
 
 def _read(op: Any) -> Read:
-    lhs, rhs = op.operands
+    lhs, rhs = op.operands[0], op.operands[len(op.operands) - 1]  # of a scatter: the updates
     out = op.results[0]
     specs = (_value_spec(lhs), _value_spec(rhs), _value_spec(out))
     return Read(*specs, _sources(lhs), _sources(rhs), _sinks(out))
@@ -179,9 +179,12 @@ def _replace_chlo(root: Any) -> None:
         op.erase()
 
 
+_READ = ("stablehlo.dot_general", "stablehlo.scatter")
+
+
 def _tagged_dots(root: Any, tag: str) -> Iterator[tuple[str, Any]]:
     for op in _operations(root):
-        if op.name == "stablehlo.dot_general" and "mhlo.frontend_attributes" in op.attributes:
+        if op.name in _READ and "mhlo.frontend_attributes" in op.attributes:
             attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])
             if tag in attributes:
                 yield ir.StringAttr(attributes[tag]).value, op

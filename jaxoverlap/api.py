@@ -23,8 +23,9 @@ from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
+from jaxoverlap.passes.lookups import lookups, scatter
 from jaxoverlap.passes.manual import decide_manual
-from jaxoverlap.passes.mesh import NoMeshError, axis_costs, find_mesh, unread
+from jaxoverlap.passes.mesh import NoMeshError, axis_costs, explicit_axes, find_mesh, unread
 from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.remaining import remaining
@@ -299,7 +300,7 @@ class Overlapped:
         self._check_cluster(params["name"], mesh)
         reason, costs = unread(mesh), axis_costs(mesh, self._options.cluster)
 
-        def decided(jaxpr: Any, shardings: Mapping[int, Shardings]) -> Outcome:
+        def decided(jaxpr: Any, shardings: Mapping[Any, Shardings]) -> Outcome:
             return self._decided(jaxpr, shardings, mesh, costs, reason)
 
         if reason:
@@ -316,13 +317,14 @@ class Overlapped:
             mesh=dict(mesh.shape),
             entries=outcome.entries,
             prefetched=prefetched,
+            scattered=tuple(lookup.entry(mesh.shape) for lookup in outcome.known),
         )
-        return plan, rewritten, options_for(mesh)
+        return plan, scatter(rewritten, outcome.known, mesh), options_for(mesh)
 
     def _decided(
         self,
         jaxpr: Any,
-        shardings: Mapping[int, Shardings],
+        shardings: Mapping[Any, Shardings],
         mesh: Mesh,
         costs: Mapping[str, float],
         reason: str | None,
@@ -347,7 +349,8 @@ class Overlapped:
         )
         entries = tuple(inside.get(entry.site, entry) for entry in entries)
         rewritten, gathered = rewrite(jaxpr, {**sharings, **by_hand}, mesh)
-        return Outcome(jaxpr, shardings, entries, sharings, rewritten, gathered)
+        known = [] if explicit_axes(mesh) else lookups(found, shardings, mesh, costs)
+        return Outcome(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
         cluster = self._options.cluster

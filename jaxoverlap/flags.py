@@ -14,7 +14,7 @@ _RINGS = {
     "xla_gpu_enable_latency_hiding_scheduler": "True",
     # XLA lets one collective fly at a time: a gather of the next weights then takes the last
     # matmul of a ring for itself and leaves that ring's hop bare.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "8",
     # Merges the hops of different rings into one, which then waits for both rings' matmuls.
     "xla_gpu_collective_permute_combine_threshold_bytes": "0",
     # Merged gathers and scatters wait for the last of what they carry, and hide behind nothing.

@@ -126,6 +126,20 @@ class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     bytes_moved: int
 
 
+class Scattered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gradient of an embedding lookup, scattered where XLA would all-reduce it.
+
+    Attributes:
+        source: "file:line" of the lookup.
+        axes: the mesh axes that it is scattered over, in order.
+        bytes_moved: bytes that each device sends in one run.
+    """
+
+    source: str
+    axes: tuple[str, ...]
+    bytes_moved: int
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `Decision` or a `Skip` for every `dot_general` of a step, in order.
 
@@ -134,6 +148,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         mesh: devices along each mesh axis.
         entries: one a matmul.
         prefetched: gathers of scanned weights that run one step of their scan ahead.
+        scattered: the gradients of embedding lookups that are scattered.
         remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
     """
 
@@ -141,6 +156,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mesh: Mapping[str, int]
     entries: tuple[Decision | Skip, ...]
     prefetched: int = 0
+    scattered: tuple[Scattered, ...] = ()
     remaining: tuple[Remaining, ...] = ()
 
     @property
@@ -186,6 +202,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"{idle} without a collective.",
                 *_idle_lines(self.skips),
                 *_prefetched_lines(self.prefetched),
+                *map(_scattered_line, self.scattered),
                 *_remaining_lines(self.remaining),
             )
         )
@@ -218,6 +235,11 @@ def _remaining_lines(remaining: tuple[Remaining, ...]) -> list[str]:
     sent = human_bytes(sum(r.bytes_moved for r in remaining))
     title = f"XLA's own: {sent} sent per device and step"
     return ["", table(title, columns, rows, right=("runs", "bytes"))]
+
+
+def _scattered_line(scattered: Scattered) -> str:
+    over, sent = " and ".join(scattered.axes), human_bytes(scattered.bytes_moved)
+    return f"  The gradient of the lookup at {scattered.source} is scattered over {over}: {sent}."
 
 
 def _prefetched_lines(prefetched: int) -> list[str]:

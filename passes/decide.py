@@ -120,6 +120,8 @@ def refusal(dot: Dot, wishes: Wishes) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
     if (asked := wishes.refusal(source_of(dot))) is not None:
         return asked
+    if dot.eqn.primitive.name != "dot_general":
+        return f"{dot.eqn.primitive.name}: no ring for that"
     if dot.inside:
         return f"inside {dot.inside}, whose body is not rewritten"
     if _num_dims(dot) > len(LETTERS):
@@ -167,7 +169,7 @@ def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
 
 def letters_of(dot: Dot) -> str:
     """A matmul's einsum, as it is shown."""
-    if _num_dims(dot) > len(LETTERS):
+    if _num_dims(dot) > len(LETTERS) or dot.eqn.primitive.name != "dot_general":
         return "?"
     lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
     return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))

@@ -77,9 +77,13 @@ class Manual:
         return self.maps[-1].params["mesh"]
 
 
+# What multiplies matrices, and so is a site; only the first is ever rewritten.
+MATMULS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
 @dataclass(frozen=True)
 class Dot:
-    """One `dot_general` of a step.
+    """One `dot_general` of a step; or what is like one, to be left alone and named.
 
     Attributes:
         index: its place among the step's matmuls, in the order they are written.
@@ -110,6 +114,7 @@ class Body:
         dots: its matmuls; not those of the bodies inside it.
         ahead: values that are known one step of a scan ahead: slices of what the step is given, as
             the weights of a scan over layers are.
+        opaque: whether it must stay as it is.
     """
 
     index: int
@@ -117,6 +122,7 @@ class Body:
     outvars: tuple[Any, ...]
     dots: tuple[Dot, ...]
     ahead: frozenset[Any] = frozenset()
+    opaque: bool = False
 
 
 Visit = Callable[[Body], list[Any] | None]
@@ -227,15 +233,16 @@ class _Walk:
         found: list[Dot] = []
         for place, eqn in enumerate(jaxpr.eqns):
             known.follow(eqn)
-            if eqn.primitive.name == "dot_general":
+            if eqn.primitive.name in MATMULS:
                 found.append(Dot(self.num_dots, eqn, runs, inside, place, manual))
                 self.num_dots += 1
                 eqns.append(eqn)
             else:
                 eqns.append(self.eqn(eqn, known, runs=runs, inside=inside, manual=manual))
         ahead = frozenset(known.ahead)
-        new = self.visit(Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found), ahead))
         ours = inside is None or manual is not None
+        body = Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found), ahead, not ours)
+        new = self.visit(body)
         assert new is None or ours, "the body of an opaque primitive is not ours"
         if not ours or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):
             return jaxpr

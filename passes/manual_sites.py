@@ -186,7 +186,8 @@ class Sites:
 
     def __init__(self, body: Body, axes: Mapping[str, int]):
         self.eqns = body.eqns
-        self.dots = {dot.place: dot for dot in body.dots}
+        dots = (dot for dot in body.dots if dot.eqn.primitive.name == "dot_general")
+        self.dots = {dot.place: dot for dot in dots}
         self.made = {v: place for place, eqn in enumerate(body.eqns) for v in eqn.outvars}
         self.readers: defaultdict[Any, list[int | None]] = defaultdict(list)
         operands = [(v, place) for place, eqn in enumerate(body.eqns) for v in eqn.invars]

@@ -5,10 +5,10 @@
 ->  g = all_gather w[0]
     scan over w, carry (i, g, c):       body:  next = all_gather w[i + 1] ;  ... g ...
 
-A gather at the start of a body has nothing before it to hide behind, for XLA schedules each body by
-itself. As part of the carry, the next step's gather starts when this step does and has to be done
-when it ends. It costs one more buffer of each gathered weight, and one gather more than steps: the
-last step's is not used.
+A gather for the first matmul of a body has nothing before it to hide behind, for XLA schedules each
+body by itself. As part of the carry, the next step's gather has all of this step to hide in. It
+costs one more buffer of what is gathered, and one gather more than steps: the last step's is not
+used. Gathers for later matmuls stay: they hide behind the first, and would only queue for the link.
 
 A gather in a remat's body inside the scan's is first moved out of it: its result becomes an operand
 of the remat, as the weight itself was one.
@@ -67,7 +67,7 @@ class _Ahead:
         body = body.replace(eqns=[e for eqn in body.eqns for e in self.lifted(eqn)])
         xs = body.invars[num_consts + num_carry :]
         slices = _Slices(body)
-        ready = [v for v in slices.made if v in self.gathers and slices.leaves(v) <= {*xs}]
+        ready = [v for v in slices.bare(self.gathers) if slices.leaves(v) <= {*xs}]
         if not ready:
             return [scan]
         self.moved += len(ready)
@@ -81,7 +81,7 @@ class _Ahead:
             return
         inner = eqn.params["jaxpr"]
         slices, outer = _Slices(inner), dict(zip(inner.invars, eqn.invars, strict=True))
-        ready = [v for v in slices.made if v in self.gathers and slices.leaves(v) <= {*outer}]
+        ready = [v for v in slices.bare(self.gathers) if slices.leaves(v) <= {*outer}]
         if not ready:
             yield eqn
             return
@@ -182,6 +182,15 @@ class _Slices:
         read = {a for eqn in eqns for a in eqn.invars if not _compat.is_literal(a)}
         return {a for a in read if a not in self.made}
 
+    def bare(self, gathers: Collection[Any]) -> list[Any]:
+        """Those gathers that no matmul of the body stands before, for them to hide behind."""
+        found, wanted = [], {v for v in gathers if v in self.made}
+        for eqn in self.body.eqns:
+            if _multiplies(eqn):
+                return found + [a for a in eqn.invars if not _compat.is_literal(a) and a in wanted]
+            found += [a for a in eqn.invars if not _compat.is_literal(a) and a in wanted]
+        return found
+
     def function(self, leaves: Sequence[Any], value: Any) -> Callable[..., list[Any]]:
         """The function that makes a value of its leaves."""
         jaxpr = _compat.with_binders(self.body, leaves, [value])
@@ -199,6 +208,13 @@ class _Slices:
             kept.append(eqn)
             needed |= {a for a in eqn.invars if not _compat.is_literal(a)} - {*values}
         return kept[::-1]
+
+
+def _multiplies(eqn: Any) -> bool:
+    """Whether an equation has a matmul, at any depth."""
+    if eqn.primitive.name == "dot_general":
+        return True
+    return any(_multiplies(inner) for body in _compat.jaxprs_in(eqn) for inner in body.eqns)
 
 
 def _is(one: Any, other: Any) -> bool:

@@ -13,15 +13,18 @@ import jax
 
 from jaxoverlap import _compat, _shardy
 from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.jaxprs import map_dots
+from jaxoverlap.passes.jaxprs import Body, map_bodies
 
 _TAG = "jaxoverlap_site"
 
 Shardings = _shardy.Read
 
 
-def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:
+def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[Any, Shardings]:
     """Shardings of the matmuls of a traced step, by their number in it (`jaxprs.dots`).
+
+    Those of its scatter-adds too, by the number of their body and their place in that: there `rhs`
+    is the updates.
 
     Args:
         traced: the step.
@@ -33,19 +36,13 @@ def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[int, Shardings]:
     Raises:
         RewriteError: if Shardy fails on the step.
     """
-
-    def tag(dot):
-        if dot.inside and not (dot.manual and dot.manual.automatic):
-            return None
-        return [_compat.with_tag(dot.eqn, **{_TAG: str(dot.index)})]
-
-    params = _compat.with_jaxpr(_compat.traced_params(traced), map_dots(jaxpr, tag), {})
+    params = _compat.with_jaxpr(_compat.traced_params(traced), map_bodies(jaxpr, _tagged), {})
     lowered = _compat.traced_with(traced, params).lower()
     try:
         found = _shardy.propagate(lowered, _TAG)
     except Exception as error:
         raise unreadable(traced, error) from error
-    return {int(index): specs for index, specs in found.items()}
+    return {_key(name): specs for name, specs in found.items()}
 
 
 def unreadable(traced: jax.stages.Traced, error: Exception) -> RewriteError:
@@ -54,3 +51,28 @@ def unreadable(traced: jax.stages.Traced, error: Exception) -> RewriteError:
         f"could not read the shardings of {traced.fun_name}: {type(error).__name__}: {error}. "
         "To run the step as it is, pass on_error='plain' to overlap()"
     )
+
+
+def _tagged(body: Body) -> list[Any] | None:
+    """A body's equations, with a tag on each that is to be read."""
+    if body.opaque:
+        return None
+    adds = (p for p, eqn in enumerate(body.eqns) if eqn.primitive.name == "scatter-add")
+    tags = {place: f"{body.index}.{place}" for place in adds}
+    for dot in body.dots:
+        opaque = dot.inside and not (dot.manual and dot.manual.automatic)
+        if not opaque and dot.eqn.primitive.name == "dot_general":
+            tags[dot.place] = str(dot.index)
+    if not tags:
+        return None
+    return [
+        _compat.with_tag(eqn, **{_TAG: tags[place]}) if place in tags else eqn
+        for place, eqn in enumerate(body.eqns)
+    ]
+
+
+def _key(name: str) -> int | tuple[int, int]:
+    if "." not in name:
+        return int(name)
+    body, place = map(int, name.split("."))
+    return body, place

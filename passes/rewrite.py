@@ -11,6 +11,7 @@ equations may change places, as far as what they read allows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -247,6 +248,8 @@ def _leaving(ring: Ring, dot: _Dot, *operands: Array) -> list[Array]:
     layout, axis = ring.first, ring.first.ring.axis
     pairs = zip(operands[::2], operands[1::2], strict=True)
     terms = [_term(m, dot, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
+    if len({_shape(term, m) for term, m in zip(terms, ring.members, strict=True)}) == 1:
+        terms = [_side_by_side(terms)]
     common: dict[str, Any] = {
         "axis": axis,
         "axis_size": layout.ring.axis_size,
@@ -276,6 +279,39 @@ def _term(member: Member, dot: _Dot, lhs: Array, rhs: Array) -> Term:
         lhs_outer=layout.outer("lhs", layout.letter, layout.ring.axis),
         rhs_outer=layout.outer("rhs", layout.letter, layout.ring.axis),
     )
+
+
+def _shape(term: Term, member: Member) -> tuple[Any, ...]:
+    """All that has to be alike in matmuls that may be multiplied as one."""
+    letters = (str(term.einsum), member.dot.eqn.params["precision"])
+    uncontracted = [
+        (operand.dtype, *(n for c, n in zip(side, operand.shape, strict=True) if c in out))
+        for operand, side, out in (
+            (term.lhs, term.einsum.lhs, term.einsum.out),
+            (term.rhs, term.einsum.rhs, term.einsum.out),
+        )
+    ]
+    others = [term.lhs.shape[term.einsum.lhs.index(c)] for c in _contracted(term)[1:]]
+    return (*letters, *map(tuple, uncontracted), *others, term.lhs_outer, term.rhs_outer)
+
+
+def _contracted(term: Term) -> list[str]:
+    return [c for c in term.einsum.lhs if c not in term.einsum.out]
+
+
+def _side_by_side(terms: list[Term]) -> Term:
+    """Matmuls whose results are added, as one over all they contract.
+
+    Of several matmuls under one hop XLA puts all but the last before it: one cannot be split so.
+    """
+    if len(terms) == 1 or not _contracted(terms[0]):
+        return terms[0]
+    first, letter = terms[0], _contracted(terms[0])[0]
+    lhs, rhs = (
+        lax.concatenate([getattr(t, side) for t in terms], first.einsum.side(side).index(letter))
+        for side in ("lhs", "rhs")
+    )
+    return dataclasses.replace(first, lhs=lhs, rhs=rhs)
 
 
 _Dot = Callable[..., Array]

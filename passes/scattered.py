@@ -30,14 +30,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap import _compat, _shardy
-from jaxoverlap.passes.jaxprs import Dot, bodies, map_dots
+from jaxoverlap.passes.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.layout import Layout, traffic
+from jaxoverlap.passes.lookups import Lookup, scatter
 from jaxoverlap.passes.mesh import explicit_axes
 from jaxoverlap.passes.propagate import Shardings, propagate, unreadable
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.passes.rings import Ring, Sharing
 from jaxoverlap.passes.sites import Einsum, Spec
-from jaxoverlap.plan import Decision, Remaining, Skip
+from jaxoverlap.plan import Decision, Remaining, Scattered, Skip
 
 
 class Point(NamedTuple):
@@ -61,19 +62,21 @@ class Outcome:
         shardings: of its matmuls.
         entries: what is done with each.
         sharings: what becomes of each body.
+        known: the lookups whose gradients are scattered, in `rewritten` not yet.
         rewritten: the jaxpr with rings.
         gathered: the variables of what is gathered before rings.
     """
 
     jaxpr: Any
-    shardings: Mapping[int, Shardings]
+    shardings: Mapping[Any, Shardings]
     entries: tuple[Decision | Skip, ...]
     sharings: Mapping[int, Sharing]
+    known: Sequence[Lookup]
     rewritten: Any
     gathered: set[Any]
 
 
-Decide = Callable[[Any, Mapping[int, Shardings]], Outcome]
+Decide = Callable[[Any, Mapping[Any, Shardings]], Outcome]
 
 
 def scatter_sums(
@@ -108,9 +111,11 @@ def scatter_sums(
         return first
 
     def cost(outcome: Outcome) -> float:
-        params = _compat.with_jaxpr(_compat.traced_params(traced), outcome.rewritten, {})
+        becomes = scatter(outcome.rewritten, outcome.known, mesh)
+        params = _compat.with_jaxpr(_compat.traced_params(traced), becomes, {})
         left = remaining(_compat.traced_with(traced, params).lower(), dict(mesh.shape))
-        return exposure(outcome.sharings.values(), left, costs)
+        tables = [lookup.entry(mesh.shape) for lookup in outcome.known]
+        return exposure(outcome.sharings.values(), (*left, *tables), costs)
 
     if cost(second) >= cost(first):
         return first
@@ -221,9 +226,9 @@ def propagate_scattered(
     traced: jax.stages.Traced,
     jaxpr: Any,
     where: Mapping[int, Point],
-    shardings: Mapping[int, Shardings],
+    shardings: Mapping[Any, Shardings],
     mesh: Mesh,
-) -> dict[int, Shardings]:
+) -> dict[Any, Shardings]:
     """The shardings of a step's matmuls, were some of its sums scattered.
 
     All other matmuls give what they gave: what a row is scattered for must not win over the way in
@@ -242,28 +247,39 @@ def propagate_scattered(
     dims = {
         i: _dims(read.out)
         for i, read in shardings.items()
-        if read.out is not None and _even(shapes[i], read.out, mesh)
+        if i in shapes and read.out is not None and _even(shapes[i], read.out, mesh)
     }
     for index, point in where.items():
         dims[index] = [PartitionSpec.UNCONSTRAINED] * len(shapes[index])
         dims[index][point.dim] = point.axes
 
-    def constrain(dot: Dot) -> list[Any] | None:
-        if dot.inside or dot.index not in dims:
-            return None
-        (out,) = dot.eqn.outvars
-        own = _compat.like_var(out)
-        constraint = _constrained(own, out, dims[dot.index], mesh, dot.eqn)
-        return [dot.eqn.replace(outvars=[own]), *constraint]
+    places: dict[tuple[int, int], int] = {}  # where the equations of a body were before
 
-    found = propagate(traced, map_dots(jaxpr, constrain))
+    def constrain(body: Body) -> list[Any] | None:
+        wanted = {d.place: dims[d.index] for d in body.dots if d.index in dims and not d.inside}
+        eqns: list[Any] = []
+        for place, eqn in enumerate(body.eqns):
+            places[body.index, len(eqns)] = place
+            eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
+        return eqns if wanted else None
+
+    found = propagate(traced, map_bodies(jaxpr, constrain))
     # The first that becomes of each result is our own constraint, which the step has not.
     return {
-        index: read._replace(out=read.out_sinks[0], out_sinks=read.out_sinks[1:])
-        if index in dims and read.out_sinks
-        else read
-        for index, read in found.items()
+        (key[0], places[key]) if isinstance(key, tuple) else key: (
+            read._replace(out=read.out_sinks[0], out_sinks=read.out_sinks[1:])
+            if key in dims and read.out_sinks
+            else read
+        )
+        for key, read in found.items()
     }
+
+
+def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """A matmul, and a constraint on its result."""
+    (out,) = eqn.outvars
+    own = _compat.like_var(out)
+    return [eqn.replace(outvars=[own]), *_constrained(own, out, dims, mesh, eqn)]
 
 
 def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
@@ -301,19 +317,21 @@ def _constrained(value: Any, result: Any, dims: Sequence[Any], mesh: Mesh, like:
 
 
 def exposure(
-    sharings: Iterable[Sharing], remaining: Iterable[Remaining], costs: Mapping[str, float]
+    sharings: Iterable[Sharing],
+    beside: Iterable[Remaining | Scattered],
+    costs: Mapping[str, float],
 ) -> float:
     """What the collectives of a step cost: its bytes, and those that no matmul hides once more.
 
     Args:
         sharings: its rings.
-        remaining: what stays XLA's.
+        beside: what stays XLA's, and the gradients of lookups.
         costs: of a byte along each mesh axis.
     """
     total = 0.0
     for ring in (ring for sharing in sharings for ring in sharing.rings):
         total += _of_ring(ring, costs)
-    for left in remaining:
+    for left in beside:
         total += 2 * left.bytes_moved * max(costs.get(a, 1.0) for a in left.axes)
     return total
 

@@ -265,3 +265,20 @@ def test_empty_and_scalar_matmuls():
     dot = jax.jit(lambda x, y: x @ y, out_shardings=on(MESH))
     vectors = (struct(32, spec=("model",)), struct(32, spec=("model",)))
     assert reason(dot, *vectors) == "no dim of the result () divides into 4 chunks"
+
+
+def test_ragged_matmuls_and_convolutions_are_named():
+    @jax.jit
+    def step(x, w, sizes, kernel):
+        rows = jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("model")))
+        grouped = jax.lax.ragged_dot(rows, w, sizes)
+        image = x.reshape(1, 1, *x.shape)
+        return grouped, jax.lax.conv(image, kernel, (1, 1), "SAME")
+
+    args = (struct(16, 32, spec=("model",)), struct(4, 32, 8), struct(4, dtype="int32"))
+    found = [e for e in overlap(step).explain(*args, struct(1, 1, 3, 3)).skips]
+    assert sorted(e.reason for e in found) == [
+        "conv_general_dilated: no ring for that",
+        "ragged_dot_general: no ring for that",
+    ]
+    assert all(e.source.startswith("tests/test_bad_input.py:") for e in found)
