@@ -58,6 +58,31 @@ def propagate(lowered: jax.stages.Lowered, tag: str) -> dict[str, Read]:
 
     Returns them by the value of frontend attribute `tag` on each `stablehlo.dot_general`.
     """
+    with _propagated(lowered) as root:
+        return {name: _read(op) for name, op in _tagged_dots(root, tag)}
+
+
+def results(lowered: jax.stages.Lowered) -> list[Spec | None]:
+    """The shardings that Shardy's propagation finds for the results of a lowered step, in order.
+
+    None where that cannot be said, as in `Read`. Tokens of ordered effects are not among them.
+    """
+    with _propagated(lowered) as root:
+        functions = [op for op in _operations(root) if op.name == "func.func"]
+        main = next(op for op in functions if str(op.attributes["sym_name"]) == '"main"')
+        (block,) = main.regions[0].blocks
+        values = list(block.operations[len(block.operations) - 1].operands)
+        said: list[Any] = [None] * len(values)
+        if "res_attrs" in main.attributes:
+            attributes = map(ir.DictAttr, ir.ArrayAttr(main.attributes["res_attrs"]))
+            said = [a["sdy.sharding"] if "sdy.sharding" in a else None for a in attributes]  # noqa: SIM401
+        pairs = zip(values, said, strict=True)
+        return [_spec(v, sharding) for v, sharding in pairs if str(v.type).startswith("tensor")]
+
+
+@contextlib.contextmanager
+def _propagated(lowered: jax.stages.Lowered) -> Iterator[Any]:
+    """A copy of a lowered step with the shardings that Shardy's propagation finds."""
     with _copy(lowered) as root:
         _replace_chlo(root)
         passes = PassManager.parse(_PROPAGATION)
@@ -65,7 +90,7 @@ def propagate(lowered: jax.stages.Lowered, tag: str) -> dict[str, Read]:
             False
         )  # jax has verified what it lowered; that takes 3/4 of the time
         passes.run(root)
-        return {name: _read(op) for name, op in _tagged_dots(root, tag)}
+        yield root
 
 
 @contextlib.contextmanager
@@ -167,10 +192,14 @@ def _tagged_dots(root: Any, tag: str) -> Iterator[tuple[str, Any]]:
 
 def _value_spec(value: Any) -> tuple[tuple[str, ...], ...] | None:
     """The sharding of an MLIR value, wherever Shardy keeps it."""
-    rank = len(ir.RankedTensorType(value.type).shape)
-    sharding = _value_sharding(value)
+    return _spec(value, _value_sharding(value))
+
+
+def _spec(value: Any, sharding: Any) -> tuple[tuple[str, ...], ...] | None:
+    """An MLIR value's sharding, as mesh axes a dim."""
     if sharding is _UNKNOWN:
         return None
+    rank = len(ir.RankedTensorType(value.type).shape)
     if sharding is None:
         return ((),) * rank  # Shardy found nothing to shard it by: whole on every device
     dims = [

@@ -27,9 +27,10 @@ from jaxoverlap.passes.lookups import lookups, scatter
 from jaxoverlap.passes.manual import decide_manual
 from jaxoverlap.passes.mesh import NoMeshError, axis_costs, explicit_axes, find_mesh, unread
 from jaxoverlap.passes.prefetch import prefetch
-from jaxoverlap.passes.propagate import propagate
+from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.passes.rewrite import rewrite
+from jaxoverlap.passes.scattered import Outcome, scatter_sums
 from jaxoverlap.plan import Plan, Variant
 
 OnError = Literal["raise", "plain"]
@@ -71,8 +72,10 @@ def overlap(
 
     Matmuls whose shardings imply a collective, or that stand beside one of your own in the body of
     a `jax.shard_map`, become rings of permutes, each hop under a chunk of the matmul; the step
-    computes what it computed, and `explain()` names the matmuls that are left alone. Use it on the
-    jitted step, forward, backward and optimizer in one:
+    computes what it computed, and `explain()` names the matmuls that are left alone. Sums that are
+    wanted whole may stay scattered up to the next matmuls, which then gather them; pin them with
+    `jax.lax.with_sharding_constraint` if they must not. Use it on the jitted step, forward,
+    backward and optimizer in one:
 
         step = jaxoverlap.overlap(train_step)
 
@@ -285,7 +288,7 @@ class Overlapped:
     def _rewrite(
         self, call: _compat.Call, args: tuple, kwargs: dict
     ) -> tuple[Plan, Any, dict[str, str]]:
-        """The road of a step: find the mesh, propagate, decide, rewrite.
+        """The road of a step: find the mesh, propagate, decide, rewrite; twice if sums may scatter.
 
         Returns:
             The plan, the rewritten jaxpr, and compiler options for it.
@@ -295,9 +298,39 @@ class Overlapped:
         places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
         mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
         self._check_cluster(params["name"], mesh)
-        reason = unread(mesh)
-        shardings = {} if reason else propagate(self._jitted.trace(*args, **kwargs), jaxpr)
-        found, costs = bodies(jaxpr), axis_costs(mesh, self._options.cluster)
+        reason, costs = unread(mesh), axis_costs(mesh, self._options.cluster)
+
+        def decided(jaxpr: Any, shardings: Mapping[Any, Shardings]) -> Outcome:
+            return self._decided(jaxpr, shardings, mesh, costs, reason)
+
+        if reason:
+            outcome = decided(jaxpr, {})
+        else:
+            traced = self._jitted.trace(*args, **kwargs)
+            outcome = decided(jaxpr, propagate(traced, jaxpr))
+            outcome = scatter_sums(traced, outcome, decided, mesh, costs)
+        rewritten, prefetched = outcome.rewritten, 0
+        if self._options.fsdp == "prefetch":
+            rewritten, prefetched = prefetch(rewritten, outcome.gathered)
+        plan = Plan(
+            step=params["name"],
+            mesh=dict(mesh.shape),
+            entries=outcome.entries,
+            prefetched=prefetched,
+            scattered=tuple(lookup.entry(mesh.shape) for lookup in outcome.known),
+        )
+        return plan, scatter(rewritten, outcome.known, mesh), options_for(mesh)
+
+    def _decided(
+        self,
+        jaxpr: Any,
+        shardings: Mapping[Any, Shardings],
+        mesh: Mesh,
+        costs: Mapping[str, float],
+        reason: str | None,
+    ) -> Outcome:
+        """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
+        found = bodies(jaxpr)
         entries, sharings = decide(
             found,
             shardings,
@@ -316,18 +349,8 @@ class Overlapped:
         )
         entries = tuple(inside.get(entry.site, entry) for entry in entries)
         rewritten, gathered = rewrite(jaxpr, {**sharings, **by_hand}, mesh)
-        prefetched = 0
-        if self._options.fsdp == "prefetch":
-            rewritten, prefetched = prefetch(rewritten, gathered)
         known = [] if explicit_axes(mesh) else lookups(found, shardings, mesh, costs)
-        plan = Plan(
-            step=params["name"],
-            mesh=dict(mesh.shape),
-            entries=entries,
-            prefetched=prefetched,
-            scattered=tuple(lookup.entry(mesh.shape) for lookup in known),
-        )
-        return plan, scatter(rewritten, known, mesh), options_for(mesh)
+        return Outcome(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
     def _check_cluster(self, name: str, mesh: Mesh) -> None:
         cluster = self._options.cluster

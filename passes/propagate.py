@@ -41,11 +41,16 @@ def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[Any, Shardings]:
     try:
         found = _shardy.propagate(lowered, _TAG)
     except Exception as error:
-        raise RewriteError(
-            f"could not read the shardings of {traced.fun_name}: {type(error).__name__}: {error}. "
-            "To run the step as it is, pass on_error='plain' to overlap()"
-        ) from error
+        raise unreadable(traced, error) from error
     return {_key(name): specs for name, specs in found.items()}
+
+
+def unreadable(traced: jax.stages.Traced, error: Exception) -> RewriteError:
+    """What to raise where Shardy fails on a step."""
+    return RewriteError(
+        f"could not read the shardings of {traced.fun_name}: {type(error).__name__}: {error}. "
+        "To run the step as it is, pass on_error='plain' to overlap()"
+    )
 
 
 def _tagged(body: Body) -> list[Any] | None:

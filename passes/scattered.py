@@ -1,0 +1,354 @@
+"""An all-reduce as a scatter and a gather, where the gather's reader is a matmul too.
+
+    y: [s, d] = h w2, summed over model ;  z = norm(x + y) ;  q = z w3
+
+->  y: [s@model, d], reduce-scattered in a ring ;  z: [s@model, d] ;  q = all_gather(z) w3 in a ring
+
+The ring of an all-reduce hides its scatter half alone: its gather half stands between the matmul
+and what reads the sum. Where everything up to the next matmuls goes row by row, the sum may as well
+stay scattered, and those matmuls gather it in rings of their own: as sequence parallelism has it
+(Korthikanti et al., arXiv 2205.05198), but found and not asked for.
+
+What goes row by row is Shardy's to know. The sums are constrained to be scattered, the step is
+propagated and decided on again, and `exposure` tells which of the two is better. It counts what no
+matmul hides twice: a value that was saved whole for the backward pass is now gathered again there,
+in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxoverlap import _compat, _shardy
+from jaxoverlap.passes.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.passes.layout import Layout, traffic
+from jaxoverlap.passes.lookups import Lookup, scatter
+from jaxoverlap.passes.mesh import explicit_axes
+from jaxoverlap.passes.propagate import Shardings, propagate, unreadable
+from jaxoverlap.passes.remaining import remaining
+from jaxoverlap.passes.rings import Ring, Sharing
+from jaxoverlap.passes.sites import Einsum, Spec
+from jaxoverlap.plan import Decision, Remaining, Scattered, Skip
+
+
+class Point(NamedTuple):
+    """Where a sum could stay scattered.
+
+    Attributes:
+        dim: the dim of the matmul's result.
+        axes: the mesh axes on that dim then, major to minor; the last is the one summed over.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is decided for a step, and what it becomes.
+
+    Attributes:
+        jaxpr: the step that was decided on.
+        shardings: of its matmuls.
+        entries: what is done with each.
+        sharings: what becomes of each body.
+        known: the lookups whose gradients are scattered, in `rewritten` not yet.
+        rewritten: the jaxpr with rings.
+        gathered: the variables of what is gathered before rings.
+    """
+
+    jaxpr: Any
+    shardings: Mapping[Any, Shardings]
+    entries: tuple[Decision | Skip, ...]
+    sharings: Mapping[int, Sharing]
+    known: Sequence[Lookup]
+    rewritten: Any
+    gathered: set[Any]
+
+
+Decide = Callable[[Any, Mapping[Any, Shardings]], Outcome]
+
+
+def scatter_sums(
+    traced: jax.stages.Traced,
+    first: Outcome,
+    decide: Decide,
+    mesh: Mesh,
+    costs: Mapping[str, float],
+) -> Outcome:
+    """The better of what was decided for a step, and what would be with its sums scattered.
+
+    Args:
+        traced: the step.
+        first: what was decided.
+        decide: decides on a jaxpr, given the shardings of its matmuls.
+        mesh: the step's mesh.
+        costs: of a byte along each mesh axis.
+
+    Raises:
+        RewriteError: if Shardy or a ring fails on the step.
+    """
+    where = points(first.sharings.values())
+    if not where or explicit_axes(mesh):
+        return first
+    results = result_specs(traced, mesh)
+    if results is None:
+        return first
+    jaxpr = pin_results(first.jaxpr, results, mesh)
+    shardings = propagate_scattered(traced, jaxpr, where, first.shardings, mesh)
+    second = decide(jaxpr, shardings)
+    if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
+        return first
+
+    def cost(outcome: Outcome) -> float:
+        becomes = scatter(outcome.rewritten, outcome.known, mesh)
+        params = _compat.with_jaxpr(_compat.traced_params(traced), becomes, {})
+        left = remaining(_compat.traced_with(traced, params).lower(), dict(mesh.shape))
+        tables = [lookup.entry(mesh.shape) for lookup in outcome.known]
+        return exposure(outcome.sharings.values(), (*left, *tables), costs)
+
+    if cost(second) >= cost(first):
+        return first
+    return dataclasses.replace(second, entries=_explained(second.entries, first.entries, where))
+
+
+def _explained(
+    entries: Sequence[Decision | Skip],
+    before: Sequence[Decision | Skip],
+    where: Mapping[int, Point],
+) -> tuple[Decision | Skip, ...]:
+    """The entries, with why there are scatters and gathers that the step does not ask for."""
+
+    def explained(now: Decision | Skip, then: Decision | Skip) -> Decision | Skip:
+        if isinstance(now, Skip) or not now.bytes_moved:
+            return now  # one that shares a ring says whose
+        why = ""
+        if now.site in where and _is_scatter(now):
+            why = "an all-reduce, scattered"
+        elif now.kind == "all_gather_matmul" and (isinstance(then, Skip) or then.axis != now.axis):
+            why = "gathers what is scattered"
+        return msgspec.structs.replace(now, why=", ".join(filter(None, (why, now.why))))
+
+    return tuple(map(explained, entries, before))
+
+
+def _is_scatter(entry: Decision | Skip) -> bool:
+    return isinstance(entry, Decision) and entry.kind == "matmul_reduce_scatter"
+
+
+def result_specs(traced: jax.stages.Traced, mesh: Mesh) -> Sequence[Spec | None] | None:
+    """How the results of a step lie; None for one that the jit itself says, or without dims.
+
+    Returns None if that cannot be said of them all.
+    """
+    params = _compat.traced_params(traced)
+    results = params["jaxpr"].outvars
+    free = [
+        not isinstance(sharding, jax.sharding.Sharding) and v.aval.ndim > 0
+        for sharding, v in zip(params["out_shardings"], results, strict=True)
+    ]
+    if not any(free):
+        return [None] * len(results)
+    try:
+        specs = _shardy.results(traced.lower())
+    except Exception as error:
+        raise unreadable(traced, error) from error
+    found = [spec if open else None for spec, open in zip(specs, free, strict=True)]
+    known = [
+        not open or (spec is not None and _even(v.aval.shape, spec, mesh))
+        for v, spec, open in zip(results, specs, free, strict=True)
+    ]
+    return found if all(known) else None
+
+
+def _even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:
+    """Whether a sharding is one of arrays of this shape, as a constraint has to be."""
+    if len(shape) != len(spec):  # a random key is an array of words
+        return False
+    parts = (math.prod(mesh.shape[a] for a in axes) for axes in spec)
+    return all(size % n == 0 for size, n in zip(shape, parts, strict=True))
+
+
+def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
+    """Where the sums of a step could stay scattered, by the number of the matmul.
+
+    Those of all-reduce rings, but for gradients of weights, and for those that the user's own
+    constraint wants whole.
+    """
+    rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
+    members = (member for ring in rings for member in ring.members if not member.end.places)
+    found = {m.dot.index: _point(m.layout) for m in members if m.layout is not None}
+    return {index: point for index, point in found.items() if point is not None}
+
+
+def _point(layout: Layout) -> Point | None:
+    """The dim over which a sum could be scattered: one that no axis shards, then the largest."""
+    matmul, ring = layout.matmul, layout.ring
+    letters, sizes = _rows(matmul.einsum), matmul.einsum.sizes
+    if any(s.motion and s.motion.side == "out" for s in layout.others):
+        return None  # summed over two axes
+
+    def parts(letter: str) -> int:
+        return math.prod(matmul.axis_sizes[a] for a in matmul.axes_of("out", letter))
+
+    fits = [c for c in letters if sizes[c] % (parts(c) * ring.axis_size) == 0]
+    if not fits:
+        return None
+    best = max(fits, key=lambda c: (parts(c) == 1, sizes[c]))
+    axes = (*matmul.axes_of("out", best), ring.axis)
+    return Point(matmul.einsum.out.index(best), axes)
+
+
+def _rows(einsum: Einsum) -> str:
+    """The letters of the result that stand for rows of an activation; none if it has no rows.
+
+    The activation is the operand with more dims. Its rows come first, and a matmul with a weight
+    keeps them; the gradient of a weight sums over them.
+    """
+    activation = einsum.rhs if len(einsum.rhs) > len(einsum.lhs) else einsum.lhs
+    own = [c for c in activation if einsum.role(c) != "batch"]
+    if not own or einsum.role(own[0]) == "contracted":
+        return ""
+    return "".join(c for c in activation if c in einsum.out)
+
+
+def propagate_scattered(
+    traced: jax.stages.Traced,
+    jaxpr: Any,
+    where: Mapping[int, Point],
+    shardings: Mapping[Any, Shardings],
+    mesh: Mesh,
+) -> dict[Any, Shardings]:
+    """The shardings of a step's matmuls, were some of its sums scattered.
+
+    All other matmuls give what they gave: what a row is scattered for must not win over the way in
+    which a matmul shares its work.
+
+    Args:
+        traced, jaxpr: the step, as for `propagate`.
+        where: the matmuls whose sums are scattered, by their number, from `points`.
+        shardings: of the matmuls, as they are now.
+        mesh: the step's mesh.
+
+    Raises:
+        RewriteError: if Shardy fails on the step.
+    """
+    shapes = {d.index: d.eqn.outvars[0].aval.shape for body in bodies(jaxpr) for d in body.dots}
+    dims = {
+        i: _dims(read.out)
+        for i, read in shardings.items()
+        if i in shapes and read.out is not None and _even(shapes[i], read.out, mesh)
+    }
+    for index, point in where.items():
+        dims[index] = [PartitionSpec.UNCONSTRAINED] * len(shapes[index])
+        dims[index][point.dim] = point.axes
+
+    places: dict[tuple[int, int], int] = {}  # where the equations of a body were before
+
+    def constrain(body: Body) -> list[Any] | None:
+        wanted = {d.place: dims[d.index] for d in body.dots if d.index in dims and not d.inside}
+        eqns: list[Any] = []
+        for place, eqn in enumerate(body.eqns):
+            places[body.index, len(eqns)] = place
+            eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
+        return eqns if wanted else None
+
+    found = propagate(traced, map_bodies(jaxpr, constrain))
+    # The first that becomes of each result is our own constraint, which the step has not.
+    return {
+        (key[0], places[key]) if isinstance(key, tuple) else key: (
+            read._replace(out=read.out_sinks[0], out_sinks=read.out_sinks[1:])
+            if key in dims and read.out_sinks
+            else read
+        )
+        for key, read in found.items()
+    }
+
+
+def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """A matmul, and a constraint on its result."""
+    (out,) = eqn.outvars
+    own = _compat.like_var(out)
+    return [eqn.replace(outvars=[own]), *_constrained(own, out, dims, mesh, eqn)]
+
+
+def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
+    """A jaxpr whose results lie as they did, whatever becomes of what they are made from.
+
+    Args:
+        jaxpr: the jaxpr of a step.
+        results: how each of its results lies; None for one that need not be pinned.
+        mesh: the step's mesh.
+    """
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    eqns, outvars = list(jaxpr.eqns), []
+    for var, spec in zip(jaxpr.outvars, results, strict=True):
+        if spec is None or _compat.is_literal(var) or var not in made:
+            outvars.append(var)
+            continue
+        outvars.append(_compat.like_var(var))
+        eqns += _constrained(var, outvars[-1], _dims(spec), mesh, made[var])
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _dims(spec: Spec) -> list[Any]:
+    """What a `PartitionSpec` says of each dim."""
+    return [axes or None for axes in spec]
+
+
+def _constrained(value: Any, result: Any, dims: Sequence[Any], mesh: Mesh, like: Any) -> list[Any]:
+    """The equation that gives a value another sharding."""
+    sharding = NamedSharding(mesh, PartitionSpec(*dims))
+    constraint = functools.partial(lax.with_sharding_constraint, shardings=sharding)
+    return _compat.inline(lambda x: [constraint(x)], [value], [result], like)
+
+
+# -- which is better ------------------------------------------------------------------------------
+
+
+def exposure(
+    sharings: Iterable[Sharing],
+    beside: Iterable[Remaining | Scattered],
+    costs: Mapping[str, float],
+) -> float:
+    """What the collectives of a step cost: its bytes, and those that no matmul hides once more.
+
+    Args:
+        sharings: its rings.
+        beside: what stays XLA's, and the gradients of lookups.
+        costs: of a byte along each mesh axis.
+    """
+    total = 0.0
+    for ring in (ring for sharing in sharings for ring in sharing.rings):
+        total += _of_ring(ring, costs)
+    for left in beside:
+        total += 2 * left.bytes_moved * max(costs.get(a, 1.0) for a in left.axes)
+    return total
+
+
+def _of_ring(ring: Ring, costs: Mapping[str, float]) -> float:
+    """A ring and what its matmuls move beside it, weighed."""
+    total = 0.0
+    for member in ring.members:
+        layout, leads = member.layout, member is ring.members[0]
+        assert layout is not None
+        sent = traffic(layout)
+        if leads:
+            half = 1.5 if ring.kind == "all_reduce" else 1.0  # nothing hides what is gathered
+            total += (
+                half * sent[layout.ring.axis] * costs.get(layout.ring.axis, 1.0) * member.dot.runs
+            )
+        if leads or ring.arrives:
+            beside = [s.axis for s in layout.others if s.motion]
+            total += sum(2 * sent[a] * costs.get(a, 1.0) for a in beside) * member.dot.runs
+    return total
