@@ -77,7 +77,7 @@ def test_both_ways_give_the_plain_numbers(fsdp: Any):
         assert plan.prefetched == 0
         assert max(d.num_chunks for d in gathered) == 8
     else:
-        assert plan.prefetched == 2 + 2  # forward; backward, where up is multiplied again
+        assert plan.prefetched == 1 + 1  # up, which each body reads first; down hides behind it
         assert {d.num_chunks for d in gathered} == {1}
         assert str(plan.prefetched) in str(plan)
 
@@ -91,11 +91,8 @@ def test_a_body_gathers_what_the_next_step_reads():
         num_consts, num_carry = _compat.scan_counts(scan)
         carry = body.invars[num_consts : num_consts + num_carry]
         shapes = [v.aval.shape for v in carry]
-        assert shapes[:3] == [(), (D, F), (F, D)]
-        given = {id(v) for v in body.outvars[:3]}
-        made = [e for e in body.eqns if id(e.outvars[0]) in given]
-        assert len(made) == 3 and gathers_in(body) == 2
-        assert all(str(v.aval) for e in made for v in e.invars)
+        assert shapes == [(), (D, F), (B, D)]  # the step, what is gathered, the residual stream
+        assert gathers_in(body) == 2, "up for the next step, and down for this one"
 
 
 def test_one_layer_has_none_ahead():
@@ -112,7 +109,7 @@ def test_a_weight_that_is_read_as_it_is_too():
         x, _ = jax.lax.scan(step, x, weights)
         return jnp.mean(x**2)
 
-    assert compare(jax.value_and_grad(fn), arguments()).prefetched >= 2
+    assert compare(jax.value_and_grad(fn), arguments()).prefetched >= 1
 
 
 def test_gradient_accumulation_around_the_layers():
@@ -125,7 +122,7 @@ def test_gradient_accumulation_around_the_layers():
         parts = jax.lax.with_sharding_constraint(jnp.stack([x, x * 0.5]), at(P(None, "data")))
         return jax.lax.scan(microbatch, zero, parts)[0]
 
-    assert compare(fn, arguments()).prefetched == 4
+    assert compare(fn, arguments()).prefetched == 2
 
 
 def test_activations_are_not_gathered_ahead():
