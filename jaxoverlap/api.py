@@ -93,7 +93,7 @@ def overlap(
         granularity: how the pieces of every collective travel: a `Variant`, or its name, as in
             "two_way", "direct x 2" (two slices a chunk), "sliced x 4" (no ring: the whole
             collective in four slices) or "plain" (left alone); or one by source line, as in
-            {"gpt.py:88": "two_way"}. Default: "one_way" rings.
+            {"gpt.py:88": "two_way"}. Default: "one_way" rings; sums between hosts "direct".
         fsdp: what becomes of the gathers of sharded weights in a scan over layers: "prefetch" runs
             them one step ahead, through the scan's carry, at the price of a second buffer; "ring"
             takes them into the matmuls, where no other collective is there already.

@@ -72,7 +72,7 @@ def decide(
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
         granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
-            default: one way, in one piece.
+            default: one way, in one piece; sums on a slow link straight to their owner.
         prefetch: gather the weights of a scan before any ring.
         costs: of a byte along each mesh axis, from `mesh.axis_costs`.
 
@@ -100,7 +100,8 @@ def decide(
     }
     for sharing in sharings.values():
         for ring in sharing.rings:
-            ring.variant, ring.why = _variant(ring, wishes.variant(source_of(ring.members[0].dot)))
+            asked = wishes.variant(source_of(ring.members[0].dot))
+            ring.variant, ring.why = _variant(ring, asked or _usual(ring, costs or {}))
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
         entries |= {index: skip_of(matmuls[index], why) for index, why in sharing.skipped.items()}
@@ -146,6 +147,15 @@ def _matmul(
 
 def _num_dims(dot: Dot) -> int:
     return sum(v.aval.ndim for v in dot.eqn.invars)
+
+
+def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
+    """How a ring's pieces travel if nobody says: sums on a slow link straight to their owner.
+
+    There hops of several rings queue, and in a ring every sum waits for the hop before.
+    """
+    slow = costs.get(ring.first.ring.axis, 1.0) > 1.0
+    return Variant("direct" if slow and ring.kind == "reduce_scatter" else "one_way")
 
 
 def _variant(ring: Ring, wanted: Variant) -> tuple[Variant, str]:

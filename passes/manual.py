@@ -90,7 +90,7 @@ def decide_manual(
         for ring in sharing.rings:
             kind = ring.collective.kind
             ring.variant, ring.why = variant_of(
-                kind, ring.chunk, wishes.variant(source_of(ring.sites[0].dot))
+                kind, ring.chunk, wishes.variant(source_of(ring.sites[0].dot)) or Variant()
             )
             entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
         entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}

@@ -42,16 +42,15 @@ class Wishes:
         """Why a line's matmuls are left alone, if so."""
         if any(_names(line, source) for line in self.skip):
             return "left alone as asked (skip=)"
-        if self.variant(source).style == "plain":
+        if (asked := self.variant(source)) is not None and asked.style == "plain":
             return "left plain as asked (granularity=)"
         return None
 
-    def variant(self, source: str) -> Variant:
-        """How the pieces of a line's rings travel."""
+    def variant(self, source: str) -> Variant | None:
+        """How the pieces of a line's rings are to travel, if that was said."""
         if not isinstance(self.granularity, Mapping):
-            return self.granularity or Variant()
-        named = (v for line, v in self.granularity.items() if _names(line, source))
-        return next(named, Variant())
+            return self.granularity
+        return next((v for line, v in self.granularity.items() if _names(line, source)), None)
 
 
 def _names(line: str, source: str) -> bool:

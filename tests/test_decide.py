@@ -269,3 +269,17 @@ def test_itemsizes_are_each_sides_own():
     assert not isinstance(matmul, str)
     expected = [np.dtype(v.aval.dtype).itemsize for v in (*dot.eqn.invars, *dot.eqn.outvars)]
     assert list(matmul.itemsize) == expected == [2, 4, 4]
+
+
+def test_sums_on_a_slow_link_go_straight_to_their_owner():
+    scattered, gathered = ((NO, M), (M, NO), (M, NO)), ((M, NO), (NO, M), (NO, M))
+    slow = {"data": 1.0, "model": 9.0}
+    for shardings, costs, style in (
+        (scattered, slow, "direct"),
+        (scattered, None, "one_way"),
+        (gathered, slow, "one_way"),
+    ):
+        entry = one(*shardings, costs=costs)
+        assert isinstance(entry, Decision) and str(entry.variant) == style
+    entry = one(*scattered, costs=slow, granularity=Variant("two_way"))
+    assert isinstance(entry, Decision) and str(entry.variant) == "two_way"
