@@ -38,7 +38,7 @@ from jaxoverlap.passes.manual_skips import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.order import Order
 from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.wishes import Granularity, Wishes
-from jaxoverlap.plan import Decision, Skip
+from jaxoverlap.plan import Decision, Skip, Variant
 
 
 @dataclass
