@@ -33,6 +33,7 @@ from benchmarks.pod_step import (
     coverage_cells,
     in_child,
     provenance,
+    write_rows,
 )
 from benchmarks.yardstick import (
     SECONDS_COLUMNS,
@@ -77,8 +78,7 @@ def main(
         rows.append({"command": "python -m benchmarks.gpt7b", "job": job, **row})
         if audits and "audit" in row:
             print(f"\n{job} step for {POD}\n{row['audit']}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(out, rows)
     print_steps([row for row in rows if row["job"] != "trace"])
     for row in rows:
         if "parts" in row:

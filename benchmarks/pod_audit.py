@@ -18,7 +18,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pod_step import COVERAGE_COLUMNS, STEPS, compile_step, coverage_cells, in_child
+from benchmarks.pod_step import (
+    COVERAGE_COLUMNS,
+    STEPS,
+    compile_step,
+    coverage_cells,
+    in_child,
+    write_rows,
+)
 
 PODS = {"h100-sxm:1x8": {"data": 1, "model": 8}, "h100-sxm:8x8": {"data": 8, "model": 8}}
 PACKAGES = ("flax", "msgspec", "optax", "rich", "typer")
@@ -49,8 +56,7 @@ def main(
                     row = in_child("benchmarks.pod_audit", name, step, python=python)
                     rows.append({"pod": name, "step": step, **row})
                 show(rows[-1], audits)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(out, rows)
     print_rows(rows)
     if problems := shortfalls(rows):
         console.print("\n".join(problems))

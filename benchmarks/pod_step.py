@@ -8,8 +8,10 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jaxoverlap
@@ -104,6 +106,12 @@ def in_child(benchmark: str, *arguments: str, python: str = sys.executable) -> d
         lines = done.stderr.strip().splitlines()
         return {"error": f"exit {done.returncode}: {lines[-1:]}"}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 COVERAGE_COLUMNS = (

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import jaxoverlap
 from benchmarks import plain_gpt
-from benchmarks.pod_step import COVERAGE_COLUMNS, compile_on, coverage_cells, in_child
+from benchmarks.pod_step import COVERAGE_COLUMNS, compile_on, coverage_cells, in_child, write_rows
 from benchmarks.yardstick import (
     SECONDS_COLUMNS,
     exposed_table,
@@ -83,8 +83,7 @@ def main(
             command = "python -m benchmarks.prototype"
             rows.append({"command": command, "case": case, "step": step, **row})
             show(rows[-1], audits)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(out, rows)
     print_rows(rows)
     if problems := shortfalls(rows):
         console.print("\n".join(problems))

@@ -20,7 +20,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pod_step import COVERAGE_COLUMNS, commit, compile_step, coverage_cells, in_child
+from benchmarks.pod_step import (
+    COVERAGE_COLUMNS,
+    commit,
+    compile_step,
+    coverage_cells,
+    in_child,
+    write_rows,
+)
 
 TRAINERS = ("gpt", "moe", "vit", "long_context")  # modules of models/
 PODS = {"h100-sxm:1x8": (1, 8), "h100-sxm:8x8": (8, 8)}  # sizes of a trainer's two axes
@@ -54,8 +61,7 @@ def main(
             rows.append(job | in_child("benchmarks.trainers", json.dumps(job)))
         if audits and "audit" in rows[-1]:
             print(f"\n{job['trainer']}, {job['step']}, {job['pod']}\n{rows[-1]['audit']}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(out, rows)
     print_losses([row for row in rows if "dtype" in row])
     print_pods([row for row in rows if "pod" in row])
     if problems := shortfalls(rows):

@@ -17,12 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 from jaxoverlap import _compat
-from jaxoverlap.passes.jaxprs import TRANSPARENT
+from jaxoverlap.passes.jaxprs import TRANSPARENT, has_matmul
 
 
 def flatten(jaxpr: Any) -> Any:
     """A jaxpr that computes the same, in which no plain jit stands around a matmul."""
-    return _body(jaxpr) if _has_matmul(jaxpr) else jaxpr
+    return _body(jaxpr) if any(map(has_matmul, jaxpr.eqns)) else jaxpr
 
 
 def _body(jaxpr: Any) -> Any:
@@ -35,7 +35,7 @@ def _body(jaxpr: Any) -> Any:
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[now(v) for v in eqn.invars])
         opaque = eqn.primitive.name not in (*TRANSPARENT, "shard_map")
-        if opaque or not any(map(_has_matmul, _compat.jaxprs_in(eqn))):
+        if opaque or not has_matmul(eqn):
             eqns.append(eqn)
             continue
         eqn = _compat.map_jaxprs(_body, eqn)
@@ -46,10 +46,3 @@ def _body(jaxpr: Any) -> Any:
         eqns.extend(inner)
         renamed.update(zip(eqn.outvars, results, strict=True))
     return jaxpr.replace(eqns=eqns, outvars=[now(v) for v in jaxpr.outvars])
-
-
-def _has_matmul(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name == "dot_general" or any(map(_has_matmul, _compat.jaxprs_in(eqn)))
-        for eqn in jaxpr.eqns
-    )

@@ -157,6 +157,13 @@ def bodies(jaxpr: Any) -> tuple[Body, ...]:
     return tuple(sorted(found, key=lambda body: body.index))
 
 
+def has_matmul(eqn: Any) -> bool:
+    """Whether an equation is a `dot_general`, or has one in a body of its own, at any depth."""
+    if eqn.primitive.name == "dot_general":
+        return True
+    return any(has_matmul(inner) for body in _compat.jaxprs_in(eqn) for inner in body.eqns)
+
+
 def dots(jaxpr: Any) -> tuple[Dot, ...]:
     """Every `dot_general` of a jaxpr, at any depth, in the order they are written."""
     found = (dot for body in bodies(jaxpr) for dot in body.dots)

@@ -22,13 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxoverlap import _compat
 from jaxoverlap._text import short_source
 from jaxoverlap.passes import chunks
 from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.jaxprs import Body
+from jaxoverlap.passes.mesh import partition_spec
 from jaxoverlap.passes.sites import Spec
 from jaxoverlap.plan import Scattered
 
@@ -174,12 +175,8 @@ def _scattered(lookup: Lookup, mesh: Mesh) -> Any:
     mapped = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(_partition_spec((*tokens, ())), _partition_spec(lookup.updates)),
-        out_specs=[_partition_spec(lookup.out)],
+        in_specs=(partition_spec((*tokens, ())), partition_spec(lookup.updates)),
+        out_specs=[partition_spec(lookup.out)],
         check_vma=False,
     )
     return jax.named_call(mapped, name="scattered_lookup")
-
-
-def _partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in spec))

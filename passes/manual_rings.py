@@ -24,7 +24,7 @@ from jaxoverlap import _compat
 from jaxoverlap.passes.all_gather_matmul import LocalDot, Reader, all_gather_matmul
 from jaxoverlap.passes.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.decide import PASSES, source_of
-from jaxoverlap.passes.errors import RewriteError
+from jaxoverlap.passes.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.jaxprs import Body
 from jaxoverlap.passes.manual import ManualSharing
 from jaxoverlap.passes.manual_sites import Ring, Site
@@ -58,13 +58,9 @@ def manual_rings(body: Body, sharing: ManualSharing, multiply: Multiply) -> list
 
 
 def _failed(ring: Ring, error: Exception) -> RewriteError:
-    lines = tuple(dict.fromkeys(source_of(site.dot) for site in ring.sites))
-    numbers = ", ".join(str(site.dot.index) for site in ring.sites)
-    return RewriteError(
-        f"could not rewrite matmul {numbers} beside {ring.collective.eqn} written at "
-        f"{', '.join(lines)}: {type(error).__name__}: {error}. To leave it alone, pass "
-        f"skip={lines!r} to overlap(); to run the step as it is, on_error='plain'"
-    )
+    dots = [site.dot for site in ring.sites]
+    what = f"beside {ring.collective.eqn}"
+    return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
 
 
 def _equations(ring: Ring, multiply: Multiply, *, checked: bool) -> list[Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster, chips
@@ -129,6 +129,11 @@ def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
     domains = np.vectorize(lambda device: hash(domain(device)), otypes=[np.int64])(mesh.devices)
     crossing = [np.any(np.diff(domains, axis=i)) for i in range(domains.ndim)]
     return {a: network if c else 1.0 for a, c in zip(mesh.axis_names, crossing, strict=True)}
+
+
+def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """The axes on each dim, as JAX wants them."""
+    return PartitionSpec(*(axes or None for axes in spec))
 
 
 def automatic(mesh: Mesh) -> Mesh:

@@ -20,6 +20,7 @@ prefetching).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap import _compat
+from jaxoverlap.passes.jaxprs import has_matmul
 
 _REMAT = ("remat2", "checkpoint")
 
@@ -55,7 +57,7 @@ class _Ahead:
         for given in jaxpr.eqns:
             eqn = _compat.map_jaxprs(self.jaxpr, given)
             eqns += self.scan(eqn) if eqn.primitive.name == "scan" else [eqn]
-        unchanged = len(eqns) == len(jaxpr.eqns) and all(map(_is, eqns, jaxpr.eqns))
+        unchanged = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
         return jaxpr if unchanged else jaxpr.replace(eqns=eqns)
 
     def scan(self, scan: Any) -> list[Any]:
@@ -186,7 +188,7 @@ class _Slices:
         """Those gathers that no matmul of the body stands before, for them to hide behind."""
         found, wanted = [], {v for v in gathers if v in self.made}
         for eqn in self.body.eqns:
-            if _multiplies(eqn):
+            if has_matmul(eqn):
                 return found + [a for a in eqn.invars if not _compat.is_literal(a) and a in wanted]
             found += [a for a in eqn.invars if not _compat.is_literal(a) and a in wanted]
         return found
@@ -208,14 +210,3 @@ class _Slices:
             kept.append(eqn)
             needed |= {a for a in eqn.invars if not _compat.is_literal(a)} - {*values}
         return kept[::-1]
-
-
-def _multiplies(eqn: Any) -> bool:
-    """Whether an equation has a matmul, at any depth."""
-    if eqn.primitive.name == "dot_general":
-        return True
-    return any(_multiplies(inner) for body in _compat.jaxprs_in(eqn) for inner in body.eqns)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other

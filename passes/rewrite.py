@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap import _compat
 from jaxoverlap.passes import chunks
@@ -27,7 +27,7 @@ from jaxoverlap.passes.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.chunks import Cut
 from jaxoverlap.passes.decide import PASSES, source_of
-from jaxoverlap.passes.errors import RewriteError
+from jaxoverlap.passes.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.jaxprs import Body, map_bodies
 from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.manual import ManualSharing
@@ -35,7 +35,7 @@ from jaxoverlap.passes.manual_rings import manual_rings
 from jaxoverlap.passes.manual_sites import Site
 from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
-from jaxoverlap.passes.mesh import automatic, explicit_axes
+from jaxoverlap.passes.mesh import automatic, explicit_axes, partition_spec
 from jaxoverlap.passes.rings import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.sites import Side, Spec, Split
 
@@ -104,7 +104,7 @@ class _Rewritten:
 
     def moved(self, value: Value) -> Any:
         """A new variable, for a value as it lies after a motion."""
-        return _compat.new_var(value.var.aval, _partition_spec(_only(value.spec, self.explicit)))
+        return _compat.new_var(value.var.aval, partition_spec(_only(value.spec, self.explicit)))
 
     def emit(
         self, fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any], like: Any
@@ -135,19 +135,14 @@ class _Rewritten:
 
 
 def _failed(ring: Ring, error: Exception) -> RewriteError:
-    lines = tuple(dict.fromkeys(source_of(m.dot) for m in ring.members))
-    numbers = ", ".join(str(m.dot.index) for m in ring.members)
-    return RewriteError(
-        f"could not rewrite matmul {numbers} ({ring.first.matmul.einsum}, "
-        f"{ring.members[0].dot.eqn}) written at {', '.join(lines)}: {type(error).__name__}: "
-        f"{error}. To leave it alone, pass skip={lines!r} to overlap(); to run the step as it is, "
-        "on_error='plain'"
-    )
+    dots = [member.dot for member in ring.members]
+    what = f"({ring.first.matmul.einsum}, {dots[0].eqn})"
+    return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
 
 
 def _gather(hoist: Hoist, mesh: Mesh) -> Callable[[Array], list[Array]]:
     """A motion on an axis of its own: XLA does it whole, and once for all that read it."""
-    sharding = NamedSharding(mesh, _partition_spec(hoist.after.spec))
+    sharding = NamedSharding(mesh, partition_spec(hoist.after.spec))
     gather = functools.partial(lax.with_sharding_constraint, shardings=sharding)
     return jax.named_call(lambda x: [gather(x)], name=f"{hoist.kind}_over_{hoist.axis}")
 
@@ -167,8 +162,8 @@ def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
     mapped = jax.shard_map(
         functools.partial(_arriving if ring.arrives else _leaving, ring, _dot_on(mesh)),
         mesh=mesh,
-        in_specs=tuple(_partition_spec(spec) for _, spec in _operands(ring)),
-        out_specs=[_partition_spec(spec) for spec in out_specs],
+        in_specs=tuple(partition_spec(spec) for _, spec in _operands(ring)),
+        out_specs=[partition_spec(spec) for spec in out_specs],
         check_vma=False,  # rings break the replication that it would try to infer
     )
 
@@ -380,7 +375,3 @@ def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Cut]:
 def _only(spec: Spec, axes: Collection[str]) -> Spec:
     """What a spec says of some mesh axes."""
     return tuple(tuple(a for a in dim if a in axes) for dim in spec)
-
-
-def _partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in spec))
