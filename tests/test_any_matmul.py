@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -117,6 +118,18 @@ def error(got, exact: np.ndarray) -> float:
     return float(np.linalg.norm(np.float64(got) - exact) / np.linalg.norm(exact))
 
 
+def one_by_one(case: Case, sides: Sequence[str]) -> float:
+    """The most that adding a matmul's products one by one in float32 loses, on average.
+
+    XLA:CPU's kernels do so for some widths and not for others: [128, 512] @ [512, 4] is off by
+    1.5e-7 and [128, 512] @ [512, 16] by 3.8e-7. A chunk may have the one width, the whole the other.
+    Each sum is rounded by half an epsilon at most, and the k-th is sqrt(k) large.
+    """
+    lhs, rhs, out = sides
+    products = math.prod(n for letter, n in case.sizes if letter in set(lhs + rhs) - set(out))
+    return float(jnp.finfo("float32").eps) / 2 * math.sqrt(products / 2)
+
+
 def check(case: Case) -> None:
     step, arrays = case.step(), case.arrays()
     overlapped = jaxoverlap.overlap(step, granularity=case.variant)
@@ -135,15 +148,26 @@ def check(case: Case) -> None:
         np.einsum(f"{lhs},{out}->{rhs}", x, ct),
     )
     floor = float(jnp.finfo(case.dtype).eps)
-    for mine, plain, reference in zip(got, step(*arrays), exact, strict=True):
+    sides = (case.sides, (out, rhs, lhs), (lhs, out, rhs))
+    for mine, plain, reference, of in zip(got, step(*arrays), exact, sides, strict=True):
         assert mine.dtype == plain.dtype and mine.sharding == plain.sharding
-        assert error(mine, reference) <= 2 * error(plain, reference) + floor / 2, f"\n{plan}"
+        allowed = 2 * error(plain, reference) + floor / 2
+        assert error(mine, reference) <= max(allowed, one_by_one(case, of)), f"\n{plan}"
 
 
+NARROW = Case(  # its chunks are wider than what the plain step multiplies, see one_by_one
+    einsum="abcd,cde->abe",
+    sizes=(("a", 32), ("b", 32), ("c", 16), ("d", 32), ("e", 32)),
+    mesh=(8,),
+    specs=((("x",), (), (), ()), (("x",), (), ()), ((), (), ("x",))),
+    dtype="float32",
+    variant="sliced x 2",
+)
 common = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @given(cases())
+@example(NARROW)
 @settings(common, max_examples=200)
 def test_a_decomposed_matmul_is_as_exact_as_the_plain_one(case: Case):
     check(case)
