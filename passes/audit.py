@@ -177,7 +177,7 @@ def audit(compiled: jax.stages.Compiled | str) -> Audit:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = hlo.parse(text)
-    matmuls = _Matmuls(module)
+    matmuls = Matmuls(module)
     found = [
         collective
         for computation, runs in _running(module, module.entry, 1)
@@ -196,7 +196,7 @@ def _running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[
                 yield from _running(module, called, inner)
 
 
-class _Matmuls:
+class Matmuls:
     """Which instructions are matmuls, or run some."""
 
     def __init__(self, module: hlo.Module):
@@ -215,7 +215,7 @@ class _Matmuls:
 
 
 def _in_computation(
-    module: hlo.Module, computation: str, runs: int, matmuls: _Matmuls
+    module: hlo.Module, computation: str, runs: int, matmuls: Matmuls
 ) -> Iterator[Collective]:
     """The collectives of one computation, with the matmuls under each."""
     instructions = module.body(computation)

@@ -195,6 +195,16 @@ def shape_bytes(shape: str) -> int:
     return sum(_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shape))
 
 
+def tuple_shapes(shape: str) -> tuple[str, ...]:
+    """The parts of a tuple's shape, each as text; a tuple in it is one part."""
+    inside, parts = re.sub(r"/\*.*?\*/", "", shape)[1:-1], []
+    while inside:
+        part = _until_comma(inside)
+        inside = inside[len(part) + 1 :]
+        parts.append(part.strip())
+    return tuple(parts)
+
+
 def array_shapes(shape: str) -> tuple[str, ...]:
     """The arrays of a shape's text, layouts dropped: ("bf16[8,128]", ...)."""
     return tuple(f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape))

@@ -1,0 +1,178 @@
+"""Another order for the instructions of a scheduled module, in which more of the collectives hide.
+
+Works on the module's text and gives names in order; `jaxoverlap/_xla.py` puts them into XLA's own
+module, inside the compiler. Every computation that starts a collective is a problem for
+`passes/list_schedule.py`, innermost first, as a loop lasts as long as its body's new order. Of
+several rules the fastest that stays under the ceiling is taken; XLA's order is one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.audit import Matmuls
+from jaxoverlap.passes.buffers import buffers, leaves
+from jaxoverlap.passes.list_schedule import (
+    Flight,
+    Outcome,
+    Problem,
+    Rule,
+    Task,
+    list_schedule,
+    outcome,
+)
+
+_SAME = 1e-3  # of a computation's seconds: less than that no prediction tells apart
+_LEADS = (1.0, 2.0, 8.0, float("inf"))
+_NAMES = re.compile(r"%?([\w.\-]+)")
+
+
+class Prices(Protocol):
+    """What instructions cost."""
+
+    def compute_s(self, instruction: hlo.Instruction, module: hlo.Module) -> float:
+        """Seconds of the compute lane; of a start and of a done none."""
+        ...
+
+    def flight(self, instruction: hlo.Instruction, module: hlo.Module) -> Flight | None:
+        """The lane and seconds of the collective that an instruction starts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """A computation's new order.
+
+    Attributes:
+        names: its instructions.
+        before: what XLA's order comes to; after: what this one does.
+    """
+
+    names: tuple[str, ...]
+    before: Outcome
+    after: Outcome
+
+
+def schedule(
+    module: hlo.Module, prices: Prices, *, slack: float = 0.0, in_flight: int = 8
+) -> dict[str, Order]:
+    """Orders for the computations of a module that are faster than XLA's.
+
+    Args:
+        module: scheduled by XLA.
+        prices: of its instructions.
+        slack: by how much of XLA's peak memory a computation may need more.
+        in_flight: the most collectives on their way at a time.
+
+    Returns:
+        By computation; where XLA's is as good, or nothing is started, there is none.
+    """
+    walk = _Walk(module, prices, slack, in_flight)
+    walk.outcome(module.entry)
+    return walk.orders
+
+
+class _Walk:
+    """Through a module, innermost computations first."""
+
+    def __init__(self, module: hlo.Module, prices: Prices, slack: float, in_flight: int):
+        self._module, self._prices = module, prices
+        self._slack, self._in_flight = slack, in_flight
+        self._matmuls = Matmuls(module)
+        self._known: dict[str, Outcome] = {}
+        self.orders: dict[str, Order] = {}
+
+    def outcome(self, computation: str) -> Outcome:
+        """What a computation comes to, in the better order."""
+        if computation not in self._known:
+            self._known[computation] = self._reorder(computation)
+        return self._known[computation]
+
+    def _reorder(self, computation: str) -> Outcome:
+        problem = self._problem(computation)
+        before = outcome(problem, range(len(problem.tasks)))
+        if not any(task.flight for task in problem.tasks):
+            return before
+        ceiling = int(before.peak_bytes * (1 + self._slack))
+        order, after = best(problem, ceiling, self._in_flight)
+        if order != range(len(problem.tasks)):
+            body = self._module.body(computation)
+            names = tuple(body[i].name for i in order)
+            self.orders[computation] = Order(names, before, after)
+            return after
+        return before
+
+    def _problem(self, computation: str) -> Problem:
+        body = self._module.body(computation)
+        place = {i.name: n for n, i in enumerate(body)}
+        found = buffers(self._module, computation)
+        tasks = []
+        for instruction in body:
+            needs = (*instruction.operands, *_control(instruction))
+            seconds, extra = self._inside(instruction)
+            flight = self._prices.flight(instruction, self._module)
+            awaits = place[instruction.operands[0]] if _is_done(instruction) else None
+            if awaits is not None and not tasks[awaits].flight:
+                awaits = None  # of a kernel that runs beside others: its start has its seconds
+            tasks.append(
+                Task(
+                    needs=tuple(dict.fromkeys(place[name.partition("#")[0]] for name in needs)),
+                    seconds=seconds,
+                    flight=flight,
+                    awaits=awaits,
+                    holds=found.held(instruction),
+                    extra_bytes=extra,
+                    is_matmul=self._matmuls(instruction),
+                )
+            )
+        root = next(i for i in body if i.line.lstrip().startswith("ROOT "))
+        kept = frozenset(leaves(found.values[root.name]))
+        return Problem(tuple(tasks), tuple(found.bytes), kept)
+
+    def _inside(self, instruction: hlo.Instruction) -> tuple[float, int]:
+        """Seconds of an instruction and the memory it needs for itself: loops have both."""
+        if instruction.opcode not in ("while", "conditional", "call"):
+            return self._prices.compute_s(instruction, self._module), 0
+        inner = [self.outcome(name) for name in instruction.called]
+        peak = max(o.peak_bytes for o in inner)
+        if instruction.opcode == "while":
+            return (instruction.trip_count or 1) * sum(o.seconds for o in inner), peak
+        return max(o.seconds for o in inner), peak
+
+
+def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence[int], Outcome]:
+    """The fastest of XLA's order and those of some rules that stay under the ceiling.
+
+    Of those that are equally fast, the one with most collectives beside a matmul; then XLA's.
+    """
+    xla = range(len(problem.tasks))
+    found: list[tuple[Sequence[int], Outcome]] = [(xla, outcome(problem, xla))]
+    for lead in _LEADS:
+        for fill in (False, True):
+            rule = Rule(lead, fill, in_flight, ceiling_bytes)
+            order = list_schedule(problem, rule)
+            found.append((order, outcome(problem, order)))
+    unit = found[0][1].seconds * _SAME or 1.0
+    allowed = [one for one in found if one[1].peak_bytes <= ceiling_bytes]
+    return min(allowed, key=lambda one: (round(one[1].seconds / unit), one[1].bare))
+
+
+def reordered(module: hlo.Module, orders: Mapping[str, Order]) -> hlo.Module:
+    """The module with its computations in other orders."""
+    computations = dict(module.computations)
+    for name, order in orders.items():
+        instructions = {i.name: i for i in module.body(name)}
+        computations[name] = tuple(instructions[i] for i in order.names)
+    return replace(module, computations=computations)
+
+
+def _is_done(instruction: hlo.Instruction) -> bool:
+    return instruction.opcode.endswith("-done")
+
+
+def _control(instruction: hlo.Instruction) -> list[str]:
+    return _NAMES.findall(instruction.attribute("control-predecessors").strip("{}"))
