@@ -207,9 +207,8 @@ class _Scheduler:
 
     def anchors(self) -> list[int]:
         """The anchored tasks in order."""
-        for index, missing in enumerate(self._missing):
-            if not missing:
-                self._arrive(index)
+        for index in [i for i, missing in enumerate(self._missing) if not missing]:
+            self._arrive(index)
         while True:
             while self._flying and self._flying[0][0] <= self._clock.now:
                 self._put(heapq.heappop(self._flying)[1])

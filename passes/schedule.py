@@ -157,7 +157,7 @@ def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence
             order = list_schedule(problem, rule)
             found.append((order, outcome(problem, order)))
     unit = found[0][1].seconds * _SAME or 1.0
-    allowed = [one for one in found if one[1].peak_bytes <= ceiling_bytes]
+    allowed = [one for one in found if one[1].peak_bytes <= ceiling_bytes] or found[:1]
     return min(allowed, key=lambda one: (round(one[1].seconds / unit), one[1].bare))
 
 

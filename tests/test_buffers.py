@@ -1,0 +1,76 @@
+"""The buffers of instructions: what lies in its operand's memory makes none."""
+
+from __future__ import annotations
+
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.buffers import buffers, leaves
+
+TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%update (p.0: f32[8,4], p.1: f32[1,4]) -> f32[8,4] {
+  %p.0 = f32[8,4]{1,0} parameter(0)
+  %p.1 = f32[1,4]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %dus = f32[8,4]{1,0} dynamic-update-slice(%p.0, %p.1, %zero, %zero)
+}
+
+%body (carry: (f32[8,4])) -> (f32[8,4]) {
+  %carry = (f32[8,4]{1,0}) parameter(0)
+  %inside = f32[8,4]{1,0} get-tuple-element(%carry), index=0
+  ROOT %again = (f32[8,4]{1,0}) tuple(%inside)
+}
+
+%condition (carry.1: (f32[8,4])) -> pred[] {
+  %carry.1 = (f32[8,4]{1,0}) parameter(0)
+  ROOT %no = pred[] constant(false)
+}
+
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %y = f32[8,4]{1,0} negate(%x)
+  %start = ((f32[8,4]{1,0}), f32[8,4]{1,0}) collective-permute-start(%y), source_target_pairs={{0,1},{1,0}}
+  %row = f32[1,4]{1,0} slice(%y), slice={[0:1], [0:4]}
+  %done = f32[8,4]{1,0} collective-permute-done(%start)
+  %new = f32[8,4]{1,0} fusion(%done, %row), kind=kLoop, calls=%update
+  %flat = f32[32]{0} bitcast(%new)
+  %gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%new, %new), custom_call_target="__cublas$lt$matmul"
+  %product = f32[8,8]{1,0} get-tuple-element(%gemm), index=0
+  %sum = f32[8,8]{1,0} custom-call(%new, %new, %product), custom_call_target="__cublas$lt$matmul", output_to_operand_aliasing={{}: (2, {})}
+  %carried = (f32[8,4]{1,0}) tuple(%new)
+  %loop = (f32[8,4]{1,0}) while(%carried), condition=%condition, body=%body
+  ROOT %out = f32[8,4]{1,0} get-tuple-element(%loop), index=0
+}
+"""
+
+
+def held() -> tuple[dict[str, tuple[int, ...]], list[int]]:
+    module = hlo.parse(TEXT)
+    found = buffers(module, module.entry)
+    return {name: tuple(leaves(value)) for name, value in found.values.items()}, found.bytes
+
+
+def test_a_result_is_a_buffer_and_an_argument_none():
+    of, size = held()
+    assert of["x"] == ()
+    assert [size[b] for b in of["y"]] == [128]
+    assert [size[b] for b in of["gemm"]] == [256, 64]
+    assert of["product"] == of["gemm"][:1]
+
+
+def test_a_collective_holds_what_it_sends_and_what_arrives():
+    of, _ = held()
+    assert set(of["start"]) == {*of["y"], *of["done"]} and of["done"] != of["y"]
+
+
+def test_updates_in_place_bitcasts_and_loops_make_no_buffer():
+    of, _ = held()
+    assert of["new"] == of["done"] == of["flat"] == of["loop"] == of["out"]
+    assert of["sum"] == of["product"]
+
+
+def test_an_instruction_holds_operands_and_result():
+    module = hlo.parse(TEXT)
+    found = buffers(module, module.entry)
+    body = {i.name: i for i in module.body(module.entry)}
+    row = found.held(body["row"])
+    assert set(row) == {*leaves(found.values["y"]), *leaves(found.values["row"])}

@@ -1,0 +1,157 @@
+"""Orders of tasks: of any tasks an order, under the ceiling, and collectives over what hides them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxoverlap.passes.list_schedule import (
+    Flight,
+    Outcome,
+    Problem,
+    Rule,
+    Task,
+    list_schedule,
+    outcome,
+)
+
+UNBOUND = 10**12
+RULES = [
+    Rule(lead, fill, in_flight, UNBOUND)
+    for lead, fill, in_flight in itertools.product((1.0, float("inf")), (False, True), (1, 8))
+]
+
+
+def start(seconds: float, *needs: int, lane: str = "wire") -> Task:
+    return Task(needs, flight=Flight(lane, seconds))
+
+
+def done(of: int) -> Task:
+    return Task((of,), awaits=of)
+
+
+def compute(seconds: float, *needs: int) -> Task:
+    return Task(needs, seconds, is_matmul=True)
+
+
+def of(*tasks: Task) -> Problem:
+    return Problem(tasks)
+
+
+def is_order(problem: Problem, order: Sequence[int]) -> bool:
+    place = {index: at for at, index in enumerate(order)}
+    return sorted(order) == list(range(len(problem.tasks))) and all(
+        place[need] < place[index]
+        for index, task in enumerate(problem.tasks)
+        for need in task.needs
+    )
+
+
+@st.composite
+def problems(draw) -> Problem:
+    tasks: list[Task] = []
+    for index in range(draw(st.integers(1, 20))):
+        needs = tuple(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else ()
+        kind = draw(st.sampled_from(["compute", "free", "start", "done"]))
+        waiting = [
+            i
+            for i, task in enumerate(tasks)
+            if task.flight and not any(t.awaits == i for t in tasks)
+        ]
+        holds = tuple(draw(st.sets(st.integers(0, 5), max_size=2)))
+        seconds = draw(st.integers(1, 5))
+        if kind == "start":
+            lane = draw(st.sampled_from(["wire", "network"]))
+            tasks.append(Task(needs, flight=Flight(lane, seconds), holds=holds))
+        elif kind == "done" and waiting:
+            tasks.append(Task((*needs, waiting[0]), awaits=waiting[0], holds=holds))
+        elif kind == "compute":
+            tasks.append(Task(needs, seconds, holds=holds, is_matmul=draw(st.booleans())))
+        else:
+            tasks.append(Task(needs, holds=holds))
+    sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=6, max_size=6)))
+    return Problem(tuple(tasks), sizes, frozenset(draw(st.sets(st.integers(0, 5), max_size=2))))
+
+
+@given(problems(), st.sampled_from(RULES), st.sampled_from([0, 5, 12, UNBOUND]))
+@settings(max_examples=300, deadline=None)
+def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
+    rule = Rule(rule.lead, rule.fill, rule.in_flight, ceiling)
+    order = list_schedule(problem, rule)
+    assert is_order(problem, order)
+    found = outcome(problem, order)
+    compute_s = sum(task.seconds for task in problem.tasks)
+    assert found.seconds >= compute_s
+    assert found.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
+
+
+def test_a_start_comes_before_the_matmul_that_can_hide_it():
+    xla = of(compute(5), start(5), done(1), compute(1, 2))
+    assert outcome(xla, range(4)) == Outcome(11, 0, 1)
+    order = list_schedule(xla, RULES[0])
+    assert order == [1, 0, 2, 3]
+    assert outcome(xla, order) == Outcome(6, 0, 0)
+
+
+def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_fills():
+    xla = of(start(5), done(0), compute(1, 1), compute(5))
+    no_fill, fill = (list_schedule(xla, Rule(1.0, f, 8, UNBOUND)) for f in (False, True))
+    assert outcome(xla, no_fill).seconds == 11
+    assert (fill, outcome(xla, fill).seconds) == ([0, 3, 1, 2], 6)
+
+
+def test_an_early_start_does_not_take_the_link_from_an_urgent_one():
+    """The gather for the end is ready first; the hop after it is what the next matmul waits for."""
+    late, hop = start(4), start(1, 2)
+    xla = of(late, compute(1), compute(1, 1), hop, done(3), *(compute(1, 4 + i) for i in range(6)),
+             done(0), compute(1, 11))  # fmt: skip
+    held = list_schedule(xla, Rule(1.0, False, 8, UNBOUND))
+    assert held.index(3) < held.index(0)
+    eager = list_schedule(xla, Rule(float("inf"), False, 8, UNBOUND))
+    assert eager.index(0) < eager.index(3)
+    assert outcome(xla, held).seconds < outcome(xla, eager).seconds
+
+
+def test_no_more_are_on_their_way_than_allowed():
+    tasks = [start(5), start(5), start(5), compute(20), done(0), done(1), done(2), compute(1, 4, 5, 6)]
+    order = list_schedule(of(*tasks), Rule(float("inf"), True, 2, UNBOUND))
+    assert sorted(order[:2]) == [0, 1] and order.index(3) < order.index(2)
+
+
+def test_memory_that_does_not_fit_waits():
+    """Two independent pairs of a large value and its reader: out of order both are live at once."""
+    tasks = (
+        start(5),
+        Task((0,), awaits=0),
+        Task((1,), 1, holds=(0,)),
+        Task((2,), 1, holds=(0,)),
+        Task((), 1, holds=(1,)),
+        Task((3, 4), 1, holds=(1,)),
+    )
+    problem = Problem(tasks, (10, 10))
+    assert outcome(problem, range(6)).peak_bytes == 10
+    filled = list_schedule(problem, Rule(1.0, True, 8, UNBOUND))
+    assert outcome(problem, filled).peak_bytes == 20
+    bound = list_schedule(problem, Rule(1.0, True, 8, 10))
+    assert outcome(problem, bound).peak_bytes <= 20 and is_order(problem, bound)
+
+
+@pytest.mark.parametrize("lanes, seconds", [(("a", "a"), 10), (("a", "b"), 5)])
+def test_a_lane_carries_one_collective_at_a_time(lanes: tuple[str, str], seconds: float):
+    problem = of(*(start(5, lane=lane) for lane in lanes), done(0), done(1))
+    assert outcome(problem, range(4)).seconds == seconds
+
+
+def test_live_bytes_are_counted_from_the_first_holder_to_the_last():
+    tasks = (
+        Task((), 1, holds=(0,)),
+        Task((0,), 1, holds=(0, 1)),
+        Task((1,), 1, holds=(1,), extra_bytes=7),
+        Task((2,), 1, holds=(2,)),
+    )
+    assert outcome(Problem(tasks, (1, 10, 3)), range(4)).peak_bytes == 17
+    assert outcome(Problem(tasks, (1, 10, 3), frozenset({0, 1})), range(4)).peak_bytes == 18
