@@ -209,6 +209,13 @@ def array_shapes(shape: str) -> tuple[str, ...]:
     return tuple(f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape))
 
 
+@functools.lru_cache(maxsize=65536)
+def dims(array: str) -> tuple[int, ...]:
+    """The dims of one array's text: "bf16[8,128]" has (8, 128)."""
+    inside = array.partition("[")[2].partition("]")[0]
+    return tuple(int(dim.lstrip("<=")) for dim in inside.split(",") if dim)
+
+
 def _array_bytes(dtype: str, dims: str) -> int:
     named = _BITS_IN_NAME.match(dtype)
     bits = 8 if dtype == "pred" else int(named.group(1)) if named else 0  # tokens have no bytes
