@@ -37,7 +37,6 @@ from benchmarks.pod_step import (
 )
 from benchmarks.yardstick import (
     SECONDS_COLUMNS,
-    axes_of,
     dims,
     exposed_table,
     seconds_cells,
@@ -47,6 +46,7 @@ from benchmarks.yardstick import (
 from jaxoverlap import api
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes import hlo
+from jaxoverlap.passes.groups import axes_of
 from models import gpt
 from models.config import Config
 
@@ -170,7 +170,9 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
     for c in compiled.audit.collectives:
         if not c.ring:
             kind = c.kind.replace("-", "_")
-            row(kind, axes_of(c, devices, dict(plan.mesh)))["scheduled"] += c.runs * c.bytes_moved
+            row(kind, axes_of(c.groups, devices, dict(plan.mesh)))["scheduled"] += (
+                c.runs * c.bytes_moved
+            )
     rows = sorted(found.values(), key=lambda r: -max(r["listed"], r["kept"], r["scheduled"]))
     return [r | {"verdict": verdict(r)} for r in rows]
 

@@ -20,6 +20,7 @@ import jaxoverlap
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective
+from jaxoverlap.passes.groups import domains
 
 MATMUL_FLOPS = 650e12  # per second: bf16 on an H100, as large matmuls run
 HOST_BYTES_PER_S = 317e9  # sent by each GPU, over NVLink within a host
@@ -201,8 +202,7 @@ class _Walk:
 
     def cost(self, collective: Collective) -> tuple[bool, float]:
         """The link of a collective (whether it is the network), and its seconds."""
-        groups = parties(collective, self.module.num_devices)
-        network = any(len({d // self.gpus_per_host for d in group}) > 1 for group in groups)
+        network = domains(collective.groups, self.module.num_devices, self.gpus_per_host) > 1
         rate = NETWORK_BYTES_PER_S if network else HOST_BYTES_PER_S
         latency = HOP_S if collective.kind == "collective-permute" else COLLECTIVE_S
         return network, latency + collective.bytes_moved / rate
@@ -244,92 +244,3 @@ def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, s
 def dims(shape: str) -> list[int]:
     """The dims of an array, or of the first one of a tuple: a matmul's result."""
     return [int(d) for d in re.findall(r"\d+", hlo.array_shapes(shape)[0].partition("[")[2])]
-
-
-# -- who talks to whom ----------------------------------------------------------------------------
-
-_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
-_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
-
-
-def parties(collective: Collective, num_devices: int) -> list[tuple[int, ...]]:
-    """The groups of devices that exchange data in a collective; the pairs of a permute.
-
-    Raises:
-        ValueError: if its groups are written in a way that this does not know.
-    """
-    groups = collective.groups
-    if not groups or groups == "{}":
-        return [tuple(range(num_devices))]
-    if groups.startswith("{{"):
-        return [tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", groups)]
-    if found := _MESH.fullmatch(groups):
-        axes, ids, together = found.groups()
-        return _mesh_groups(axes, _device_ids(ids, num_devices), together)
-    if (found := _IOTA.fullmatch(groups)) and found.group(2):
-        shape, source, order = map(_numbers, found.groups())
-        return _rows(_iota(source, order), shape[-1])
-    raise ValueError(f"{collective.name}: groups in an unknown form: {groups}")
-
-
-def _device_ids(text: str | None, num_devices: int) -> list[int]:
-    """The devices of a mesh, flat: counted up, or as written: 0,2,1,3 or [2,2]T(1,0)."""
-    if not text:
-        return list(range(num_devices))
-    if found := _IOTA.fullmatch(text):
-        shape, source, order = map(_numbers, found.groups())
-        return _iota(source or shape, order)
-    return _numbers(text)
-
-
-def _mesh_groups(axes: str, devices: list[int], together: str) -> list[tuple[int, ...]]:
-    """Groups along some axes of a mesh; 'x':(2)4 is the part of x of size 4 after 2 others."""
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-    parts = {name: (size, 1, 1) for name, size in sizes.items()}  # before it, it, after it
-    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", together):
-        before, size = (int(before), int(size)) if size else (1, sizes[name])
-        parts[name] = (before, size, sizes[name] // before // size)
-    shape = [size for part in parts.values() for size in part]
-    outer = [dim for dim in range(len(shape)) if dim % 3 != 1]
-    inner = [dim for dim in range(len(shape)) if dim % 3 == 1]
-    size = math.prod(shape[dim] for dim in inner)
-    return _rows([devices[place] for place in _iota(shape, outer + inner)], size)
-
-
-def _numbers(text: str | None) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text or "")]
-
-
-def _iota(shape: list[int], order: list[int]) -> list[int]:
-    """0, 1, 2, ... in `shape`, transposed to `order`, flat."""
-    order = order or list(range(len(shape)))
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    flat = [0]
-    for dim in order:
-        flat = [at + i * strides[dim] for at in flat for i in range(shape[dim])]
-    return flat
-
-
-def _rows(devices: list[int], size: int) -> list[tuple[int, ...]]:
-    return [tuple(devices[i : i + size]) for i in range(0, len(devices), size)]
-
-
-def axes_of(collective: Collective, num_devices: int, mesh: dict[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh, whose devices count up, along which a collective moves data."""
-    sizes = list(mesh.values())
-    moving = set()
-    for group in parties(collective, num_devices):
-        places = [_place(device, sizes) for device in group]
-        for axis, *along in zip(mesh, *places, strict=True):
-            if len(set(along)) > 1:
-                moving.add(axis)
-    return tuple(axis for axis in mesh if axis in moving)
-
-
-def _place(device: int, sizes: list[int]) -> list[int]:
-    """A device's coordinates in a row-major mesh."""
-    place = []
-    for size in reversed(sizes):
-        device, at = divmod(device, size)
-        place.append(at)
-    return place[::-1]

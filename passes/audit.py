@@ -7,8 +7,8 @@ That is necessary for overlap, not sufficient: it says nothing yet about seconds
 from __future__ import annotations
 
 import functools
-import math
 import re
+from bisect import bisect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ import jax
 from jaxoverlap._text import human_bytes, table
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.decide import PASSES
+from jaxoverlap.passes.groups import parties
 
 _KINDS = (
     "all-gather",
@@ -177,13 +178,21 @@ def audit(compiled: jax.stages.Compiled | str) -> Audit:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = hlo.parse(text)
+    return Audit(module.name, collectives(module))
+
+
+def collectives(module: hlo.Module) -> tuple[Collective, ...]:
+    """Every collective of a scheduled module, in schedule order.
+
+    Raises:
+        ValueError: if one is never waited for, or the module lacks a computation that it calls.
+    """
     matmuls = Matmuls(module)
-    found = [
+    return tuple(
         collective
         for computation, runs in _running(module, module.entry, 1)
         for collective in _in_computation(module, computation, runs, matmuls)
-    ]
-    return Audit(module.name, tuple(found))
+    )
 
 
 def _running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[str, int]]:
@@ -220,13 +229,15 @@ def _in_computation(
     """The collectives of one computation, with the matmuls under each."""
     instructions = module.body(computation)
     shapes = {i.name: i.shape for i in instructions}
+    waiters = _waiters(instructions)
+    products = [place for place, i in enumerate(instructions) if matmuls(i)]
     for place, start in enumerate(instructions):
         core = _collective(module, start)
         if core is None:
             continue
-        done = instructions.index(_done(instructions, place)) if _starts(start) else place
+        done = _done(instructions, place, waiters) if _starts(start) else place
         asynchronous = done > place and not re.search(r'"?is_sync"?[:=]true', start.line)
-        under = instructions[place + 1 : done] if asynchronous else ()
+        under = products[bisect(products, place) : bisect(products, done)] if asynchronous else ()
         kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
         sent = [_operand_bytes(shapes, name) for name in start.operands]
         ring = _RING.search(core.op_name) if kind == "collective-permute" else None
@@ -240,7 +251,7 @@ def _in_computation(
             source=module.source(core) or module.source(start),
             ring=f"{ring.group(1)}.{ring.group(2)}" if ring else None,
             asynchronous=asynchronous,
-            matmuls=tuple(i.name for i in under if matmuls(i)),
+            matmuls=tuple(instructions[i].name for i in under),
             groups=_groups(core),
         )
 
@@ -266,15 +277,24 @@ def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruc
     return None
 
 
-def _done(instructions: tuple[hlo.Instruction, ...], place: int) -> hlo.Instruction:
-    """The instruction that waits for the start at `place`, through its updates."""
-    name = instructions[place].name
-    for instruction in instructions[place + 1 :]:
-        if name in instruction.operands[:1] and instruction.opcode.endswith("-update"):
-            name = instruction.name
-        elif name in instruction.operands[:1] and instruction.opcode.endswith("-done"):
-            return instruction
-    raise ValueError(f"the module never waits for {name}: it is not a whole module's text")
+def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
+    """By what they wait for: the places of the updates and dones of a computation."""
+    return {
+        i.operands[0]: place
+        for place, i in enumerate(instructions)
+        if i.operands and i.opcode.endswith(("-update", "-done"))
+    }
+
+
+def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]) -> int:
+    """The place of the instruction that waits for the start at a place, through its updates."""
+    place = start
+    while instructions[place].name in waiters:
+        place = waiters[instructions[place].name]
+    if not instructions[place].opcode.endswith("-done"):
+        name = instructions[place].name
+        raise ValueError(f"the module never waits for {name}: it is not a whole module's text")
+    return place
 
 
 def _groups(collective: hlo.Instruction) -> str:
@@ -285,23 +305,14 @@ def _groups(collective: hlo.Instruction) -> str:
 
 
 def group_size(collective: hlo.Instruction, num_devices: int) -> int:
-    """Devices that take part in a collective together, from any way HLO writes its groups."""
-    if found := _MESH_GROUPS.search(collective.line):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", found.group(1)))
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found.group(2))  # 'x':(2)4 is part of x
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    groups = collective.attribute("replica_groups")
-    if groups.startswith("["):
-        return int(groups[1 : groups.index("]")].split(",")[-1])
-    if found := re.match(r"\{\{([\d,]*)\}", groups):
-        return len(found.group(1).split(","))
+    """Devices that take part in a collective together; those on the way of a permute's hops."""
     if pairs := collective.attribute("source_target_pairs"):
-        target = dict(re.findall(r"\{(\d+),(\d+)\}", pairs))
+        target = {source: to for source, to in parties(pairs, num_devices)}
         return max((_path(target, start) for start in target), default=1)
-    return num_devices  # no groups: all together
+    return max(map(len, parties(_groups(collective), num_devices)))
 
 
-def _path(target: dict[str, str], start: str) -> int:
+def _path(target: dict[int, int], start: int) -> int:
     """Devices on the way of permutes from one device on, until it closes or ends."""
     size, at = 1, target[start]
     while at != start:

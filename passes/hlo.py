@@ -6,6 +6,7 @@ text), an instruction is one line, and its place in the text is its place in the
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ _ARRAY = re.compile(r"(\w+?)\[([\d,<=]*)\]")
 _CUT = "it seems to be cut short; give the whole text"
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
+_BRACKETS = re.compile(r"[({\[]")
+_COMMENT = re.compile(r"/\*.*?\*/")
 _BITS_IN_NAME = re.compile(r"[a-z]+(\d+)")  # bf16, s4, c64, f8e4m3fn, ...
 
 
@@ -172,7 +175,11 @@ def _closing(text: str) -> int:
 
 def _operands(arguments: str) -> tuple[str, ...]:
     """The names of the operands; each may have its shape before it, and a % or none."""
-    rest = re.sub(r"/\*.*?\*/", "", arguments[: _closing("(" + arguments) - 1])
+    plain, closed, _ = arguments.partition(")")
+    plain = _COMMENT.sub("", plain)
+    if closed and not _BRACKETS.search(plain):  # names alone, as XLA prints them: nothing nests
+        return tuple(name.strip().lstrip("%") for name in plain.split(",") if name)
+    rest = _COMMENT.sub("", arguments[: _closing("(" + arguments) - 1])
     names = []
     while rest:
         argument = _until_comma(rest)
@@ -190,6 +197,7 @@ def _until_comma(text: str) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=65536)
 def shape_bytes(shape: str) -> int:
     """Bytes of all arrays in a shape's text."""
     return sum(_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shape))
@@ -205,9 +213,17 @@ def tuple_shapes(shape: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
+@functools.lru_cache(maxsize=65536)
 def array_shapes(shape: str) -> tuple[str, ...]:
     """The arrays of a shape's text, layouts dropped: ("bf16[8,128]", ...)."""
     return tuple(f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape))
+
+
+@functools.lru_cache(maxsize=65536)
+def dims(array: str) -> tuple[int, ...]:
+    """The dims of one array's text: "bf16[8,128]" has (8, 128)."""
+    inside = array.partition("[")[2].partition("]")[0]
+    return tuple(int(dim.lstrip("<=")) for dim in inside.split(",") if dim)
 
 
 def _array_bytes(dtype: str, dims: str) -> int:

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks import yardstick as y
-from benchmarks.yardstick import Seconds, axes_of, parties, seconds_row, yardstick
-from jaxoverlap.passes.audit import Collective
+from benchmarks.yardstick import Seconds, seconds_row, yardstick
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=16"
 ADD = """%add (a: f32[], b: f32[]) -> f32[] {
@@ -164,54 +163,6 @@ def test_a_matmul_of_unknown_size_is_an_error_and_not_nothing():
     mystery = '%m = bf16[4096,4096]{1,0} custom-call(%x), custom_call_target="my_matmul"'
     with pytest.raises(ValueError, match="matmuls of unknown size: m"):
         yardstick(module(start("r"), mystery, done("r")), 8)
-
-
-# -- who talks to whom ----------------------------------------------------------------------------
-
-
-def collective(groups: str) -> Collective:
-    return Collective("c", "main", "all-gather", 0, 0, 1, "", None, False, (), groups)
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        ("", [(0, 1, 2, 3, 4, 5, 6, 7)]),
-        ("{}", [(0, 1, 2, 3, 4, 5, 6, 7)]),
-        ("{{0,3},{1,2},{4,7},{5,6}}", [(0, 3), (1, 2), (4, 7), (5, 6)]),
-        ("[2,4]<=[8]", [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ("[4,2]<=[2,4]T(1,0)", [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ("mesh['a'=2,'b'=4] {'b'}", [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ("mesh['a'=2,'b'=4] {'a'}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", [(0, 1, 4, 5), (2, 3, 6, 7)]),
-        ("mesh['x'=8] {'x':(2)4}", [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ("mesh['x'=8] {'x':(2)2}", [(0, 2), (1, 3), (4, 6), (5, 7)]),
-        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [(0, 2, 4, 6), (1, 3, 5, 7)]),
-        ("mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'a'}", [(0, 1), (2, 3), (4, 5), (6, 7)]),
-    ],
-)
-def test_groups_in_every_spelling(groups: str, expected: list[tuple[int, ...]]):
-    assert parties(collective(groups), 8) == expected
-
-
-def test_groups_in_an_unknown_spelling():
-    with pytest.raises(ValueError, match="c: groups in an unknown form: all of them"):
-        parties(collective("all of them"), 8)
-
-
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        ("[2,4]<=[8]", ("b",)),
-        ("[4,2]<=[2,4]T(1,0)", ("a",)),
-        ("", ("a", "b")),
-        ("{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", ("b",)),
-        ("{{0,4},{4,0}}", ("a",)),
-        ("{{0},{1}}", ()),
-    ],
-)
-def test_the_axes_along_which_data_moves(groups: str, axes: tuple[str, ...]):
-    assert axes_of(collective(groups), 8, {"a": 2, "b": 4}) == axes
 
 
 def test_the_rates():

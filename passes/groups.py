@@ -1,0 +1,111 @@
+"""Who talks to whom in a collective: its groups of devices, from any way HLO writes them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
+_IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(maxsize=4096)  # a ring writes the same pairs a thousand times
+def parties(groups: str, num_devices: int) -> Groups:
+    """The groups of devices that exchange data in a collective; the pairs of a permute.
+
+    Args:
+        groups: as HLO writes `replica_groups` or `source_target_pairs`; empty: all together.
+        num_devices: of the module.
+
+    Raises:
+        ValueError: if the groups are written in a way that this does not know.
+    """
+    if not groups or groups == "{}":
+        return (tuple(range(num_devices)),)
+    if groups.startswith("{{"):
+        return tuple(
+            tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", groups)
+        )
+    if found := _MESH.fullmatch(groups):
+        return _mesh_groups(*found.groups())
+    if (found := _IOTA.fullmatch(groups)) and found.group(2):
+        shape, source, order = map(_numbers, found.groups())
+        return _rows(_iota(source, order), shape[-1])
+    raise ValueError(f"groups in an unknown form: {groups}")
+
+
+def domains(groups: str, num_devices: int, gpus_per_domain: int) -> int:
+    """The most NVLink domains that one group of a collective spreads over.
+
+    Devices are numbered domain after domain, as `Cluster` counts them.
+    """
+    together = parties(groups, num_devices)
+    return max(len({device // gpus_per_domain for device in group}) for group in together)
+
+
+def axes_of(groups: str, num_devices: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh, whose devices count up, along which a collective moves data."""
+    sizes = list(mesh.values())
+    moving = set()
+    for group in parties(groups, num_devices):
+        places = [_place(device, sizes) for device in group]
+        for axis, *along in zip(mesh, *places, strict=True):
+            if len(set(along)) > 1:
+                moving.add(axis)
+    return tuple(axis for axis in mesh if axis in moving)
+
+
+def _place(device: int, sizes: list[int]) -> list[int]:
+    """A device's coordinates in a row-major mesh."""
+    place = []
+    for size in reversed(sizes):
+        device, at = divmod(device, size)
+        place.append(at)
+    return place[::-1]
+
+
+def _mesh_groups(axes: str, ids: str | None, together: str) -> Groups:
+    """Groups along some axes of a mesh; 'x':(2)4 is the part of x of size 4 after 2 others."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    devices = _device_ids(ids, math.prod(sizes.values()))
+    parts = {name: (size, 1, 1) for name, size in sizes.items()}  # before it, it, after it
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", together):
+        before, size = (int(before), int(size)) if size else (1, sizes[name])
+        parts[name] = (before, size, sizes[name] // before // size)
+    shape = [size for part in parts.values() for size in part]
+    outer = [dim for dim in range(len(shape)) if dim % 3 != 1]
+    inner = [dim for dim in range(len(shape)) if dim % 3 == 1]
+    size = math.prod(shape[dim] for dim in inner)
+    return _rows([devices[place] for place in _iota(shape, outer + inner)], size)
+
+
+def _device_ids(text: str | None, num_devices: int) -> list[int]:
+    """The devices of a mesh, flat: counted up, or as written: 0,2,1,3 or [2,2]T(1,0)."""
+    if not text:
+        return list(range(num_devices))
+    if found := _IOTA.fullmatch(text):
+        shape, source, order = map(_numbers, found.groups())
+        return _iota(source or shape, order)
+    return _numbers(text)
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text or "")]
+
+
+def _iota(shape: list[int], order: list[int]) -> list[int]:
+    """0, 1, 2, ... in `shape`, transposed to `order`, flat."""
+    order = order or list(range(len(shape)))
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    flat = [0]
+    for dim in order:
+        flat = [at + i * strides[dim] for at in flat for i in range(shape[dim])]
+    return flat
+
+
+def _rows(devices: list[int], size: int) -> Groups:
+    return tuple(tuple(devices[i : i + size]) for i in range(0, len(devices), size))

@@ -1,0 +1,305 @@
+"""What one HLO instruction asks of a device: matmuls, and bytes of its memory.
+
+Values only, no seconds: `jaxoverlap/cost.py` prices them. A fusion is one kernel, so what passes
+between its instructions touches no memory; only its parameters and results do, and of these only
+what it needs (a slice of a stacked weight, an update of a buffer in place).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxoverlap.passes import hlo
+
+_FREE_OPS = """
+    add-dependency after-all bitcast constant domain get-tuple-element opt-barrier parameter
+    partition-id replica-id tuple
+"""
+_MEMORY_OPS = """
+    abs add and atan2 bitcast-convert broadcast cbrt ceil clamp clz compare complex concatenate
+    convert copy cosine divide dynamic-slice dynamic-update-slice erf exponential
+    exponential-minus-one floor gather imag iota is-finite log log-plus-one logistic map maximum
+    minimum multiply negate not or pad popcnt power real reduce reduce-precision reduce-window
+    remainder reshape reverse rng rng-bit-generator rng-get-and-update-state round-nearest-afz
+    round-nearest-even rsqrt scatter select select-and-scatter shift-left shift-right-arithmetic
+    shift-right-logical sign sine slice sqrt subtract tan tanh transpose xor
+"""
+_FREE = frozenset(_FREE_OPS.split())  # XLA:GPU runs no kernel for these
+_MEMORY = frozenset(_MEMORY_OPS.split())  # one kernel, bound by the bytes that it moves
+_SLICES = ("dynamic-slice", "slice", "gather")  # read of their first operand what they return
+_UPDATES = ("dynamic-update-slice", "scatter")  # write into their first operand
+_FREE_CALLS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin")
+_MEMORY_CALLS = ("__cudnn$norm", "cu_threefry2x32", "cu_threefry2x32_ffi")
+
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_DIMS = re.compile(
+    r'"?lhs_(contracting|batch)_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]'
+)  # of a dot, and of a call to cuBLAS
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]')
+HOST_SPACE = "S(5)"  # in a layout: the array lies in the host's memory
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[batch, m, k] times [batch, k, n]; `dtype` of the operands, as HLO writes it."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "bf16"
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, a multiply-add counted as two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{batch}[{self.m}, {self.k}] [{self.k}, {self.n}] {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one kernel does; all zero where none runs.
+
+    Attributes:
+        matmuls: in the order in which they run.
+        memory_bytes: read and written, beside operands and results of a kernel that is a matmul
+            and nothing else.
+        unknown: the name of what this does not know, an opcode or a custom call's target. Its
+            bytes are those of its operands and results, the least that it can cost.
+    """
+
+    matmuls: tuple[Matmul, ...] = ()
+    memory_bytes: int = 0
+    unknown: str = ""
+
+
+FREE = Work()
+
+
+def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Work:
+    """What an instruction asks of a device.
+
+    Args:
+        module: that it stands in.
+        instruction: anything but a collective, and what runs other computations (while, call,
+            conditional).
+        shapes: of the instructions beside it, by name, as text.
+    """
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        return FREE
+    if opcode == "custom-call":
+        return _custom_call(instruction, shapes)
+    if opcode == "dot":
+        return Work(matmuls=(_dot(instruction, shapes),))
+    if opcode == "convolution":
+        return Work(matmuls=(_convolution(instruction, shapes, "forward"),))
+    if HOST_SPACE in instruction.shape:
+        return Work((), _touched(instruction, shapes), f"{opcode} to or from the host's memory")
+    if opcode == "fusion" or opcode.endswith("-start"):
+        bodies = [module.body(name) for name in instruction.called]
+        if len(bodies) == 1:  # of a start: the one kernel that runs beside the others
+            return _fusion(module, bodies[0])
+        opcode = opcode.removesuffix("-start")  # copy-start has no computation
+    known = opcode in _MEMORY
+    return Work((), _unfused(instruction, shapes), "" if known else opcode)
+
+
+def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
+    """Bytes that an instruction reads and writes outside of any fusion."""
+    result = hlo.shape_bytes(instruction.shape)
+    if instruction.opcode in _SLICES:
+        return 2 * result
+    if instruction.opcode in _UPDATES:
+        last = 1 if instruction.opcode == "dynamic-update-slice" else -1
+        return 2 * hlo.shape_bytes(operand_shape(shapes, instruction.operands[last]))
+    if instruction.opcode == "copy-start":  # its shape is destination, source, context
+        return 2 * hlo.shape_bytes(operand_shape(shapes, instruction.operands[0]))
+    return _touched(instruction, shapes)
+
+
+def operand_shape(shapes: Mapping[str, str], operand: str) -> str:
+    """The shape of an operand, as text; "pair#1" is an element of a tuple."""
+    name, _, element = operand.partition("#")
+    shape = shapes.get(name, "")
+    return hlo.array_shapes(shape)[int(element)] if element else shape
+
+
+def _touched(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
+    read = (hlo.shape_bytes(operand_shape(shapes, name)) for name in instruction.operands)
+    return sum(read) + hlo.shape_bytes(instruction.shape)
+
+
+# -- fusions --------------------------------------------------------------------------------------
+
+
+def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
+    """The work of a fused computation, dots and fusions inside it included."""
+    shapes = {i.name: i.shape for i in body}
+    matmuls: list[Matmul] = []
+    unknown = ""
+    for i in body:
+        if i.opcode in ("dot", "convolution", "custom-call", "fusion"):
+            inside = work(module, i, shapes)
+            matmuls += inside.matmuls
+            unknown = unknown or inside.unknown
+    return Work(tuple(matmuls), _fusion_bytes(body), unknown)
+
+
+def _fusion_bytes(body: Sequence[hlo.Instruction]) -> int:
+    """Bytes of memory that a fused computation reads and writes.
+
+    How many elements of each value are needed follows from the results backwards. An update of a
+    parameter is taken to be in place, as XLA:GPU compiles it where it can.
+    """
+    by_name = {i.name: i for i in body}
+    results = _results(body[-1], by_name)
+    need: dict[str, float] = defaultdict(float)
+    written = 0
+    for result in results:
+        updated = _updated_in_place(result, by_name)
+        written += sum(map(hlo.shape_bytes, updated)) if updated else hlo.shape_bytes(result.shape)
+        need[result.name] = _elements(result.shape)
+    read = 0.0
+    for i in reversed(body):
+        total = _elements(i.shape)
+        wanted = min(need[i.name], total)
+        if i.opcode == "parameter":
+            read += hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
+        for place, name in enumerate(i.operands):
+            if name in by_name and i.opcode != "tuple":
+                need[name] += _needed(i, place, wanted, total, by_name)
+    return round(read) + written
+
+
+def _needed(
+    user: hlo.Instruction,
+    place: int,
+    wanted: float,
+    total: int,
+    by_name: Mapping[str, hlo.Instruction],
+) -> float:
+    """How many elements of an operand its user needs to give `wanted` of its `total` elements."""
+    operand = _elements(by_name[user.operands[place]].shape)
+    if user.opcode in _SLICES and place == 0:
+        return wanted
+    if user.opcode in _UPDATES:
+        in_place = bool(_updated_in_place(user, by_name))
+        return operand if place else 0 if in_place else wanted
+    if user.opcode == "broadcast":
+        return min(operand, wanted)
+    return operand * wanted / total if total else operand
+
+
+def _results(
+    root: hlo.Instruction, by_name: Mapping[str, hlo.Instruction]
+) -> list[hlo.Instruction]:
+    """The arrays that a fused computation returns."""
+    if root.opcode != "tuple":
+        return [root]
+    return [found for name in root.operands for found in _results(by_name[name], by_name)]
+
+
+def _updated_in_place(result: hlo.Instruction, by_name: Mapping[str, hlo.Instruction]) -> list[str]:
+    """Shapes of the updates of a parameter that a value is; none if it is something else."""
+    found: list[str] = []
+    while True:
+        if result.opcode in _UPDATES:
+            last = 1 if result.opcode == "dynamic-update-slice" else -1
+            found.append(by_name[result.operands[last]].shape)
+        elif result.opcode != "bitcast":
+            return found if result.opcode == "parameter" else []
+        result = by_name[result.operands[0]]
+
+
+def _elements(shape: str) -> int:
+    return sum(math.prod(hlo.dims(array)) for array in hlo.array_shapes(shape))
+
+
+# -- matmuls --------------------------------------------------------------------------------------
+
+
+def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Work:
+    found = _TARGET.search(instruction.line)
+    target = found.group(1) if found else "custom-call"
+    if target in _FREE_CALLS:
+        return FREE
+    if target.startswith("__cublas$") and _DIMS.search(instruction.line):
+        return Work(matmuls=(_dot(instruction, shapes),))
+    if target.startswith("__cudnn$fmha"):
+        return _attention(instruction, shapes, target)
+    if target.startswith("__cudnn$conv") and _LABELS.search(instruction.line):
+        way = next((w for w in _ROLES if w in target.lower()), "forward")
+        return Work(matmuls=(_convolution(instruction, shapes, way),))
+    if target in _MEMORY_CALLS:
+        return Work(memory_bytes=_touched(instruction, shapes))
+    return Work((), _touched(instruction, shapes), target)
+
+
+def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Matmul:
+    """A dot, or a call to cuBLAS, whose first result is the product."""
+    lhs = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
+    sizes = hlo.dims(lhs)
+    named = {kind: re.findall(r"\d+", dims) for kind, dims in _DIMS.findall(instruction.line)}
+    batch = math.prod(sizes[int(d)] for d in named.get("batch", ()))
+    k = math.prod(sizes[int(d)] for d in named.get("contracting", ()))
+    m = math.prod(sizes) // (batch * k) if batch * k else 0
+    result = math.prod(hlo.dims(hlo.array_shapes(instruction.shape)[0]))
+    n = result // (batch * m) if batch * m else 0
+    return Matmul(m, n, k, batch, lhs.partition("[")[0])
+
+
+_ROLES = {  # of a convolution: where input, filter and output stand; 2 is the result
+    "backwardinput": (2, 1, 0),
+    "backwardfilter": (0, 2, 1),
+    "forward": (0, 1, 2),
+}
+
+
+def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: str) -> Matmul:
+    """A convolution as the implicit matmul that cuDNN makes of it (NVIDIA's deep learning guide).
+
+    Forward: output positions x (filter taps and input features) x output features.
+    """
+    found = _LABELS.search(instruction.line)
+    assert found
+    arrays = [operand_shape(shapes, name) for name in instruction.operands[:2]]
+    arrays = [hlo.array_shapes(shape)[0] for shape in (*arrays, instruction.shape)]
+    _, taps, output = (hlo.dims(arrays[place]) for place in _ROLES[way])
+    features = taps[found.group(2).index("o")]
+    positions, depth = math.prod(output) // features, math.prod(taps) // features
+    sizes = {
+        "forward": (positions, features, depth),
+        "backwardinput": (positions, depth, features),
+        "backwardfilter": (depth, features, positions),
+    }
+    return Matmul(*sizes[way], dtype=arrays[0].partition("[")[0])
+
+
+def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> Work:
+    """Flash attention by cuDNN: two matmuls of scores' size forward, five backward.
+
+    FlashAttention-2 (Dao 2023), section 4.1, counts so, and half of both under a causal mask. The
+    scores never leave the chip, which a matmul of their shape would be charged for: the matmuls
+    count as one in the shape of a cube, with as many operations.
+    """
+    scores = _SCORES.search(instruction.line)
+    if scores is None:
+        return Work((), _touched(instruction, shapes), target)
+    query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
+    head_dim = hlo.dims(query)[-1]
+    products = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1))) * head_dim
+    products *= 5 if "Backward" in target else 2
+    if '"mask_type":"CAUSAL"' in instruction.line:
+        products //= 2
+    side = round(products ** (1 / 3))
+    cube = Matmul(side, side, side, dtype=query.partition("[")[0])
+    return Work((cube,), _touched(instruction, shapes))
