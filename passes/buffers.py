@@ -107,7 +107,7 @@ def _in_place(module: hlo.Module, instruction: hlo.Instruction) -> int | None:
     if instruction.opcode != "fusion":
         return None
     inside = {i.name: i for called in instruction.called for i in module.body(called)}
-    root = next(i for i in inside.values() if i.line.lstrip().startswith("ROOT "))
+    root = next(i for i in inside.values() if i.is_root)
     while root.opcode == "bitcast":
         root = inside[root.operands[0]]
     if root.opcode != "dynamic-update-slice":

@@ -51,6 +51,11 @@ class Instruction:
     line: str
 
     @property
+    def is_root(self) -> bool:
+        """Whether its value is its computation's."""
+        return self.line.startswith("  ROOT ")
+
+    @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it calls."""
         names = _CALLED.findall(self.line)

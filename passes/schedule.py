@@ -11,10 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from jaxoverlap.cost import ALONE, CostModel
 from jaxoverlap.passes import hlo
-from jaxoverlap.passes.audit import Matmuls
 from jaxoverlap.passes.buffers import buffers, leaves
 from jaxoverlap.passes.list_schedule import (
     Flight,
@@ -25,22 +24,11 @@ from jaxoverlap.passes.list_schedule import (
     list_schedule,
     outcome,
 )
+from jaxoverlap.passes.timeline import Prices
 
 _SAME = 1e-3  # of a computation's seconds: less than that no prediction tells apart
 _LEADS = (1.0, 2.0, 8.0, float("inf"))
 _NAMES = re.compile(r"%?([\w.\-]+)")
-
-
-class Prices(Protocol):
-    """What instructions cost."""
-
-    def compute_s(self, instruction: hlo.Instruction, module: hlo.Module) -> float:
-        """Seconds of the compute lane; of a start and of a done none."""
-        ...
-
-    def flight(self, instruction: hlo.Instruction, module: hlo.Module) -> Flight | None:
-        """The lane and seconds of the collective that an instruction starts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -58,20 +46,20 @@ class Order:
 
 
 def schedule(
-    module: hlo.Module, prices: Prices, *, slack: float = 0.0, in_flight: int = 8
+    module: hlo.Module, cost: CostModel, *, slack: float = 0.0, in_flight: int = 8
 ) -> dict[str, Order]:
     """Orders for the computations of a module that are faster than XLA's.
 
     Args:
         module: scheduled by XLA.
-        prices: of its instructions.
+        cost: of its instructions.
         slack: by how much of XLA's peak memory a computation may need more.
         in_flight: the most collectives on their way at a time.
 
     Returns:
         By computation; where XLA's is as good, or nothing is started, there is none.
     """
-    walk = _Walk(module, prices, slack, in_flight)
+    walk = _Walk(module, Prices(module, cost), slack, in_flight)
     walk.outcome(module.entry)
     return walk.orders
 
@@ -82,7 +70,6 @@ class _Walk:
     def __init__(self, module: hlo.Module, prices: Prices, slack: float, in_flight: int):
         self._module, self._prices = module, prices
         self._slack, self._in_flight = slack, in_flight
-        self._matmuls = Matmuls(module)
         self._known: dict[str, Outcome] = {}
         self.orders: dict[str, Order] = {}
 
@@ -110,38 +97,38 @@ class _Walk:
         body = self._module.body(computation)
         place = {i.name: n for n, i in enumerate(body)}
         found = buffers(self._module, computation)
-        tasks = []
+        tasks: list[Task] = []
         for instruction in body:
-            needs = (*instruction.operands, *_control(instruction))
-            seconds, extra = self._inside(instruction)
-            flight = self._prices.flight(instruction, self._module)
-            awaits = place[instruction.operands[0]] if _is_done(instruction) else None
-            if awaits is not None and not tasks[awaits].flight:
-                awaits = None  # of a kernel that runs beside others: its start has its seconds
-            tasks.append(
-                Task(
-                    needs=tuple(dict.fromkeys(place[name.partition("#")[0]] for name in needs)),
-                    seconds=seconds,
-                    flight=flight,
-                    awaits=awaits,
-                    holds=found.held(instruction),
-                    extra_bytes=extra,
-                    is_matmul=self._matmuls(instruction),
-                )
+            needs = [place[name.partition("#")[0]] for name in _needs(instruction)]
+            task = replace(
+                self._task(computation, instruction),
+                needs=tuple(dict.fromkeys(needs)),
+                holds=found.held(instruction),
             )
-        root = next(i for i in body if i.line.lstrip().startswith("ROOT "))
+            if instruction.opcode.endswith("-done") and tasks[needs[0]].flight:
+                task = replace(task, awaits=needs[0])
+            tasks.append(task)
+        root = next(i for i in body if i.is_root)
         kept = frozenset(leaves(found.values[root.name]))
         return Problem(tuple(tasks), tuple(found.bytes), kept)
 
-    def _inside(self, instruction: hlo.Instruction) -> tuple[float, int]:
-        """Seconds of an instruction and the memory it needs for itself: loops have both."""
-        if instruction.opcode not in ("while", "conditional", "call"):
-            return self._prices.compute_s(instruction, self._module), 0
-        inner = [self.outcome(name) for name in instruction.called]
-        peak = max(o.peak_bytes for o in inner)
-        if instruction.opcode == "while":
-            return (instruction.trip_count or 1) * sum(o.seconds for o in inner), peak
-        return max(o.seconds for o in inner), peak
+    def _task(self, computation: str, instruction: hlo.Instruction) -> Task:
+        """What an instruction takes, wherever it stands."""
+        if instruction.opcode in ("while", "conditional", "call"):
+            inner = [self.outcome(name) for name in instruction.called]
+            times = instruction.trip_count or 1 if instruction.opcode == "while" else 1
+            most = sum if instruction.opcode == "while" else max
+            seconds = times * most(o.seconds for o in inner)
+            return Task(seconds=seconds, extra_bytes=max(o.peak_bytes for o in inner))
+        if found := self._prices.collectives.get((computation, instruction.name)):
+            lane, seconds, _ = self._prices.link(found)
+            if found.asynchronous:
+                return Task(flight=Flight(lane, seconds))
+            return Task(seconds=seconds)
+        if kernel := self._prices.works(computation).get(instruction.name):
+            work, *_ = kernel
+            return Task(seconds=self._prices.kernel_s(work, ALONE), is_matmul=bool(work.matmuls))
+        return Task()
 
 
 def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence[int], Outcome]:
@@ -170,9 +157,7 @@ def reordered(module: hlo.Module, orders: Mapping[str, Order]) -> hlo.Module:
     return replace(module, computations=computations)
 
 
-def _is_done(instruction: hlo.Instruction) -> bool:
-    return instruction.opcode.endswith("-done")
-
-
-def _control(instruction: hlo.Instruction) -> list[str]:
-    return _NAMES.findall(instruction.attribute("control-predecessors").strip("{}"))
+def _needs(instruction: hlo.Instruction) -> list[str]:
+    """What comes before an instruction, for its value or by control."""
+    control = instruction.attribute("control-predecessors")
+    return [*instruction.operands, *_NAMES.findall(control.strip("{}"))]
