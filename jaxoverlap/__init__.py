@@ -4,12 +4,14 @@ step = jaxoverlap.overlap(train_step)
 """
 
 from jaxoverlap import ring
-from jaxoverlap.api import Compiled, Lowered, Overlapped, overlap
+from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.pods import PodsUnavailableError, pod_mesh
+from jaxoverlap.scheduler import Scheduled, Scheduler
+from jaxoverlap.stages import Compiled, Lowered
 
 __all__ = [
     "Audit",
@@ -25,6 +27,8 @@ __all__ = [
     "Plan",
     "PodsUnavailableError",
     "RewriteError",
+    "Scheduled",
+    "Scheduler",
     "Skip",
     "Variant",
     "audit",

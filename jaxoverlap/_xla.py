@@ -37,7 +37,7 @@ _wanted: list[tuple[str, Scheduler]] = []
 
 @contextmanager
 def reordering(name: str, scheduler: Scheduler) -> Iterator[None]:
-    """While this lasts, modules of a name are compiled in the order that a scheduler gives them.
+    """While this lasts, modules of a name, after "jit_", are compiled in a scheduler's order.
 
     It is called on a thread of the compiler. If it fails, or what it gives is no order, it is told,
     and the module keeps XLA's order.
@@ -60,7 +60,7 @@ def _transform(serialized: bytes) -> bytes | None:
     """What XLA calls for every module that it has scheduled."""
     module = _hlo.HloModule.from_serialized_hlo_module_proto(serialized)
     with _lock:
-        schedulers = [s for name, s in _wanted if name == module.name]
+        schedulers = [s for name, s in _wanted if module.name.endswith(f"_{name}")]
     result = None
     for scheduler in schedulers:  # several threads may compile one step: each gets its report
         try:  # an exception here would end the compilation, for what is a matter of speed only

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import jax
 import msgspec
@@ -17,25 +17,17 @@ from jax.sharding import Mesh
 from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.cluster import Cluster, parse_cluster
-from jaxoverlap.flags import options_for
-from jaxoverlap.passes.audit import Audit, audit
-from jaxoverlap.passes.decide import decide
+from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.flatten import flatten
-from jaxoverlap.passes.jaxprs import bodies
-from jaxoverlap.passes.lookups import lookups, scatter
-from jaxoverlap.passes.manual import decide_manual
-from jaxoverlap.passes.mesh import NoMeshError, axis_costs, explicit_axes, find_mesh, unread
-from jaxoverlap.passes.prefetch import prefetch
-from jaxoverlap.passes.propagate import Shardings, propagate
+from jaxoverlap.passes.mesh import NoMeshError
 from jaxoverlap.passes.remaining import remaining
-from jaxoverlap.passes.rewrite import rewrite
-from jaxoverlap.passes.scattered import Outcome, scatter_sums
 from jaxoverlap.plan import Plan, Variant
+from jaxoverlap.road import FSDP, OnError, Options, travel
+from jaxoverlap.scheduler import Ordering, Scheduler, ordering_for
+from jaxoverlap.stages import Lowered
 
-OnError = Literal["raise", "plain"]
-FSDP = Literal["prefetch", "ring"]
 Granularity = str | Variant | Mapping[str, str | Variant] | None
+_SCHEDULER = Scheduler()
 _MAX_SEEN = 128  # signatures that a step remembers; a run has a few
 
 
@@ -48,6 +40,7 @@ def overlap(
     on_error: OnError = ...,
     granularity: Granularity = ...,
     fsdp: FSDP = ...,
+    schedule: Scheduler | None = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -58,6 +51,7 @@ def overlap(
     on_error: OnError = ...,
     granularity: Granularity = ...,
     fsdp: FSDP = ...,
+    schedule: Scheduler | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -67,6 +61,7 @@ def overlap(
     on_error: OnError = "raise",
     granularity: Granularity = None,
     fsdp: FSDP = "prefetch",
+    schedule: Scheduler | None = _SCHEDULER,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -112,12 +107,15 @@ def overlap(
         )
     if fsdp not in ("prefetch", "ring"):
         raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
-    options = _Options(
+    if not isinstance(schedule, Scheduler | None):
+        raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
+    options = Options(
         cluster=parse_cluster(cluster) if isinstance(cluster, str) else cluster,
         skip=lines,
         on_error=on_error,
         granularity=_variants(granularity),
         fsdp=fsdp,
+        schedule=schedule,
     )
     if fn is None:
         return lambda fn: Overlapped(fn, options)
@@ -136,17 +134,6 @@ def _variants(granularity: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Options:
-    """What `overlap` was asked for."""
-
-    cluster: Cluster | None
-    skip: tuple[str, ...]
-    on_error: OnError
-    granularity: Variant | Mapping[str, Variant] | None
-    fsdp: FSDP
-
-
-@dataclass(frozen=True)
 class _Rewritten:
     """What one signature of a step became.
 
@@ -155,12 +142,14 @@ class _Rewritten:
         params: the jit equation's parameters, with the rewritten jaxpr and options for it.
         inner: the same without our options, which only an outermost jit may have.
         source: the parameters as traced; held so that the id of their jaxpr stays taken.
+        ordering: the scheduler pass that it is compiled with.
     """
 
     plan: Plan | None
     params: dict[str, Any]
     inner: dict[str, Any]
     source: dict[str, Any]
+    ordering: Ordering | None = None
 
 
 class Overlapped:
@@ -169,7 +158,7 @@ class Overlapped:
     Call it as the step it was made from. It traces once per signature and sharding.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: _Options):
+    def __init__(self, fn: Callable[..., Any], options: Options):
         if not callable(fn):
             raise ValueError(f"overlap() was given {fn!r}; expected a function, jitted or not")
         if isinstance(fn, Overlapped):
@@ -231,13 +220,19 @@ class Overlapped:
             return self._jitted(*args, **kwargs)
         call = _compat.infer(self._jitted, args, kwargs)
         rewritten = self._rewritten(call, args, kwargs)
-        params = rewritten.params if _compat.at_top_level() else rewritten.inner
-        return jax.tree.unflatten(call.out_tree, _compat.bind_jit(call.flat, params))
+        if not _compat.at_top_level():
+            flat = _compat.bind_jit(call.flat, rewritten.inner)
+        elif rewritten.ordering is None:
+            flat = _compat.bind_jit(call.flat, rewritten.params)
+        else:
+            with rewritten.ordering.compiling():
+                flat = _compat.bind_jit(call.flat, rewritten.ordering.named(rewritten.params))
+        return jax.tree.unflatten(call.out_tree, flat)
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call = _compat.infer(self._jitted, args, kwargs)
         rewritten = self._rewritten(call, args, kwargs)
-        plan = rewritten.plan or self._rewrite(call, args, kwargs)[0]
+        plan = rewritten.plan or travel(self._jitted, call, args, kwargs, self._options).plan
         traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), rewritten.inner)
         return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
 
@@ -247,9 +242,13 @@ class Overlapped:
         return _compat.traced_with(self._jitted.trace(*args, **kwargs), rewritten.params)
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        lowered = self._trace(*args, **kwargs).lower()
         call = _compat.infer(self._jitted, args, kwargs)
-        return Lowered(lowered, self._rewritten(call, args, kwargs).plan, self._found)
+        rewritten = self._rewritten(call, args, kwargs)
+        ordering, params = rewritten.ordering, rewritten.params
+        if ordering:
+            params = ordering.named(params)
+        lowered = _compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
+        return Lowered(lowered, rewritten.plan, self._found, ordering)
 
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
@@ -265,7 +264,7 @@ class Overlapped:
     def _new(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
         params, name = call.params, call.params["name"]
         try:
-            plan, jaxpr, options = self._rewrite(call, args, kwargs)
+            done = travel(self._jitted, call, args, kwargs, self._options)
         except NoMeshError:
             if not any(map(_compat.is_tracer, call.flat)):
                 raise
@@ -280,136 +279,28 @@ class Overlapped:
                 raise
             _warn(f"{name} runs without overlap: {error}")
             return _Rewritten(None, params, params, params)
-        if not plan.decisions:
-            _warn(f"overlap() changes nothing in {name}:\n{plan}")
-        with_options = _compat.with_jaxpr(params, jaxpr, options)
-        return _Rewritten(plan, with_options, _compat.with_jaxpr(params, jaxpr, {}), params)
-
-    def _rewrite(
-        self, call: _compat.Call, args: tuple, kwargs: dict
-    ) -> tuple[Plan, Any, dict[str, str]]:
-        """The road of a step: find the mesh, propagate, decide, rewrite; twice if sums may scatter.
-
-        Returns:
-            The plan, the rewritten jaxpr, and compiler options for it.
-        """
-        params = call.params
-        jaxpr = flatten(params["jaxpr"])
-        places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
-        mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
-        self._check_cluster(params["name"], mesh)
-        reason, costs = unread(mesh), axis_costs(mesh, self._options.cluster)
-
-        def decided(jaxpr: Any, shardings: Mapping[Any, Shardings]) -> Outcome:
-            return self._decided(jaxpr, shardings, mesh, costs, reason)
-
-        if reason:
-            outcome = decided(jaxpr, {})
-        else:
-            traced = self._jitted.trace(*args, **kwargs)
-            outcome = decided(jaxpr, propagate(traced, jaxpr))
-            outcome = scatter_sums(traced, outcome, decided, mesh, costs)
-        rewritten, prefetched = outcome.rewritten, 0
-        if self._options.fsdp == "prefetch":
-            rewritten, prefetched = prefetch(rewritten, outcome.gathered)
-        plan = Plan(
-            step=params["name"],
-            mesh=dict(mesh.shape),
-            entries=outcome.entries,
-            prefetched=prefetched,
-            scattered=tuple(lookup.entry(mesh.shape) for lookup in outcome.known),
+        if not done.plan.decisions:
+            _warn(f"overlap() changes nothing in {name}:\n{done.plan}")
+        return _Rewritten(
+            done.plan,
+            _compat.with_jaxpr(params, done.jaxpr, options_for(done.mesh)),
+            _compat.with_jaxpr(params, done.jaxpr, {}),
+            params,
+            self._ordering(name, done.mesh),
         )
-        return plan, scatter(rewritten, outcome.known, mesh), options_for(mesh)
 
-    def _decided(
-        self,
-        jaxpr: Any,
-        shardings: Mapping[Any, Shardings],
-        mesh: Mesh,
-        costs: Mapping[str, float],
-        reason: str | None,
-    ) -> Outcome:
-        """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
-        found = bodies(jaxpr)
-        entries, sharings = decide(
-            found,
-            shardings,
-            dict(mesh.shape),
-            skip=self._options.skip,
-            unread=reason,
-            granularity=self._options.granularity,
-            prefetch=self._options.fsdp == "prefetch",
-            costs=costs,
-        )
-        inside, by_hand = decide_manual(
-            found,
-            shardings,
-            skip=self._options.skip,
-            granularity=self._options.granularity,
-        )
-        entries = tuple(inside.get(entry.site, entry) for entry in entries)
-        rewritten, gathered = rewrite(jaxpr, {**sharings, **by_hand}, mesh)
-        known = [] if explicit_axes(mesh) else lookups(found, shardings, mesh, costs)
-        return Outcome(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
-
-    def _check_cluster(self, name: str, mesh: Mesh) -> None:
-        cluster = self._options.cluster
-        if cluster is not None and mesh.size != cluster.num_devices:
-            raise ValueError(
-                f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
-                f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
-                "size, or name the cluster that the mesh is for"
-            )
+    def _ordering(self, name: str, mesh: Mesh) -> Ordering | None:
+        """The scheduler pass, where XLA's GPU compiler makes the schedule."""
+        options = self._options
+        if options.schedule is None or not is_gpu(mesh):
+            return None
+        try:
+            return ordering_for(name, mesh, options.cluster, options.schedule)
+        except ValueError as error:
+            _warn(f"{name} is left in XLA's order: {error}")
+            return None
 
 
 def _warn(message: str) -> None:
     """Warn at the user's line, however deep in this package it shows."""
     warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))
-
-
-class Lowered:
-    """A lowered overlapped step: all that `jax.stages.Lowered` has, and the plan.
-
-    Attributes:
-        plan: what was done with each matmul; None if the step runs plain after an error.
-    """
-
-    def __init__(self, lowered: jax.stages.Lowered, plan: Plan | None, found: Found):
-        self._lowered = lowered
-        self._found = found
-        self.plan = plan
-
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
-        """Compile; the given options win over those that jaxoverlap adds for GPUs."""
-        return Compiled(self._lowered.compile(compiler_options), self.plan, self._found)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._lowered, name)
-
-
-class Compiled:
-    """A compiled overlapped step: all that `jax.stages.Compiled` has, the plan, and an audit.
-
-    Attributes:
-        plan: as in `Lowered`.
-    """
-
-    def __init__(self, compiled: jax.stages.Compiled, plan: Plan | None, found: Found):
-        self._compiled = compiled
-        self._found = found
-        self.plan = plan
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled step."""
-        return self._found.around(self._compiled)(*args, **kwargs)
-
-    def audit(self) -> Audit:
-        """What hides behind what, in the compiled schedule."""
-        return audit(self._compiled)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._compiled, name)

@@ -26,6 +26,11 @@ _RINGS = {
 }
 
 
+def is_gpu(mesh: Mesh) -> bool:
+    """Whether a mesh is of NVIDIA GPUs, there or not."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
 def options_for(mesh: Mesh) -> dict[str, str]:
     """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
 
@@ -33,9 +38,9 @@ def options_for(mesh: Mesh) -> dict[str, str]:
         What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
         step's own options win over these.
     """
-    devices = mesh.devices.flat
-    if devices[0].platform not in ("gpu", "cuda"):
+    if not is_gpu(mesh):
         return {}
+    devices = mesh.devices.flat
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     rings = {n: v for n, v in _RINGS.items() if _compat.accepts_option(n, v, mine)}
     return {**rings, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

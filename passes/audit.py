@@ -213,6 +213,7 @@ class Matmuls:
         self._inside = functools.cache(self._computation)
 
     def __call__(self, instruction: hlo.Instruction) -> bool:
+        """Whether an instruction is one of them."""
         if instruction.opcode in ("dot", "convolution"):
             return True
         if instruction.opcode == "custom-call":

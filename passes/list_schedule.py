@@ -303,7 +303,7 @@ def _compute_before(tasks: Sequence[Task]) -> list[float]:
 def _deadlines(
     tasks: Sequence[Task], users: Sequence[Sequence[int]], before: Sequence[float]
 ) -> list[float]:
-    """By when each task has to have run: the seconds of compute before its first use in XLA's order.
+    """By when each task has to have run: the compute before its first use, in XLA's order.
 
     What a collective sends has to be there as much earlier as the collective takes.
     """

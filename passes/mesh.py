@@ -105,6 +105,19 @@ def explicit_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
 
 
+def cluster_of(mesh: Mesh) -> Cluster | None:
+    """The cluster of a mesh's devices, by what they say of themselves; None if they are not known.
+
+    They are taken to be numbered host by host.
+    """
+    devices = list(mesh.devices.flat)
+    chip = {c.device_name: c for c in chips()}.get(devices[0].device_kind)
+    hosts = len({device.process_index for device in devices})
+    if chip is None or len(devices) % hosts:
+        return None
+    return Cluster(chip, hosts, len(devices) // hosts, chip.nvlink, chip.network)
+
+
 def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
     """What a byte costs along each axis, against one over NVLink.
 

@@ -26,7 +26,7 @@ from jaxoverlap.passes.list_schedule import (
 )
 from jaxoverlap.passes.timeline import Prices
 
-_SAME = 1e-3  # of a computation's seconds: less than that no prediction tells apart
+SAME = 1e-4  # of some seconds: by less than that no prediction tells two orders apart
 _LEADS = (1.0, 2.0, 8.0, float("inf"))
 _NAMES = re.compile(r"%?([\w.\-]+)")
 
@@ -143,7 +143,7 @@ def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence
             rule = Rule(lead, fill, in_flight, ceiling_bytes)
             order = list_schedule(problem, rule)
             found.append((order, outcome(problem, order)))
-    unit = found[0][1].seconds * _SAME or 1.0
+    unit = found[0][1].seconds * SAME or 1.0
     allowed = [one for one in found if one[1].peak_bytes <= ceiling_bytes] or found[:1]
     return min(allowed, key=lambda one: (round(one[1].seconds / unit), one[1].bare))
 

@@ -117,7 +117,16 @@ def test_an_early_start_does_not_take_the_link_from_an_urgent_one():
 
 
 def test_no_more_are_on_their_way_than_allowed():
-    tasks = [start(5), start(5), start(5), compute(20), done(0), done(1), done(2), compute(1, 4, 5, 6)]
+    tasks = [
+        start(5),
+        start(5),
+        start(5),
+        compute(20),
+        done(0),
+        done(1),
+        done(2),
+        compute(1, 4, 5, 6),
+    ]
     order = list_schedule(of(*tasks), Rule(float("inf"), True, 2, UNBOUND))
     assert sorted(order[:2]) == [0, 1] and order.index(3) < order.index(2)
 

@@ -1,0 +1,192 @@
+"""The scheduler pass of one compilation: what it is asked, what it finds, what it reports.
+
+`passes/schedule.py` finds other orders for a scheduled module; here they are held against XLA's by
+simulation, and the faster one is kept. Where nothing is gained, XLA's stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxoverlap import _xla, passes
+from jaxoverlap._text import human_bytes, table
+from jaxoverlap.cluster import Cluster
+from jaxoverlap.cost import CostModel, cost_model
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.mesh import cluster_of
+from jaxoverlap.passes.schedule import SAME, Order, reordered, schedule
+from jaxoverlap.passes.timeline import Timeline, timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """How the scheduler pass may order a step.
+
+    Attributes:
+        slack: by how much of its peak memory in XLA's order a computation may need more: 0.05 is a
+            twentieth. The peak is that of a model of XLA's buffers, operands not counted.
+        in_flight: the most collectives on their way at a time.
+    """
+
+    slack: float = 0.0
+    in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.slack >= 0 or self.in_flight < 1:
+            raise ValueError(
+                f"{self}: give a slack of zero or more, and at least one collective in flight"
+            )
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What the pass did with a module.
+
+    Attributes:
+        cluster: for which it was simulated.
+        orders: of the computations that were reordered, by name.
+        xla: the step in XLA's order; step: as it was compiled. None if nothing was simulated.
+        reason: why XLA's order was kept; empty if it was not.
+        seconds: that the pass took.
+    """
+
+    cluster: str
+    orders: Mapping[str, Order]
+    xla: Timeline | None
+    step: Timeline | None
+    reason: str
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.xla is None or self.step is None:
+            return f"XLA's order kept: {self.reason}"
+        kept = (
+            f"XLA's order kept: {self.reason}" if self.reason else f"this order: {_of(self.step)}"
+        )
+        rows = [_row(name, order) for name, order in self.orders.items()]
+        unknown = ", ".join(f"{name} ({runs})" for name, runs in self.xla.unknown.items())
+        lines = [
+            f"{self.xla.module} on {self.cluster}, simulated",
+            f"XLA's order: {_of(self.xla)}",
+            kept,
+            *([table("reordered", _COLUMNS, rows, right=_COLUMNS[1:])] if self.orders else ()),
+            *([f"of unknown cost: {unknown}"] if unknown else ()),
+        ]
+        return "\n".join(lines)
+
+
+_COLUMNS = (
+    "computation", "instructions", "XLA ms", "ms", "bare collectives", "XLA peak", "peak"
+)  # fmt: skip
+
+
+def _row(name: str, order: Order) -> tuple[str, ...]:
+    before, after = order.before, order.after
+    return (
+        name,
+        str(len(order.names)),
+        _ms(before.seconds),
+        _ms(after.seconds),
+        f"{before.bare} → {after.bare}",
+        human_bytes(before.peak_bytes),
+        human_bytes(after.peak_bytes),
+    )
+
+
+def _of(step: Timeline) -> str:
+    return f"{_ms(step.step_s)} ms, of which {_ms(step.exposed_s)} exposed"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+class Scheduling:
+    """The pass for one compilation: XLA asks for orders, and `report` tells what came of it."""
+
+    def __init__(self, options: Scheduler, cost: CostModel):
+        self._options, self._cost = options, cost
+        self.report = self._kept("XLA did not ask: the step came from a cache")
+
+    def orders(self, text: str) -> Mapping[str, Sequence[str]]:
+        """The orders that make a module's step faster; none if XLA's is as fast."""
+        began = time.perf_counter()
+        options, cost = self._options, self._cost
+        module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
+        found = schedule(module, cost, slack=options.slack, in_flight=options.in_flight)
+        xla = timeline(module, cost)
+        step = timeline(reordered(module, found), cost) if found else xla
+        reason = "" if found else "no order is faster"
+        if step.step_s > xla.step_s * (1 + SAME):
+            reason = f"it is faster by simulation: {_ms(xla.step_s)} against {_ms(step.step_s)} ms"
+            found, step = {}, xla
+        taken = time.perf_counter() - began
+        self.report = Scheduled(str(cost.cluster), found, xla, step, reason, taken)
+        return {name: order.names for name, order in found.items()}
+
+    def failed(self, reason: str) -> None:
+        """XLA keeps its order."""
+        self.report = self._kept(reason)
+        warnings.warn(f"XLA's order kept: {reason}", stacklevel=2)
+
+    def _kept(self, reason: str) -> Scheduled:
+        return Scheduled(str(self._cost.cluster), {}, None, None, reason, 0.0)
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """The scheduler pass of a step, for as many compilations as there are.
+
+    Attributes:
+        name: of the step and of all that its order depends on. XLA's modules, and the keys of
+            JAX's persistent cache, carry it.
+        options: how to order.
+        cost: what instructions take.
+    """
+
+    name: str
+    options: Scheduler
+    cost: CostModel
+
+    def named(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """A jit equation's parameters under this name."""
+        return {**params, "name": self.name}
+
+    @contextmanager
+    def compiling(self) -> Iterator[Scheduling]:
+        """While this lasts, XLA asks for the order of modules of this name."""
+        scheduling = Scheduling(self.options, self.cost)
+        with _xla.reordering(re.sub(r"[^\w.-]", "_", self.name), scheduling):
+            yield scheduling
+
+
+def ordering_for(name: str, mesh: Mesh, cluster: Cluster | None, options: Scheduler) -> Ordering:
+    """The scheduler pass for a step on a mesh of GPUs.
+
+    Raises:
+        ValueError: if the mesh's GPUs are not known, or have no cost model.
+    """
+    cluster = cluster or cluster_of(mesh)
+    if cluster is None:
+        kind = mesh.devices.flat[0].device_kind
+        raise ValueError(f"{kind} is not a chip that is known; give overlap(cluster=...)")
+    cost = cost_model(cluster)
+    depends = hashlib.sha256(f"{options} {cost}".encode() + _source())
+    return Ordering(f"{name}_{depends.hexdigest()[:8]}", options, cost)
+
+
+@functools.cache
+def _source() -> bytes:
+    """The pass itself: with other code it may give other orders, under the same version's name."""
+    return b"".join(p.read_bytes() for p in sorted(Path(passes.__file__).parent.glob("*.py")))

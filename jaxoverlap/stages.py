@@ -1,0 +1,79 @@
+"""What `Overlapped.lower` and `Lowered.compile` give: JAX's own stages, and what was done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxoverlap._inside import Found
+from jaxoverlap.passes.audit import Audit, audit
+from jaxoverlap.plan import Plan
+from jaxoverlap.scheduler import Ordering, Scheduled
+
+
+class Lowered:
+    """A lowered overlapped step: all that `jax.stages.Lowered` has, and the plan.
+
+    Attributes:
+        plan: what was done with each matmul; None if the step runs plain after an error.
+    """
+
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        plan: Plan | None,
+        found: Found,
+        ordering: Ordering | None,
+    ):
+        self._lowered = lowered
+        self._found = found
+        self._ordering = ordering
+        self.plan = plan
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """Compile; the given options win over those that jaxoverlap adds for GPUs."""
+        if self._ordering is None:
+            return Compiled(self._lowered.compile(compiler_options), self.plan, self._found, None)
+        with self._ordering.compiling() as scheduling:
+            compiled = self._lowered.compile(compiler_options)
+        return Compiled(compiled, self.plan, self._found, scheduling.report)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._lowered, name)
+
+
+class Compiled:
+    """A compiled overlapped step: all that `jax.stages.Compiled` has, the plan, and an audit.
+
+    Attributes:
+        plan: as in `Lowered`.
+        schedule: what the scheduler pass did, and by how many seconds; None where it did not run.
+    """
+
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        plan: Plan | None,
+        found: Found,
+        schedule: Scheduled | None,
+    ):
+        self._compiled = compiled
+        self._found = found
+        self.plan = plan
+        self.schedule = schedule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled step."""
+        return self._found.around(self._compiled)(*args, **kwargs)
+
+    def audit(self) -> Audit:
+        """What hides behind what, in the compiled schedule."""
+        return audit(self._compiled)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._compiled, name)
