@@ -58,10 +58,12 @@ def reordering(name: str, scheduler: Scheduler) -> Iterator[None]:
 
 def _transform(serialized: bytes) -> bytes | None:
     """What XLA calls for every module that it has scheduled."""
-    module = _hlo.HloModule.from_serialized_hlo_module_proto(serialized)
+    called = _name_of(serialized)
     with _lock:
-        schedulers = [s for name, s in _wanted if module.name.endswith(f"_{name}")]
-    result = None
+        schedulers = [s for name, s in _wanted if called.endswith(f"_{name}")]
+    if not schedulers:  # one of the many small modules that a compilation makes of its kernels
+        return None
+    module, result = _hlo.HloModule.from_serialized_hlo_module_proto(serialized), None
     for scheduler in schedulers:  # several threads may compile one step: each gets its report
         try:  # an exception here would end the compilation, for what is a matter of speed only
             orders = scheduler.orders(module.to_string())
@@ -69,6 +71,17 @@ def _transform(serialized: bytes) -> bytes | None:
         except Exception as error:
             scheduler.failed(f"{type(error).__name__}: {error}")
     return result
+
+
+def _name_of(serialized: bytes) -> str:
+    """A serialized module's name, which is its first field: tag, length as a varint, text."""
+    assert serialized[0] == 0x0A, "HloModuleProto.name is field 1"
+    size, shift, at = 0, 0, 1
+    while True:
+        size, more, at = size | (serialized[at] & 0x7F) << shift, serialized[at] & 0x80, at + 1
+        shift += 7
+        if not more:
+            return serialized[at : at + size].decode()
 
 
 def reordered(module: _hlo.HloModule, orders: Mapping[str, Sequence[str]]) -> bytes:
