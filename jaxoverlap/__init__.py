@@ -10,6 +10,7 @@ from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.pods import PodsUnavailableError, pod_mesh
+from jaxoverlap.simulate import Simulation, simulate
 
 __all__ = [
     "Audit",
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "PodsUnavailableError",
     "RewriteError",
+    "Simulation",
     "Skip",
     "Variant",
     "audit",
@@ -33,4 +35,5 @@ __all__ = [
     "parse_cluster",
     "pod_mesh",
     "ring",
+    "simulate",
 ]

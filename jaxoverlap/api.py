@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.cluster import Cluster, parse_cluster
+from jaxoverlap.cost import CostModel
 from jaxoverlap.flags import options_for
 from jaxoverlap.passes.audit import Audit, audit
 from jaxoverlap.passes.decide import decide
@@ -32,6 +33,7 @@ from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.passes.scattered import Outcome, scatter_sums
 from jaxoverlap.plan import Plan, Variant
+from jaxoverlap.simulate import Simulation, simulate
 
 OnError = Literal["raise", "plain"]
 FSDP = Literal["prefetch", "ring"]
@@ -249,7 +251,8 @@ class Overlapped:
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         lowered = self._trace(*args, **kwargs).lower()
         call = _compat.infer(self._jitted, args, kwargs)
-        return Lowered(lowered, self._rewritten(call, args, kwargs).plan, self._found)
+        plan = self._rewritten(call, args, kwargs).plan
+        return Lowered(lowered, plan, self._found, self._options.cluster)
 
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
@@ -374,14 +377,22 @@ class Lowered:
         plan: what was done with each matmul; None if the step runs plain after an error.
     """
 
-    def __init__(self, lowered: jax.stages.Lowered, plan: Plan | None, found: Found):
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        plan: Plan | None,
+        found: Found,
+        cluster: Cluster | None,
+    ):
         self._lowered = lowered
         self._found = found
+        self._cluster = cluster
         self.plan = plan
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """Compile; the given options win over those that jaxoverlap adds for GPUs."""
-        return Compiled(self._lowered.compile(compiler_options), self.plan, self._found)
+        compiled = self._lowered.compile(compiler_options)
+        return Compiled(compiled, self.plan, self._found, self._cluster)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -390,15 +401,22 @@ class Lowered:
 
 
 class Compiled:
-    """A compiled overlapped step: all that `jax.stages.Compiled` has, the plan, and an audit.
+    """A compiled overlapped step: all that `jax.stages.Compiled` has, plan, audit, simulation.
 
     Attributes:
         plan: as in `Lowered`.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled, plan: Plan | None, found: Found):
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        plan: Plan | None,
+        found: Found,
+        cluster: Cluster | None,
+    ):
         self._compiled = compiled
         self._found = found
+        self._cluster = cluster
         self.plan = plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -408,6 +426,23 @@ class Compiled:
     def audit(self) -> Audit:
         """What hides behind what, in the compiled schedule."""
         return audit(self._compiled)
+
+    def simulate(self, cluster: str | Cluster | CostModel | None = None) -> Simulation:
+        """What the step takes in seconds on a cluster, as `jaxoverlap.simulate` says.
+
+        Args:
+            cluster: as there. Default: the one that `overlap` was given.
+
+        Raises:
+            ValueError: if neither names one, or `simulate` refuses it.
+        """
+        cluster = cluster or self._cluster
+        if cluster is None:
+            raise ValueError(
+                "simulate() knows no cluster: name the GPUs, as in "
+                "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
+            )
+        return simulate(self._compiled, cluster)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
