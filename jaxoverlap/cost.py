@@ -1,0 +1,298 @@
+"""What an op costs in seconds: matmuls, memory-bound kernels, collectives; alone and side by side.
+
+Alone, by measured tables (`jaxoverlap.measured`; benchmarks/accuracy.py has their errors). Across
+NVLink domains, by NCCL's tuning model (`jaxoverlap.nccl`): there are no rows of that.
+
+Side by side, by the two terms of Lagom (arXiv 2602.20656): the channels of a collective take SMs,
+so that a matmul needs more waves, and its traffic takes memory bandwidth, so that each wave may
+last longer. The paper's closed forms were not at hand: what stands here is a reconstruction from
+its description, with FlashOverlap's ratio of waves (arXiv 2504.19519).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxoverlap import measured, nccl
+from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
+from jaxoverlap.measured import Here, Matmuls, Tables
+from jaxoverlap.nccl import Channels
+
+PERMUTE = "collective-permute"
+# Of what was not measured, what it is counted as.
+_COUNTED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
+# The dtypes of HLO: the table that holds for one, and how many times longer its matmuls take.
+# TF32, which XLA takes for float32, has half of bf16's rate and twice its bytes.
+_DTYPES = {
+    "f16": ("bf16", 1.0),
+    "f32": ("bf16", 2.0),
+    "f8e4m3fn": ("fp8", 1.0),
+    "f8e5m2": ("fp8", 1.0),
+}
+# Which tile cuBLAS takes for a matmul is not known: the mean over its usual large ones.
+_TILES = ((128, 128), (128, 256), (256, 128))
+# Bytes of device memory read and written for each byte sent. Ring, Simple protocol: what arrives is
+# written, read and copied or added to what lies there; a permute reads once and writes once.
+_MEMORY_BYTES_PER_BYTE = {"all-reduce": 3.0, "reduce-scatter": 3.0, PERMUTE: 2.0}
+_MEMORY_BYTES_OF_OTHERS = 2.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Who takes part in a collective, as far as its time depends on it.
+
+    Attributes:
+        size: devices that take part together; a permute: 2.
+        domains: NVLink domains that they spread over; 1: all traffic stays on NVLink.
+    """
+
+    size: int
+    domains: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.domains <= self.size:
+            raise ValueError(
+                f"{self}: give at least one device, and no more NVLink domains than devices"
+            )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What running collectives take from compute beside them: Lagom's two terms.
+
+    Attributes:
+        sms: streaming multiprocessors.
+        memory_bytes_per_s: of the device memory's bandwidth.
+    """
+
+    sms: float = 0.0
+    memory_bytes_per_s: float = 0.0
+
+    def __add__(self, other: Share) -> Share:
+        return Share(self.sms + other.sms, self.memory_bytes_per_s + other.memory_bytes_per_s)
+
+
+ALONE = Share()
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The seconds of one device's ops in a cluster. Make one by `cost_model`.
+
+    Attributes:
+        cluster: chip and links.
+        tables: what was measured of the chip.
+    """
+
+    cluster: Cluster
+    tables: Tables
+
+    def matmul_s(
+        self, m: int, n: int, k: int, *, batch: int = 1, dtype: str = "bf16", beside: Share = ALONE
+    ) -> float:
+        """Seconds of [batch, m, k] x [batch, k, n].
+
+        Alone: the table. Beside a collective the time over the launch grows by the ratio of waves,
+        ceil(tiles / SMs left) / ceil(tiles / SMs), and is no shorter than the matmul's bytes take
+        at the memory bandwidth that is left.
+
+        Args:
+            dtype: of the operands, as HLO writes it; "fp8" for either kind.
+
+        Raises:
+            ValueError: for dims below one, or a dtype that was not measured.
+        """
+        if min(m, n, k, batch) < 1:
+            raise ValueError(f"a matmul of {batch} x [{m}, {k}] x [{k}, {n}]: give dims above zero")
+        table, times = self._matmuls(dtype)
+        over_launch_s = (table.seconds(m, n, k, batch) - table.launch_s) * times
+        if beside != ALONE:
+            memory_s = table.bytes_touched(m, n, k, batch) * times / self._memory_left(beside)
+            over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
+        return table.launch_s + over_launch_s
+
+    def memory_s(self, num_bytes: float, *, beside: Share = ALONE) -> float:
+        """Seconds of a memory-bound kernel that reads and writes so many bytes, with its launch."""
+        memory = self.tables.memory
+        rate = min(memory.bytes_per_s, self._memory_left(beside))
+        return memory.launch_s + num_bytes / rate
+
+    def collective_s(
+        self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
+    ) -> float:
+        """Seconds of a collective that runs alone on its links.
+
+        Args:
+            kind: as HLO writes it, as in "all-gather".
+            bytes_moved: bytes that each device sends by a ring (`passes.audit.Collective`).
+            channels: if not NCCL's own choice: what bounds the rate.
+
+        Raises:
+            ValueError: for a kind that was not measured, or a negative number of bytes.
+        """
+        kind = self._known(kind, bytes_moved)
+        if group.size == 1:
+            return self.tables.memory.launch_s  # nothing to send
+        if kind == PERMUTE:
+            seconds = self._permute_s(bytes_moved, group)
+        elif group.domains == 1:
+            seconds = self._on_nvlink(
+                self.tables.collectives.seconds(kind, bytes_moved, group.size),
+                self.tables.collectives.seconds(kind, 0, group.size),
+            )
+        else:
+            rate = self._nvlink_rate(kind)
+            network = self.cluster.network
+            seconds = nccl.collective_s(kind, bytes_moved, group.size, group.domains, rate, network)
+        if channels is None:
+            return seconds
+        rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
+        return max(seconds, self.collective_s(kind, 0, group) + bytes_moved / rate)
+
+    def share(
+        self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
+    ) -> Share:
+        """What such a collective takes from compute while it runs.
+
+        SMs: its channels. Memory bandwidth: two or three bytes read and written for each byte sent
+        (a sum reads what it adds to), over the time that it takes alone.
+
+        Raises:
+            ValueError: as `collective_s`.
+        """
+        kind = self._known(kind, bytes_moved)
+        most = self.tables.channels
+        if group.size == 1 or most == 0:
+            return ALONE
+        rate = bytes_moved / self.collective_s(kind, bytes_moved, group, channels)
+        traffic = rate * _MEMORY_BYTES_PER_BYTE.get(kind, _MEMORY_BYTES_OF_OTHERS)
+        if channels is not None:
+            return Share(channels.count, traffic)
+        if kind == PERMUTE:
+            ring = self.cluster.gpus_per_nvlink_domain  # devices of the communicator: as many
+            count = nccl.permute_channels(bytes_moved, ring, group.domains)
+        else:
+            count = nccl.ring_channels(bytes_moved, group.size, group.domains, most)
+        return Share(count, traffic)
+
+    # -- pieces -----------------------------------------------------------------------------------
+
+    def _matmuls(self, dtype: str) -> tuple[Matmuls, float]:
+        """The table that holds for a dtype, and how many times longer its matmuls take."""
+        tables = self.tables.matmuls
+        name, times = (dtype, 1.0) if dtype in tables else _DTYPES.get(dtype, (dtype, 1.0))
+        if name not in tables:
+            also = [d for d, (of, _) in _DTYPES.items() if of in tables and d not in tables]
+            raise ValueError(
+                f"no matmuls of {dtype} were measured on {self.tables.chip}: known are "
+                f"{', '.join([*tables, *also])}"
+            )
+        return tables[name], times
+
+    def _more_waves(self, m: int, n: int, batch: int, beside: Share) -> float:
+        """How many times more waves a matmul needs on the SMs that are left."""
+        sms = self.cluster.chip.num_sms
+        left = max(sms - beside.sms, 1.0)
+        ratios = []
+        for tile_m, tile_n in _TILES:
+            tiles = batch * math.ceil(m / tile_m) * math.ceil(n / tile_n)
+            ratios.append(math.ceil(tiles / left) / math.ceil(tiles / sms))
+        return sum(ratios) / len(ratios)
+
+    def _memory_left(self, beside: Share) -> float:
+        """The memory's bytes per second that compute can have; a tenth at least."""
+        peak = self.cluster.chip.memory_bandwidth_bytes_per_s
+        return max(peak - beside.memory_bytes_per_s, peak / 10)
+
+    def _known(self, kind: str, bytes_moved: int) -> str:
+        """The kind that a kind is counted as."""
+        if bytes_moved < 0:
+            raise ValueError(f"a {kind} of {bytes_moved} bytes: give zero or more")
+        known = _COUNTED_AS.get(kind, kind)
+        curves = self.tables.collectives.curves
+        if known != PERMUTE and known not in curves:
+            names = ", ".join([*curves, PERMUTE, *_COUNTED_AS])
+            raise ValueError(f"unknown collective {kind!r}: known are {names}")
+        return known
+
+    def _permute_s(self, bytes_moved: int, group: Group) -> float:
+        if group.domains > 1:
+            return nccl.permute_s(bytes_moved, self.cluster.network)
+        permutes = self.tables.permutes
+        return self._on_nvlink(
+            permutes.latency_s + bytes_moved / permutes.bytes_per_s, permutes.latency_s
+        )
+
+    def _nvlink_rate(self, kind: str) -> float:
+        """What each device sends in a second in a large collective within a domain."""
+        curves = self.tables.collectives.curves[kind]
+        have, was = self.cluster.nvlink, self.cluster.chip.nvlink
+        slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
+        return curves[max(curves)].bytes_per_s / slower
+
+    def _on_nvlink(self, seconds: float, floor_s: float) -> float:
+        """Measured seconds, where the cluster's link is another than the chip's own."""
+        have, was = self.cluster.nvlink, self.cluster.chip.nvlink
+        if have == was:
+            return seconds
+        slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
+        return floor_s + (have.latency_s - was.latency_s) + (seconds - floor_s) * slower
+
+
+def cost_model(
+    cluster: Cluster | str | None = None, *, table: str | Path | None = None
+) -> CostModel:
+    """The cost model of a cluster, with the package's tables of its chip or with a file's.
+
+    Args:
+        cluster: what `parse_cluster` takes or gives. May be left out where `table` is the work of
+            `python -m jaxoverlap.calibrate --here`: then it is what that found.
+        table: a file of tables to take in place of the package's.
+
+    Raises:
+        ValueError: for a cluster that does not parse, a chip that has no tables, or a file that is
+            no table of this chip.
+    """
+    tables = None if table is None else measured.read(table)
+    if cluster is None:
+        if tables is None or tables.here is None:
+            raise ValueError("no cluster: give one, or a table that was measured by --here")
+        return CostModel(_cluster_here(tables, tables.here), tables)
+    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    tables = tables or measured.packaged(cluster.chip.name)
+    if tables is None:
+        known = ", ".join(c.name for c in chips() if measured.packaged(c.name))
+        raise ValueError(
+            f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
+            "`python -m jaxoverlap.calibrate --here`"
+        )
+    return CostModel(cluster, tables)
+
+
+def _cluster_here(tables: Tables, here: Here) -> Cluster:
+    """The cluster that `--here` found: one host, whose devices all reach each other.
+
+    A CPU has none of what only a GPU has: those numbers are zero.
+    """
+    link = Link("this host", tables.permutes.bytes_per_s, tables.permutes.latency_s)
+    chip = Chip(
+        name=tables.chip,
+        device_name=tables.chip,
+        compute_capability=(0, 0),
+        num_sms=1,
+        fpus_per_sm=0,
+        clock_ghz=0.0,
+        memory_bytes=here.memory_bytes,
+        memory_bandwidth_bytes_per_s=tables.memory.bytes_per_s,
+        l2_bytes=0,
+        shared_memory_per_sm_bytes=0,
+        shared_memory_per_block_bytes=0,
+        bf16_flops_per_s=max(table.flops_per_s for table in tables.matmuls.values()),
+        nvlinks=0,
+        nvlink=link,
+        network=link,
+        source=f"measured, {here.versions}",
+    )
+    return Cluster(chip, 1, here.devices, link, link)

@@ -1,0 +1,278 @@
+"""The measured tables behind the cost model: what is in the files, and how they are read.
+
+A table file holds what one kind of device was measured to do: matmuls as a factor over three
+rates, collectives as seconds by bytes, memory-bound kernels as a rate. The files that come with
+the package (`jaxoverlap/tables/*.json`) are made by `python -m jaxoverlap.calibrate`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+FORMAT = 1
+
+
+class FitError(msgspec.Struct, frozen=True):
+    """How far a fit is from rows that it did not see: |predicted / measured - 1|.
+
+    Attributes:
+        rows: how many rows were held back.
+        mean, median, worst: of them all.
+    """
+
+    rows: int
+    mean: float
+    median: float
+    worst: float
+
+
+class Matmuls(msgspec.Struct, frozen=True):
+    """Seconds of [m, k] x [k, n] of one dtype: (launch + flops / peak + bytes / rate) * factor.
+
+    The factor is exp of a table over (m, n, k), linear in their logarithms between the knots and
+    constant outside them. It carries what three rates cannot: waves that do not fill the chip,
+    short contractions, throttling, the choice of kernels.
+
+    Attributes:
+        launch_s: of a kernel with nothing to do.
+        flops_per_s, bytes_per_s: the rates; a multiply-add is two.
+        element_bytes: of an operand's element.
+        result_bytes: of a result's element.
+        m, n, k: the knots, rising.
+        log_factor: the table, m slowest and k fastest.
+        source: where the rows come from.
+        error: of the rows held back.
+    """
+
+    launch_s: float
+    flops_per_s: float
+    bytes_per_s: float
+    element_bytes: float
+    result_bytes: float
+    m: tuple[int, ...]
+    n: tuple[int, ...]
+    k: tuple[int, ...]
+    log_factor: tuple[float, ...]
+    source: str
+    error: FitError
+
+    def bytes_touched(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """Bytes of both operands and the result, each touched once."""
+        return batch * (self.element_bytes * (m * k + k * n) + self.result_bytes * m * n)
+
+    def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """Alone on the chip. A batch is looked up as that many times more rows."""
+        base = (
+            self.launch_s
+            + 2.0 * batch * m * n * k / self.flops_per_s
+            + self.bytes_touched(m, n, k, batch) / self.bytes_per_s
+        )
+        places = [_place(*at) for at in ((self.m, m * batch), (self.n, n), (self.k, k))]
+        strides = (len(self.n) * len(self.k), len(self.k), 1)
+        log_factor = 0.0
+        for corner in itertools.product((0, 1), repeat=3):
+            weight, index = 1.0, 0
+            for (low, share), up, stride in zip(places, corner, strides, strict=True):
+                weight *= share if up else 1 - share
+                index += (low + up) * stride
+            if weight:
+                log_factor += weight * self.log_factor[index]
+        return base * math.exp(log_factor)
+
+
+def _place(knots: Sequence[float], x: float) -> tuple[int, float]:
+    """The knot at or below x, and x's share of the way to the next, by logarithms; clamped."""
+    low = min(max(bisect_right(knots, x) - 1, 0), len(knots) - 2)
+    share = math.log(x / knots[low]) / math.log(knots[low + 1] / knots[low])
+    return low, min(max(share, 0.0), 1.0)
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Seconds of one collective among so many devices of one NVLink domain, by bytes.
+
+    Attributes:
+        bytes_moved: what each device sends, rising.
+        seconds: how long that takes.
+    """
+
+    bytes_moved: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def floor_s(self) -> float:
+        """Of the smallest message."""
+        return self.seconds[0]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What each device sends in a second in the largest message."""
+        return self.bytes_moved[-1] / self.seconds[-1]
+
+    def at(self, bytes_moved: float) -> float:
+        """Between measured sizes by logarithms; above them at the largest one's rate."""
+        if bytes_moved <= self.bytes_moved[0]:
+            return self.floor_s
+        if bytes_moved >= self.bytes_moved[-1]:
+            return bytes_moved / self.bytes_per_s
+        low, share = _place(self.bytes_moved, bytes_moved)
+        return self.seconds[low] ** (1 - share) * self.seconds[low + 1] ** share
+
+
+class Collectives(msgspec.Struct, frozen=True):
+    """Collectives inside one NVLink domain.
+
+    Attributes:
+        curves: by kind, as HLO writes it, and by number of devices.
+        source: where the rows come from.
+        error: of rows held back at random; a size is measured in two dtypes, so most of those have
+            a twin among the rows that were fitted.
+        error_new_sizes: of a second fit, with all rows of some sizes held back.
+    """
+
+    curves: dict[str, dict[int, Curve]]
+    source: str
+    error: FitError
+    error_new_sizes: FitError
+
+    def seconds(self, kind: str, bytes_moved: float, size: int) -> float:
+        """Between measured group sizes by logarithms; past them with the latency of more steps.
+
+        Raises:
+            KeyError: for a kind that is not in the table.
+        """
+        curves = self.curves[kind]
+        sizes = sorted(curves)
+        if size in curves:
+            return curves[size].at(bytes_moved)
+        if size < sizes[0]:
+            return curves[sizes[0]].at(bytes_moved)
+        if size > sizes[-1]:
+            steps_s = (size - sizes[-1]) * self._step_s(kind)
+            return curves[sizes[-1]].at(bytes_moved) + steps_s
+        low, share = _place(sizes, size)
+        below, above = (curves[sizes[i]].at(bytes_moved) for i in (low, low + 1))
+        return below ** (1 - share) * above**share
+
+    def _step_s(self, kind: str) -> float:
+        """What one more device adds to the smallest message, by the two largest groups."""
+        curves = self.curves[kind]
+        *_, few, many = (min(curves), *sorted(curves))
+        if few == many:
+            return 0.0
+        return max(curves[many].floor_s - curves[few].floor_s, 0.0) / (many - few)
+
+
+class Permutes(msgspec.Struct, frozen=True):
+    """A permute between two devices of one NVLink domain: latency + bytes / rate.
+
+    Attributes:
+        latency_s: of the smallest.
+        bytes_per_s: of the largest, in one direction.
+        source: where these come from.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    source: str
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """A memory-bound kernel: launch + bytes / rate.
+
+    Attributes:
+        launch_s: of a kernel with nothing to do.
+        bytes_per_s: read and written together.
+        source: where these come from.
+    """
+
+    launch_s: float
+    bytes_per_s: float
+    source: str
+
+
+class Tables(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was measured of one kind of device.
+
+    Attributes:
+        format: of the file; this reads FORMAT.
+        chip: the device's name: of `jaxoverlap.cluster`, or as JAX calls what was found here.
+        date: when the rows were fitted.
+        matmuls: by dtype, as HLO writes it ("fp8" for both of its kinds).
+        memory, collectives, permutes: see there.
+        channels: the most channels that a collective runs on, each with an SM to itself; 0 where
+            collectives take no SMs.
+        here: what `--here` found: how many devices, on what host; None for a chip of the package.
+    """
+
+    chip: str
+    date: str
+    matmuls: dict[str, Matmuls]
+    memory: Memory
+    collectives: Collectives
+    permutes: Permutes
+    channels: int
+    here: Here | None = None
+    format: int = FORMAT
+
+
+class Here(msgspec.Struct, frozen=True):
+    """The machine that `--here` measured.
+
+    Attributes:
+        devices: that ran at once.
+        platform: JAX's name of it.
+        memory_bytes: of the host, a device.
+        versions: of jax and python.
+    """
+
+    devices: int
+    platform: str
+    memory_bytes: int
+    versions: str
+
+
+# A chip whose matmuls and collectives are another's: the same die, measured once.
+_MEASURED_AS = {"a100-sxm-40": "a100-sxm-80"}
+
+
+@functools.cache
+def packaged(chip: str) -> Tables | None:
+    """The package's tables of a chip, or None if it has none."""
+    name = f"{_MEASURED_AS.get(chip, chip)}.json"
+    file = resources.files("jaxoverlap") / "tables" / name
+    return decode(file.read_bytes(), name) if file.is_file() else None
+
+
+def read(path: str | Path) -> Tables:
+    """The tables of a file that `python -m jaxoverlap.calibrate --here` wrote.
+
+    Raises:
+        ValueError: if the file is no such table.
+    """
+    return decode(Path(path).read_bytes(), str(path))
+
+
+def decode(text: bytes, name: str) -> Tables:
+    """Tables from JSON.
+
+    Raises:
+        ValueError: if the text is no such table.
+    """
+    try:
+        tables = msgspec.json.decode(text, type=Tables)
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"{name} is no table of the cost model: {error}; make it by `python -m "
+            "jaxoverlap.calibrate`"
+        ) from error
+    if tables.format != FORMAT:
+        raise ValueError(f"{name} has format {tables.format}, this reads {FORMAT}: make it again")
+    return tables
