@@ -148,7 +148,10 @@ def _hats(dims: Sequence[np.ndarray], knots: Sequence[Sequence[int]]) -> sp.csr_
     places = [_places(d, k) for d, k in zip(dims, knots, strict=True)]
     index, weight = [], []
     for corner in itertools.product((0, 1), repeat=3):
-        ups = [(low + up, share if up else 1 - share) for (low, share), up in zip(places, corner, strict=True)]
+        ups = [
+            (low + up, share if up else 1 - share)
+            for (low, share), up in zip(places, corner, strict=True)
+        ]
         index.append(np.ravel_multi_index([i for i, _ in ups], shape))
         weight.append(math.prod([w for _, w in ups]))
     rows = np.tile(np.arange(count), 8)

@@ -17,6 +17,7 @@ from jaxoverlap.passes.strays import Stray, strays
 from jaxoverlap.passes.timeline import Spent, Timeline
 
 _SHOWN = 10  # rows of a printed table
+_WORTH = 0.001  # of a step: what is exposed for less is not worth a line of advice
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Simulation(Timeline):
     strays: tuple[Stray, ...]
 
     def to_perfetto(self, path: str | Path) -> None:
-        """Write all events, every iteration of every loop, as a trace that ui.perfetto.dev opens."""
+        """Write all events, loops unrolled, as a trace that ui.perfetto.dev opens."""
         report.write_perfetto(path, {self.module: self})
 
     def to_svg(self, path: str | Path, *, plain: Timeline | None = None) -> None:
@@ -56,9 +57,10 @@ class Simulation(Timeline):
             named = ", ".join(f"{name} ({runs}x)" for name, runs in self.unknown.items())
             parts.append(f"not known, counted by their bytes: {named}")
         parts.append(table("longest exposed", _COLUMNS, _rows(self.spent), right=_RIGHT))
-        advice = [f"{_ms(s.exposed_s)} ms: {s.advice}" for s in self.strays[:_SHOWN] if s.advice]
-        if advice:
-            parts += ["collectives of no ring, and what would change them:", *advice]
+        worth = [s for s in self.strays if s.advice and s.exposed_s > _WORTH * self.step_s]
+        if worth:
+            parts.append("of no ring, and what a sharding constraint can do:")
+            parts += [f"  {_ms(s.exposed_s)} ms exposed: {s.advice}" for s in worth[:_SHOWN]]
         return "\n".join(parts)
 
 
@@ -91,9 +93,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def simulate(
-    compiled: jax.stages.Compiled | str, cluster: str | Cluster | CostModel
-) -> Simulation:
+def simulate(compiled: jax.stages.Compiled | str, cluster: str | Cluster | CostModel) -> Simulation:
     """Replay a compiled step in time, as one device of a cluster runs it.
 
     Kernels run in schedule order and collectives beside them, one at a time on each class of link;

@@ -43,25 +43,25 @@ class Stray:
 
     @property
     def advice(self) -> str:
-        """What a sharding constraint can do about it; empty where none can."""
-        where = self.source or self.op or "an op without a source line"
+        """What a sharding constraint can do about it, of exchanges and all-reduces; else empty.
+
+        A gather may well be wanted (a sharded weight, a residual stream), and so may the scatter
+        of a sum: the schedule does not tell.
+        """
+        where = self.source or "no source line"
         way = "backward of " if self.backward else ""
         pin = "jax.lax.with_sharding_constraint"
         if self.kind in ("all-to-all", "ragged-all-to-all"):
             return (
-                f"{way}{where}: a value is made sharded along one dim and used sharded along "
-                f"another ({self.before} a device); {pin} on it there, with the sharding that its "
-                "user has, moves the exchange to where the value is made, or ends it"
+                f"{way}{where} ({self.op}): {self.before} a device changes from one sharded dim to "
+                f"another among {self.devices} devices: what makes it and what reads it are sharded "
+                f"differently; a {pin} there that names one sharding for both removes the exchange"
             )
         if self.kind == "all-reduce":
             return (
-                f"{way}{where}: sums are wanted whole on {self.devices} devices; {pin} on the "
-                "result, sharded over them, makes it a reduce-scatter of half the bytes"
-            )
-        if self.kind == "all-gather":
-            return (
-                f"{way}{where}: {self.before} becomes {self.after} on {self.devices} devices; "
-                f"{pin} on what reads it, sharded over them too, ends it where the op allows"
+                f"{way}{where} ({self.op}): sums, {self.before}, are wanted whole on "
+                f"{self.devices} devices; {pin} on the result, sharded over them, makes it a "
+                "reduce-scatter of half the bytes"
             )
         return ""
 
