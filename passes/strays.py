@@ -48,20 +48,19 @@ class Stray:
         A gather may well be wanted (a sharded weight, a residual stream), and so may the scatter
         of a sum: the schedule does not tell.
         """
-        where = self.source or "no source line"
-        way = "backward of " if self.backward else ""
+        op = f" ({self.op})" if self.op else ""
+        at = f"{'backward of ' if self.backward else ''}{self.source or 'no source line'}{op}"
         pin = "jax.lax.with_sharding_constraint"
         if self.kind in ("all-to-all", "ragged-all-to-all"):
             return (
-                f"{way}{where} ({self.op}): {self.before} a device changes from one sharded dim to "
-                f"another among {self.devices} devices: what makes it and what reads it are sharded "
-                f"differently; a {pin} there that names one sharding for both removes the exchange"
+                f"{at}: {self.before} a device changes from one sharded dim to another among "
+                f"{self.devices} devices: what makes it and what reads it are sharded differently; "
+                f"a {pin} there that names one sharding for both removes the exchange"
             )
         if self.kind == "all-reduce":
             return (
-                f"{way}{where} ({self.op}): sums, {self.before}, are wanted whole on "
-                f"{self.devices} devices; {pin} on the result, sharded over them, makes it a "
-                "reduce-scatter of half the bytes"
+                f"{at}: sums, {self.before}, are wanted whole on {self.devices} devices; {pin} on "
+                "the result, sharded over them, makes it a reduce-scatter of half the bytes"
             )
         return ""
 
