@@ -11,6 +11,7 @@ from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.pods import PodsUnavailableError, pod_mesh
 from jaxoverlap.scheduler import Scheduled, Scheduler
+from jaxoverlap.simulate import Simulation, simulate
 from jaxoverlap.stages import Compiled, Lowered
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "RewriteError",
     "Scheduled",
     "Scheduler",
+    "Simulation",
     "Skip",
     "Variant",
     "audit",
@@ -37,4 +39,5 @@ __all__ = [
     "parse_cluster",
     "pod_mesh",
     "ring",
+    "simulate",
 ]

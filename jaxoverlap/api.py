@@ -12,14 +12,13 @@ from typing import Any, overload
 
 import jax
 import msgspec
-from jax.sharding import Mesh
 
 from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.mesh import NoMeshError
+from jaxoverlap.passes.mesh import NoMeshError, cluster_of
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import Plan, Variant
 from jaxoverlap.road import FSDP, OnError, Options, travel
@@ -142,6 +141,7 @@ class _Rewritten:
         params: the jit equation's parameters, with the rewritten jaxpr and options for it.
         inner: the same without our options, which only an outermost jit may have.
         source: the parameters as traced; held so that the id of their jaxpr stays taken.
+        cluster: that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
     """
 
@@ -149,6 +149,7 @@ class _Rewritten:
     params: dict[str, Any]
     inner: dict[str, Any]
     source: dict[str, Any]
+    cluster: Cluster | None = None
     ordering: Ordering | None = None
 
 
@@ -248,7 +249,7 @@ class Overlapped:
         if ordering:
             params = ordering.named(params)
         lowered = _compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
-        return Lowered(lowered, rewritten.plan, self._found, ordering)
+        return Lowered(lowered, rewritten.plan, self._found, rewritten.cluster, ordering)
 
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
@@ -281,21 +282,22 @@ class Overlapped:
             return _Rewritten(None, params, params, params)
         if not done.plan.decisions:
             _warn(f"overlap() changes nothing in {name}:\n{done.plan}")
+        cluster = self._options.cluster or cluster_of(done.mesh)
         return _Rewritten(
             done.plan,
             _compat.with_jaxpr(params, done.jaxpr, options_for(done.mesh)),
             _compat.with_jaxpr(params, done.jaxpr, {}),
             params,
-            self._ordering(name, done.mesh),
+            cluster,
+            self._ordering(name, cluster) if is_gpu(done.mesh) else None,
         )
 
-    def _ordering(self, name: str, mesh: Mesh) -> Ordering | None:
+    def _ordering(self, name: str, cluster: Cluster | None) -> Ordering | None:
         """The scheduler pass, where XLA's GPU compiler makes the schedule."""
-        options = self._options
-        if options.schedule is None or not is_gpu(mesh):
+        if self._options.schedule is None:
             return None
         try:
-            return ordering_for(name, mesh, options.cluster, options.schedule)
+            return ordering_for(name, cluster, self._options.schedule)
         except ValueError as error:
             _warn(f"{name} is left in XLA's order: {error}")
             return None

@@ -17,16 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-
 from jaxoverlap import _xla, passes
 from jaxoverlap._text import human_bytes, table
 from jaxoverlap.cluster import Cluster
 from jaxoverlap.cost import CostModel, cost_model
 from jaxoverlap.passes import hlo
-from jaxoverlap.passes.mesh import cluster_of
+from jaxoverlap.passes.replay import replay
 from jaxoverlap.passes.schedule import SAME, Order, reordered, schedule
-from jaxoverlap.passes.timeline import Timeline, timeline
+from jaxoverlap.passes.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +123,8 @@ class Scheduling:
         options, cost = self._options, self._cost
         module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
         found = schedule(module, cost, slack=options.slack, in_flight=options.in_flight)
-        xla = timeline(module, cost)
-        step = timeline(reordered(module, found), cost) if found else xla
+        xla = replay(module, cost)
+        step = replay(reordered(module, found), cost) if found else xla
         reason = "" if found else "no order is faster"
         if step.step_s > xla.step_s * (1 + SAME):
             reason = f"it is faster by simulation: {_ms(xla.step_s)} against {_ms(step.step_s)} ms"
@@ -171,16 +169,14 @@ class Ordering:
             yield scheduling
 
 
-def ordering_for(name: str, mesh: Mesh, cluster: Cluster | None, options: Scheduler) -> Ordering:
-    """The scheduler pass for a step on a mesh of GPUs.
+def ordering_for(name: str, cluster: Cluster | None, options: Scheduler) -> Ordering:
+    """The scheduler pass for a step.
 
     Raises:
-        ValueError: if the mesh's GPUs are not known, or have no cost model.
+        ValueError: if the cluster is not known, or has no cost model.
     """
-    cluster = cluster or cluster_of(mesh)
     if cluster is None:
-        kind = mesh.devices.flat[0].device_kind
-        raise ValueError(f"{kind} is not a chip that is known; give overlap(cluster=...)")
+        raise ValueError("its GPUs are none that are known; name some with overlap(cluster=...)")
     cost = cost_model(cluster)
     depends = hashlib.sha256(f"{options} {cost}".encode() + _source())
     return Ordering(f"{name}_{depends.hexdigest()[:8]}", options, cost)

@@ -7,9 +7,12 @@ from typing import Any
 import jax
 
 from jaxoverlap._inside import Found
+from jaxoverlap.cluster import Cluster
+from jaxoverlap.cost import CostModel
 from jaxoverlap.passes.audit import Audit, audit
 from jaxoverlap.plan import Plan
 from jaxoverlap.scheduler import Ordering, Scheduled
+from jaxoverlap.simulate import Simulation, simulate
 
 
 class Lowered:
@@ -24,20 +27,24 @@ class Lowered:
         lowered: jax.stages.Lowered,
         plan: Plan | None,
         found: Found,
+        cluster: Cluster | None,
         ordering: Ordering | None,
     ):
         self._lowered = lowered
         self._found = found
+        self._cluster = cluster
         self._ordering = ordering
         self.plan = plan
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """Compile; the given options win over those that jaxoverlap adds for GPUs."""
         if self._ordering is None:
-            return Compiled(self._lowered.compile(compiler_options), self.plan, self._found, None)
-        with self._ordering.compiling() as scheduling:
-            compiled = self._lowered.compile(compiler_options)
-        return Compiled(compiled, self.plan, self._found, scheduling.report)
+            compiled, report = self._lowered.compile(compiler_options), None
+        else:
+            with self._ordering.compiling() as scheduling:
+                compiled = self._lowered.compile(compiler_options)
+            report = scheduling.report
+        return Compiled(compiled, self.plan, self._found, self._cluster, report)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -46,7 +53,7 @@ class Lowered:
 
 
 class Compiled:
-    """A compiled overlapped step: all that `jax.stages.Compiled` has, the plan, and an audit.
+    """A compiled overlapped step: all that `jax.stages.Compiled` has, plan, audit, simulation.
 
     Attributes:
         plan: as in `Lowered`.
@@ -58,10 +65,12 @@ class Compiled:
         compiled: jax.stages.Compiled,
         plan: Plan | None,
         found: Found,
+        cluster: Cluster | None,
         schedule: Scheduled | None,
     ):
         self._compiled = compiled
         self._found = found
+        self._cluster = cluster
         self.plan = plan
         self.schedule = schedule
 
@@ -72,6 +81,23 @@ class Compiled:
     def audit(self) -> Audit:
         """What hides behind what, in the compiled schedule."""
         return audit(self._compiled)
+
+    def simulate(self, cluster: str | Cluster | CostModel | None = None) -> Simulation:
+        """What the step takes in seconds on a cluster, as `jaxoverlap.simulate` says.
+
+        Args:
+            cluster: as there. Default: the one that `overlap` was given, or that its GPUs are.
+
+        Raises:
+            ValueError: if none is known, or `simulate` refuses it.
+        """
+        cluster = cluster or self._cluster
+        if cluster is None:
+            raise ValueError(
+                "simulate() knows no cluster: name the GPUs, as in "
+                "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
+            )
+        return simulate(self._compiled, cluster)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

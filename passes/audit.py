@@ -51,6 +51,7 @@ class Collective:
         asynchronous: whether anything can run beside it.
         matmuls: the matmuls scheduled between its start and its done.
         groups: which devices take part together, as HLO writes it; empty: all.
+        op_name: the path of names above the JAX operation it came from.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Collective:
     asynchronous: bool
     matmuls: tuple[str, ...]
     groups: str = ""
+    op_name: str = ""
 
     @property
     def covered(self) -> bool:
@@ -254,6 +256,7 @@ def _in_computation(
             asynchronous=asynchronous,
             matmuls=tuple(instructions[i].name for i in under),
             groups=_groups(core),
+            op_name=core.op_name,
         )
 
 

@@ -24,7 +24,7 @@ from jaxoverlap.passes.list_schedule import (
     list_schedule,
     outcome,
 )
-from jaxoverlap.passes.timeline import Prices
+from jaxoverlap.passes.replay import Prices
 
 SAME = 1e-4  # of some seconds: by less than that no prediction tells two orders apart
 _LEADS = (1.0, 2.0, 8.0, float("inf"))

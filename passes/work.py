@@ -59,6 +59,12 @@ class Matmul:
         """Floating-point operations, a multiply-add counted as two."""
         return 2 * self.batch * self.m * self.n * self.k
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of operands and result, each once; the result in the operands' dtype."""
+        m, n, k = self.m, self.n, self.k
+        return self.batch * hlo.shape_bytes(f"{self.dtype}[{m * k + k * n + m * n}]")
+
     def __str__(self) -> str:
         batch = f"{self.batch} x " if self.batch > 1 else ""
         return f"{batch}[{self.m}, {self.k}] [{self.k}, {self.n}] {self.dtype}"

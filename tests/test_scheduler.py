@@ -109,11 +109,11 @@ def test_a_slower_order_is_not_taken(monkeypatch):
     """As if collectives beside the matmuls cost more than they hide: here the two are swapped."""
 
     def swapped(module, cost):
-        found = timelines(module, cost)
+        found = replay(module, cost)
         return replace(found, step_s=1 / found.step_s)
 
-    timelines = scheduler.timeline
-    monkeypatch.setattr(scheduler, "timeline", swapped)
+    replay = scheduler.replay
+    monkeypatch.setattr(scheduler, "replay", swapped)
     report = report_of(compiled())
     assert report.reason.startswith("it is faster by simulation") and not report.orders
     assert "XLA's order kept: it is faster" in str(report)

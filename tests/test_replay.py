@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap.passes import hlo
-from jaxoverlap.passes.timeline import NETWORK, NVLINK, UNKNOWN_TRIPS, Timeline, alone_s, timeline
+from jaxoverlap.passes.replay import UNKNOWN_TRIPS, alone_s, replay
+from jaxoverlap.passes.timeline import NETWORK, NVLINK, Timeline
 from tests.clock import clock
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=16"
@@ -61,7 +62,7 @@ def module(*lines: str, before: str = "") -> hlo.Module:
 
 
 def times(*lines: str, before: str = "", **more) -> Timeline:
-    return timeline(module(*lines, before=before), clock(**more))
+    return replay(module(*lines, before=before), clock(**more))
 
 
 def near(got: Timeline, step: float, compute: float, communication: float, exposed: float) -> None:
@@ -216,6 +217,14 @@ def test_unknown_ops_are_named_counted_and_cost_their_bytes():
     near(got, 8, 8, 0, 0)
 
 
+def test_a_matmul_that_the_cost_model_does_not_know_is_named_and_costs_its_bytes():
+    lhs, rhs = "%l = f64[500,500]{1,0} bitcast(%x)", "%r = f64[500,500]{1,0} bitcast(%x)"
+    dot = "dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    got = times(lhs, rhs, f"%d = f64[500,500]{{1,0}} {dot}")
+    assert got.unknown == {"matmul of f64": 1}
+    near(got, 3, 3, 0, 0)  # three arrays of 2 MB
+
+
 def test_a_cluster_of_another_size():
     with pytest.raises(
         ValueError, match=r"compiled for 16 devices, but cluster h100-sxm:1x8 has 8"
@@ -262,7 +271,7 @@ def modules(draw: st.DrawFn) -> hlo.Module:
 @given(modules(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0]))
 @settings(deadline=None)
 def test_a_step_is_compute_slowdown_and_exposed(step: hlo.Module, sms: float, memory: float):
-    got = timeline(step, clock(sms=sms, memory=memory))
+    got = replay(step, clock(sms=sms, memory=memory))
     assert got.step_s == pytest.approx(got.compute_s + got.slowdown_s + got.exposed_s)
     assert got.slowdown_s >= -1e-9
     assert got.step_s >= got.bound_s - 1e-9
@@ -280,7 +289,7 @@ def test_a_repeat_is_what_running_every_iteration_gives(step: hlo.Module):
     unrolled = {name: _unrolled(body) for name, body in step.computations.items()}
     flat = hlo.Module(step.name, step.entry, step.num_devices, unrolled, step.frames)
     for sms in (0.0, 1.0):
-        got, want = timeline(step, clock(sms=sms)), timeline(flat, clock(sms=sms))
+        got, want = replay(step, clock(sms=sms)), replay(flat, clock(sms=sms))
         near(got, want.step_s, want.compute_s, want.communication_s, want.exposed_s)
 
 
@@ -297,7 +306,7 @@ def _unrolled(body: tuple[hlo.Instruction, ...]) -> tuple[hlo.Instruction, ...]:
 @given(modules(), st.sampled_from([1.5, 2.0, 8.0]))
 @settings(deadline=None)
 def test_faster_links_make_no_step_slower(step: hlo.Module, speedup: float):
-    slow, fast = timeline(step, clock()), timeline(step, clock(speedup=speedup))
+    slow, fast = replay(step, clock()), replay(step, clock(speedup=speedup))
     assert fast.step_s <= slow.step_s + 1e-9
     assert fast.exposed_s <= slow.exposed_s + 1e-9
 
