@@ -18,10 +18,10 @@ from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.mesh import NoMeshError, cluster_of
+from jaxoverlap.passes.mesh import NoMeshError
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import Plan, Variant
-from jaxoverlap.road import FSDP, OnError, Options, travel
+from jaxoverlap.road import FSDP, OnError, Options, Travelled, travel
 from jaxoverlap.scheduler import Ordering, Scheduler, ordering_for
 from jaxoverlap.stages import Lowered
 
@@ -282,25 +282,25 @@ class Overlapped:
             return _Rewritten(None, params, params, params)
         if not done.plan.decisions:
             _warn(f"overlap() changes nothing in {name}:\n{done.plan}")
-        cluster = self._options.cluster or cluster_of(done.mesh)
         return _Rewritten(
             done.plan,
             _compat.with_jaxpr(params, done.jaxpr, options_for(done.mesh)),
             _compat.with_jaxpr(params, done.jaxpr, {}),
             params,
-            cluster,
-            self._ordering(name, cluster) if is_gpu(done.mesh) else None,
+            done.cluster,
+            self._ordering(name, done) if is_gpu(done.mesh) else None,
         )
 
-    def _ordering(self, name: str, cluster: Cluster | None) -> Ordering | None:
+    def _ordering(self, name: str, done: Travelled) -> Ordering | None:
         """The scheduler pass, where XLA's GPU compiler makes the schedule."""
-        if self._options.schedule is None:
-            return None
-        try:
-            return ordering_for(name, cluster, self._options.schedule)
-        except ValueError as error:
-            _warn(f"{name} is left in XLA's order: {error}")
-            return None
+        schedule = self._options.schedule
+        if schedule is not None and done.cost is None:
+            _warn(
+                f"{name} is left in XLA's order: there is no cost model of its GPUs "
+                f"({done.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
+                "or give schedule=None"
+            )
+        return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
 
 
 def _warn(message: str) -> None:

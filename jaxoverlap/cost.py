@@ -113,6 +113,12 @@ class CostModel:
             over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
         return table.launch_s + over_launch_s
 
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The dtypes whose matmuls have a price, as HLO writes them."""
+        measured = self.tables.matmuls
+        return frozenset(measured) | {d for d, (of, _) in _DTYPES.items() if of in measured}
+
     def memory_s(self, num_bytes: float, *, beside: Share = ALONE) -> float:
         """Seconds of a memory-bound kernel that reads and writes so many bytes, with its launch."""
         memory = self.tables.memory
@@ -269,6 +275,11 @@ def cost_model(
             "`python -m jaxoverlap.calibrate --here`"
         )
     return CostModel(cluster, tables)
+
+
+def has_cost_model(cluster: Cluster) -> bool:
+    """Whether the package has tables of a cluster's chip."""
+    return measured.packaged(cluster.chip.name) is not None
 
 
 def _cluster_here(tables: Tables, here: Here) -> Cluster:

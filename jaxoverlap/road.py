@@ -10,16 +10,25 @@ from jax.sharding import Mesh
 
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster
+from jaxoverlap.cost import CostModel, Group, cost_model, has_cost_model
 from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.lookups import lookups, scatter
 from jaxoverlap.passes.manual import decide_manual
-from jaxoverlap.passes.mesh import axis_costs, explicit_axes, find_mesh, unread
+from jaxoverlap.passes.mesh import (
+    axis_costs,
+    axis_domains,
+    cluster_of,
+    explicit_axes,
+    find_mesh,
+    unread,
+)
 from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.passes.scattered import Outcome, scatter_sums
+from jaxoverlap.passes.variants import Prices
 from jaxoverlap.plan import Plan, Variant
 from jaxoverlap.scheduler import Scheduler
 
@@ -47,11 +56,15 @@ class Travelled:
         plan: what was done.
         jaxpr: the rewritten step.
         mesh: the one that it runs on.
+        cluster: the mesh's GPUs, where they are known.
+        cost: what they take, where that is known.
     """
 
     plan: Plan
     jaxpr: Any
     mesh: Mesh
+    cluster: Cluster | None
+    cost: CostModel | None
 
 
 def travel(
@@ -72,9 +85,12 @@ def travel(
     mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
     _check_cluster(params["name"], mesh, options.cluster)
     reason, costs = unread(mesh), axis_costs(mesh, options.cluster)
+    cluster = options.cluster or cluster_of(mesh)
+    cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
+    prices = cost and Prices(cost, _groups(mesh, options.cluster))
 
     def decided(jaxpr: Any, shardings: Mapping[Any, Shardings]) -> Outcome:
-        return _decided(jaxpr, shardings, mesh, costs, reason, options)
+        return _decided(jaxpr, shardings, mesh, costs, prices, reason, options)
 
     if reason:
         outcome = decided(jaxpr, {})
@@ -92,7 +108,7 @@ def travel(
         prefetched=prefetched,
         scattered=tuple(lookup.entry(mesh.shape) for lookup in outcome.known),
     )
-    return Travelled(plan, scatter(rewritten, outcome.known, mesh), mesh)
+    return Travelled(plan, scatter(rewritten, outcome.known, mesh), mesh, cluster, cost)
 
 
 def _decided(
@@ -100,6 +116,7 @@ def _decided(
     shardings: Mapping[Any, Shardings],
     mesh: Mesh,
     costs: Mapping[str, float],
+    prices: Prices | None,
     reason: str | None,
     options: Options,
 ) -> Outcome:
@@ -114,6 +131,7 @@ def _decided(
         granularity=options.granularity,
         prefetch=options.fsdp == "prefetch",
         costs=costs,
+        prices=prices,
     )
     inside, by_hand = decide_manual(
         found, shardings, skip=options.skip, granularity=options.granularity
@@ -122,6 +140,11 @@ def _decided(
     rewritten, gathered = rewrite(jaxpr, {**sharings, **by_hand}, mesh)
     known = [] if explicit_axes(mesh) else lookups(found, shardings, mesh, costs)
     return Outcome(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
+
+
+def _groups(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
+    """Who takes part in a collective along each mesh axis."""
+    return {a: Group(mesh.shape[a], n) for a, n in axis_domains(mesh, cluster).items()}
 
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:

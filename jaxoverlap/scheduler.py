@@ -13,15 +13,15 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jaxoverlap import _xla, passes
 from jaxoverlap._text import human_bytes, table
-from jaxoverlap.cluster import Cluster
-from jaxoverlap.cost import CostModel, cost_model
+from jaxoverlap.cost import CostModel
 from jaxoverlap.passes import hlo
+from jaxoverlap.passes.frames import Frames
 from jaxoverlap.passes.replay import replay
 from jaxoverlap.passes.schedule import SAME, Order, reordered, schedule
 from jaxoverlap.passes.timeline import Timeline
@@ -57,6 +57,7 @@ class Scheduled:
         xla: the step in XLA's order; step: as it was compiled. None if nothing was simulated.
         reason: why XLA's order was kept; empty if it was not.
         seconds: that the pass took.
+        frames: the source lines of what XLA gave the pass; None if it got nothing back.
     """
 
     cluster: str
@@ -65,6 +66,7 @@ class Scheduled:
     step: Timeline | None
     reason: str
     seconds: float
+    frames: Frames | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         if self.xla is None or self.step is None:
@@ -130,7 +132,8 @@ class Scheduling:
             reason = f"it is faster by simulation: {_ms(xla.step_s)} against {_ms(step.step_s)} ms"
             found, step = {}, xla
         taken = time.perf_counter() - began
-        self.report = Scheduled(str(cost.cluster), found, xla, step, reason, taken)
+        frames = Frames.of(text) if found else None
+        self.report = Scheduled(str(cost.cluster), found, xla, step, reason, taken, frames)
         return {name: order.names for name, order in found.items()}
 
     def failed(self, reason: str) -> None:
@@ -169,15 +172,8 @@ class Ordering:
             yield scheduling
 
 
-def ordering_for(name: str, cluster: Cluster | None, options: Scheduler) -> Ordering:
-    """The scheduler pass for a step.
-
-    Raises:
-        ValueError: if the cluster is not known, or has no cost model.
-    """
-    if cluster is None:
-        raise ValueError("its GPUs are none that are known; name some with overlap(cluster=...)")
-    cost = cost_model(cluster)
+def ordering_for(name: str, cost: CostModel, options: Scheduler) -> Ordering:
+    """The scheduler pass for a step."""
     depends = hashlib.sha256(f"{options} {cost}".encode() + _source())
     return Ordering(f"{name}_{depends.hexdigest()[:8]}", options, cost)
 

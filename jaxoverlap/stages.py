@@ -78,9 +78,14 @@ class Compiled:
         """Run the compiled step."""
         return self._found.around(self._compiled)(*args, **kwargs)
 
+    def as_text(self) -> str | None:
+        """The scheduled module, with the source lines that XLA loses when a pass reorders it."""
+        text, frames = self._compiled.as_text(), self.schedule and self.schedule.frames
+        return frames.restored(text) if text and frames else text
+
     def audit(self) -> Audit:
         """What hides behind what, in the compiled schedule."""
-        return audit(self._compiled)
+        return audit(self.as_text() or "")
 
     def simulate(self, cluster: str | Cluster | CostModel | None = None) -> Simulation:
         """What the step takes in seconds on a cluster, as `jaxoverlap.simulate` says.
@@ -97,7 +102,7 @@ class Compiled:
                 "simulate() knows no cluster: name the GPUs, as in "
                 "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
             )
-        return simulate(self._compiled, cluster)
+        return simulate(self.as_text() or "", cluster)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -21,6 +21,7 @@ from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import Specs, share
 from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
+from jaxoverlap.passes.variants import Prices
 from jaxoverlap.passes.wishes import Granularity, Wishes
 from jaxoverlap.plan import Decision, Skip, Variant
 
@@ -62,6 +63,7 @@ def decide(
     granularity: Granularity = None,
     prefetch: bool = False,
     costs: Mapping[str, float] | None = None,
+    prices: Prices | None = None,
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
@@ -72,9 +74,11 @@ def decide(
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
         granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
-            default: one way, in one piece; sums on a slow link straight to their owner.
+            default: one way, in one piece; sums on a slow link straight to their owner; or what
+            `prices` says is clearly cheaper.
         prefetch: gather the weights of a scan before any ring.
         costs: of a byte along each mesh axis, from `mesh.axis_costs`.
+        prices: of rings on the cluster, if that is known.
 
     Returns:
         An entry a matmul, and what becomes of each body that has any, by its number.
@@ -86,22 +90,29 @@ def decide(
     wishes = Wishes(skip, granularity)
     wishes.check([source_of(matmuls[index]) for index in sorted(matmuls)])
 
+    dear: dict[int, str] = {}  # why matmuls whose ring would cost more than it hides are left alone
+
     def read(dot: Dot) -> Matmul | str:
-        return unread or refusal(dot, wishes) or _matmul(dot, shardings, axis_sizes)
+        left = unread or refusal(dot, wishes) or dear.get(dot.index)
+        return left or _matmul(dot, shardings, axis_sizes)
 
     def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
         read = shardings[dot.index]
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
-    sharings = {
-        body.index: share(body, read, beyond, ahead=prefetch, costs=costs)
-        for body in found
-        if body.dots
-    }
-    for sharing in sharings.values():
-        for ring in sharing.rings:
-            asked = wishes.variant(source_of(ring.members[0].dot))
-            ring.variant, ring.why = _variant(ring, asked or _usual(ring, costs or {}))
+    while True:
+        sharings = {
+            body.index: share(body, read, beyond, ahead=prefetch, costs=costs)
+            for body in found
+            if body.dots
+        }
+        rings = [ring for sharing in sharings.values() for ring in sharing.rings]
+        for ring in rings:
+            ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices)
+        plain = [ring for ring in rings if ring.variant.style == "plain"]
+        if not plain:
+            break
+        dear |= {m.dot.index: f"left plain: {ring.why}" for ring in plain for m in ring.members}
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
         entries |= {index: skip_of(matmuls[index], why) for index, why in sharing.skipped.items()}
@@ -149,18 +160,24 @@ def _num_dims(dot: Dot) -> int:
     return sum(v.aval.ndim for v in dot.eqn.invars)
 
 
+def _chosen(
+    ring: Ring, wishes: Wishes, costs: Mapping[str, float], prices: Prices | None
+) -> tuple[Variant, str]:
+    """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""
+    chunk = ring.first.chunk()
+    if asked := wishes.variant(source_of(ring.members[0].dot)):
+        return variant_of(ring.kind, chunk, asked)
+    usual, _ = variant_of(ring.kind, chunk, _usual(ring, costs))
+    return prices.cheapest(ring, usual) if prices else (usual, "")
+
+
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
-    """How a ring's pieces travel if nobody says: sums on a slow link straight to their owner.
+    """How a ring's pieces travel if nothing else is known: on a slow link straight to the owner.
 
     There hops of several rings queue, and in a ring every sum waits for the hop before.
     """
     slow = costs.get(ring.first.ring.axis, 1.0) > 1.0
     return Variant("direct" if slow and ring.kind == "reduce_scatter" else "one_way")
-
-
-def _variant(ring: Ring, wanted: Variant) -> tuple[Variant, str]:
-    """The variant of a ring, and why it is another than the wanted one."""
-    return variant_of(ring.kind, ring.first.chunk(), wanted)
 
 
 def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:

@@ -133,6 +133,17 @@ def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
     if links is None:
         return dict.fromkeys(mesh.axis_names, 1.0)
     network = links.nvlink.bandwidth_bytes_per_s / links.network.bandwidth_bytes_per_s
+    spread = axis_domains(mesh, cluster)
+    return {axis: network if spread[axis] > 1 else 1.0 for axis in mesh.axis_names}
+
+
+def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
+    """Over how many NVLink domains the devices along each axis spread.
+
+    Args:
+        mesh: the mesh.
+        cluster: its GPUs, if named; else a domain is what its devices say of themselves.
+    """
 
     def domain(device: Any) -> Any:
         if cluster is not None:
@@ -140,8 +151,10 @@ def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
         return getattr(device, "slice_index", None), device.process_index
 
     domains = np.vectorize(lambda device: hash(domain(device)), otypes=[np.int64])(mesh.devices)
-    crossing = [np.any(np.diff(domains, axis=i)) for i in range(domains.ndim)]
-    return {a: network if c else 1.0 for a, c in zip(mesh.axis_names, crossing, strict=True)}
+    return {
+        axis: max(len(set(line)) for line in np.moveaxis(domains, i, -1).reshape(-1, size).tolist())
+        for i, (axis, size) in enumerate(mesh.shape.items())
+    }
 
 
 def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:

@@ -174,13 +174,11 @@ def test_what_comes_from_a_cache_says_so():
     assert "came from a cache" in report_of(lowered.compile()).reason
 
 
-def test_a_chip_without_a_cost_model_keeps_xlas_order_and_says_so(monkeypatch):
-    def unknown(cluster):
-        raise ValueError("no tables of h100-sxm")
-
-    monkeypatch.setattr(scheduler, "cost_model", unknown)
-    with pytest.warns(UserWarning, match="step is left in XLA's order: no tables of h100-sxm"):
-        assert module_of(overlapped()) == "jit_step"
+def test_a_chip_without_a_cost_model_keeps_xlas_order_and_says_so():
+    h100 = jaxoverlap.parse_cluster(POD)
+    strange = replace(h100, chip=replace(h100.chip, name="h800"))
+    with pytest.warns(UserWarning, match="no cost model of its GPUs .h800:2x8."):
+        assert module_of(overlapped(cluster=strange)) == "jit_step"
 
 
 def test_the_cluster_is_read_off_the_pod():
