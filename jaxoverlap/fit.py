@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy.sparse as sp
+from scipy.optimize import minimize
 from scipy.sparse.linalg import spsolve
 
-from jaxoverlap.measured import Collectives, Curve, FitError, Matmuls
+from jaxoverlap import nccl
+from jaxoverlap.measured import Collectives, Curve, FitError, Matmuls, Permutes
 
 SEED = 20
 HELD_BACK = 0.2  # of the rows: they say how good the fit is, and have no part in it
@@ -94,7 +96,8 @@ def fit_matmuls(
     for _ in range(20):
         weighted = matrix.T @ sp.diags(weights)
         normal = weighted @ matrix + _SMOOTHNESS * (bends.T @ bends)
-        factor = spsolve((normal + 1e-6 * sp.eye_array(len(factor))).tocsc(), weighted @ wanted)
+        normal = normal + 1e-6 * sp.eye_array(len(factor))
+        factor = np.asarray(spsolve(normal.tocsc(), weighted @ wanted))
         weights = 1 / np.maximum(np.abs(wanted - matrix @ factor), _BEND) * _BEND
     factor = np.round(factor, 3)
     test = rows[held]
@@ -165,17 +168,19 @@ def _places(x: np.ndarray, knots: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     return low, np.clip((at - grid[low]) / (grid[low + 1] - grid[low]), 0.0, 1.0)
 
 
-def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_matrix:
+def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
     """Second differences of a table along each of its dims."""
     found = []
     for dim, grid in enumerate(knots):
         step = np.diff(np.log(np.asarray(grid, float)))
-        inner = len(grid) - 2
         left, right = 1 / step[:-1], 1 / step[1:]
-        bend = sp.diags([left, -left - right, right], [0, 1, 2], shape=(inner, len(grid)))
-        parts = [bend if d == dim else sp.eye(len(k)) for d, k in enumerate(knots)]
+        bend, row = np.zeros((len(grid) - 2, len(grid))), np.arange(len(grid) - 2)
+        bend[row, row], bend[row, row + 1], bend[row, row + 2] = left, -left - right, right
+        parts = [
+            sp.csr_array(bend) if d == dim else sp.eye_array(len(k)) for d, k in enumerate(knots)
+        ]
         found.append(sp.kron(sp.kron(parts[0], parts[1]), parts[2]))
-    return sp.vstack(found).tocsr()
+    return sp.csr_array(sp.vstack(found))
 
 
 # -- collectives ----------------------------------------------------------------------------------
@@ -225,6 +230,30 @@ def _ends(rows: Iterable[CollectiveRow]) -> set[tuple[str, int, float]]:
     for row in rows:
         moved.setdefault((row.kind, row.size), []).append(row.bytes_moved)
     return {(*curve, end) for curve, sizes in moved.items() for end in (min(sizes), max(sizes))}
+
+
+def fit_permutes(rows: Sequence[CollectiveRow], source: str) -> Permutes:
+    """Latency, a channel's rate and the link's, by least absolute error of log seconds."""
+    moved = np.array([r.bytes_moved for r in rows])
+    seconds = np.array([r.seconds for r in rows])
+    channels = np.array([nccl.permute_rate(r.bytes_moved, _channels(r), 1.0) for r in rows])
+
+    def predicted(log_rates: np.ndarray) -> np.ndarray:
+        latency_s, channel, link = np.exp(log_rates)
+        return latency_s + moved / np.minimum(channels * channel, link)
+
+    def loss(log_rates: np.ndarray) -> float:
+        return float(np.abs(np.log(predicted(log_rates) / seconds)).mean())
+
+    link = float((moved / seconds).max())
+    start = np.log([seconds.min(), link / 20, link])
+    found = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
+    latency_s, channel, link = (_short(x) for x in np.exp(found.x))
+    return Permutes(latency_s, channel, link, source, error(predicted(found.x), seconds))
+
+
+def _channels(row: CollectiveRow) -> int:
+    return nccl.permute_channels(row.bytes_moved, row.size)
 
 
 def _short(x: float) -> float:
