@@ -49,26 +49,36 @@ _CHANNELS = 24  # NCCL's log on eight A100s and on eight H100s: "24 coll channel
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where a chip's rows are in aiconfigurator-core: folders under systems/data."""
+class Source:
+    """Where a chip's rows are.
+
+    Attributes:
+        chip: as `parse_cluster` takes it.
+        system: its folder in aiconfigurator-core, under systems/data.
+        bf16, fp8: whose matmuls, in gemm/ there; "" for none.
+        nccl: the version whose collectives, in comm/nccl/ there.
+        xla: the chip in XLA's own table, which has permutes and larger groups.
+    """
 
     chip: str
     system: str
-    matmuls: str
+    bf16: str
+    fp8: str
     nccl: str
-    dtypes: tuple[str, ...]
-    xla: str  # the chip in XLA's own table: its permutes, and groups that are not here
+    xla: str
 
 
-# Of several frameworks that called the same cuBLAS, TensorRT-LLM's: its fp8 rows time the matmul
-# alone. On one H100 the frameworks' bf16 rows differ by 5 to 8% from each other.
-_TRTLLM = "trtllm/1.3.0rc20"
+# Several frameworks called the same libraries; on one H100 their bf16 rows differ by 5 to 8% from
+# each other. For fp8 TensorRT-LLM's rows also time how it makes fp8 of its input (12 µs at least),
+# which in XLA is a kernel of its own; vLLM's do not, but on the B200 they are up to six times slower
+# in places, so there SGLang's stand in.
+_TRTLLM, _VLLM, _SGLANG = "trtllm/1.3.0rc20", "vllm/0.24.0", "sglang/0.5.14"
 SOURCES = (
-    _Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "2.27.3", ("bf16",), "sm_90"),
-    _Source("h100-sxm", "h100_sxm", _TRTLLM, "2.29.2", ("bf16", "fp8"), "sm_90"),
-    _Source("h200", "h200_sxm", _TRTLLM, "2.29.2", ("bf16", "fp8"), "sm_90"),
-    _Source("b200", "b200_sxm", _TRTLLM, "2.29.2", ("bf16", "fp8"), "sm_100_B200"),
-    _Source("gb200", "gb200", _TRTLLM, "2.29.2", ("bf16", "fp8"), "sm_100_GB200"),
+    Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "", "2.27.3", "sm_90"),
+    Source("h100-sxm", "h100_sxm", _TRTLLM, _VLLM, "2.29.2", "sm_90"),
+    Source("h200", "h200_sxm", _TRTLLM, _VLLM, "2.29.2", "sm_90"),
+    Source("b200", "b200_sxm", _TRTLLM, _SGLANG, "2.29.2", "sm_100_B200"),
+    Source("gb200", "gb200", _TRTLLM, _VLLM, "2.29.2", "sm_100_GB200"),
 )
 _PERMUTES_OF_ANOTHER = ("a100-sxm-80", "h200")
 # XLA measured an NVL72 rack in groups of 18, 32 and 64 too: these test what lies between.
@@ -77,13 +87,13 @@ _LARGEST_BYTES = 4e9
 _DTYPE_NAMES = {"bf16": ("bfloat16", 2.0), "fp8": ("fp8", 1.0)}  # theirs, bytes of an element
 
 
-def chip_tables(source: _Source, date: str) -> Tables:
+def chip_tables(source: Source, date: str) -> Tables:
     """The tables of one chip, from aiconfigurator-core and from JAX's CUDA plugin.
 
     Raises:
         ImportError: if one of these is not installed.
     """
-    matmuls = {dtype: _matmuls(source, dtype) for dtype in source.dtypes}
+    matmuls = {dtype: _matmuls(source, dtype) for dtype in _DTYPE_NAMES if getattr(source, dtype)}
     rows = collective_rows(source) + larger_groups(source)
     origin = f"{_origin()} {source.system}/comm/nccl/{source.nccl}"
     if larger_groups(source):
@@ -103,14 +113,14 @@ def chip_tables(source: _Source, date: str) -> Tables:
     )
 
 
-def _matmuls(source: _Source, dtype: str) -> Matmuls:
+def _matmuls(source: Source, dtype: str) -> Matmuls:
     rows = matmul_rows(source, dtype)
     rates = fit.fit_rates(rows, _DTYPE_NAMES[dtype][1], 2.0)
-    name = f"{_origin()} {source.system}/gemm/{source.matmuls}, {len(rows)} rows"
+    name = f"{_origin()} {source.system}/gemm/{getattr(source, dtype)}, {len(rows)} rows"
     return fit.fit_matmuls(rows, rates, name, fit.M_KNOTS, fit.NK_KNOTS)
 
 
-def _permutes(source: _Source, collectives: Collectives) -> Permutes:
+def _permutes(source: Source, collectives: Collectives) -> Permutes:
     """From XLA's rows; a chip that has none takes another's latency and channels."""
     rows = [r for r in xla_table.collective_rows(source.xla) if r.kind == "collective-permute"]
     fitted = fit.fit_permutes(rows, f"{xla_table.version()} {source.xla}, {len(rows)} rows")
@@ -125,7 +135,7 @@ def _permutes(source: _Source, collectives: Collectives) -> Permutes:
     )
 
 
-def larger_groups(source: _Source) -> list[fit.CollectiveRow]:
+def larger_groups(source: Source) -> list[fit.CollectiveRow]:
     """Collectives of more devices than aiconfigurator-core has, from XLA's table."""
     if source.chip not in _LARGER_GROUPS:
         return []
@@ -140,16 +150,16 @@ def _origin() -> str:
     return f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
 
 
-def matmul_rows(source: _Source, dtype: str) -> fit.MatmulRows:
+def matmul_rows(source: Source, dtype: str) -> fit.MatmulRows:
     """The measured matmuls of one dtype."""
     theirs, _ = _DTYPE_NAMES[dtype]
-    found = _parquet(source, "gemm", source.matmuls, "gemm_perf.parquet")
+    found = _parquet(source, "gemm", getattr(source, dtype), "gemm_perf.parquet")
     mine = found["gemm_dtype"] == theirs
     m, n, k = (found[dim][mine].astype(float) for dim in "mnk")
     return fit.MatmulRows(m, n, k, found["latency"][mine] * 1e-3)
 
 
-def collective_rows(source: _Source) -> list[fit.CollectiveRow]:
+def collective_rows(source: Source) -> list[fit.CollectiveRow]:
     """The measured collectives; bytes turned into what each device sends by a ring."""
     found = _parquet(source, "comm", f"nccl/{source.nccl}", "nccl_perf.parquet")
     names = ("op_name", "num_gpus", "message_size", "nccl_dtype", "latency")
@@ -162,7 +172,7 @@ def collective_rows(source: _Source) -> list[fit.CollectiveRow]:
     return rows
 
 
-def _parquet(source: _Source, *path: str) -> dict[str, np.ndarray]:
+def _parquet(source: Source, *path: str) -> dict[str, np.ndarray]:
     """The columns of one of aiconfigurator-core's files."""
     spec = importlib.util.find_spec("aiconfigurator_core")
     if spec is None or not spec.submodule_search_locations:
@@ -213,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(_errors(made))
 
 
-def _packaged(source: _Source, today: str) -> Tables:
+def _packaged(source: Source, today: str) -> Tables:
     tables = chip_tables(source, today)
     write(tables, PACKAGED / f"{source.chip}.json")
     return tables

@@ -1,8 +1,8 @@
 """Times matmuls, memory-bound kernels and collectives on the devices that JAX sees here.
 
 Every measurement runs on all devices at once, as in a step: what they share (a CPU's cores and
-memory, most of all) is shared while it is timed. An op runs in a loop inside one program, and what
-the program itself costs is taken off by timing two lengths of the loop.
+memory, most of all) is shared while it is timed. An op runs in a loop inside one program, long
+enough for what starting the program costs to vanish. Let nothing else run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxoverlap import fit
 from jaxoverlap.measured import Here, Memory, Permutes, Tables
 
-M_SIZES = (8, 32, 128, 512, 2048)  # a matmul of 1024 rows in eight is one of 128
+M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
 NK_SIZES = (64, 256, 1024)
 DTYPES = ("f32", "bf16")
 _ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 19, 1 << 21)  # of float32, on each device
-_SHORT, _REPEATS = 4, 5
-_TARGET_S = 0.02  # how long the longer loop should run
+_REPEATS = 5
+_TARGET_S = 0.05  # how long a loop should run: by far longer than its program takes to start
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
@@ -193,18 +193,16 @@ def _seconds(body: Body, shapes: tuple[tuple[int, ...], ...], dtype: Any, group:
         carry = tuple(
             jax.device_put(np.ones((len(devices) * s[0], *s[1:]), dtype), sharding) for s in shapes
         )
-        short_s = _best(partial(run, _SHORT), carry)
-        trips = _SHORT + max(_SHORT, int(_TARGET_S / max(short_s / _SHORT, 1e-6)))
-        long_s = _best(partial(run, trips), carry)
-    return max((long_s - short_s) / (trips - _SHORT), 1e-9)
+        trips = max(1, int(_TARGET_S / _best(partial(run, 1), carry)))
+        return _best(partial(run, trips), carry) / trips
 
 
 def _best(run: Callable[..., tuple[jax.Array, ...]], carry: tuple[jax.Array, ...]) -> float:
-    """The median of a few runs, after one that compiles."""
+    """The fastest of a few runs, after one that compiles: what else runs here only adds."""
     jax.block_until_ready(run(*carry))
     found = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
         jax.block_until_ready(run(*carry))
         found.append(time.perf_counter() - start)
-    return float(np.median(found))
+    return min(found)
