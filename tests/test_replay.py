@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,6 +196,14 @@ def test_seconds_of_one_instruction_alone():
     named = {name: got[name] for name in ("x", "a", "h", "h.done", "loop", "k", "c")}
     # An iteration: the hop's two seconds hide one of matmul at half speed; another follows.
     assert named == {"x": 0, "a": 1, "h": 2, "h.done": 0, "loop": 15, "k": 1, "c": 1}
+
+
+def test_two_orders_of_one_computation_compare():
+    step = module(hop("h"), done("h"), gemm("a"))
+    *head, wait, matmul, root = step.body("main")
+    later = {**step.computations, "main": (*head, matmul, wait, root)}
+    near(replay(step, clock()), 2, 1, 1, 1)
+    near(replay(dataclasses.replace(step, computations=later), clock()), 1, 1, 1, 0)
 
 
 # -- properties -------------------------------------------------------------------------------------
