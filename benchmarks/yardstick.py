@@ -9,7 +9,6 @@ it is no prediction of a step's time.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from jaxoverlap._text import human_bytes
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective
 from jaxoverlap.passes.groups import domains
+from jaxoverlap.passes.work import work
 
 MATMUL_FLOPS = 650e12  # per second: bf16 on an H100, as large matmuls run
 HOST_BYTES_PER_S = 317e9  # sent by each GPU, over NVLink within a host
@@ -224,21 +224,10 @@ class _Walk:
 
 # -- matmuls --------------------------------------------------------------------------------------
 
-_CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]')
-
 
 def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, str]) -> int:
     """Floating-point operations of the matmul that an instruction is, or of those it has inside."""
-    found = _CONTRACTED.search(instruction.line)
-    if instruction.opcode in ("dot", "custom-call") and found:
-        lhs = dims(shapes.get(instruction.operands[0], ""))
-        contracted = [lhs[int(d)] for d in re.findall(r"\d+", found.group(1))]
-        return 2 * math.prod(dims(instruction.shape)) * math.prod(contracted)
-    if instruction.opcode != "fusion":
-        return 0
-    inside = [i for name in instruction.called for i in module.body(name)]
-    shapes = {i.name: i.shape for i in inside}
-    return sum(_flops(module, i, shapes) for i in inside)
+    return sum(matmul.flops for matmul in work(module, instruction, shapes).matmuls)
 
 
 def dims(shape: str) -> list[int]:

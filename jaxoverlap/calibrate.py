@@ -7,19 +7,34 @@ domain. With `--here`, of the devices that JAX sees on this machine.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-from jaxoverlap import fit
-from jaxoverlap.measured import Memory, Permutes, Tables, decode
+from jaxoverlap import fit, here, xla_table
+from jaxoverlap.measured import (
+    Collectives,
+    FitError,
+    Matmuls,
+    Memory,
+    Permutes,
+    Tables,
+    decode,
+)
 
 PACKAGE = "aiconfigurator-core"
 _INSTALL = "pip install 'jaxoverlap[calibrate]'"
@@ -34,46 +49,57 @@ _CHANNELS = 24  # NCCL's log on eight A100s and on eight H100s: "24 coll channel
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where a chip's rows are in aiconfigurator-core: folders under systems/data."""
+class Source:
+    """Where a chip's rows are.
+
+    Attributes:
+        chip: as `parse_cluster` takes it.
+        system: its folder in aiconfigurator-core, under systems/data.
+        bf16, fp8: whose matmuls, in gemm/ there; "" for none.
+        nccl: the version whose collectives, in comm/nccl/ there.
+        xla: the chip in XLA's own table, which has permutes and larger groups.
+    """
 
     chip: str
     system: str
-    matmuls: str
+    bf16: str
+    fp8: str
     nccl: str
-    dtypes: tuple[str, ...]
+    xla: str
 
 
-# Of several frameworks that called the same cuBLAS, TensorRT-LLM's: its fp8 rows time the matmul
-# alone. On one H100 the frameworks' bf16 rows differ by 5 to 8% from each other.
-_TRTLLM = "trtllm/1.3.0rc20"
+# Several frameworks called the same libraries; on one H100 their bf16 rows differ by 5 to 8% from
+# each other. For fp8 TensorRT-LLM's rows also time how it makes fp8 of its input (12 µs at least),
+# which in XLA is a kernel of its own; vLLM's do not, but on the B200 they are up to six times slower
+# in places, so there SGLang's stand in.
+_TRTLLM, _VLLM, _SGLANG = "trtllm/1.3.0rc20", "vllm/0.24.0", "sglang/0.5.14"
 SOURCES = (
-    _Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "2.27.3", ("bf16",)),
-    _Source("h100-sxm", "h100_sxm", _TRTLLM, "2.29.2", ("bf16", "fp8")),
-    _Source("h200", "h200_sxm", _TRTLLM, "2.29.2", ("bf16", "fp8")),
-    _Source("b200", "b200_sxm", _TRTLLM, "2.29.2", ("bf16", "fp8")),
-    _Source("gb200", "gb200", _TRTLLM, "2.29.2", ("bf16", "fp8")),
+    Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "", "2.27.3", "sm_90"),
+    Source("h100-sxm", "h100_sxm", _TRTLLM, _VLLM, "2.29.2", "sm_90"),
+    Source("h200", "h200_sxm", _TRTLLM, _VLLM, "2.29.2", "sm_90"),
+    Source("b200", "b200_sxm", _TRTLLM, _SGLANG, "2.29.2", "sm_100_B200"),
+    Source("gb200", "gb200", _TRTLLM, _VLLM, "2.29.2", "sm_100_GB200"),
 )
+_PERMUTES_OF_ANOTHER = ("a100-sxm-80", "h200")
+# XLA measured an NVL72 rack in groups of 18, 32 and 64 too: these test what lies between.
+_LARGER_GROUPS = {"gb200": (8, 16, 36, 72)}
+_LARGEST_BYTES = 4e9
 _DTYPE_NAMES = {"bf16": ("bfloat16", 2.0), "fp8": ("fp8", 1.0)}  # theirs, bytes of an element
 
 
-def chip_tables(source: _Source, date: str) -> Tables:
-    """The tables of one chip, from aiconfigurator-core.
+def chip_tables(source: Source, date: str) -> Tables:
+    """The tables of one chip, from aiconfigurator-core and from JAX's CUDA plugin.
 
     Raises:
-        ImportError: if that package is not installed.
+        ImportError: if one of these is not installed.
     """
-    origin = f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
-    matmuls = {}
-    for dtype in source.dtypes:
-        rows = matmul_rows(source, dtype)
-        rates = fit.fit_rates(rows, _DTYPE_NAMES[dtype][1], 2.0)
-        name = f"{origin}, {source.system}/gemm/{source.matmuls}, {len(rows)} rows"
-        matmuls[dtype] = fit.fit_matmuls(rows, rates, name, fit.M_KNOTS, fit.NK_KNOTS)
-    collectives = fit.fit_collectives(
-        collective_rows(source), f"{origin}, {source.system}/comm/nccl/{source.nccl}"
-    )
-    curves, thin = collectives.curves, matmuls["bf16"]
+    matmuls = {dtype: _matmuls(source, dtype) for dtype in _DTYPE_NAMES if getattr(source, dtype)}
+    rows = collective_rows(source) + larger_groups(source)
+    origin = f"{_origin()} {source.system}/comm/nccl/{source.nccl}"
+    if larger_groups(source):
+        origin += f"; groups above four: {xla_table.version()} {source.xla}"
+    collectives = fit.fit_collectives(rows, origin)
+    thin = matmuls["bf16"]
     return Tables(
         chip=source.chip,
         date=date,
@@ -82,30 +108,58 @@ def chip_tables(source: _Source, date: str) -> Tables:
             thin.launch_s, thin.bytes_per_s, "the bf16 matmuls of at most 16 rows, which read all"
         ),
         collectives=collectives,
-        permutes=Permutes(
-            latency_s=curves["all-to-all"][2].floor_s,
-            bytes_per_s=float(f"{_best_rate(curves['all-gather']):.4g}"),
-            source="derived, there are no rows: the smallest all-to-all of two devices, and the "
-            "best rate of the all-gathers",
-        ),
+        permutes=_permutes(source, collectives),
         channels=_CHANNELS,
     )
 
 
-def _best_rate(curves: dict[int, object]) -> float:
-    return max(curve.bytes_per_s for curve in curves.values())  # pyright: ignore
+def _matmuls(source: Source, dtype: str) -> Matmuls:
+    rows = matmul_rows(source, dtype)
+    rates = fit.fit_rates(rows, _DTYPE_NAMES[dtype][1], 2.0)
+    name = f"{_origin()} {source.system}/gemm/{getattr(source, dtype)}, {len(rows)} rows"
+    return fit.fit_matmuls(rows, rates, name, fit.M_KNOTS, fit.NK_KNOTS)
 
 
-def matmul_rows(source: _Source, dtype: str) -> fit.MatmulRows:
+def _permutes(source: Source, collectives: Collectives) -> Permutes:
+    """From XLA's rows; a chip that has none takes another's latency and channels."""
+    rows = [r for r in xla_table.collective_rows(source.xla) if r.kind == "collective-permute"]
+    fitted = fit.fit_permutes(rows, f"{xla_table.version()} {source.xla}, {len(rows)} rows")
+    if source.chip not in _PERMUTES_OF_ANOTHER:
+        return fitted
+    gathers = collectives.curves["all-gather"].values()
+    return msgspec.structs.replace(
+        fitted,
+        bytes_per_s=max(curve.bytes_per_s for curve in gathers),
+        source=f"no rows: as the H100's ({fitted.source}), at most at the all-gathers' rate",
+        error=None,
+    )
+
+
+def larger_groups(source: Source) -> list[fit.CollectiveRow]:
+    """Collectives of more devices than aiconfigurator-core has, from XLA's table."""
+    if source.chip not in _LARGER_GROUPS:
+        return []
+    return [
+        row
+        for row in xla_table.collective_rows(source.xla)
+        if row.size in _LARGER_GROUPS[source.chip] and row.bytes_moved <= _LARGEST_BYTES
+    ]
+
+
+def _origin() -> str:
+    return f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
+
+
+def matmul_rows(source: Source, dtype: str) -> fit.MatmulRows:
     """The measured matmuls of one dtype."""
     theirs, _ = _DTYPE_NAMES[dtype]
-    found = _parquet(source, "gemm", source.matmuls, "gemm_perf.parquet")
+    found = _parquet(source, "gemm", getattr(source, dtype), "gemm_perf.parquet")
     mine = found["gemm_dtype"] == theirs
     m, n, k = (found[dim][mine].astype(float) for dim in "mnk")
     return fit.MatmulRows(m, n, k, found["latency"][mine] * 1e-3)
 
 
-def collective_rows(source: _Source) -> list[fit.CollectiveRow]:
+def collective_rows(source: Source) -> list[fit.CollectiveRow]:
     """The measured collectives; bytes turned into what each device sends by a ring."""
     found = _parquet(source, "comm", f"nccl/{source.nccl}", "nccl_perf.parquet")
     names = ("op_name", "num_gpus", "message_size", "nccl_dtype", "latency")
@@ -118,19 +172,20 @@ def collective_rows(source: _Source) -> list[fit.CollectiveRow]:
     return rows
 
 
-def _parquet(source: _Source, *path: str) -> dict[str, np.ndarray]:
+def _parquet(source: Source, *path: str) -> dict[str, np.ndarray]:
     """The columns of one of aiconfigurator-core's files."""
     spec = importlib.util.find_spec("aiconfigurator_core")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"the chips' measurements are in {PACKAGE}: {_INSTALL}")
-    import pyarrow.parquet  # comes with it
-
     systems = Path(spec.submodule_search_locations[0]) / "systems" / "data" / source.system
-    table = pyarrow.parquet.read_table(systems.joinpath(*path))
+    parquet = importlib.import_module("pyarrow.parquet")  # of the extra, not ours to type
+    table = parquet.read_table(systems.joinpath(*path))
     return {name: np.asarray(table[name].to_pylist()) for name in table.column_names}
 
 
 # -- the command ----------------------------------------------------------------------------------
+
+PACKAGED = Path(__file__).parent / "tables"
 
 
 def write(tables: Tables, path: Path) -> None:
@@ -138,9 +193,10 @@ def write(tables: Tables, path: Path) -> None:
 
     Where only the date would change the file keeps the one that it has.
     """
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError, ValueError):  # none, or of another format
         before = decode(path.read_bytes(), str(path))
-        if msgspec.structs.replace(tables, date=before.date) == before:
+        tables = msgspec.structs.replace(tables, date=before.date)
+        if tables == before:
             return
     text = msgspec.json.format(msgspec.json.encode(tables), indent=1).decode()
     text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\s+", " ", found.group()), text)
@@ -149,17 +205,59 @@ def write(tables: Tables, path: Path) -> None:
     os.replace(part, path)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m jaxoverlap.calibrate", description=__doc__)
+    parser.add_argument(
+        "--here", type=Path, metavar="FILE", help="measure this machine's devices, and write FILE"
+    )
+    options = parser.parse_args(arguments)
     today = datetime.date.today().isoformat()
-    for source in SOURCES:
-        t = chip_tables(source, today)
-        write(t, Path(__file__).parent / "tables" / f"{source.chip}.json")
-        print(
-            source.chip,
-            {k: v.error for k, v in t.matmuls.items()},
-            t.collectives.error,
-            t.collectives.error_new_sizes,
-            t.memory,
-            t.permutes,
-            [(v.launch_s, v.flops_per_s, v.bytes_per_s) for v in t.matmuls.values()],
-        )
+    console = Console()
+    with Progress(console=console) as progress:
+        if options.here:
+            made = [_here(options.here, today, progress)]
+        else:
+            chosen = progress.track(SOURCES, description="chips")
+            made = [_packaged(source, today) for source in chosen]
+    console.print(_errors(made))
+
+
+def _packaged(source: Source, today: str) -> Tables:
+    tables = chip_tables(source, today)
+    write(tables, PACKAGED / f"{source.chip}.json")
+    return tables
+
+
+def _here(path: Path, today: str, progress: Progress) -> Tables:
+    task = progress.add_task("here", total=here.measurements())
+
+    def advance(what: str) -> None:
+        progress.update(task, advance=1, description=what)
+
+    tables = here.tables_here(today, advance)
+    write(tables, path)
+    return tables
+
+
+def _errors(made: Sequence[Tables]) -> Table:
+    """How far the fits are from the rows that they did not see."""
+    grid = Table(title="Error of the fits, on rows held back")
+    for column in ("chip", "rows of", "held back", "mean", "median", "worst"):
+        grid.add_column(column, justify="left" if column in ("chip", "rows of") else "right")
+    for tables in made:
+        found: dict[str, FitError | None] = {
+            f"{dtype} matmuls": table.error for dtype, table in tables.matmuls.items()
+        }
+        found["collectives"] = tables.collectives.error
+        found["collectives of other sizes"] = tables.collectives.error_new_sizes
+        found["permutes (all fitted)"] = tables.permutes.error
+        for name, error in found.items():
+            if error:
+                parts = (f"{part:.1%}" for part in (error.mean, error.median, error.worst))
+                grid.add_row(tables.chip, name, str(error.rows), *parts)
+    return grid
+
+
+if __name__ == "__main__":
+    main()

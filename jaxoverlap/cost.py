@@ -84,10 +84,12 @@ class CostModel:
     Attributes:
         cluster: chip and links.
         tables: what was measured of the chip.
+        permute_channels: that each permute on NVLink runs on; None: as many as NCCL gives it.
     """
 
     cluster: Cluster
     tables: Tables
+    permute_channels: int | None = None
 
     def matmul_s(
         self, m: int, n: int, k: int, *, batch: int = 1, dtype: str = "bf16", beside: Share = ALONE
@@ -142,8 +144,8 @@ class CostModel:
         if group.size == 1:
             return self.tables.memory.launch_s  # nothing to send
         if kind == PERMUTE:
-            seconds = self._permute_s(bytes_moved, group)
-        elif group.domains == 1:
+            return self._permute_s(bytes_moved, group, channels)
+        if group.domains == 1:
             seconds = self._on_nvlink(
                 self.tables.collectives.seconds(kind, bytes_moved, group.size),
                 self.tables.collectives.seconds(kind, 0, group.size),
@@ -176,11 +178,12 @@ class CostModel:
         traffic = rate * _MEMORY_BYTES_PER_BYTE.get(kind, _MEMORY_BYTES_OF_OTHERS)
         if channels is not None:
             return Share(channels.count, traffic)
-        if kind == PERMUTE:
-            ring = self.cluster.gpus_per_nvlink_domain  # devices of the communicator: as many
-            count = nccl.permute_channels(bytes_moved, ring, group.domains)
-        else:
+        if kind != PERMUTE:
             count = nccl.ring_channels(bytes_moved, group.size, group.domains, most)
+        elif group.domains > 1:
+            count = nccl.NETWORK_PERMUTE_CHANNELS
+        else:
+            count = self._channels_of_permute(bytes_moved)
         return Share(count, traffic)
 
     # -- pieces -----------------------------------------------------------------------------------
@@ -223,13 +226,21 @@ class CostModel:
             raise ValueError(f"unknown collective {kind!r}: known are {names}")
         return known
 
-    def _permute_s(self, bytes_moved: int, group: Group) -> float:
+    def _permute_s(self, bytes_moved: int, group: Group, channels: Channels | None) -> float:
         if group.domains > 1:
-            return nccl.permute_s(bytes_moved, self.cluster.network)
-        permutes = self.tables.permutes
-        return self._on_nvlink(
-            permutes.latency_s + bytes_moved / permutes.bytes_per_s, permutes.latency_s
-        )
+            return nccl.network_permute_s(bytes_moved, self.cluster.network)
+        table = self.tables.permutes
+        rate = table.bytes_per_s
+        if table.channel_bytes_per_s:
+            count = channels.count if channels else self._channels_of_permute(bytes_moved)
+            rate = min(rate, nccl.permute_rate(bytes_moved, count, table.channel_bytes_per_s))
+        return self._on_nvlink(table.latency_s + bytes_moved / rate, table.latency_s)
+
+    def _channels_of_permute(self, bytes_moved: int) -> int:
+        """On NVLink. XLA makes one communicator of all devices; NCCL's part here is a domain's."""
+        if self.permute_channels is not None:
+            return self.permute_channels
+        return nccl.permute_channels(bytes_moved, self.cluster.gpus_per_nvlink_domain)
 
     def _nvlink_rate(self, kind: str) -> float:
         """What each device sends in a second in a large collective within a domain."""
@@ -285,7 +296,7 @@ def has_cost_model(cluster: Cluster) -> bool:
 def _cluster_here(tables: Tables, here: Here) -> Cluster:
     """The cluster that `--here` found: one host, whose devices all reach each other.
 
-    A CPU has none of what only a GPU has: those numbers are zero.
+    What was not measured (memory, caches, clocks) is zero.
     """
     link = Link("this host", tables.permutes.bytes_per_s, tables.permutes.latency_s)
     chip = Chip(
@@ -295,7 +306,7 @@ def _cluster_here(tables: Tables, here: Here) -> Cluster:
         num_sms=1,
         fpus_per_sm=0,
         clock_ghz=0.0,
-        memory_bytes=here.memory_bytes,
+        memory_bytes=0,
         memory_bandwidth_bytes_per_s=tables.memory.bytes_per_s,
         l2_bytes=0,
         shared_memory_per_sm_bytes=0,

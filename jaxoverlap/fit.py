@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy.sparse as sp
+from scipy.optimize import minimize
 from scipy.sparse.linalg import spsolve
 
-from jaxoverlap.measured import Collectives, Curve, FitError, Matmuls
+from jaxoverlap import nccl
+from jaxoverlap.measured import Collectives, Curve, FitError, Matmuls, Permutes
 
 SEED = 20
 HELD_BACK = 0.2  # of the rows: they say how good the fit is, and have no part in it
@@ -79,26 +81,15 @@ def error(predicted: np.ndarray, measured: np.ndarray) -> FitError:
 def fit_matmuls(
     rows: MatmulRows, rates: Rates, source: str, m: Sequence[int], nk: Sequence[int]
 ) -> Matmuls:
-    """Fit the factor over some rates to four fifths of the rows.
+    """Fit the factor over some rates to all rows; the error is of a fit to four fifths of them.
 
-    Least absolute error of log seconds (by reweighted least squares) with a penalty on the table's
-    bends, so that corners without rows follow their neighbours.
+    Args:
+        m, nk: the knots of the table's dims.
     """
-    held = held_back(len(rows))
-    train = rows[~held]
-    knots = (m, nk, nk)
-    matrix, bends = _hats((train.m, train.n, train.k), knots), _bends(knots)
-    wanted = np.log(train.seconds / _base(rates, train))
-    weights = np.ones(len(train))
-    factor = np.zeros(math.prod(map(len, knots)))
-    for _ in range(20):
-        weighted = matrix.T @ sp.diags(weights)
-        normal = weighted @ matrix + _SMOOTHNESS * (bends.T @ bends)
-        factor = spsolve((normal + 1e-6 * sp.eye_array(len(factor))).tocsc(), weighted @ wanted)
-        weights = 1 / np.maximum(np.abs(wanted - matrix @ factor), _BEND) * _BEND
-    factor = np.round(factor, 3)
-    test = rows[held]
-    predicted = _base(rates, test) * np.exp(_hats((test.m, test.n, test.k), knots) @ factor)
+    held, knots = held_back(len(rows)), (m, nk, nk)
+    unseen = rows[held]
+    factor = _factor(rates, rows[~held], knots)
+    predicted = _base(rates, unseen) * np.exp(_hats(unseen, knots) @ factor)
     return Matmuls(
         launch_s=rates.launch_s,
         flops_per_s=rates.flops_per_s,
@@ -108,10 +99,28 @@ def fit_matmuls(
         m=tuple(m),
         n=tuple(nk),
         k=tuple(nk),
-        log_factor=tuple(factor.tolist()),
+        log_factor=tuple(_factor(rates, rows, knots).tolist()),
         source=source,
-        error=error(predicted, test.seconds),
+        error=error(predicted, unseen.seconds),
     )
+
+
+def _factor(rates: Rates, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
+    """The table of log factors, flat.
+
+    Least absolute error of log seconds (by reweighted least squares) with a penalty on the table's
+    bends, so that corners without rows follow their neighbours.
+    """
+    matrix, bends = _hats(rows, knots), _bends(knots)
+    wanted = np.log(rows.seconds / _base(rates, rows))
+    weights, factor = np.ones(len(rows)), np.zeros(math.prod(map(len, knots)))
+    for _ in range(20):
+        weighted = matrix.T @ sp.diags_array(weights)
+        normal = weighted @ matrix + _SMOOTHNESS * (bends.T @ bends)
+        normal = normal + 1e-6 * sp.eye_array(len(factor))
+        factor = np.asarray(spsolve(normal.tocsc(), weighted @ wanted))
+        weights = _BEND / np.maximum(np.abs(wanted - matrix @ factor), _BEND)
+    return np.round(factor, 3)
 
 
 def fit_rates(rows: MatmulRows, element_bytes: float, result_bytes: float) -> Rates:
@@ -142,21 +151,17 @@ def _base(rates: Rates, rows: MatmulRows) -> np.ndarray:
     return rates.launch_s + 2.0 * m * n * k / rates.flops_per_s + moved / rates.bytes_per_s
 
 
-def _hats(dims: Sequence[np.ndarray], knots: Sequence[Sequence[int]]) -> sp.csr_matrix:
+def _hats(rows: MatmulRows, knots: Sequence[Sequence[int]]) -> sp.csr_array:
     """The weights of the knots around each row: what `measured.Matmuls.seconds` takes."""
-    count, shape = len(dims[0]), [len(k) for k in knots]
+    shape, dims = [len(k) for k in knots], (rows.m, rows.n, rows.k)
     places = [_places(d, k) for d, k in zip(dims, knots, strict=True)]
     index, weight = [], []
     for corner in itertools.product((0, 1), repeat=3):
-        ups = [
-            (low + up, share if up else 1 - share)
-            for (low, share), up in zip(places, corner, strict=True)
-        ]
-        index.append(np.ravel_multi_index([i for i, _ in ups], shape))
-        weight.append(math.prod([w for _, w in ups]))
-    rows = np.tile(np.arange(count), 8)
-    cells = (np.concatenate(weight), (rows, np.concatenate(index)))
-    return sp.csr_matrix(cells, shape=(count, math.prod(shape)))
+        pairs = list(zip(places, corner, strict=True))
+        index.append(np.ravel_multi_index([low + up for (low, _), up in pairs], shape))
+        weight.append(math.prod([f if up else 1 - f for (_, f), up in pairs]))
+    at = (np.tile(np.arange(len(rows)), 8), np.concatenate(index))
+    return sp.csr_array((np.concatenate(weight), at), shape=(len(rows), math.prod(shape)))
 
 
 def _places(x: np.ndarray, knots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -165,44 +170,47 @@ def _places(x: np.ndarray, knots: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     return low, np.clip((at - grid[low]) / (grid[low + 1] - grid[low]), 0.0, 1.0)
 
 
-def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_matrix:
+def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
     """Second differences of a table along each of its dims."""
     found = []
     for dim, grid in enumerate(knots):
         step = np.diff(np.log(np.asarray(grid, float)))
-        inner = len(grid) - 2
         left, right = 1 / step[:-1], 1 / step[1:]
-        bend = sp.diags([left, -left - right, right], [0, 1, 2], shape=(inner, len(grid)))
-        parts = [bend if d == dim else sp.eye(len(k)) for d, k in enumerate(knots)]
+        bend, row = np.zeros((len(grid) - 2, len(grid))), np.arange(len(grid) - 2)
+        bend[row, row], bend[row, row + 1], bend[row, row + 2] = left, -left - right, right
+        parts = [
+            sp.csr_array(bend) if d == dim else sp.eye_array(len(k)) for d, k in enumerate(knots)
+        ]
         found.append(sp.kron(sp.kron(parts[0], parts[1]), parts[2]))
-    return sp.vstack(found).tocsr()
+    return sp.csr_array(sp.vstack(found))
 
 
 # -- collectives ----------------------------------------------------------------------------------
 
 
 def fit_collectives(rows: Sequence[CollectiveRow], source: str) -> Collectives:
-    """Curves through four fifths of the rows, with the errors on the others.
+    """Curves through all rows; the errors are of curves through four fifths of them.
 
     The second error is of curves that lack all rows of a fifth of the sizes (the smallest and the
     largest of each curve stay): what interpolation costs.
     """
     inner = sorted({_key(r) for r in rows} - _ends(rows))
     sizes = {key for key, out in zip(inner, held_back(len(inner)), strict=True) if out}
-    curves, by_row = _curves_and_error(rows, held_back(len(rows)).tolist())
-    _, by_size = _curves_and_error(rows, [_key(r) in sizes for r in rows])
-    return Collectives(curves, source, by_row, by_size)
+    return Collectives(
+        curves=_curves(rows),
+        source=source,
+        error=_unseen_error(rows, held_back(len(rows)).tolist()),
+        error_new_sizes=_unseen_error(rows, [_key(r) in sizes for r in rows]),
+    )
 
 
 Curves = dict[str, dict[int, Curve]]
 
 
-def _curves_and_error(
-    rows: Sequence[CollectiveRow], held: Sequence[bool]
-) -> tuple[Curves, FitError]:
-    """Curves through the rows that are not held back, and how far the others are from them."""
+def _curves(rows: Iterable[CollectiveRow]) -> Curves:
+    """By kind and number of devices: the geometric mean of the rows of each size."""
     seen: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for row in itertools.compress(rows, (not out for out in held)):
+    for row in rows:
         curve = seen.setdefault((row.kind, row.size), {})
         curve.setdefault(row.bytes_moved, []).append(math.log(row.seconds))
     curves: Curves = {}
@@ -210,9 +218,15 @@ def _curves_and_error(
         moved = sorted(points)
         means = (_short(math.exp(sum(points[b]) / len(points[b]))) for b in moved)
         curves.setdefault(kind, {})[size] = Curve(tuple(moved), tuple(means))
+    return curves
+
+
+def _unseen_error(rows: Sequence[CollectiveRow], held: Sequence[bool]) -> FitError:
+    """How far the rows that are held back are from curves through the others."""
+    curves = _curves(itertools.compress(rows, (not out for out in held)))
     test = list(itertools.compress(rows, held))
     predicted = [curves[r.kind][r.size].at(r.bytes_moved) for r in test]
-    return curves, error(np.array(predicted), np.array([r.seconds for r in test]))
+    return error(np.array(predicted), np.array([r.seconds for r in test]))
 
 
 def _key(row: CollectiveRow) -> tuple[str, int, float]:
@@ -225,6 +239,30 @@ def _ends(rows: Iterable[CollectiveRow]) -> set[tuple[str, int, float]]:
     for row in rows:
         moved.setdefault((row.kind, row.size), []).append(row.bytes_moved)
     return {(*curve, end) for curve, sizes in moved.items() for end in (min(sizes), max(sizes))}
+
+
+def fit_permutes(rows: Sequence[CollectiveRow], source: str) -> Permutes:
+    """Latency, a channel's rate and the link's, by least absolute error of log seconds."""
+    moved = np.array([r.bytes_moved for r in rows])
+    seconds = np.array([r.seconds for r in rows])
+    channels = np.array([nccl.permute_rate(r.bytes_moved, _channels(r), 1.0) for r in rows])
+
+    def predicted(log_rates: np.ndarray) -> np.ndarray:
+        latency_s, channel, link = np.exp(log_rates)
+        return latency_s + moved / np.minimum(channels * channel, link)
+
+    def loss(log_rates: np.ndarray) -> float:
+        return float(np.abs(np.log(predicted(log_rates) / seconds)).mean())
+
+    link = float((moved / seconds).max())
+    start = np.log([seconds.min(), link / 20, link])
+    found = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
+    latency_s, channel, link = (_short(x) for x in np.exp(found.x))
+    return Permutes(latency_s, channel, link, source, error(predicted(found.x), seconds))
+
+
+def _channels(row: CollectiveRow) -> int:
+    return nccl.permute_channels(row.bytes_moved, row.size)
 
 
 def _short(x: float) -> float:

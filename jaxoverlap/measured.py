@@ -171,17 +171,22 @@ class Collectives(msgspec.Struct, frozen=True):
 
 
 class Permutes(msgspec.Struct, frozen=True):
-    """A permute between two devices of one NVLink domain: latency + bytes / rate.
+    """Permutes inside one NVLink domain; the formula is `nccl.permute_s`.
 
     Attributes:
         latency_s: of the smallest.
-        bytes_per_s: of the largest, in one direction.
+        channel_bytes_per_s: of one channel; 0 where permutes do not run on channels.
+        bytes_per_s: of the link, in one direction.
         source: where these come from.
+        error: of the rows they are fitted to (three numbers: none was held back); None if there
+            are no rows.
     """
 
     latency_s: float
+    channel_bytes_per_s: float
     bytes_per_s: float
     source: str
+    error: FitError | None
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -229,13 +234,11 @@ class Here(msgspec.Struct, frozen=True):
     Attributes:
         devices: that ran at once.
         platform: JAX's name of it.
-        memory_bytes: of the host, a device.
         versions: of jax and python.
     """
 
     devices: int
     platform: str
-    memory_bytes: int
     versions: str
 
 

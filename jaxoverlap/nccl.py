@@ -126,14 +126,13 @@ def _exchange_s(
     )
 
 
-def permute_s(bytes_moved: float, network: Link) -> float:
+def network_permute_s(bytes_moved: float, network: Link) -> float:
     """A permute over the network: the link's latency, then bytes at its rate.
 
     As the P2P model of aiconfigurator-core (10 µs + bytes / 50 GB/s at 400 Gb/s), with the
     latency of the cluster's own link.
     """
-    rate = network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY
-    return network.latency_s + bytes_moved / rate
+    return network.latency_s + bytes_moved / (network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY)
 
 
 # -- channels -------------------------------------------------------------------------------------
@@ -141,7 +140,8 @@ def permute_s(bytes_moved: float, network: Link) -> float:
 _CHANNEL_BYTES = 512 * 64  # threads of a block, and the bytes that Simple wants for each
 _CHANNELS_A_NIC = 4  # as NCCL logs for hosts of few GPUs (NVIDIA/nccl issue 1189)
 _P2P_CHANNELS = 32  # as NCCL logs on HGX hosts: "24 coll channels, ..., 32 p2p channels"
-_PART_BYTES = (64 * 1024, 16 * 1024 * 1024)  # of a permute on a channel: least, most
+_PART_BYTES = 16 * 1024 * 1024  # the most of a permute on one channel while others are free
+_P2P_LL_BYTES = 512 * 1024  # up to here a permute goes by LL, in the measured rows
 
 
 def ring_channels(bytes_moved: float, size: int, domains: int, most: int) -> int:
@@ -154,20 +154,23 @@ def ring_channels(bytes_moved: float, size: int, domains: int, most: int) -> int
     return max(1, min(most, math.ceil(bytes_moved / _CHANNEL_BYTES)))
 
 
-def permute_channels(bytes_moved: float, size: int, domains: int) -> int:
-    """Channels of one send and receive.
+def permute_channels(bytes_moved: float, communicator: int) -> int:
+    """Channels of one send and receive inside an NVLink domain.
 
     Source: addP2pToPlan in NCCL's src/enqueue.cc: an equal part of the p2p channels for each
-    device of the communicator, doubled while the parts are too large. Over the network a peer has
-    but the few channels of the NICs.
-
-    Args:
-        size: devices of the communicator.
+    device of the communicator, doubled while more than 16 MiB are left for each. The rows that XLA
+    measured on 8, 64 and 72 GPUs show the same steps.
     """
-    if domains > 1:
-        return _CHANNELS_A_NIC
-    least, part = _PART_BYTES
-    count = max(1, min(_P2P_CHANNELS // size, math.ceil(bytes_moved / least)))
-    while bytes_moved / count > part and count <= _P2P_CHANNELS // 2:
+    count = max(1, _P2P_CHANNELS // communicator)
+    while bytes_moved / count > _PART_BYTES and count <= _P2P_CHANNELS // 2:
         count *= 2
     return count
+
+
+def permute_rate(bytes_moved: float, channels: int, channel_bytes_per_s: float) -> float:
+    """Bytes per second of a permute's channels: LL has a quarter of Simple's rate."""
+    ll = 4 if bytes_moved <= _P2P_LL_BYTES else 1
+    return channels * channel_bytes_per_s / ll
+
+
+NETWORK_PERMUTE_CHANNELS = 2  # for a peer over the network: NCCL_NCHANNELS_PER_NET_PEER

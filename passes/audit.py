@@ -30,6 +30,7 @@ _KINDS = (
 )
 _RING = re.compile(rf"({'|'.join(PASSES.values())})\.(\d+)/")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
+_GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
 _MATMUL_TARGET = re.compile(
     r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?:fmha|conv)|[^"]*(?:matmul|gemm|Dot))',
     re.IGNORECASE,
@@ -302,18 +303,26 @@ def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mappin
 
 
 def _groups(collective: hlo.Instruction) -> str:
-    if found := _MESH_GROUPS.search(collective.line):
+    if "replica_groups=mesh[" in collective.line and (
+        found := _MESH_GROUPS.search(collective.line)
+    ):
         return found.group().removeprefix("replica_groups=")
-    names = ("replica_groups", "source_target_pairs")
-    return next(filter(None, map(collective.attribute, names)), "")
+    found = _GROUPS.search(collective.line)
+    return found.group(2) if found else ""
 
 
 def group_size(collective: hlo.Instruction, num_devices: int) -> int:
     """Devices that take part in a collective together; those on the way of a permute's hops."""
-    if pairs := collective.attribute("source_target_pairs"):
-        target = {source: to for source, to in parties(pairs, num_devices)}
+    permute = ", source_target_pairs=" in collective.line
+    return _group_size(_groups(collective), num_devices, permute)
+
+
+@functools.lru_cache(maxsize=4096)  # a ring writes the same pairs a thousand times
+def _group_size(groups: str, num_devices: int, permute: bool) -> int:
+    if permute:
+        target = {source: to for source, to in parties(groups, num_devices)}
         return max((_path(target, start) for start in target), default=1)
-    return max(map(len, parties(_groups(collective), num_devices)))
+    return max(map(len, parties(groups, num_devices)))
 
 
 def _path(target: dict[int, int], start: int) -> int:

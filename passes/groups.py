@@ -38,6 +38,7 @@ def parties(groups: str, num_devices: int) -> Groups:
     raise ValueError(f"groups in an unknown form: {groups}")
 
 
+@functools.lru_cache(maxsize=4096)
 def domains(groups: str, num_devices: int, gpus_per_domain: int) -> int:
     """The most NVLink domains that one group of a collective spreads over.
 

@@ -19,6 +19,7 @@ _CALLED = re.compile(
     r"=%?([\w.\-]+)"
 )
 _CALLED_LIST = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_CALLING = ("calls=", "to_apply=", "body=", "computation")  # one is in every line that calls
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
@@ -58,6 +59,8 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it calls."""
+        if not any(word in self.line for word in _CALLING):
+            return ()
         names = _CALLED.findall(self.line)
         for group in _CALLED_LIST.findall(self.line):
             names += re.findall(r"%?([\w.\-]+)", group)

@@ -55,7 +55,8 @@ class Stray:
             return (
                 f"{at}: {self.before} a device changes from one sharded dim to another among "
                 f"{self.devices} devices: what makes it and what reads it are sharded differently; "
-                f"a {pin} there that names one sharding for both removes the exchange"
+                f"unless that is meant, as for experts, a {pin} there that names one sharding for "
+                "both removes the exchange"
             )
         if self.kind == "all-reduce":
             return (

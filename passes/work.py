@@ -7,6 +7,7 @@ what it needs (a slice of a stacked weight, an update of a buffer in place).
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import defaultdict
@@ -226,6 +227,7 @@ def _updated_in_place(result: hlo.Instruction, by_name: Mapping[str, hlo.Instruc
         result = by_name[result.operands[0]]
 
 
+@functools.lru_cache(maxsize=65536)
 def _elements(shape: str) -> int:
     return sum(math.prod(hlo.dims(array)) for array in hlo.array_shapes(shape))
 

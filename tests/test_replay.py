@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,55 +12,20 @@ from jaxoverlap.passes import hlo
 from jaxoverlap.passes.replay import UNKNOWN_TRIPS, alone_s, replay
 from jaxoverlap.passes.timeline import NETWORK, NVLINK, Timeline
 from tests.clock import clock
-
-HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=16"
-X = "%x = f32[1024,1024]{1,0} parameter(0)"
-PAIRS, FAR = "{{0,1},{1,0}}", "{{0,8},{8,0}}"
-
-
-def gemm(name: str) -> str:
-    """One second."""
-    return (
-        f"%{name} = f32[1024,1024]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, "
-        "rhs_contracting_dims={0}"
-    )
-
-
-def copy(name: str) -> str:
-    """A second of memory: a megabyte read and written."""
-    return f"%{name} = s8[1000000]{{0}} copy(%m)"
-
-
-def hop(name: str, seconds: float = 1, pairs: str = PAIRS) -> str:
-    size = round(seconds * 1e6)
-    return (
-        f"%p.{name} = s8[{size}]{{0}} bitcast(%x)\n  %{name} = (s8[{size}]{{0}}, s8[{size}]{{0}}) "
-        f"collective-permute-start(%p.{name}), source_target_pairs={pairs}"
-    )
-
-
-def done(name: str) -> str:
-    return f"%{name}.done = s8[1]{{0}} collective-permute-done(%{name})"
-
-
-def sync(name: str, seconds: float = 1) -> str:
-    size = round(seconds * 1e6)
-    return (
-        f"%p.{name} = s8[{size}]{{0}} bitcast(%x)\n  %{name} = s8[{size}]{{0}} "
-        f"collective-permute(%p.{name}), source_target_pairs={PAIRS}"
-    )
-
-
-def computation(name: str, *lines: str) -> str:
-    body = "\n".join(f"  {line}" for line in (X, "%m = s8[1000000]{0} bitcast(%x)", *lines))
-    return f"{name} (x: f32[1024,1024]) -> () {{\n{body}\n  ROOT %end = () tuple()\n}}\n"
-
-
-CONDITION = computation("%condition", "%t = pred[] constant(true)")
-
-
-def module(*lines: str, before: str = "") -> hlo.Module:
-    return hlo.parse(f"{HEAD}\n\n{CONDITION}\n{before}\n{computation('ENTRY %main', *lines)}")
+from tests.steps import (
+    BODY,
+    FAR,
+    INNER,
+    PAIRS,
+    computation,
+    copy,
+    done,
+    gemm,
+    hop,
+    loop,
+    module,
+    sync,
+)
 
 
 def times(*lines: str, before: str = "", **more) -> Timeline:
@@ -150,15 +117,6 @@ def test_memory_bound_kernels_have_a_share_of_their_own():
 # -- loops, calls, branches -------------------------------------------------------------------------
 
 
-BODY = computation("%body", hop("r", 2), gemm("a"), done("r"), gemm("b"))
-INNER = computation("%inner", gemm("z"))
-
-
-def loop(trips: int | None, name: str = "loop", body: str = "body") -> str:
-    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ""
-    return f"%{name} = () while(%x), condition=%condition, body=%{body}{known}"
-
-
 def test_a_loop_runs_by_its_trips():
     got = times(loop(5), before=BODY)
     near(got, 15, 10, 10, 5)
@@ -238,6 +196,14 @@ def test_seconds_of_one_instruction_alone():
     named = {name: got[name] for name in ("x", "a", "h", "h.done", "loop", "k", "c")}
     # An iteration: the hop's two seconds hide one of matmul at half speed; another follows.
     assert named == {"x": 0, "a": 1, "h": 2, "h.done": 0, "loop": 15, "k": 1, "c": 1}
+
+
+def test_two_orders_of_one_computation_compare():
+    step = module(hop("h"), done("h"), gemm("a"))
+    *head, wait, matmul, root = step.body("main")
+    later = {**step.computations, "main": (*head, matmul, wait, root)}
+    near(replay(step, clock()), 2, 1, 1, 1)
+    near(replay(dataclasses.replace(step, computations=later), clock()), 1, 1, 1, 0)
 
 
 # -- properties -------------------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""The timeline of a 7B step, plain above overlapped: python -m benchmarks.gpt7b_page.
+
+Compiles the step of benchmarks/gpt7b.py both ways, prints both simulations, and writes the page and
+the picture that the README shows. Needs no GPU. A ring's hops take as many of NCCL's channels as
+--permute-channels says, and the overlapped step is also simulated with NCCL's own choice.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import jaxoverlap
+from benchmarks.gpt7b import MESH, POD, SIZES
+from benchmarks.pod_step import compile_on, in_child
+from jaxoverlap.cost import cost_model
+from models import gpt
+from models.config import Config
+
+app = typer.Typer(add_completion=False)
+console = Console(width=160)
+
+
+@app.command()
+def main(
+    permute_channels: Annotated[int, typer.Option(help="NCCL's channels of a hop.")] = 16,
+    out: Annotated[Path, typer.Option(help="Folder for gpt7b.html and gpt7b.svg.")] = Path("docs"),
+) -> None:
+    """Compile, simulate, print and draw."""
+    default = cost_model(POD)
+    cost = dataclasses.replace(default, permute_channels=permute_channels)
+    found = {}
+    for step in ("plain", "overlapped"):
+        with console.status(step), tempfile.NamedTemporaryFile() as file:
+            row = in_child("benchmarks.gpt7b_page", step, file.name)
+            if "error" in row:
+                console.print(f"{step}: {row['error']}")
+                raise typer.Exit(1)
+            text = Path(file.name).read_text()
+        found[step] = jaxoverlap.simulate(text, cost)
+        print(f"\n{step}, {permute_channels} channels a hop\n{found[step]}")
+        if step == "overlapped":
+            own = jaxoverlap.simulate(text, default)
+            print(f"\nwith NCCL's own choice of channels\n{own}")
+    overlapped, plain = found["overlapped"], found["plain"]
+    overlapped.to_html(out / "gpt7b.html", plain=plain)
+    overlapped.to_svg(out / "gpt7b.svg", plain=plain)
+
+
+def child(step: str, path: str) -> dict[str, float]:
+    """Compile one of the two in a child process, and write its module's text."""
+    mesh = jaxoverlap.pod_mesh(POD, MESH)
+    config = Config.pod(**MESH, **SIZES)
+    args = gpt.abstract_args(config, mesh)
+    compiled = compile_on(gpt.make_step(config, mesh), args, mesh, POD, step)
+    Path(path).write_text(compiled.text)
+    return {"compile_s": compiled.row["compile_s"]}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        print(json.dumps(child(*sys.argv[2:])))
+    else:
+        app()
