@@ -145,9 +145,10 @@ class CostModel:
                 self.tables.collectives.seconds(kind, 0, group.size),
             )
         else:
-            rate = self._nvlink_rate(kind)
-            network = self.cluster.network
-            seconds = nccl.collective_s(kind, bytes_moved, group.size, group.domains, rate, network)
+            spread = nccl.Spread(
+                group.size, group.domains, self._nvlink_rate(kind), self.cluster.network
+            )
+            seconds = nccl.collective_s(kind, bytes_moved, spread)
         if channels is None:
             return seconds
         rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
