@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from jaxoverlap import measured, nccl
 from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.measured import Here, Matmuls, Tables
@@ -280,7 +282,21 @@ def cost_model(
             f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
             "`python -m jaxoverlap.calibrate --here`"
         )
-    return CostModel(cluster, tables)
+    return CostModel(cluster, _with_memory_of(cluster.chip, tables))
+
+
+def _with_memory_of(chip: Chip, tables: Tables) -> Tables:
+    """The tables, for a chip that differs from the measured one in its memory alone."""
+    was = next((c for c in chips() if c.name == tables.chip), chip)
+    faster = chip.memory_bandwidth_bytes_per_s / was.memory_bandwidth_bytes_per_s
+    if faster == 1:
+        return tables
+    scaled = {
+        dtype: msgspec.structs.replace(table, bytes_per_s=table.bytes_per_s * faster)
+        for dtype, table in tables.matmuls.items()
+    }
+    memory = msgspec.structs.replace(tables.memory, bytes_per_s=tables.memory.bytes_per_s * faster)
+    return msgspec.structs.replace(tables, matmuls=scaled, memory=memory)
 
 
 def _cluster_here(tables: Tables, here: Here) -> Cluster:
