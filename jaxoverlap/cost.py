@@ -111,7 +111,7 @@ class CostModel:
         if min(m, n, k, batch) < 1:
             raise ValueError(f"a matmul of {batch} x [{m}, {k}] x [{k}, {n}]: give dims above zero")
         table, times = self._matmuls(dtype)
-        over_launch_s = (table.seconds(m, n, k, batch) - table.launch_s) * times
+        over_launch_s = max(table.seconds(m, n, k, batch) - table.launch_s, 0.0) * times
         if beside != ALONE:
             memory_s = table.bytes_touched(m, n, k, batch) * times / self._memory_left(beside)
             over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
@@ -247,12 +247,15 @@ class CostModel:
         return curves[max(curves)].bytes_per_s / slower
 
     def _on_nvlink(self, seconds: float, floor_s: float) -> float:
-        """Measured seconds, where the cluster's link is another than the chip's own."""
+        """Measured seconds, where the cluster's link is another than the chip's own.
+
+        What does not grow with the bytes goes by the links' latencies, the rest by their rates.
+        """
         have, was = self.cluster.nvlink, self.cluster.chip.nvlink
         if have == was:
             return seconds
         slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
-        return floor_s + (have.latency_s - was.latency_s) + (seconds - floor_s) * slower
+        return floor_s * have.latency_s / was.latency_s + (seconds - floor_s) * slower
 
 
 def cost_model(

@@ -124,10 +124,12 @@ def test_permutes_run_on_a_part_of_the_channels():
 
 def test_a_slower_link_slows_the_bytes_and_not_the_start():
     slow = dataclasses.replace(H100.cluster, nvlink=Link("half", 225e9, 12e-6))
+    prompt = dataclasses.replace(H100.cluster, nvlink=Link("prompt", 450e9, 1e-6))
     model = cost_model(slow)
     for kind in KINDS:
         start, whole = (H100.collective_s(kind, b, Group(8)) for b in (0, 1 << 30))
         assert model.collective_s(kind, 0, Group(8)) == pytest.approx(start)
+        assert cost_model(prompt).collective_s(kind, 0, Group(8)) == pytest.approx(start / 12)
         assert model.collective_s(kind, 1 << 30, Group(8)) == pytest.approx(2 * whole - start)
 
 
