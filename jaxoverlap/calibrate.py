@@ -70,8 +70,8 @@ class Source:
 
 # Several frameworks called the same libraries; on one H100 their bf16 rows differ by 5 to 8% from
 # each other. For fp8 TensorRT-LLM's rows also time how it makes fp8 of its input (12 µs at least),
-# which in XLA is a kernel of its own; vLLM's do not, but on the B200 they are up to six times slower
-# in places, so there SGLang's stand in.
+# which in XLA is a kernel of its own. vLLM's do not, but on the B200 some of them are up to six
+# times slower than SGLang's, which stand in there.
 _TRTLLM, _VLLM, _SGLANG = "trtllm/1.3.0rc20", "vllm/0.24.0", "sglang/0.5.14"
 SOURCES = (
     Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "", "2.27.3", "sm_90"),

@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from jaxoverlap import measured, nccl
 from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.measured import Here, Matmuls, Tables
@@ -109,7 +111,7 @@ class CostModel:
         if min(m, n, k, batch) < 1:
             raise ValueError(f"a matmul of {batch} x [{m}, {k}] x [{k}, {n}]: give dims above zero")
         table, times = self._matmuls(dtype)
-        over_launch_s = (table.seconds(m, n, k, batch) - table.launch_s) * times
+        over_launch_s = max(table.seconds(m, n, k, batch) - table.launch_s, 0.0) * times
         if beside != ALONE:
             memory_s = table.bytes_touched(m, n, k, batch) * times / self._memory_left(beside)
             over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
@@ -151,9 +153,10 @@ class CostModel:
                 self.tables.collectives.seconds(kind, 0, group.size),
             )
         else:
-            rate = self._nvlink_rate(kind)
-            network = self.cluster.network
-            seconds = nccl.collective_s(kind, bytes_moved, group.size, group.domains, rate, network)
+            spread = nccl.Spread(
+                group.size, group.domains, self._nvlink_rate(kind), self.cluster.network
+            )
+            seconds = nccl.collective_s(kind, bytes_moved, spread)
         if channels is None:
             return seconds
         rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
@@ -250,12 +253,15 @@ class CostModel:
         return curves[max(curves)].bytes_per_s / slower
 
     def _on_nvlink(self, seconds: float, floor_s: float) -> float:
-        """Measured seconds, where the cluster's link is another than the chip's own."""
+        """Measured seconds, where the cluster's link is another than the chip's own.
+
+        What does not grow with the bytes goes by the links' latencies, the rest by their rates.
+        """
         have, was = self.cluster.nvlink, self.cluster.chip.nvlink
         if have == was:
             return seconds
         slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
-        return floor_s + (have.latency_s - was.latency_s) + (seconds - floor_s) * slower
+        return floor_s * have.latency_s / was.latency_s + (seconds - floor_s) * slower
 
 
 def cost_model(
@@ -285,7 +291,21 @@ def cost_model(
             f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
             "`python -m jaxoverlap.calibrate --here`"
         )
-    return CostModel(cluster, tables)
+    return CostModel(cluster, _with_memory_of(cluster.chip, tables))
+
+
+def _with_memory_of(chip: Chip, tables: Tables) -> Tables:
+    """The tables, for a chip that differs from the measured one in its memory alone."""
+    was = next((c for c in chips() if c.name == tables.chip), chip)
+    faster = chip.memory_bandwidth_bytes_per_s / was.memory_bandwidth_bytes_per_s
+    if faster == 1:
+        return tables
+    scaled = {
+        dtype: msgspec.structs.replace(table, bytes_per_s=table.bytes_per_s * faster)
+        for dtype, table in tables.matmuls.items()
+    }
+    memory = msgspec.structs.replace(tables.memory, bytes_per_s=tables.memory.bytes_per_s * faster)
+    return msgspec.structs.replace(tables, matmuls=scaled, memory=memory)
 
 
 def has_cost_model(cluster: Cluster) -> bool:

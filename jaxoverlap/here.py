@@ -25,7 +25,7 @@ from jaxoverlap.measured import Here, Memory, Permutes, Tables
 M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
 NK_SIZES = (64, 256, 1024)
 DTYPES = ("f32", "bf16")
-_ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 19, 1 << 21)  # of float32, on each device
+_ELEMENTS = tuple(1 << p for p in range(8, 23, 2))  # of float32, on each device
 _REPEATS = 5
 _TARGET_S = 0.05  # how long a loop should run: by far longer than its program takes to start
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}

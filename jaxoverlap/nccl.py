@@ -15,15 +15,20 @@ from jaxoverlap.cluster import Link
 # Seconds of (LL, LL128, Simple): to start, per step over NVLink, per step over the network.
 _RING = ((6.6e-6, 14.0e-6, 8.4e-6), (0.6e-6, 1.9e-6, 3.4e-6), (2.7e-6, 4.0e-6, 14.0e-6))
 _TREE = ((6.8e-6, 14.0e-6, 0.0), (0.6e-6, 1.25e-6, 4.0e-6), (5.0e-6, 8.5e-6, 14.0e-6))
-_LL_BYTES_PER_S = {1: 87.7e9, 2: 22.5e9}  # all channels together, by domains; more: 19 GB/s
+_LL_BYTES_PER_S, _LL_BYTES_PER_S_OF_TWO = 19.0e9, 22.5e9  # at most, by domains
 _LL128_EFFICIENCY = _TREE_EFFICIENCY = 0.92
 _CHANNEL_BYTES_PER_S = {"Ampere": 20e9, "Hopper": 36.7e9}  # perChMaxRingLL128Bws
-_STEP_SIMPLE_S = _RING[2][2]  # what the other protocols' network steps are scaled by
+# What trees reach of their bandwidth, by protocol and log2 of the bytes from 64 on.
+_TREE_REACHES = (
+    (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9),
+    (*(0.9,) * 7, 0.8, 0.7, 0.6, 0.6, *(0.5,) * 4, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+)
+_PLATEAU = 1.4  # an all-reduce by a ring over the network, Simple: its latency is longer
 
 # Of a NIC's rate, what NCCL's search for channels settles at: 48 of a 400 Gb/s NIC's 50 GB/s
 # (src/graph/search.cc, sm90SpeedArrayInter).
 _NETWORK_EFFICIENCY = 0.96
-_BASE_S = _RING[0][2]  # what a Link's latency has besides the step
 
 
 @dataclass(frozen=True)
@@ -52,78 +57,94 @@ class Channels:
         return self.count * self.chunk_bytes / (self.chunk_bytes / channel + _RING[1][0])
 
 
-def collective_s(
-    kind: str,
-    bytes_moved: float,
-    size: int,
-    domains: int,
-    rate_bytes_per_s: float,
-    network: Link,
-) -> float:
-    """Seconds of a collective whose devices spread evenly over several NVLink domains.
+@dataclass(frozen=True)
+class Spread:
+    """A group of devices that spread evenly over two or more NVLink domains.
 
-    Each GPU has a NIC of its own (rails), so a ring crosses from domain to domain on as many NICs
-    as the group has devices in each.
+    Attributes:
+        size: devices that take part together.
+        domains: NVLink domains.
+        nvlink_bytes_per_s: what each device can send inside its domain, as measured.
+        network: the link between domains. Each GPU has a NIC of its own (rails).
+    """
+
+    size: int
+    domains: int
+    nvlink_bytes_per_s: float
+    network: Link
+
+    @property
+    def here(self) -> int:
+        """Devices in a domain."""
+        return -(-self.size // self.domains)
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        """What a device sends over the network."""
+        return self.network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Of a device in a ring, which crosses between domains on all their NICs at once."""
+        return min(self.nvlink_bytes_per_s, self.here * self.nic_bytes_per_s)
+
+    def rate(self, protocol: int) -> float:
+        """Of LL (0), LL128 (1) or Simple (2)."""
+        if protocol == 0:
+            most = _LL_BYTES_PER_S if self.domains > 2 else _LL_BYTES_PER_S_OF_TWO
+            return min(most, self.ring_bytes_per_s / 4)
+        return self.ring_bytes_per_s * (_LL128_EFFICIENCY if protocol == 1 else 1.0)
+
+    def step_s(self, nccl_s: float) -> float:
+        """NCCL's seconds of a step over the network, for a network with another latency."""
+        return nccl_s * max(self.network.latency_s - _RING[0][2], 0.0) / _RING[2][2]
+
+
+def collective_s(kind: str, bytes_moved: float, spread: Spread) -> float:
+    """Seconds of a collective across NVLink domains.
 
     Args:
         bytes_moved: what each device sends, by a ring.
-        size: devices that take part together.
-        domains: NVLink domains that they spread over; two or more.
-        rate_bytes_per_s: what each device can send over NVLink, as measured.
-        network: the link between domains.
     """
-    here = -(-size // domains)  # devices in a domain
-    nic = network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY
     if kind == "all-to-all":
-        return _exchange_s(bytes_moved, size, here, rate_bytes_per_s, nic, network)
-    bandwidth = min(rate_bytes_per_s, here * nic)
+        return _exchange_s(bytes_moved, spread)
+    ways = [_ring_s(protocol, kind, bytes_moved, spread) for protocol in range(3)]
+    if kind == "all-reduce":  # NCCL has trees for nothing else
+        ways += [_tree_s(protocol, bytes_moved, spread) for protocol in range(3)]
+    return min(ways)
+
+
+def _ring_s(protocol: int, kind: str, bytes_moved: float, spread: Spread) -> float:
+    start_s, near_s, far_s = (seconds[protocol] for seconds in _RING)
     reduces = kind == "all-reduce"
-    steps = (2 if reduces else 1) * (size - 1)
-    across = 2 * domains if reduces else domains - 1
-    found = [
-        _RING[0][p]
-        + (steps - across) * _RING[1][p]
-        + across * _network_step_s(_RING[2][p], network)
-        + bytes_moved / _protocol_rate(p, bandwidth, domains, reduces)
-        for p in range(3)
-    ]
-    if reduces:  # NCCL has trees for nothing else
-        found += [
-            _TREE[0][p]
-            + 2 * (here - 1) * _TREE[1][p]
-            + 2 * math.log2(domains) * _network_step_s(_TREE[2][p], network)
-            + bytes_moved / (_protocol_rate(p, bandwidth, domains, reduces) * _TREE_EFFICIENCY)
-            for p in range(3)
-        ]
-    return min(found)
+    steps = (2 if reduces else 1) * (spread.size - 1)
+    across = 2 * spread.domains if reduces else spread.domains - 1
+    latency_s = start_s + max(steps - across, 0) * near_s + across * spread.step_s(far_s)
+    if reduces and protocol == 2:
+        latency_s *= _PLATEAU
+    return latency_s + bytes_moved / spread.rate(protocol)
 
 
-def _protocol_rate(protocol: int, bandwidth: float, domains: int, reduces: bool) -> float:
-    """Bytes per second of LL (0), LL128 (1) or Simple (2)."""
-    if protocol == 0:
-        return min(_LL_BYTES_PER_S.get(domains, 19e9), bandwidth / (4 if reduces else 3))
-    return bandwidth * (_LL128_EFFICIENCY if protocol == 1 else 1.0)
+def _tree_s(protocol: int, bytes_moved: float, spread: Spread) -> float:
+    start_s, near_s, far_s = (seconds[protocol] for seconds in _TREE)
+    depth_s = (spread.here - 1) * near_s + math.log2(spread.domains) * spread.step_s(far_s)
+    summed_bytes = bytes_moved * spread.size / (2 * (spread.size - 1))
+    reaches, at = _TREE_REACHES[protocol], int(math.log2(max(summed_bytes / 64, 1)))
+    part = _TREE_EFFICIENCY * (reaches[at] if at < len(reaches) else 1.0)
+    return start_s + 2 * depth_s + bytes_moved / (spread.rate(protocol) * part)
 
 
-def _network_step_s(nccl_s: float, network: Link) -> float:
-    """NCCL's seconds of a step over the network, for a network with another latency."""
-    return nccl_s * max(network.latency_s - _BASE_S, 0.0) / _STEP_SIMPLE_S
-
-
-def _exchange_s(
-    bytes_moved: float, size: int, here: int, rate: float, nic: float, network: Link
-) -> float:
+def _exchange_s(bytes_moved: float, spread: Spread) -> float:
     """An all-to-all: to each peer directly, to near and far ones at once.
 
     NCCL's tuning model has none. Latency: peers are served eight at a time (an assumption, from
-    NCCL's eight works of a send/recv kernel's block).
+    the eight sends and receives that a block of NCCL's kernel takes).
     """
-    far = (size - here) / max(size - 1, 1)
-    rounds = math.ceil((size - here) / 8)
-    steps_s = (rounds - 1) * _network_step_s(_RING[2][0], network)
-    return (
-        network.latency_s + steps_s + max(bytes_moved * (1 - far) / rate, bytes_moved * far / nic)
-    )
+    far = (spread.size - spread.here) / (spread.size - 1)
+    rounds = math.ceil((spread.size - spread.here) / 8)
+    latency_s = spread.network.latency_s + (rounds - 1) * spread.step_s(_RING[2][0])
+    near_s = bytes_moved * (1 - far) / spread.nvlink_bytes_per_s
+    return latency_s + max(near_s, bytes_moved * far / spread.nic_bytes_per_s)
 
 
 def network_permute_s(bytes_moved: float, network: Link) -> float:

@@ -1,0 +1,117 @@
+"""Fits on rows that are made up, so that what they should find is known; then the command."""
+
+import importlib.metadata
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxoverlap import calibrate, cost, fit, here, measured, xla_table
+
+RATES = fit.Rates(3e-6, 8e14, 3e12, 2.0, 2.0)
+
+
+def _rows(count=3000, noise=0.0):
+    random = np.random.default_rng(1)
+    m, n, k = (np.exp(random.uniform(math.log(32), math.log(16384), count)) for _ in range(3))
+    base = 3e-6 + 2 * m * n * k / 8e14 + 2 * (m * k + k * n + m * n) / 3e12
+    return fit.MatmulRows(m, n, k, 1.3 * base * np.exp(random.normal(0, noise, count)))
+
+
+def test_a_constant_factor_is_found():
+    table = fit.fit_matmuls(_rows(), RATES, "made up", fit.M_KNOTS, fit.NK_KNOTS)
+    assert table.error.worst < 0.01
+    assert table.seconds(1000, 1000, 1000) == pytest.approx(
+        1.3 * (3e-6 + 2e9 / 8e14 + 6e6 / 3e12), rel=0.01
+    )
+
+
+def test_noise_is_told_as_error():
+    table = fit.fit_matmuls(_rows(noise=0.1), RATES, "made up", fit.M_KNOTS, fit.NK_KNOTS)
+    assert 0.05 < table.error.mean < 0.12
+    assert 500 < table.error.rows < 700
+
+
+def test_a_fit_is_the_same_each_time():
+    fits = [
+        fit.fit_matmuls(_rows(noise=0.1), RATES, "", fit.M_KNOTS, fit.NK_KNOTS) for _ in range(2)
+    ]
+    assert fits[0] == fits[1]
+
+
+def test_permutes_are_found():
+    rows = []
+    for power in range(10, 31):
+        moved = float(1 << power)
+        rate = fit.nccl.permute_rate(moved, fit.nccl.permute_channels(moved, 8), 20e9)
+        seconds = 10e-6 + moved / min(rate, 300e9)
+        rows.append(fit.CollectiveRow("collective-permute", 8, moved, seconds))
+    found = fit.fit_permutes(rows, "made up")
+    assert found.latency_s == pytest.approx(10e-6, rel=0.01)
+    assert found.channel_bytes_per_s == pytest.approx(20e9, rel=0.01)
+    assert found.bytes_per_s == pytest.approx(300e9, rel=0.01)
+    assert found.error is not None and found.error.worst < 0.01
+
+
+def test_held_back_rows_have_no_part_in_a_curve():
+    rows = [fit.CollectiveRow("all-gather", 2, 2.0**p, 1e-6 * 2**p) for p in range(20)]
+    found = fit.fit_collectives(rows, "made up")
+    assert found.error_new_sizes.worst < 1e-3  # a straight line: interpolation has nothing to lose
+    out = fit.held_back(len(rows))
+    out[[0, -1]] = False
+    rows = [
+        fit.CollectiveRow(r.kind, r.size, r.bytes_moved, r.seconds * (3 if o else 1))
+        for r, o in zip(rows, out, strict=True)
+    ]
+    assert fit.fit_collectives(rows, "made up").error.median == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_a_file_keeps_its_date_where_nothing_else_changed(tmp_path):
+    path, tables = tmp_path / "t.json", measured.packaged("h100-sxm")
+    assert tables is not None
+    calibrate.write(msgspec.structs.replace(tables, date="2020-01-01"), path)
+    calibrate.write(tables, path)
+    assert measured.read(path).date == "2020-01-01"
+    calibrate.write(msgspec.structs.replace(tables, channels=1), path)
+    assert measured.read(path).channels == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
+
+
+def _installed(*packages):
+    found = {d.name for d in importlib.metadata.distributions()}
+    return found.issuperset(packages)
+
+
+@pytest.mark.skipif(
+    not _installed(calibrate.PACKAGE, xla_table.PACKAGE),
+    reason="the measurements are in the extra `calibrate`",
+)
+@pytest.mark.parametrize("source", calibrate.SOURCES, ids=lambda s: s.chip)
+def test_the_packages_tables_are_what_calibrate_makes(source):
+    committed = measured.packaged(source.chip)
+    assert committed is not None
+    assert calibrate.chip_tables(source, committed.date) == committed
+
+
+def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
+    """Small and short: what is written is read, and prices what was measured."""
+    monkeypatch.setattr(here, "DTYPES", ("f32",))
+    monkeypatch.setattr(here, "M_SIZES", (8, 16, 64))
+    monkeypatch.setattr(here, "NK_SIZES", (16, 32, 64))
+    monkeypatch.setattr(here, "_ELEMENTS", (64, 256, 1024))
+    monkeypatch.setattr(here, "_REPEATS", 1)
+    monkeypatch.setattr(here, "_TARGET_S", 1e-4)
+    monkeypatch.setattr(here, "_group_sizes", lambda devices: [devices])
+    path = tmp_path / "here.json"
+    calibrate.main(["--here", str(path)])
+    assert "f32 matmuls" in capsys.readouterr().out
+    model = cost.cost_model(table=path)
+    devices = model.cluster.num_devices
+    assert devices == model.cluster.gpus_per_nvlink_domain == 8
+    assert model.matmul_s(16, 16, 16, dtype="f32") > 0
+    for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
+        assert model.collective_s(kind, 4096, cost.Group(devices)) > 0
+        assert model.share(kind, 4096, cost.Group(devices)) == cost.ALONE
+    with pytest.raises(ValueError, match="no matmuls of fp8"):
+        model.matmul_s(1, 1, 1, dtype="fp8")
