@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from jax.extend import xla
-from jaxlib import _hlo
+from jaxlib import _hlo  # type: ignore[attr-defined]
 
 
 class Scheduler(Protocol):

@@ -23,6 +23,13 @@ _RINGS = {
     # Peels a layer of the backward pass out of its loop, buffers and all, to move a reduce-scatter
     # into the next step; ours stands right after its ring, with matmuls to come.
     "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_OFF",
+    # Permutes between the GPUs of one process are copies by their copy engines, at the link's rate
+    # and with no SMs. NCCL gives a permute its 32 channels over the communicator's devices, four of
+    # 18 GB/s on a host of eight: rings would lose against its gathers. Elsewhere they stay NCCL's.
+    "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY",
+    # A communicator a ring, and not one of all devices: only that can be of one process, and where
+    # it is not NCCL shares its channels between fewer.
+    "xla_gpu_collective_permute_connected_components": "True",
 }
 
 

@@ -31,6 +31,7 @@ _KINDS = (
 _RING = re.compile(rf"({'|'.join(PASSES.values())})\.(\d+)/")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
+_BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
 _MATMUL_TARGET = re.compile(
     r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?:fmha|conv)|[^"]*(?:matmul|gemm|Dot))',
     re.IGNORECASE,
@@ -53,6 +54,7 @@ class Collective:
         matmuls: the matmuls scheduled between its start and its done.
         groups: which devices take part together, as HLO writes it; empty: all.
         op_name: the path of names above the JAX operation it came from.
+        by_copy: whether it is a permute that is to be a copy, where its devices are one process's.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Collective:
     matmuls: tuple[str, ...]
     groups: str = ""
     op_name: str = ""
+    by_copy: bool = False
 
     @property
     def covered(self) -> bool:
@@ -258,6 +261,7 @@ def _in_computation(
             matmuls=tuple(instructions[i].name for i in under),
             groups=_groups(core),
             op_name=core.op_name,
+            by_copy=_BY_COPY in core.line,
         )
 
 

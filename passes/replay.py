@@ -119,10 +119,11 @@ class Prices:
 
     def _link(self, c: Collective) -> tuple[str, float, Share]:
         """The lane of a collective, its seconds, and what it takes from kernels beside it."""
-        per_domain = self._cost.cluster.gpus_per_nvlink_domain
-        spread = domains(c.groups, self._module.num_devices, per_domain)
+        cluster, n = self._cost.cluster, self._module.num_devices
+        spread = domains(c.groups, n, cluster.gpus_per_nvlink_domain)
         size = 2 if c.kind == "collective-permute" else c.group_size
-        group = Group(size, spread)
+        in_a_host = domains(c.groups, n, cluster.gpus_per_host) == 1
+        group = Group(size, spread, c.by_copy and in_a_host)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         lane = NETWORK if spread > 1 else NVLINK
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)

@@ -83,7 +83,8 @@ class Prices:
             after_s = self.cost.collective_s("all-gather", sent, group)
         pieces = n * variant.slices
         hop = sent // ((n - 1) * variant.slices)
-        hop_s = self.cost.collective_s("collective-permute", hop, Group(2, min(group.domains, 2)))
+        pair = Group(2, min(group.domains, 2), group.by_copy)
+        hop_s = self.cost.collective_s("collective-permute", hop, pair)
         chunk_s = sum(self._matmul_s(member, pieces) for member in ring.members)
         if not ring.arrives and ring.kind != "all_to_all":  # reads two sums, and writes one
             chunk_s += self.cost.memory_s(3 * hop)
