@@ -39,9 +39,9 @@ _TILES = ((128, 128), (128, 256), (256, 128))
 # written, read and copied or added to what lies there; a permute reads once and writes once.
 _MEMORY_BYTES_PER_BYTE = {"all-reduce": 3.0, "reduce-scatter": 3.0, PERMUTE: 2.0}
 _MEMORY_BYTES_OF_OTHERS = 2.0
-# A permute by copy engines: bf16[512, 24576] in 100 µs, where NCCL's took 445 (NVIDIA's engineer in
-# openxla/xla pull request 11182; one host, the chip is not named and taken for an H100). The latency
-# is NCCL's; the rest is 0.6 of NVLink's peak.
+# A permute by copy engines: bf16[512, 24576] in 100 µs, where NCCL's took 445 (openxla/xla, pull
+# request 11182, by NVIDIA; one host, the chip is not named and taken for an H100). The latency is
+# NCCL's; the rest is 0.6 of NVLink's peak.
 _COPY_LATENCY_S, _COPY_EFFICIENCY = 8.4e-6, 25.2e6 / (100e-6 - 8.4e-6) / 450e9
 
 
@@ -174,8 +174,8 @@ class CostModel:
     ) -> Share:
         """What such a collective takes from compute while it runs.
 
-        SMs: its channels; a copy takes none. Memory bandwidth: two or three bytes read and written for each byte sent
-        (a sum reads what it adds to), over the time that it takes alone.
+        SMs: its channels; a copy takes none. Memory bandwidth: two or three bytes read and written
+        for each byte sent (a sum reads what it adds to), over the time that it takes alone.
 
         Raises:
             ValueError: as `collective_s`.
