@@ -29,7 +29,7 @@ from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.passes.scattered import Outcome, scatter_sums
-from jaxoverlap.passes.variants import Prices
+from jaxoverlap.passes.worth import Prices
 from jaxoverlap.plan import Plan, Variant
 from jaxoverlap.scheduler import Scheduler
 

@@ -21,7 +21,7 @@ from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import Specs, share
 from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
-from jaxoverlap.passes.variants import Prices
+from jaxoverlap.passes.worth import Prices
 from jaxoverlap.passes.wishes import Granularity, Wishes
 from jaxoverlap.plan import Decision, Skip, Variant
 
@@ -74,8 +74,8 @@ def decide(
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
         granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
-            default: one way, in one piece; sums on a slow link straight to their owner; or what
-            `prices` says is clearly cheaper.
+            default: one way, in one piece; sums on a slow link straight to their owner; matmuls
+            for which that does not pay, by `prices`, are left alone.
         prefetch: gather the weights of a scan before any ring.
         costs: of a byte along each mesh axis, from `mesh.axis_costs`.
         prices: of rings on the cluster, if that is known.
@@ -168,7 +168,8 @@ def _chosen(
     if asked := wishes.variant(source_of(ring.members[0].dot)):
         return variant_of(ring.kind, chunk, asked)
     usual, _ = variant_of(ring.kind, chunk, _usual(ring, costs))
-    return prices.cheapest(ring, usual) if prices else (usual, "")
+    loss = prices.loss(ring, usual) if prices else ""
+    return (Variant("plain"), loss) if loss else (usual, "")
 
 
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:

@@ -1,0 +1,143 @@
+"""Which rings are worth it: those whose matmuls, cut into chunks, cost less than the collective.
+
+Cut into chunks a matmul costs more: each chunk has a launch and tiles of its own, and what is cut
+has to be cut out of an operand, or put together to a result, which a whole matmul does not need. A
+ring can save at most the collective. So where
+
+    N t > c + w
+
+with t for one chunk's matmuls and copies, w for the whole matmuls and c for the collective, the
+ring loses even if every hop hides, and is left alone: scores of a long context, whose pieces are
+gigabytes to put together, and matmuls too small to cut. (What chunks are copied is an estimate:
+XLA reads some of them where they lie.)
+
+What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
+a hop longer than the chunk over it (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against
+c + w) may hide behind something else, and the collective that is left whole may not; the collective
+in slices is copied; and a weight gradient left to XLA came out transposed (7B step on 64 H100s: 782
+ms as it is, 799 with slices where the formula prefers them, 820 with such gradients left alone).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxoverlap.cost import CostModel, Group
+from jaxoverlap.passes.layout import traffic
+from jaxoverlap.passes.rings import Member, Ring
+from jaxoverlap.passes.sites import SIDES, Split
+from jaxoverlap.plan import Variant
+
+_HLO_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float8_e4m3fn": "f8e4m3fn",
+    "float8_e5m2": "f8e5m2",
+}
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What rings cost on a cluster.
+
+    Attributes:
+        cost: its cost model.
+        groups: who takes part in a collective along each mesh axis.
+    """
+
+    cost: CostModel
+    groups: Mapping[str, Group]
+
+    def loss(self, ring: Ring, variant: Variant) -> str:
+        """Why a ring is not worth it; empty if it may be.
+
+        Sums that are scattered over a network stay rings, and matmuls whose dtype has no price.
+        """
+        slow = self.groups[ring.first.ring.axis].domains > 1
+        if (slow and ring.kind == "reduce_scatter") or not self._knows(ring):
+            return ""
+        cut_s, plain_s = self.cut_s(ring, variant), self.plain_s(ring)
+        if cut_s <= plain_s:
+            return ""
+        return f"its chunks take {_us(cut_s)}, more than matmul and {ring.kind}, {_us(plain_s)}"
+
+    def plain_s(self, ring: Ring) -> float:
+        """Seconds of a ring's matmuls after the whole collective, or before it; of one run."""
+        layout = ring.first
+        sent, group = traffic(layout)[layout.ring.axis], self.groups[layout.ring.axis]
+        collective_s = self.cost.collective_s(ring.kind.replace("_", "-"), sent, group)
+        return collective_s + sum(self._matmul_s(m, local_sizes(m)) for m in ring.members)
+
+    def cut_s(self, ring: Ring, variant: Variant) -> float:
+        """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
+        pieces = ring.first.ring.axis_size * variant.slices
+        return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
+
+    def _chunk_s(self, member: Member, pieces: int, arrives: bool) -> float:
+        """Seconds of one of a member's chunks, with the copies that cutting needs."""
+        assert member.layout is not None
+        matmul, letter = member.layout.matmul, member.layout.letter
+        sizes = local_sizes(member)
+        sizes[letter] = max(sizes[letter] // pieces, 1)
+        bytes_of = {
+            side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
+            for side, itemsize in zip(SIDES, matmul.itemsize, strict=True)
+        }
+        held = [side for side in SIDES if letter in matmul.einsum.side(side)]
+        if arrives:  # the result to its place; or what meets the chunk cut out of its operand
+            moving = member.layout.ring.motion.side if member.layout.ring.motion else None
+            copied = [side for side in held if side != moving]
+        else:  # cut out of the operand
+            copied = [side for side in held if side != "out"]
+        copied_bytes = sum(2 * bytes_of[side] for side in copied)
+        return self._matmul_s(member, sizes) + self.cost.memory_s(copied_bytes)
+
+    def _matmul_s(self, member: Member, sizes: Mapping[str, int]) -> float:
+        """Seconds of a member's matmul on one device, with dims of these sizes."""
+        assert member.layout is not None
+        lhs, rhs, out = (set(member.layout.matmul.einsum.side(side)) for side in SIDES)
+
+        def product(letters: set[str]) -> int:
+            return math.prod(sizes[c] for c in letters)
+
+        return self.cost.matmul_s(
+            product(lhs & out - rhs),
+            product(rhs & out - lhs),
+            product(lhs & rhs - out),
+            batch=product(lhs & rhs & out),
+            dtype=_HLO_DTYPES[_dtype(member)],
+        )
+
+    def _knows(self, ring: Ring) -> bool:
+        known = self.cost.dtypes
+        return all(_HLO_DTYPES.get(_dtype(member)) in known for member in ring.members)
+
+
+def local_sizes(member: Member) -> dict[str, int]:
+    """The dims of the matmul that one device does, all its chunks together, by letter."""
+    assert member.layout is not None
+    matmul = member.layout.matmul
+    sizes = dict(matmul.einsum.sizes)
+    for split in matmul.splits:
+        if isinstance(split, Split) and (letter := _shares(split)):
+            sizes[letter] //= split.axis_size
+    return sizes
+
+
+def _shares(split: Split) -> str | None:
+    """The dim along which an axis shares the work: where it lies on a side that does not move."""
+    moving = split.motion.side if split.motion else None
+    return next(filter(None, (split.at(side) for side in SIDES if side != moving)), None)
+
+
+def _dtype(member: Member) -> str:
+    return np.dtype(member.dot.eqn.invars[0].aval.dtype).name
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs"
