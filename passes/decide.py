@@ -21,8 +21,8 @@ from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import Specs, share
 from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
-from jaxoverlap.passes.worth import Prices
 from jaxoverlap.passes.wishes import Granularity, Wishes
+from jaxoverlap.passes.worth import Prices
 from jaxoverlap.plan import Decision, Skip, Variant
 
 PASSES = {

@@ -1,0 +1,79 @@
+"""Which rings are left alone: those that lose even if every hop hides."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+from jaxoverlap.cost import Group, cost_model
+from jaxoverlap.passes.decide import decide
+from jaxoverlap.passes.jaxprs import bodies
+from jaxoverlap.passes.rings import Ring
+from jaxoverlap.passes.worth import Prices, local_sizes
+from jaxoverlap.plan import Decision, Skip, Variant
+from tests.test_decide import NO, M, Read, matmul
+
+AXES = {"model": 8}
+H100 = cost_model("h100-sxm:8x8")
+NVLINK = Prices(H100, {"model": Group(8)})
+NETWORK = Prices(H100, {"model": Group(8, 8)})
+GATHER = ((M, NO), (NO, M), (NO, M))  # x [a, b], w [b, c] and y [a, c]
+SCATTER = ((NO, M), (M, NO), (M, NO))
+SUM = ((NO, M), (M, NO), (NO, NO))
+
+
+def decided(specs, rows: int, width: int = 8192, *, prices=NVLINK, dtype="bfloat16", **options):
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, width), (width, width))]
+    found = bodies(jax.make_jaxpr(matmul)(*shapes))
+    (entry,), sharings = decide(found, {0: Read(*specs)}, AXES, prices=prices, **options)
+    return entry, [ring for sharing in sharings.values() for ring in sharing.rings]
+
+
+@pytest.mark.parametrize("specs", [GATHER, SCATTER, SUM])
+def test_a_large_matmul_is_cut_and_a_small_one_left_alone(specs):
+    large, (ring,) = decided(specs, 32768)
+    assert isinstance(large, Decision) and NVLINK.loss(ring, ring.variant) == ""
+    small, rings = decided(specs, 64, 512)
+    assert isinstance(small, Skip) and not rings
+    cut, plain = re.findall(r"(\d+) µs", small.reason)
+    assert small.reason.startswith("left plain: its chunks take") and int(cut) > int(plain)
+
+
+def ring_of(specs, rows: int, width: int = 8192) -> Ring:
+    _, (ring,) = decided(specs, rows, width, prices=None)
+    return ring
+
+
+@pytest.mark.parametrize(
+    ("specs", "sizes"),
+    [
+        (GATHER, {"a": 1024, "b": 8192, "c": 1024}),  # all rows, an eighth of the columns
+        (SCATTER, {"a": 1024, "b": 1024, "c": 8192}),  # an eighth of what is contracted
+        (SUM, {"a": 1024, "b": 1024, "c": 8192}),
+    ],
+)
+def test_a_device_does_an_eighth_of_the_work(specs, sizes: dict[str, int]):
+    assert local_sizes(ring_of(specs, 1024).members[0]) == sizes
+
+
+def test_the_seconds_are_those_of_the_parts():
+    ring, rows = ring_of(GATHER, 32768), 32768
+    gather_s = H100.collective_s("all-gather", 7 * 4096 * 8192 * 2, Group(8))
+    assert NVLINK.plain_s(ring) == gather_s + H100.matmul_s(rows, 1024, 8192)
+    chunk_s = H100.matmul_s(4096, 1024, 8192) + H100.memory_s(2 * 4096 * 1024 * 2)
+    assert NVLINK.cut_s(ring, Variant()) == pytest.approx(8 * chunk_s)
+    halves_s = H100.matmul_s(2048, 1024, 8192) + H100.memory_s(2 * 2048 * 1024 * 2)
+    assert NVLINK.cut_s(ring, Variant("one_way", 2)) == pytest.approx(16 * halves_s)
+
+
+def test_sums_over_a_network_and_dtypes_without_a_price_stay_rings():
+    assert isinstance(decided(SCATTER, 64, 512, prices=NETWORK)[0], Decision)
+    assert isinstance(decided(GATHER, 64, 512, prices=NETWORK)[0], Skip)
+    assert isinstance(decided(GATHER, 64, 512, dtype="int8")[0], Decision)
+
+
+def test_what_was_asked_for_is_done():
+    entry, _ = decided(GATHER, 64, 512, granularity=Variant("two_way"))
+    assert isinstance(entry, Decision) and entry.variant == Variant("two_way")
