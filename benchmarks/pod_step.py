@@ -122,13 +122,14 @@ def _ended(code: int) -> str:
 
 
 def _reason(stderr: str) -> str:
-    """The line that says why: that of XLA's check that failed, or the last one."""
+    """The line that says why: of XLA's check that failed, or the exception's; or the last one."""
     lines = [line for line in stderr.splitlines() if line.strip()]
-    fatal = [line for line in lines if _FATAL.match(line)]
-    return (fatal or lines or ["it said nothing"])[-1].strip()
+    said = [line for line in lines if _SAYS_WHY.match(line)]
+    return (said or lines or ["it said nothing"])[-1].strip()
 
 
-_FATAL = re.compile(r"F\d{4} ")  # as XLA's log marks what it aborts for
+# What XLA aborts for, as its log marks it; and the first line of an exception at the end of a trace.
+_SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
 
 
 def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -116,15 +116,22 @@ def test_of_the_presets_the_best_is_shown():
     assert r.shown(r.of_step(suite(), "one"))[1]["preset"] == PRESET_ROWS[0].removeprefix("plain, ")
 
 
-def test_a_row_that_failed_is_shown_and_falls_short():
+def test_a_row_that_failed_is_shown_and_named():
     found = suite()
     found[1] = {"step": "one", "row": PRESET_ROWS[0], "error": "SIGABRT: F0000 no"}
     assert [row["row"] for row in r.shown(r.of_step(found, "one"))][1:3] == [
         r.BEST_PRESET,
         PRESET_ROWS[0],
     ]
-    assert shortfalls(found) == f"one, {PRESET_ROWS[0]}: SIGABRT: F0000 no"
+    said, short = r.verdicts(found)
+    assert said[0] == f"one, {PRESET_ROWS[0]}: SIGABRT: F0000 no" and not short
     assert r.table(found).row_count == 5
+
+
+@pytest.mark.parametrize("name", [PLAIN, OVERLAPPED, SCHEDULED])
+def test_without_these_rows_a_step_falls_short(name: str):
+    found = [one | {"error": "SIGABRT: no"} if one["row"] == name else one for one in suite()]
+    assert shortfalls(found) == f"one, {name}: SIGABRT: no"
 
 
 def test_what_does_not_fit_says_so():
