@@ -128,7 +128,7 @@ def _reason(stderr: str) -> str:
     return (said or lines or ["it said nothing"])[-1].strip()
 
 
-# What XLA aborts for, as its log marks it; and the first line of an exception at the end of a trace.
+# What XLA aborts for, as its log marks it; and how a trace names its exception.
 _SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
 
 

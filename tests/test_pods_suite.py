@@ -227,7 +227,7 @@ def test_a_small_step_becomes_a_row(name: str):
     assert found["step_s"] == pytest.approx(parts)
     assert 0 < found["temp_bytes"] < found["peak_bytes"] < found["chip_bytes"]
     assert ("pass_s" in found) == (name == SCHEDULED)
-    assert found["by_source"]
+    assert bool(found["by_line"]) == (name == PLAIN)
 
 
 @marked(pods)

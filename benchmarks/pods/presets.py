@@ -55,7 +55,7 @@ PRESETS = {
             "xla_disable_hlo_passes": "rematerialization",
         },
     ),
-    # Published with xla_gpu_multi_streamed_windowed_einsum=true, on which XLA stops at jax 0.12.0.1:
+    # Published with xla_gpu_multi_streamed_windowed_einsum=true: XLA of jax 0.12.0.1 then stops, as
     # its own verifier finds the streams' custom calls malformed (7B step, 64 GPUs).
     "collective matmul": Preset(
         "NVIDIA/JAX-Toolbox docs/GPU_performance.md: flags to enable collective matmul",
