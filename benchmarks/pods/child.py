@@ -18,18 +18,19 @@ Row = dict[str, Any]
 def measure(step: Step, row: str) -> Row:
     """What a row compiles to: seconds by simulation, memory by XLA, and what compiling took."""
     mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
-    function, args = step.build(row, mesh)
+    plain, args = step.build(row, mesh)
+    function: Any = plain
     refused: tuple[str, ...] = ()
     options = None  # overlap() has its own
     if row in (OVERLAPPED, SCHEDULED):
         schedule = jaxoverlap.Scheduler() if row == SCHEDULED else None
-        function = jaxoverlap.overlap(function, cluster=step.pod, schedule=schedule)
+        function = jaxoverlap.overlap(plain, cluster=step.pod, schedule=schedule)
     elif row in PRESET_ROWS:
         options, refused = accepted(row.removeprefix("plain, "))
     else:
         options = compiler_options()
     cpu_s, began = _cpu_s(), time.perf_counter()
-    compiled: Any = function.lower(*args).compile(options)
+    compiled = function.lower(*args).compile(options)
     compile_s, cpu_s = time.perf_counter() - began, _cpu_s() - cpu_s
     memory = compiled.memory_analysis()
     assert memory is not None
