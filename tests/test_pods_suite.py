@@ -23,6 +23,7 @@ from benchmarks.pods.hand_ring import hand_mlp
 from benchmarks.pods.presets import PRESETS, accepted
 from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, ROWS, SCHEDULED, STEPS, Step
 from jaxoverlap.cluster import parse_cluster
+from jaxoverlap.passes.replay import UNKNOWN_TRIPS
 from tests.test_schedule import pytestmark as pods
 
 
@@ -126,6 +127,14 @@ def test_a_row_that_failed_is_shown_and_named():
     said, short = r.verdicts(found)
     assert said[0] == f"one, {PRESET_ROWS[0]}: SIGABRT: F0000 no" and not short
     assert r.table(found).row_count == 5
+
+
+def test_a_step_of_which_only_a_part_was_simulated_is_not_compared():
+    found = suite()
+    found[1] |= {"step_s": 1.0, "unknown": {UNKNOWN_TRIPS: 2}}
+    said, short = r.verdicts(found)
+    assert said[0].startswith(f"one, {PRESET_ROWS[0]}: while without a known trip count")
+    assert not short and r.best_preset(r.of_step(found, "one")) == found[2]
 
 
 @pytest.mark.parametrize("name", [PLAIN, OVERLAPPED, SCHEDULED])

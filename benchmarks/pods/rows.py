@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, SCHEDULED
+from jaxoverlap.passes.replay import UNKNOWN_TRIPS
 from jaxoverlap.passes.schedule import SAME
 
 Row = dict[str, Any]
@@ -68,8 +69,8 @@ def of_step(rows: Iterable[Row], step: str) -> dict[str, Row]:
 
 
 def shown(rows: dict[str, Row]) -> list[Row]:
-    """A step's rows, with the fastest preset in place of all; those that failed stay."""
-    found = [row for name, row in rows.items() if name not in PRESET_ROWS or "error" in row]
+    """A step's rows, with the best preset in place of all that have seconds."""
+    found = [row for name, row in rows.items() if name not in PRESET_ROWS or unfinished(row)]
     if best := best_preset(rows):
         name = best["row"].removeprefix("plain, ")
         found.insert(1, {**best, "row": BEST_PRESET, "preset": name})
@@ -77,9 +78,21 @@ def shown(rows: dict[str, Row]) -> list[Row]:
 
 
 def best_preset(rows: dict[str, Row]) -> Row | None:
-    """The fastest of the presets that compiled."""
-    presets = [rows[name] for name in PRESET_ROWS if "error" not in rows.get(name, {"error": ""})]
+    """The fastest of the presets whose seconds are known."""
+    presets = [row for name, row in known(rows).items() if name in PRESET_ROWS]
     return min(presets, key=lambda row: row["step_s"], default=None)
+
+
+def known(rows: dict[str, Row]) -> dict[str, Row]:
+    """The rows that have seconds of a whole step, by name."""
+    return {name: row for name, row in rows.items() if not unfinished(row)}
+
+
+def unfinished(row: Row) -> str:
+    """Why a row has no seconds of a whole step; empty if it does."""
+    if UNKNOWN_TRIPS in row.get("unknown", ()):
+        return f"{UNKNOWN_TRIPS}: the simulation ran one turn of its layers"
+    return row.get("error", "")
 
 
 # -- verdicts -------------------------------------------------------------------------------------
@@ -97,9 +110,9 @@ def verdicts(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     for step in steps(rows):
         mine = of_step(rows, step)
         for name, row in mine.items():
-            if "error" in row:  # an opponent that XLA does not compile is no fault of the step
-                (short if name in NEEDED else said).append(f"{step}, {name}: {row['error']}")
-        good = {name: row for name, row in mine.items() if "error" not in row}
+            if why := unfinished(row):  # an opponent that XLA fails on is no fault of the step
+                (short if name in NEEDED else said).append(f"{step}, {name}: {why}")
+        good = known(mine)
         if SCHEDULED not in good:
             continue
         for line, holds in _held(good):
