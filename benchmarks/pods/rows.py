@@ -35,8 +35,8 @@ def table(rows: Sequence[Row]) -> Table:
 
 def cells(row: Row) -> tuple[str, ...]:
     """A row under COLUMNS."""
-    if "error" in row:
-        return ("",) * (len(COLUMNS) - 1) + (row["error"],)
+    if why := unfinished(row):
+        return ("",) * (len(COLUMNS) - 1) + (why,)
     ms = ("step_s", "compute_s", "communication_s", "exposed_s", "bound_s")
     return (
         *(f"{row[name] * 1e3:.1f}" for name in ms),
