@@ -89,7 +89,20 @@ def optimizer() -> optax.GradientTransformation:
     return optax.adam(3e-4)
 
 
-def make_step(sizes: Sizes, mesh: Mesh, pinned: dict[str, P]) -> Callable[..., Any]:
+Pin = Callable[[jax.Array, str], jax.Array]
+MLP = Callable[[jax.Array, jax.Array, jax.Array, Pin], jax.Array]  # of x, up and down
+
+
+def plain_mlp(x: jax.Array, up: jax.Array, down: jax.Array, pin: Pin) -> jax.Array:
+    """Up, GELU, down."""
+    inner = pin(jnp.einsum("bsd,df->bsf", x, up), "inner")
+    inner = pin(jax.nn.gelu(inner), "inner")
+    return jnp.einsum("bsf,fd->bsd", inner, down)
+
+
+def make_step(
+    sizes: Sizes, mesh: Mesh, pinned: dict[str, P], mlp: MLP = plain_mlp
+) -> Callable[..., Any]:
     """A jitted step(weights, moments, inputs, targets) -> (weights, moments, loss).
 
     Args:
@@ -97,6 +110,7 @@ def make_step(sizes: Sizes, mesh: Mesh, pinned: dict[str, P]) -> Callable[..., A
         mesh: with the axes of MESH.
         pinned: where activations are constrained to lie, by name: stream, heads, scores, inner,
             attended, logits.
+        mlp: of every layer.
     """
 
     def pin(x: jax.Array, name: str) -> jax.Array:
@@ -105,7 +119,7 @@ def make_step(sizes: Sizes, mesh: Mesh, pinned: dict[str, P]) -> Callable[..., A
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, pinned[name]))
 
     def step(weights, moments, inputs, targets):
-        loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, targets, sizes, pin)
+        loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, targets, sizes, pin, mlp)
         updates, moments = optimizer().update(gradients, moments, weights)
         return optax.apply_updates(weights, updates), moments, loss
 
@@ -114,15 +128,15 @@ def make_step(sizes: Sizes, mesh: Mesh, pinned: dict[str, P]) -> Callable[..., A
     return jax.jit(step, in_shardings=at, out_shardings=(*at[:2], whole), donate_argnums=(0, 1))
 
 
-Pin = Callable[[jax.Array, str], jax.Array]
-
-
-def loss_of(weights: Any, inputs: jax.Array, targets: jax.Array, sizes: Sizes, pin: Pin):
+def loss_of(
+    weights: Any, inputs: jax.Array, targets: jax.Array, sizes: Sizes, pin: Pin, mlp: MLP
+) -> jax.Array:
     """The mean cross-entropy of the next token, in nats; matmuls are in bfloat16."""
     x = pin(weights["embedding"].astype(jnp.bfloat16)[inputs], "stream")
 
     def layer(x, weights):
-        return block(x, jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights), sizes, pin), None
+        weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
+        return block(x, weights, sizes, pin, mlp), None
 
     x = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights["layers"])[0]
     logits = pin(jnp.einsum("bsd,dv->bsv", x, weights["head"].astype(jnp.bfloat16)), "logits")
@@ -131,16 +145,16 @@ def loss_of(weights: Any, inputs: jax.Array, targets: jax.Array, sizes: Sizes, p
     return jnp.mean(jax.nn.logsumexp(wide, axis=-1) - at_target)
 
 
-def block(x: jax.Array, weights: dict[str, jax.Array], sizes: Sizes, pin: Pin) -> jax.Array:
+def block(
+    x: jax.Array, weights: dict[str, jax.Array], sizes: Sizes, pin: Pin, mlp: MLP
+) -> jax.Array:
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     y = norm(x, weights["attention_norm"])
     q, k, v = (heads(jnp.einsum("bsd,de->bse", y, weights[n]), sizes, pin) for n in "qkv")
     attended = attention(q, k, v, pin).reshape(x.shape)
     x = pin(x + jnp.einsum("bse,ed->bsd", attended, weights["out"]), "stream")
     y = norm(x, weights["mlp_norm"])
-    inner = pin(jnp.einsum("bsd,df->bsf", y, weights["up"]), "inner")
-    inner = pin(jax.nn.gelu(inner), "inner")
-    return pin(x + jnp.einsum("bsf,fd->bsd", inner, weights["down"]), "stream")
+    return pin(x + mlp(y, weights["up"], weights["down"], pin), "stream")
 
 
 def heads(x: jax.Array, sizes: Sizes, pin: Pin) -> jax.Array:

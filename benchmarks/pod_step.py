@@ -5,6 +5,8 @@ Each compile runs in a child process, so that a compiler that aborts is a row an
 
 import datetime
 import json
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -98,14 +100,36 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def in_child(benchmark: str, *arguments: str, python: str = sys.executable) -> dict[str, Any]:
+def in_child(
+    benchmark: str, *arguments: str, python: str = sys.executable, timeout_s: float | None = None
+) -> dict[str, Any]:
     """What `python -m BENCHMARK child ARGUMENTS` prints last, as JSON; {"error"} if it failed."""
     command = [python, "-m", benchmark, "child", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {timeout_s:.0f} s"}
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"error": f"exit {done.returncode}: {lines[-1:]}"}
+        return {"error": f"{_ended(done.returncode)}: {_reason(done.stderr)}"}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _ended(code: int) -> str:
+    """How a process ended: by itself, or by a signal."""
+    return f"exit {code}" if code > 0 else signal.Signals(-code).name
+
+
+def _reason(stderr: str) -> str:
+    """The line that says why: of XLA's check that failed, or the exception's; or the last one."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    said = [line for line in lines if _SAYS_WHY.match(line)]
+    return (said or lines or ["it said nothing"])[-1].strip()
+
+
+# What XLA aborts for, as its log marks it; and how a trace names its exception.
+_SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
 
 
 def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:

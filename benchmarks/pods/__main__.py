@@ -1,0 +1,91 @@
+"""What do train steps take on pods: plain, with published presets, by hand, and overlapped?
+
+python -m benchmarks.pods                          # the whole suite
+python -m benchmarks.pods --only 7b-h100-64        # one step
+
+Every row is a step compiled for a pod by XLA's GPU compiler, and its schedule simulated
+(`jaxoverlap.simulate`): nothing was timed on a GPU. Plain steps have Megatron's constraints and the
+compiler's defaults. Each compile is a child process of its own, so that a compiler that aborts, or
+does not end, is a row and not the end. Needs no GPU.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.pod_step import in_child, write_rows
+from benchmarks.pods.rows import refused, table, verdicts
+from benchmarks.pods.suite import STEPS
+
+CHILD_S = 300  # the longest that one compile may take
+
+Row = dict[str, Any]
+Job = tuple[str, str]  # a step and one of its rows
+console = Console(width=200)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
+    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
+        "out/pods.jsonl"
+    ),
+) -> None:
+    """Compile and simulate; exit 1 if an overlapped step falls short, or a compile fails."""
+    if unknown := set(only or ()) - set(STEPS):
+        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
+    wanted = [(step, row) for step in only or STEPS for row in STEPS[step].rows]
+    found: dict[Job, Row] = {}
+    with _progress() as progress:
+        bar = progress.add_task("compiling", total=len(wanted))
+        for job, row in done(wanted, jobs, compile_in_child):
+            found[job] = {"step": job[0], "row": job[1], "pod": STEPS[job[0]].pod, **row}
+            progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
+            write_rows(out, [found[job] for job in wanted if job in found])
+    rows = [found[job] for job in wanted]
+    console.print(table(rows))
+    said, short = verdicts(rows)
+    console.print("\n".join([*refused(rows), *said]))
+    if short:
+        console.print("\nfalls short:\n" + "\n".join(short))
+        raise typer.Exit(1)
+
+
+def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterator[tuple[Job, Row]]:
+    """Rows as they are finished, `at_once` at a time."""
+    with ThreadPoolExecutor(at_once) as threads:
+        pending = {threads.submit(work, job): job for job in wanted}
+        for future in as_completed(pending):
+            yield pending[future], future.result()
+
+
+def compile_in_child(job: Job) -> Row:
+    return in_child("benchmarks.pods", *job, timeout_s=CHILD_S)
+
+
+def child(step: str, row: str) -> Row:
+    """Compile one row: what a child process does."""
+    from benchmarks.pods.child import measure
+
+    return measure(STEPS[step], row)
+
+
+def _progress() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.description}"), console=console)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        print(json.dumps(child(*sys.argv[2:])))
+    else:
+        app()

@@ -1,0 +1,92 @@
+"""Compile one row of a step, and simulate it: what a child process does."""
+
+import resource
+import time
+from collections import defaultdict
+from typing import Any
+
+import jaxoverlap
+from benchmarks.pod_step import provenance
+from benchmarks.pods.presets import accepted
+from benchmarks.pods.suite import OVERLAPPED, PRESET_ROWS, SCHEDULED, Step
+from jaxoverlap.pods import compiler_options
+from jaxoverlap.simulate import Simulation
+
+Row = dict[str, Any]
+
+
+def measure(step: Step, row: str) -> Row:
+    """What a row compiles to: seconds by simulation, memory by XLA, and what compiling took."""
+    mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
+    plain, args = step.build(row, mesh)
+    function: Any = plain
+    refused: tuple[str, ...] = ()
+    options = None  # overlap() has its own
+    if row in (OVERLAPPED, SCHEDULED):
+        schedule = jaxoverlap.Scheduler() if row == SCHEDULED else None
+        function = jaxoverlap.overlap(plain, cluster=step.pod, schedule=schedule)
+    elif row in PRESET_ROWS:
+        options, refused = accepted(row.removeprefix("plain, "))
+    else:
+        options = compiler_options()
+    cpu_s, began = _cpu_s(), time.perf_counter()
+    compiled = function.lower(*args).compile(options)
+    compile_s, cpu_s = time.perf_counter() - began, _cpu_s() - cpu_s
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    resident = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak = resident - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return {
+        "mesh": step.axes,
+        **provenance(),
+        **({"flags": options} if options else {}),
+        **({"refused": refused} if refused else {}),
+        **seconds(jaxoverlap.simulate(compiled, step.pod), lines=row != SCHEDULED),
+        "peak_bytes": peak,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "chip_bytes": jaxoverlap.parse_cluster(step.pod).chip.memory_bytes,
+        "compile_s": round(compile_s, 2),
+        "compile_cpu_s": round(cpu_s, 2),
+        **(_of_pass(compiled.schedule) if row == SCHEDULED else {}),
+    }
+
+
+def seconds(step: Simulation, *, lines: bool) -> Row:
+    """A simulated step's seconds, in all and by source line, as JSON.
+
+    By line: of its kernels, each alone; what these take longer beside collectives; and how long
+    kernels wait for its collectives. Those that come to less than a thousandth are left out.
+
+    Args:
+        lines: not for a module that a Python pass touched: jax 0.12.0.1 then numbers its stack
+            frames anew, and leaves the instructions' references to them as they were.
+    """
+    by_line: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for e in step.events if lines else ():
+        of = by_line[e.source]
+        if e.kind == "wait":
+            of[2] += e.seconds
+        elif e.kind != "collective":
+            of[0] += e.alone_s * e.runs
+            of[1] += e.seconds - e.alone_s * e.runs
+    names = ("step_s", "compute_s", "slowdown_s", "communication_s", "exposed_s", "bound_s")
+    return {
+        **{name: getattr(step, name) for name in names},
+        "link_s": step.link_s,
+        "unknown": step.unknown,
+        "by_line": {at: of for at, of in by_line.items() if sum(of) > 1e-3 * step.step_s},
+    }
+
+
+def _of_pass(report: Any) -> Row:
+    return {
+        "pass_s": round(report.seconds, 2),
+        "reordered": sorted(report.orders),
+        "order_kept": report.reason,
+    }
+
+
+def _cpu_s() -> float:
+    """Seconds of CPU time of this process, all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

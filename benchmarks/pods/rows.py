@@ -1,0 +1,168 @@
+"""What the rows of a suite come to: the table, and what is held against it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, SCHEDULED
+from jaxoverlap.passes.replay import UNKNOWN_TRIPS
+from jaxoverlap.passes.schedule import SAME
+
+Row = dict[str, Any]
+MAX_EXPOSED_RATIO, MAX_MEMORY_RATIO = 0.25, 1.15  # of plain's
+NEEDED = (PLAIN, OVERLAPPED, SCHEDULED)  # without these there is nothing to compare
+BEST_PRESET = "plain, best preset"
+COLUMNS = (
+    "step ms", "compute", "communication", "exposed", "bound", "peak GB", "temp GB",
+    "compile s", "CPU s", "pass s", "notes",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All rows, step by step; of the presets only the best."""
+    found = Table(title="train steps on pods, by simulation of XLA's schedules; ms and GB a GPU")
+    for name in ("step", "row"):
+        found.add_column(name)
+    for name in COLUMNS:
+        found.add_column(name, justify="left" if name == "notes" else "right")
+    for step in steps(rows):
+        for row in shown(of_step(rows, step)):
+            found.add_row(step, row["row"], *cells(row))
+        found.add_section()
+    return found
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row under COLUMNS."""
+    if why := unfinished(row):
+        return ("",) * (len(COLUMNS) - 1) + (why,)
+    ms = ("step_s", "compute_s", "communication_s", "exposed_s", "bound_s")
+    return (
+        *(f"{row[name] * 1e3:.1f}" for name in ms),
+        *(f"{row[name] / 1e9:.1f}" for name in ("peak_bytes", "temp_bytes")),
+        *(f"{row[name]:.0f}" for name in ("compile_s", "compile_cpu_s")),
+        f"{row['pass_s']:.1f}" if "pass_s" in row else "",
+        "; ".join(notes(row)),
+    )
+
+
+def notes(row: Row) -> list[str]:
+    """What a reader has to know of a row beside its numbers."""
+    found = [row["preset"]] if "preset" in row else []
+    if row["peak_bytes"] > row["chip_bytes"]:
+        found.append(f"does not fit in {row['chip_bytes'] / 1e9:.0f} GB")
+    if row["unknown"]:
+        found.append("unknown: " + ", ".join(row["unknown"]))
+    if row.get("order_kept"):
+        found.append(f"XLA's order: {row['order_kept']}")
+    return found
+
+
+def steps(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row["step"] for row in rows))
+
+
+def of_step(rows: Iterable[Row], step: str) -> dict[str, Row]:
+    """A step's rows by name."""
+    return {row["row"]: row for row in rows if row["step"] == step}
+
+
+def shown(rows: dict[str, Row]) -> list[Row]:
+    """A step's rows, with the best preset in place of all that have seconds."""
+    found = [row for name, row in rows.items() if name not in PRESET_ROWS or unfinished(row)]
+    if best := best_preset(rows):
+        name = best["row"].removeprefix("plain, ")
+        found.insert(1, {**best, "row": BEST_PRESET, "preset": name})
+    return found
+
+
+def best_preset(rows: dict[str, Row]) -> Row | None:
+    """The fastest of the presets whose seconds are known."""
+    presets = [row for name, row in known(rows).items() if name in PRESET_ROWS]
+    return min(presets, key=lambda row: row["step_s"], default=None)
+
+
+def known(rows: dict[str, Row]) -> dict[str, Row]:
+    """The rows that have seconds of a whole step, by name."""
+    return {name: row for name, row in rows.items() if not unfinished(row)}
+
+
+def unfinished(row: Row) -> str:
+    """Why a row has no seconds of a whole step; empty if it does."""
+    if UNKNOWN_TRIPS in row.get("unknown", ()):
+        return f"{UNKNOWN_TRIPS}: the simulation ran one turn of its layers"
+    return row.get("error", "")
+
+
+# -- verdicts -------------------------------------------------------------------------------------
+
+
+def refused(rows: Iterable[Row]) -> list[str]:
+    """What XLA takes of no preset, a line each."""
+    of = {row["row"]: row["refused"] for row in rows if row.get("refused")}
+    return [f"{name}: this XLA refuses {', '.join(flags)}" for name, flags in of.items()]
+
+
+def verdicts(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """(what holds and what each part adds, what falls short), a line each."""
+    said, short = [], []
+    for step in steps(rows):
+        mine = of_step(rows, step)
+        for name, row in mine.items():
+            if why := unfinished(row):  # an opponent that XLA fails on is no fault of the step
+                (short if name in NEEDED else said).append(f"{step}, {name}: {why}")
+        good = known(mine)
+        if SCHEDULED not in good:
+            continue
+        for line, holds in _held(good):
+            (said if holds else short).append(f"{step}: {line}")
+        if OVERLAPPED in good:
+            said.append(f"{step}: {what_the_pass_adds(good[OVERLAPPED], good[SCHEDULED])}")
+    return said, short
+
+
+def _held(rows: dict[str, Row]) -> Iterable[tuple[str, bool]]:
+    """What is asked of overlapped + pass, and whether it holds."""
+    mine = rows[SCHEDULED]
+    others = [row for name, row in rows.items() if name != SCHEDULED]
+    if others:
+        best = min(others, key=lambda row: row["step_s"])
+        times = best["step_s"] / mine["step_s"]
+        line = f"{times:.3f} times as fast as the best of the others, {best['row']}"
+        yield line, mine["step_s"] <= best["step_s"] * (1 + SAME)
+    if PLAIN in rows:
+        plain = rows[PLAIN]
+        yield exposed(rows)
+        ratio = mine["peak_bytes"] / plain["peak_bytes"]
+        yield f"{ratio:.2f} times plain's peak memory", ratio <= MAX_MEMORY_RATIO
+
+
+def exposed(rows: dict[str, Row]) -> tuple[str, bool]:
+    """Whether the exposed time is at most a quarter of plain's, wherever the bound allows.
+
+    A step lasts at least as long as its busiest link. Kernels run for compute + slowdown, so what
+    of the link is longer than those is exposed in any order: the bound allows a quarter where that
+    rest is no more. The link's seconds are the least that any row of the step needs: a row that
+    sends more, or slower, is not excused by it.
+    """
+    mine, plain = rows[SCHEDULED], rows[PLAIN]
+    link_s = min(max(row["link_s"].values()) for row in rows.values())
+    least_s = max(0.0, link_s - mine["compute_s"] - mine["slowdown_s"])
+    goal_s = MAX_EXPOSED_RATIO * plain["exposed_s"]
+    ratio = mine["exposed_s"] / plain["exposed_s"] if plain["exposed_s"] else 0.0
+    line = f"{mine['exposed_s'] * 1e3:.1f} ms exposed, {ratio:.2f} of plain's"
+    if least_s > goal_s:
+        return f"{line}; the busiest link leaves {least_s * 1e3:.1f} ms exposed at least", True
+    return line, mine["exposed_s"] <= goal_s
+
+
+def what_the_pass_adds(barriers: Row, scheduled: Row) -> str:
+    """Whether barriers alone are as fast."""
+    saved = barriers["step_s"] - scheduled["step_s"]
+    if abs(saved) <= SAME * barriers["step_s"]:
+        return "barriers suffice: the pass finds nothing faster"
+    return (
+        f"the pass takes {saved * 1e3:.1f} ms off ({saved / barriers['step_s']:.1%}), "
+        f"exposed {barriers['exposed_s'] * 1e3:.1f} → {scheduled['exposed_s'] * 1e3:.1f} ms"
+    )
