@@ -54,11 +54,13 @@ class Group:
         domains: NVLink domains that they spread over; 1: all traffic stays on NVLink.
         by_copy: whether it is a permute that the GPUs' copy engines carry out, and not NCCL: inside
             one process, with XLA's option for it (`flags.py`).
+        communicator: of a permute, if not all devices are in it: how many are.
     """
 
     size: int
     domains: int = 1
     by_copy: bool = False
+    communicator: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.domains <= self.size:
@@ -195,7 +197,7 @@ class CostModel:
         elif group.domains > 1:
             count = nccl.NETWORK_PERMUTE_CHANNELS
         else:
-            count = self._channels_of_permute(bytes_moved)
+            count = self._channels_of_permute(bytes_moved, group)
         return Share(count, traffic)
 
     # -- pieces -----------------------------------------------------------------------------------
@@ -247,15 +249,16 @@ class CostModel:
         table = self.tables.permutes
         rate = table.bytes_per_s
         if table.channel_bytes_per_s:
-            count = channels.count if channels else self._channels_of_permute(bytes_moved)
+            count = channels.count if channels else self._channels_of_permute(bytes_moved, group)
             rate = min(rate, nccl.permute_rate(bytes_moved, count, table.channel_bytes_per_s))
         return self._on_nvlink(table.latency_s + bytes_moved / rate, table.latency_s)
 
-    def _channels_of_permute(self, bytes_moved: int) -> int:
+    def _channels_of_permute(self, bytes_moved: int, group: Group) -> int:
         """On NVLink. XLA makes one communicator of all devices; NCCL's part here is a domain's."""
         if self.permute_channels is not None:
             return self.permute_channels
-        return nccl.permute_channels(bytes_moved, self.cluster.gpus_per_nvlink_domain)
+        devices = group.communicator or self.cluster.gpus_per_nvlink_domain
+        return nccl.permute_channels(bytes_moved, devices)
 
     def _nvlink_rate(self, kind: str) -> float:
         """What each device sends in a second in a large collective within a domain."""

@@ -19,6 +19,7 @@ from jaxoverlap.passes.manual import decide_manual
 from jaxoverlap.passes.mesh import (
     axis_costs,
     axis_domains,
+    axis_processes,
     cluster_of,
     explicit_axes,
     find_mesh,
@@ -143,8 +144,12 @@ def _decided(
 
 
 def _groups(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
-    """Who takes part in a collective along each mesh axis."""
-    return {a: Group(mesh.shape[a], n) for a, n in axis_domains(mesh, cluster).items()}
+    """Who takes part in a collective along each mesh axis; permutes in one process are copies."""
+    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh)
+    return {
+        axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)
+        for axis, size in mesh.shape.items()
+    }
 
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:

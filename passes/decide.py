@@ -168,8 +168,7 @@ def _chosen(
     if asked := wishes.variant(source_of(ring.members[0].dot)):
         return variant_of(ring.kind, chunk, asked)
     usual, _ = variant_of(ring.kind, chunk, _usual(ring, costs))
-    loss = prices.loss(ring, usual) if prices else ""
-    return (Variant("plain"), loss) if loss else (usual, "")
+    return prices.chosen(ring, usual) if prices else (usual, "")
 
 
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -150,7 +150,17 @@ def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
             return device.id // cluster.gpus_per_nvlink_domain
         return hash((getattr(device, "slice_index", None), device.process_index))
 
-    found = np.vectorize(domain, otypes=[np.int64])(mesh.devices)
+    return _spread(mesh, domain)
+
+
+def axis_processes(mesh: Mesh) -> dict[str, int]:
+    """Over how many processes the devices along each axis spread."""
+    return _spread(mesh, lambda device: device.process_index)
+
+
+def _spread(mesh: Mesh, of: Callable[[Any], int]) -> dict[str, int]:
+    """How many different ones there are along each axis, at most."""
+    found = np.vectorize(of, otypes=[np.int64])(mesh.devices)
     return {
         axis: max(len(set(line)) for line in np.moveaxis(found, i, -1).reshape(-1, size).tolist())
         for i, (axis, size) in enumerate(mesh.shape.items())

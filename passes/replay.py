@@ -123,7 +123,9 @@ class Prices:
         spread = domains(c.groups, n, cluster.gpus_per_nvlink_domain)
         size = 2 if c.kind == "collective-permute" else c.group_size
         in_a_host = domains(c.groups, n, cluster.gpus_per_host) == 1
-        group = Group(size, spread, c.by_copy and in_a_host)
+        # The option for copies comes with one communicator a ring (flags.py).
+        together = c.group_size if c.by_copy else None
+        group = Group(size, spread, c.by_copy and in_a_host, together)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         lane = NETWORK if spread > 1 else NVLINK
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)

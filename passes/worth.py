@@ -4,25 +4,27 @@ Cut into chunks a matmul costs more: each chunk has a launch and tiles of its ow
 has to be cut out of an operand, or put together to a result, which a whole matmul does not need. A
 ring can save at most the collective. So where
 
-    N t > c + w
+    max(N t, (N - 1) tau) > c + w
 
-with t for one chunk's matmuls and copies, w for the whole matmuls and c for the collective, the
-ring loses even if every hop hides, and is left alone: scores of a long context, whose pieces are
-gigabytes to put together, and matmuls too small to cut. (What chunks are copied is an estimate:
+with t for one chunk's matmuls and copies, tau for one hop, w for the whole matmuls and c for the
+collective, the ring loses even if all of it hides behind the rest, and is left alone: scores of a
+long context, whose pieces are gigabytes to put together, matmuls too small to cut, and rings of
+NCCL's permutes, which get few of its channels. (What chunks are copied is an estimate:
 XLA reads some of them where they lie.)
 
+Sums between hosts are not left to XLA, but scattered whole, in two slices. (7B step on 512 H100s,
+where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone, 780 in slices.)
+
 What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
-a hop longer than the chunk over it (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against
-c + w) may hide behind something else, and the collective that is left whole may not; the collective
-in slices is copied; and a weight gradient left to XLA came out transposed (7B step on 64 H100s: 782
-ms as it is, 799 with slices where the formula prefers them, 820 with such gradients left alone).
+hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
+the chunk over it may hide behind something else, and the collective that is left whole may not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,15 +58,29 @@ class Prices:
     def loss(self, ring: Ring, variant: Variant) -> str:
         """Why a ring is not worth it; empty if it may be.
 
-        Sums that are scattered over a network stay rings, and matmuls whose dtype has no price.
+        A ring that keeps what it gathers for others moves it anyway, and stays, as one of matmuls
+        whose dtype has no price does.
         """
-        slow = self.groups[ring.first.ring.axis].domains > 1
-        if (slow and ring.kind == "reduce_scatter") or not self._knows(ring):
+        if ring.keep or not self._knows(ring):
             return ""
-        cut_s, plain_s = self.cut_s(ring, variant), self.plain_s(ring)
-        if cut_s <= plain_s:
+        least = {"chunks": self.cut_s(ring, variant), "hops": self.hops_s(ring, variant)}
+        most, plain_s = max(least, key=lambda what: least[what]), self.plain_s(ring)
+        if least[most] <= plain_s:
             return ""
-        return f"its chunks take {_us(cut_s)}, more than matmul and {ring.kind}, {_us(plain_s)}"
+        taken = f"its {most} take {_us(least[most])}"
+        return f"{taken}, more than matmul and {ring.kind}, {_us(plain_s)}"
+
+    def chosen(self, ring: Ring, usual: Variant) -> tuple[Variant, str]:
+        """How a ring's pieces travel, and why so if not as usual.
+
+        Not worth it, it is left alone; but sums between hosts go in two slices of a reduce-scatter
+        each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole.
+        """
+        why = self.loss(ring, usual)
+        if why and ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
+            halves = ring.first.chunk() % 2 == 0
+            return (Variant("sliced", 2), why) if halves else (usual, "")
+        return (Variant("plain"), why) if why else (usual, "")
 
     def plain_s(self, ring: Ring) -> float:
         """Seconds of a ring's matmuls after the whole collective, or before it; of one run."""
@@ -77,6 +93,15 @@ class Prices:
         """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
         pieces = ring.first.ring.axis_size * variant.slices
         return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
+
+    def hops_s(self, ring: Ring, variant: Variant) -> float:
+        """Seconds of a ring's hops, one after the other on their link; of one run."""
+        layout = ring.first
+        group, n = self.groups[layout.ring.axis], layout.ring.axis_size
+        sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
+        hops = (n - 1) * variant.slices
+        pair = replace(group, size=2, domains=min(group.domains, 2))
+        return hops * self.cost.collective_s("collective-permute", sent // hops, pair)
 
     def _chunk_s(self, member: Member, pieces: int, arrives: bool) -> float:
         """Seconds of one of a member's chunks, with the copies that cutting needs."""

@@ -73,12 +73,14 @@ def test_as_a_decorator():
     def bare(x, w):
         return product(x, w)
 
-    @overlap(cluster="h100-sxm:1x8")
+    @overlap(cluster="h100-sxm:1x8", granularity="one_way")
     @jax.jit
     def of_a_cluster(x, w):
         return product(x, w)
 
-    @overlap(cluster=jaxoverlap.parse_cluster("h100-sxm:2x4"), skip=(), on_error="plain")
+    @overlap(
+        cluster=jaxoverlap.parse_cluster("h100-sxm:2x4"), on_error="plain", granularity="one_way"
+    )
     def plain(x, w):
         return product(x, w)
 

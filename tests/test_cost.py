@@ -192,3 +192,14 @@ def test_bad_input_is_named():
         cost_model(cluster)
     with pytest.raises(ValueError, match="no cluster"):
         cost_model()
+
+
+def test_a_permute_by_copy_has_the_link_and_takes_no_sms():
+    moved, copy = 25_165_824, Group(2, by_copy=True)
+    assert H100.collective_s("collective-permute", moved, copy) == pytest.approx(100e-6, rel=0.01)
+    assert H100.collective_s("collective-permute", moved, Group(2)) > 300e-6
+    assert H100.share("collective-permute", moved, copy).sms == 0
+    alone = Group(2, communicator=4)
+    assert H100.collective_s("collective-permute", moved, alone) < H100.collective_s(
+        "collective-permute", moved, Group(2)
+    )

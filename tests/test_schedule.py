@@ -70,7 +70,7 @@ def test_rings_in_manual_code_hide_their_hops():
         for shape, spec in zip(shapes, specs, strict=True)
     ]
     step = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.float32(mapped(*a)) ** 2), argnums=(0, 1, 2)))
-    lowered = jaxoverlap.overlap(step).lower(*args)
+    lowered = jaxoverlap.overlap(step, granularity="one_way").lower(*args)
     assert len({d.ring for d in lowered.plan.decisions}) == 4
     hops = lowered.compile().audit().hops
     assert (hops.count, hops.covered, hops.synchronous) == (28, 28, 0)
@@ -103,7 +103,8 @@ def gpt():
     mesh = jaxoverlap.pod_mesh("h100-sxm:2x8", {"data": 2, "model": 8})
     step, args = make_step(config, mesh), abstract_args(config, mesh)
     plain = step.lower(*args).compile(compiler_options=pods.compiler_options())
-    return plain, jaxoverlap.overlap(step, cluster="h100-sxm:2x8").lower(*args).compile()
+    overlapped = jaxoverlap.overlap(step, cluster="h100-sxm:2x8", granularity="one_way")
+    return plain, overlapped.lower(*args).compile()
 
 
 def test_a_train_step_hides_its_hops(gpt):

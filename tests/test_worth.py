@@ -17,7 +17,7 @@ from tests.test_decide import NO, M, Read, matmul
 
 AXES = {"model": 8}
 H100 = cost_model("h100-sxm:8x8")
-NVLINK = Prices(H100, {"model": Group(8)})
+NVLINK = Prices(H100, {"model": Group(8, by_copy=True)})
 NETWORK = Prices(H100, {"model": Group(8, 8)})
 GATHER = ((M, NO), (NO, M), (NO, M))  # x [a, b], w [b, c] and y [a, c]
 SCATTER = ((NO, M), (M, NO), (M, NO))
@@ -37,8 +37,8 @@ def test_a_large_matmul_is_cut_and_a_small_one_left_alone(specs):
     assert isinstance(large, Decision) and NVLINK.loss(ring, ring.variant) == ""
     small, rings = decided(specs, 64, 512)
     assert isinstance(small, Skip) and not rings
-    cut, plain = re.findall(r"(\d+) µs", small.reason)
-    assert small.reason.startswith("left plain: its chunks take") and int(cut) > int(plain)
+    least, plain = re.findall(r"(\d+) µs", small.reason)
+    assert small.reason.startswith("left plain: its ") and int(least) > int(plain)
 
 
 def ring_of(specs, rows: int, width: int = 8192) -> Ring:
@@ -68,10 +68,29 @@ def test_the_seconds_are_those_of_the_parts():
     assert NVLINK.cut_s(ring, Variant("one_way", 2)) == pytest.approx(16 * halves_s)
 
 
-def test_sums_over_a_network_and_dtypes_without_a_price_stay_rings():
-    assert isinstance(decided(SCATTER, 64, 512, prices=NETWORK)[0], Decision)
+def test_sums_between_hosts_are_scattered_whole_in_two_slices():
+    small, _ = decided(SCATTER, 64, 512, prices=NETWORK)
+    assert isinstance(small, Decision) and small.variant == Variant("sliced", 2)
+    assert small.why.startswith("its hops take")
+    odd, _ = decided(SCATTER, 8, 512, prices=NETWORK)
+    assert isinstance(odd, Decision) and odd.variant == Variant()
     assert isinstance(decided(GATHER, 64, 512, prices=NETWORK)[0], Skip)
+
+
+def test_a_ring_that_keeps_its_value_for_others_and_dtypes_without_a_price_stay():
+    ring = ring_of(GATHER, 64, 512)
+    assert NVLINK.loss(ring, Variant())
+    ring.keep = True
+    assert NVLINK.loss(ring, Variant()) == ""
     assert isinstance(decided(GATHER, 64, 512, dtype="int8")[0], Decision)
+
+
+def test_hops_by_nccl_are_slower_than_its_gather():
+    """Four channels of 18 GB/s, where copies have the link: eight hops take longer than all else."""
+    ring = ring_of(GATHER, 32768)
+    by_nccl = Prices(H100, {"model": Group(8)})
+    assert by_nccl.hops_s(ring, Variant()) > 3 * NVLINK.hops_s(ring, Variant())
+    assert by_nccl.loss(ring, Variant()).startswith("its hops take")
 
 
 def test_what_was_asked_for_is_done():
