@@ -284,7 +284,9 @@ class Overlapped:
             _warn(f"overlap() changes nothing in {name}:\n{done.plan}")
         return _Rewritten(
             done.plan,
-            _compat.with_jaxpr(params, done.jaxpr, options_for(done.mesh)),
+            _compat.with_jaxpr(
+                params, done.jaxpr, options_for(done.mesh, rings=bool(done.plan.decisions))
+            ),
             _compat.with_jaxpr(params, done.jaxpr, {}),
             params,
             done.cluster,

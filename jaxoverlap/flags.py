@@ -38,8 +38,12 @@ def is_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
-def options_for(mesh: Mesh) -> dict[str, str]:
+def options_for(mesh: Mesh, *, rings: bool = True) -> dict[str, str]:
     """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
+
+    Args:
+        mesh: the mesh.
+        rings: whether the step has any; without them XLA's defaults are as good.
 
     Returns:
         What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
@@ -49,5 +53,6 @@ def options_for(mesh: Mesh) -> dict[str, str]:
         return {}
     devices = mesh.devices.flat
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
-    rings = {n: v for n, v in _RINGS.items() if _compat.accepts_option(n, v, mine)}
-    return {**rings, **(pods.compiler_options() if pods.is_pod(mesh) else {})}
+    wanted = _RINGS if rings else {}
+    known = {n: v for n, v in wanted.items() if _compat.accepts_option(n, v, mine)}
+    return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

@@ -58,12 +58,14 @@ class Prices:
     def loss(self, ring: Ring, variant: Variant) -> str:
         """Why a ring is not worth it; empty if it may be.
 
-        A ring that keeps what it gathers for others moves it anyway, and stays, as one of matmuls
-        whose dtype has no price does.
+        A ring that keeps what it gathers for others moves it anyway, and may be cut for that; one
+        of matmuls whose dtype has no price stays.
         """
-        if ring.keep or not self._knows(ring):
+        if not self._knows(ring):
             return ""
-        least = {"chunks": self.cut_s(ring, variant), "hops": self.hops_s(ring, variant)}
+        least = {"hops": self.hops_s(ring, variant)}
+        if not ring.keep:
+            least["chunks"] = self.cut_s(ring, variant)
         most, plain_s = max(least, key=lambda what: least[what]), self.plain_s(ring)
         if least[most] <= plain_s:
             return ""

@@ -24,8 +24,11 @@ SCATTER = ((NO, M), (M, NO), (M, NO))
 SUM = ((NO, M), (M, NO), (NO, NO))
 
 
-def decided(specs, rows: int, width: int = 8192, *, prices=NVLINK, dtype="bfloat16", **options):
-    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, width), (width, width))]
+def decided(
+    specs, rows: int, width: int = 8192, *, inner=None, prices=NVLINK, dtype="bfloat16", **options
+):
+    inner = inner or width
+    shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, inner), (inner, width))]
     found = bodies(jax.make_jaxpr(matmul)(*shapes))
     (entry,), sharings = decide(found, {0: Read(*specs)}, AXES, prices=prices, **options)
     return entry, [ring for sharing in sharings.values() for ring in sharing.rings]
@@ -41,8 +44,8 @@ def test_a_large_matmul_is_cut_and_a_small_one_left_alone(specs):
     assert small.reason.startswith("left plain: its ") and int(least) > int(plain)
 
 
-def ring_of(specs, rows: int, width: int = 8192) -> Ring:
-    _, (ring,) = decided(specs, rows, width, prices=None)
+def ring_of(specs, rows: int, width: int = 8192, inner: int | None = None) -> Ring:
+    _, (ring,) = decided(specs, rows, width, inner=inner, prices=None)
     return ring
 
 
@@ -78,10 +81,12 @@ def test_sums_between_hosts_are_scattered_whole_in_two_slices():
 
 
 def test_a_ring_that_keeps_its_value_for_others_and_dtypes_without_a_price_stay():
-    ring = ring_of(GATHER, 64, 512)
-    assert NVLINK.loss(ring, Variant())
+    ring = ring_of(GATHER, 65536, 8192, 64)  # as attention's scores: a large result of little
+    assert NVLINK.loss(ring, Variant()).startswith("its chunks take")
     ring.keep = True
     assert NVLINK.loss(ring, Variant()) == ""
+    by_nccl = Prices(H100, {"model": Group(8)})
+    assert by_nccl.loss(ring, Variant()).startswith("its hops take")
     assert isinstance(decided(GATHER, 64, 512, dtype="int8")[0], Decision)
 
 
