@@ -43,7 +43,7 @@ from benchmarks.yardstick import (
     seconds_row,
     yardstick,
 )
-from jaxoverlap import api
+from jaxoverlap import road
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.groups import axes_of
@@ -259,8 +259,8 @@ def time_overlapped(new_step: Callable[[], Any], args: tuple[Any, ...]) -> dict[
 
         return run
 
-    parts: Any = {name: timed(name, getattr(api, name)) for name in PARTS[1:]}
-    with mock.patch.multiple(api, **parts):
+    parts: Any = {name: timed(name, getattr(road, name)) for name in PARTS[1:]}
+    with mock.patch.multiple(road, **parts):
         began = time.perf_counter()
         step.trace(*args)
         whole = time.perf_counter() - began
