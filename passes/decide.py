@@ -100,19 +100,22 @@ def decide(
         read = shardings[dot.index]
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
-    while True:
-        sharings = {
-            body.index: share(body, read, beyond, ahead=prefetch, costs=costs)
-            for body in found
-            if body.dots
-        }
-        rings = [ring for sharing in sharings.values() for ring in sharing.rings]
-        for ring in rings:
-            ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices)
-        plain = [ring for ring in rings if ring.variant.style == "plain"]
-        if not plain:
-            break
-        dear |= {m.dot.index: f"left plain: {ring.why}" for ring in plain for m in ring.members}
+    sharings: dict[int, Sharing] = {}
+    undecided = [body for body in found if body.dots]
+    while undecided:
+        for body in undecided:
+            sharing = share(body, read, beyond, ahead=prefetch, costs=costs)
+            sharings[body.index] = sharing
+            for ring in sharing.rings:
+                ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices)
+                if ring.variant.style == "plain":
+                    dear |= {m.dot.index: f"left plain: {ring.why}" for m in ring.members}
+        # Only where a ring was lost may the others be shared in another way.
+        undecided = [
+            body
+            for body in undecided
+            if any(ring.variant.style == "plain" for ring in sharings[body.index].rings)
+        ]
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
         entries |= {index: skip_of(matmuls[index], why) for index, why in sharing.skipped.items()}
