@@ -46,6 +46,7 @@ from benchmarks.yardstick import (
 from jaxoverlap import road
 from jaxoverlap._text import human_bytes
 from jaxoverlap.passes import hlo
+from jaxoverlap.passes.decide import PASSES
 from jaxoverlap.passes.groups import axes_of
 from models import gpt
 from models.config import Config
@@ -153,7 +154,8 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
     """Bytes that a device sends in XLA's own collectives, by kind and axes, most first.
 
     Each as `explain()` lists them ("XLA's own"), as the plan's rings keep them for XLA ("XLA
-    keeps", which names some of the former again), and as the schedule has them.
+    keeps", which names some of the former again), and as the schedule has them, less the whole
+    collectives that sliced rings are made of.
     """
     found: dict[tuple[str, tuple[str, ...]], Row] = {}
 
@@ -166,6 +168,8 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
     for decision in plan.decisions:
         for axis, kind, sent in map(_kept, decision.others):
             row(kind, (axis,))["kept"] += decision.runs * sent
+        if decision.variant.style == "sliced":
+            row(_COLLECTIVE[decision.kind], (decision.axis,))["scheduled"] -= decision.bytes_moved
     devices = hlo.parse(compiled.text).num_devices
     for c in compiled.audit.collectives:
         if not c.ring:
@@ -177,6 +181,7 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
     return [r | {"verdict": verdict(r)} for r in rows]
 
 
+_COLLECTIVE = {name: kind for kind, name in PASSES.items()}
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
