@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -117,6 +118,20 @@ def test_a_slower_order_is_not_taken(monkeypatch):
     report = report_of(compiled())
     assert report.reason.startswith("it is faster by simulation") and not report.orders
     assert "XLA's order kept: it is faster" in str(report)
+
+
+def test_each_computations_order_is_taken_by_itself(monkeypatch):
+    """Of two orders one makes the step slower, and the other is not lost with it."""
+    slower = {"a": 0.002, "b": -0.001, "c": 0.0}
+
+    def replayed(names: tuple[str, ...], cost) -> Any:
+        return SimpleNamespace(step_s=1.0 + sum(slower[n] for n in names))
+
+    monkeypatch.setattr(scheduler, "reordered", lambda module, orders: tuple(orders))
+    monkeypatch.setattr(scheduler, "replay", replayed)
+    found: Any = dict.fromkeys(slower, "an order")
+    kept, step = scheduler._faster((), found, replayed((), None), None)  # type: ignore[arg-type]
+    assert list(kept) == ["b", "c"] and step.step_s == pytest.approx(0.999)
 
 
 def test_a_pass_that_raises_leaves_xlas_order(monkeypatch, plain):
