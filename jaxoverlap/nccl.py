@@ -31,29 +31,38 @@ _PLATEAU = 1.4  # an all-reduce by a ring over the network, Simple: its latency 
 _NETWORK_EFFICIENCY = 0.96
 
 
+THREADS = 512  # of a channel, by NCCL's own choice for large messages
+_BYTES_A_THREAD = 64  # threadThresholds: that Simple wants for each thread
+
+
 @dataclass(frozen=True)
 class Channels:
-    """How many resources a collective is given: Lagom's NC and C.
+    """How many resources a collective is given: Lagom's NC, C and NT.
 
     Attributes:
         count: channels; each is a thread block with an SM to itself.
         chunk_bytes: that a channel sends before it waits for its neighbour.
+        threads: of a channel.
     """
 
     count: int
     chunk_bytes: int = 512 * 1024  # NCCL: a buffer of 4 MiB in 8 steps
+    threads: int = THREADS
 
     def __post_init__(self) -> None:
-        if self.count < 1 or self.chunk_bytes < 1:
-            raise ValueError(f"{self}: give at least one channel and one byte")
+        if self.count < 1 or self.chunk_bytes < 1 or self.threads < 1:
+            raise ValueError(f"{self}: give at least one channel, one byte and one thread")
 
     def bytes_per_s(self, compute_capability: tuple[int, int]) -> float:
         """What they can send together: each a chunk, then a step over NVLink to be told to go on.
 
-        A channel's own rate is that of NCCL's tuning model (ring, LL128). The term for chunks is a
-        reconstruction: Lagom says that the rate rises with C, and gives no formula.
+        A channel's own rate is that of NCCL's tuning model (ring, LL128). The terms for chunks and
+        threads are reconstructions: Lagom says that the rate rises with C, and little with NT, and
+        gives no formula. A thread has 64 bytes under way for a step's time (Little's law), so that
+        512 threads never bound the rate, and 96 halve an A100's.
         """
         channel = _CHANNEL_BYTES_PER_S["Hopper" if compute_capability >= (9, 0) else "Ampere"]
+        channel = min(channel, self.threads * _BYTES_A_THREAD / _RING[1][0])
         return self.count * self.chunk_bytes / (self.chunk_bytes / channel + _RING[1][0])
 
 
@@ -158,7 +167,7 @@ def network_permute_s(bytes_moved: float, network: Link) -> float:
 
 # -- channels -------------------------------------------------------------------------------------
 
-_CHANNEL_BYTES = 512 * 64  # threads of a block, and the bytes that Simple wants for each
+_CHANNEL_BYTES = THREADS * _BYTES_A_THREAD  # what Simple wants for a channel
 _CHANNELS_A_NIC = 4  # as NCCL logs for hosts of few GPUs (NVIDIA/nccl issue 1189)
 _P2P_CHANNELS = 32  # as NCCL logs on HGX hosts: "24 coll channels, ..., 32 p2p channels"
 _PART_BYTES = 16 * 1024 * 1024  # the most of a permute on one channel while others are free
