@@ -6,8 +6,8 @@ AutoCCL's descent for each communication's own time, as published, and the same 
 step. Then evaluations for 2 to 128 communications. Arithmetic only: no GPU, no compile.
 """
 
+import datetime
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks.autoccl import descend
+from benchmarks.pod_step import commit, write_rows
 from jaxoverlap._text import table
 from jaxoverlap.cost import CostModel, Group, cost_model
 from jaxoverlap.lagom import Config, Outcome, search
@@ -310,7 +311,8 @@ def main(
     print(grid_table(fresh, "more, drawn after the search was done"))
     print(growth_table(more))
     if save:
-        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in (*rows, *fresh, *more)))
+        of = {"commit": commit(), "date": datetime.date.today().isoformat()}
+        write_rows(RESULTS, [{**row, **of} for row in (*rows, *fresh, *more)])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from jaxoverlap.lagom import Config, Outcome, Place
 from jaxoverlap.passes.work import Matmul, Work
 
 # What chunks take of L2 at most, however many are under way. The one fitted number: with it NCCL's
-# default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.5%, where Lagom's authors
+# default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.2%, where Lagom's authors
 # measured 30 to 35%.
 _MOST_OF_L2 = 0.77
 _MOST_CHUNK_BYTES = 2 << 20  # NCCL's own, for Simple: half of a buffer of 4 MiB
