@@ -74,7 +74,9 @@ def opened(kind: str, raw: bytes) -> bytes:
     try:
         found = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
-        if "truncated" in str(error):
+        # Cut within a number, its JSON is malformed and not truncated.
+        begun = raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
+        if begun or "truncated" in str(error):
             raise ValueError(f"the file is truncated, after {len(raw)} bytes") from error
         raise ValueError(f"not JSON, as a {kind} is: {error}") from error
     if not isinstance(found, dict) or found.get("format") != kind:

@@ -243,7 +243,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def _compiled(self) -> str:
-        used = [f"{len(self.xla_options)} XLA options"] if self.xla_options else []
+        options = len(self.xla_options)
+        used = [f"{options} XLA option{'s' * (options > 1)}"] if options else []
         if at := self.schedule:
             used.append(f"the scheduler pass (slack {at.slack:g}, {at.in_flight} in flight)")
         return f"  Compiled with {' and '.join(used)}." if used else ""

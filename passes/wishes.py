@@ -38,8 +38,8 @@ class Wishes:
         """
         if strange := sorted({*self.choices, *self.alone} - sources.keys()):
             raise ValueError(
-                f"a choice for site {', '.join(map(str, strange))}: the step's {len(sources)} matmuls "
-                "are counted from 0"
+                f"a choice for site {', '.join(map(str, strange))}: the step has {len(sources)} "
+                "matmuls, counted from 0"
             )
         lines = self.granularity if isinstance(self.granularity, Mapping) else ()
         named = [("skip", line) for line in self.skip] + [("granularity", line) for line in lines]
