@@ -8,7 +8,17 @@ from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit
 from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.plan import Decision, Plan, Skip, Variant
+from jaxoverlap.plan import (
+    ChannelRow,
+    Decision,
+    MadeFor,
+    Nccl,
+    Plan,
+    Predictions,
+    Schedule,
+    Skip,
+    Variant,
+)
 from jaxoverlap.pods import PodsUnavailableError, pod_mesh
 from jaxoverlap.scheduler import Scheduled, Scheduler
 from jaxoverlap.simulate import Simulation, simulate
@@ -16,6 +26,7 @@ from jaxoverlap.stages import Compiled, Lowered
 
 __all__ = [
     "Audit",
+    "ChannelRow",
     "Chip",
     "Cluster",
     "Collective",
@@ -24,10 +35,14 @@ __all__ = [
     "Decision",
     "Link",
     "Lowered",
+    "MadeFor",
+    "Nccl",
     "Overlapped",
     "Plan",
     "PodsUnavailableError",
+    "Predictions",
     "RewriteError",
+    "Schedule",
     "Scheduled",
     "Scheduler",
     "Simulation",

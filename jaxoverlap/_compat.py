@@ -148,6 +148,18 @@ def states_some(var: Any) -> bool:
     return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
 
+def type_text(var: Any) -> str:
+    """The type of a variable or a literal, with all that JAX's types say; no device is in it."""
+    aval = var.aval
+    if not isinstance(aval, core.ShapedArray):  # a token, or a reference to an array
+        inner = getattr(aval, "inner_aval", None)
+        return f"{type(aval).__name__}({inner or ''})"
+    weak = "~" if aval.weak_type else ""
+    mesh = aval.sharding.mesh
+    stated = "" if mesh.empty or not mesh._any_axis_explicit else f" {typed_spec(var)}"
+    return f"{weak}{aval.dtype}{list(aval.shape)}{stated} {sorted(aval.mat.varying)}"
+
+
 def _struct(var: Any) -> jax.ShapeDtypeStruct:
     """A variable's type; the sharding only where it is a part of that."""
     aval, mesh = var.aval, var.aval.sharding.mesh

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -13,15 +14,15 @@ from typing import Any, overload
 import jax
 import msgspec
 
-from jaxoverlap import _compat
+from jaxoverlap import _compat, pods
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.mesh import NoMeshError
 from jaxoverlap.passes.remaining import remaining
-from jaxoverlap.plan import Plan, Variant
-from jaxoverlap.road import FSDP, OnError, Options, Travelled, travel
+from jaxoverlap.plan import FSDP, Plan, Schedule, Variant
+from jaxoverlap.road import OnError, Options, Travelled, travel
 from jaxoverlap.scheduler import Ordering, Scheduler, ordering_for
 from jaxoverlap.stages import Lowered
 
@@ -38,8 +39,9 @@ def overlap(
     skip: Collection[str] = ...,
     on_error: OnError = ...,
     granularity: Granularity = ...,
-    fsdp: FSDP = ...,
+    fsdp: FSDP | None = ...,
     schedule: Scheduler | None = ...,
+    plan: str | os.PathLike[str] | Plan | None = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -49,8 +51,9 @@ def overlap(
     skip: Collection[str] = ...,
     on_error: OnError = ...,
     granularity: Granularity = ...,
-    fsdp: FSDP = ...,
+    fsdp: FSDP | None = ...,
     schedule: Scheduler | None = ...,
+    plan: str | os.PathLike[str] | Plan | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -59,8 +62,9 @@ def overlap(
     skip: Collection[str] = (),
     on_error: OnError = "raise",
     granularity: Granularity = None,
-    fsdp: FSDP = "prefetch",
+    fsdp: FSDP | None = None,
     schedule: Scheduler | None = _SCHEDULER,
+    plan: str | os.PathLike[str] | Plan | None = None,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -88,12 +92,17 @@ def overlap(
             "two_way", "direct x 2" (two slices a chunk), "sliced x 4" (no ring: the whole
             collective in four slices) or "plain" (left alone); or one by source line, as in
             {"gpt.py:88": "two_way"}. Default: "one_way" rings; sums between hosts "direct".
-        fsdp: what becomes of the gathers of sharded weights in a scan over layers: "prefetch" runs
-            them one step ahead, through the scan's carry, at the price of a second buffer; "ring"
-            takes them into the matmuls, where no other collective is there already.
+        fsdp: what becomes of the gathers of sharded weights in a scan over layers: "prefetch", the
+            default, runs them one step ahead, through the scan's carry, at the price of a second
+            buffer; "ring" takes them into the matmuls, where no other collective is there already.
+        schedule: how the scheduler pass may order the compiled step on GPUs; None for XLA's order.
+        plan: a plan, or its file. It says all that skip, granularity, fsdp and schedule say, and
+            is for one step, mesh, cluster and version: the first call refuses any other.
 
     Raises:
-        ValueError: if an argument is not one of these, or `cluster` does not parse.
+        ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
+            whole plan, or an argument says what the plan says.
+        OSError: if the plan's file cannot be read.
     """
     lines = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else None
     if lines is None or not all(isinstance(line, str) for line in lines):
@@ -104,21 +113,44 @@ def overlap(
         raise ValueError(
             f"cluster={cluster!r}: expected a string like 'h100-sxm:8x8', or a Cluster"
         )
-    if fsdp not in ("prefetch", "ring"):
+    if fsdp not in ("prefetch", "ring", None):
         raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
     if not isinstance(schedule, Scheduler | None):
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
-    options = Options(
-        cluster=parse_cluster(cluster) if isinstance(cluster, str) else cluster,
-        skip=lines,
-        on_error=on_error,
-        granularity=_variants(granularity),
-        fsdp=fsdp,
-        schedule=schedule,
-    )
+    named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    if plan is not None:
+        said = {"skip": lines, "granularity": granularity, "fsdp": fsdp}
+        if twice := [name for name, value in said.items() if value]:
+            raise ValueError(_said_twice(twice))
+        if schedule is not _SCHEDULER:
+            raise ValueError(_said_twice(["schedule"]))
+        options = Options.of(_read(plan), cluster=named, on_error=on_error)
+    else:
+        options = Options(
+            cluster=named,
+            skip=lines,
+            on_error=on_error,
+            granularity=_variants(granularity),
+            fsdp=fsdp or "prefetch",
+            schedule=schedule,
+        )
     if fn is None:
         return lambda fn: Overlapped(fn, options)
     return Overlapped(fn, options)
+
+
+def _said_twice(names: Sequence[str]) -> str:
+    return (
+        f"{', '.join(names)} beside plan=: a plan says that already. Leave out either; a plan with "
+        "another answer is what explain() gives for overlap() with that argument and no plan"
+    )
+
+
+def _read(plan: Any) -> Plan:
+    """A plan, or the one in a file."""
+    if not isinstance(plan, str | os.PathLike | Plan):
+        raise ValueError(f"plan={plan!r}: expected a jaxoverlap.Plan, or the path of its file")
+    return plan if isinstance(plan, Plan) else Plan.read(plan)
 
 
 def _variants(granularity: Any) -> Any:
@@ -280,18 +312,36 @@ class Overlapped:
                 raise
             _warn(f"{name} runs without overlap: {error}")
             return _Rewritten(None, params, params, params)
-        if not done.plan.decisions:
+        if not done.plan.decisions and self._options.plan is None:
             _warn(f"overlap() changes nothing in {name}:\n{done.plan}")
-        return _Rewritten(
+        own, all_options = self._xla_options(done, dict(params["compiler_options_kvs"]))
+        ordering = self._ordering(name, done) if is_gpu(done.mesh) else None
+        at = ordering and ordering.options
+        plan = msgspec.structs.replace(
             done.plan,
-            _compat.with_jaxpr(
-                params, done.jaxpr, options_for(done.mesh, rings=bool(done.plan.decisions))
-            ),
+            xla_options=own,
+            schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
+        )
+        return _Rewritten(
+            plan,
+            _compat.with_jaxpr(params, done.jaxpr, all_options),
             _compat.with_jaxpr(params, done.jaxpr, {}),
             params,
             done.cluster,
-            self._ordering(name, done) if is_gpu(done.mesh) else None,
+            ordering,
         )
+
+    def _xla_options(
+        self, done: Travelled, users: Mapping[str, Any]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """The options that a plan names, beyond the user's own; and all, with those of a pod."""
+        usual = options_for(done.mesh, rings=bool(done.plan.decisions))
+        here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
+        chosen = self._options.xla_options
+        if chosen is None:
+            chosen = {name: value for name, value in usual.items() if name not in here}
+        own = {name: value for name, value in chosen.items() if name not in users}
+        return own, {**own, **here}
 
     def _ordering(self, name: str, done: Travelled) -> Ordering | None:
         """The scheduler pass, where XLA's GPU compiler makes the schedule."""

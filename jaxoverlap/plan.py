@@ -1,162 +1,176 @@
-"""What is to be done with each matmul of a step: data, and how it reads."""
+"""A plan: what is to be done with each matmul of a step, for what it was made, as a file.
+
+The file is JSON with a checksum in it, so that one that was cut short or edited is told from one
+that is whole.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from jaxoverlap._text import human_bytes, table
+from jaxoverlap._files import opened, sealed, write_atomically
+from jaxoverlap._text import human_bytes
+from jaxoverlap.decisions import (
+    Decision,
+    Remaining,
+    Scattered,
+    ScatteredSum,
+    Skip,
+    Style,
+    Variant,
+)
+from jaxoverlap.plan_table import (
+    entry_lines,
+    mesh_text,
+    prefetched_lines,
+    remaining_lines,
+    scattered_line,
+)
 
-Style = Literal["one_way", "two_way", "direct", "sliced", "plain"]
+__all__ = [
+    "FSDP",
+    "SCHEMA",
+    "ChannelRow",
+    "Decision",
+    "MadeFor",
+    "Nccl",
+    "Plan",
+    "Predictions",
+    "Remaining",
+    "Scattered",
+    "ScatteredSum",
+    "Schedule",
+    "Skip",
+    "Style",
+    "Variant",
+]
 
-
-class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the pieces of a decomposed collective travel.
-
-    Attributes:
-        style: "one_way": a ring, every hop to the next device. "two_way": two rings at once, one a
-            direction, each half as long (Wang et al., ASPLOS '23). "direct": each piece straight to
-            where it is needed, so that no hop waits for another (CommFuse, arXiv 2604.24013).
-            "sliced": no ring; the whole collective in slices, each under another slice's matmul.
-            "plain": the matmul is left alone, for where a hop costs more than the chunk over it.
-        slices: pieces that each chunk of a ring is cut into, each with a hop and a matmul of its
-            own; for "sliced" the slices of the whole collective, at least 2.
-    """
-
-    style: Style = "one_way"
-    slices: int = 1
-
-    def __post_init__(self) -> None:
-        if self.style not in get_args(Style):
-            raise ValueError(f"style {self.style!r}: expected one of {', '.join(get_args(Style))}")
-        least = 2 if self.style == "sliced" else 1
-        whole = isinstance(self.slices, int) and not isinstance(self.slices, bool)
-        if not whole or self.slices < least:
-            raise ValueError(
-                f"{self.slices!r} slices of style {self.style}: expected a whole number, "
-                f"{least} or more"
-            )
-
-    def __str__(self) -> str:
-        return self.style if self.slices == 1 else f"{self.style} x {self.slices}"
-
-    @classmethod
-    def parse(cls, text: str) -> Variant:
-        """The variant that `str` wrote, as in "one_way" or "two_way x 2".
-
-        Raises:
-            ValueError: if `text` is not one; it says what was expected.
-        """
-        style, times, slices = (part.strip() for part in text.partition(" x "))
-        if style not in get_args(Style) or (times and not slices.isdecimal()):
-            raise ValueError(
-                f"variant {text!r}: expected a style ({', '.join(get_args(Style))}), alone or with "
-                'slices, as in "two_way x 2"'
-            )
-        return cls(style, int(slices) if times else 1)  # type: ignore[arg-type]
+FSDP = Literal["prefetch", "ring"]
+_FORMAT = "jaxoverlap plan"
+SCHEMA = 1  # of a plan's JSON: counts up with every change that another version cannot read
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unknown_fields=True):
-    """One matmul that becomes a ring.
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the scheduler pass was told; as in `jaxoverlap.Scheduler`."""
 
-    Attributes:
-        site: the matmul's place among the step's `dot_general`s.
-        ring: the site that its ring is named after: its own, or that of the first matmul in it.
-        source: "file:line" of the code that wrote it.
-        einsum: its letters, as in "abc,cd->abd".
-        kind: the pass that decomposes it, as in "all_gather_matmul".
-        axis: the mesh axis of the ring.
-        letter: the dim that is cut into chunks.
-        variant: how the pieces of the collective travel.
-        num_chunks: pieces that the matmul is cut into.
-        bytes_moved: bytes that each device sends for it in one step; 0 where the first matmul of
-            its ring has them.
-        runs: how often one step runs it.
-        others: collectives of this matmul on other axes, which stay XLA's, with their bytes.
-        why: the reason for this axis, if there was a choice.
-    """
-
-    site: int
-    ring: int
-    source: str
-    einsum: str
-    kind: str
-    axis: str
-    letter: str
-    num_chunks: int
-    bytes_moved: int
-    runs: int
-    variant: Variant = Variant()
-    others: tuple[str, ...] = ()
-    why: str = ""
+    slack: float
+    in_flight: int
 
 
-class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown_fields=True):
-    """One matmul that is left alone, and why.
-
-    Attributes:
-        site, source, einsum, runs: as in `Decision`.
-        reason: why; it starts with "no collective" where there is nothing to overlap.
-    """
-
-    site: int
-    source: str
-    einsum: str
-    runs: int
-    reason: str
-
-
-class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Collectives of one source line that stay XLA's.
+class ChannelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The channels that NCCL is to give to collectives of some sizes.
 
     Attributes:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        axes: the mesh axes whose devices take part.
-        source: "file:line" of the code that wrote the value that moves.
-        runs: how many of them one step runs.
-        bytes_moved: bytes that each device sends in them in one step.
+        min_bytes, max_bytes: the sizes that it is for, both included.
+        channels: NCCL's channels; None to leave them to NCCL.
+        chunk_bytes: what a channel sends at a time; None to leave it to NCCL.
+        nodes, ranks: of the communicator.
     """
 
     kind: str
-    axes: tuple[str, ...]
-    source: str
-    runs: int
-    bytes_moved: int
+    min_bytes: int
+    max_bytes: int
+    channels: int | None
+    chunk_bytes: int | None
+    nodes: int
+    ranks: int
 
 
-class Scattered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The gradient of an embedding lookup, scattered where XLA would all-reduce it.
+class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of NCCL, which it reads when a process starts: `overlap` cannot make them.
 
     Attributes:
-        source: "file:line" of the lookup.
-        axes: the mesh axes that it is scattered over, in order.
-        bytes_moved: bytes that each device sends in one run.
+        env: environment variables.
+        channels: by collective and size.
     """
 
-    source: str
-    axes: tuple[str, ...]
-    bytes_moved: int
+    env: Mapping[str, str] = {}
+    channels: tuple[ChannelRow, ...] = ()
+
+
+class Predictions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the simulation says of the compiled step, and of the plain one.
+
+    Attributes:
+        step_s, compute_s, communication_s, exposed_s, bound_s: as in `Timeline`.
+        peak_bytes: XLA's, of one device: arguments + temp + outputs - aliased.
+        plain_step_s, plain_peak_bytes: of the step without jaxoverlap.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    bound_s: float
+    peak_bytes: int
+    plain_step_s: float
+    plain_peak_bytes: int
+
+
+class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The one step, mesh and versions that a plan is for.
+
+    Attributes:
+        step: a hash of the traced step, with its arguments, results and donations. The same in
+            every process: there is nothing in it of the devices, and no path.
+        arguments: what each argument is and how it lies.
+        results: how each result lies, where the step says so.
+        axis_types: of each mesh axis: Auto, Explicit or Manual.
+        domains: over how many NVLink domains the devices along each mesh axis spread.
+        devices: what the devices call themselves.
+        cluster: as named, or as the devices say; None if it is not known.
+        versions: of jaxoverlap, jax and jaxlib.
+    """
+
+    step: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    axis_types: Mapping[str, str]
+    domains: Mapping[str, int]
+    devices: str
+    cluster: str | None
+    versions: Mapping[str, str]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `Decision` or a `Skip` for every `dot_general` of a step, in order.
+    """A `Decision` or a `Skip` for every `dot_general` of a step, in order, and what goes with it.
 
     Attributes:
+        schema: of its JSON.
         step: the step's name.
         mesh: devices along each mesh axis.
         entries: one a matmul.
         prefetched: gathers of scanned weights that run one step of their scan ahead.
         scattered: the gradients of embedding lookups that are scattered.
+        sums: the sums of activations that stay scattered.
+        fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
+        schedule: the scheduler pass; None where there is none.
+        xla_options: compiler options, beyond the user's own and those that a pod needs.
+        nccl: settings that the process has to be started with.
+        predictions: of the simulation; None if there was none.
+        made_for: the step that it is for; None for one that no step gave.
         remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
     """
 
+    schema: int = SCHEMA
     step: str
     mesh: Mapping[str, int]
     entries: tuple[Decision | Skip, ...]
     prefetched: int = 0
     scattered: tuple[Scattered, ...] = ()
+    sums: tuple[ScatteredSum, ...] = ()
+    fsdp: FSDP = "prefetch"
+    schedule: Schedule | None = None
+    xla_options: Mapping[str, str] = {}
+    nccl: Nccl = Nccl()
+    predictions: Predictions | None = None
+    made_for: MadeFor | None = None
     remaining: tuple[Remaining, ...] = ()
 
     @property
@@ -168,6 +182,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def skips(self) -> tuple[Skip, ...]:
         """The matmuls that are left alone."""
         return tuple(e for e in self.entries if isinstance(e, Skip))
+
+    @property
+    def choices(self) -> dict[int, Variant]:
+        """How the pieces of each ring travel, by the site that the ring is named after."""
+        rings = (d for d in self.decisions if d.num_chunks > 1 and d.site == d.ring)
+        return {d.site: d.variant for d in rings}
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -181,80 +201,81 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             ValueError: if `text` is not such a plan; it says where.
         """
         try:
+            _check_schema(msgspec.json.decode(text, type=_Schema).schema)
             return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:
             raise ValueError(
                 f"not a plan: {error}; expected the JSON that Plan.to_json() writes"
             ) from error
 
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file: a kill at any moment leaves the old file or the new one.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        write_atomically(path, sealed(_FORMAT, msgspec.json.encode(self)))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that `write` wrote.
+
+        Raises:
+            ValueError: if the file is cut short, edited, of another schema, or no plan at all.
+            OSError: if it cannot be read.
+        """
+        try:
+            return cls.from_json(opened(_FORMAT, Path(path).read_bytes()))
+        except ValueError as error:
+            raise ValueError(
+                f"{os.fspath(path)}: {error}. Tune again, or write what explain() gives"
+            ) from error
+
     def __str__(self) -> str:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        waiting = [s for s in self.skips if not s.reason.startswith("no collective")]
-        rows = [_row(e) for e in (*self.decisions, *waiting)]
-        moved = sum(d.bytes_moved for d in self.decisions)
-        title = f"{self.step} on {mesh}"
-        idle = len(self.skips) - len(waiting)
         return "\n".join(
             (
-                table(title, _COLUMNS, rows, right=("site", "runs", "bytes", "chunks")),
-                f"{len(self.entries)} matmuls: {len(self.decisions)} ringed "
-                f"({human_bytes(moved)} sent per device and step), {len(waiting)} left alone, "
-                f"{idle} without a collective.",
-                *_idle_lines(self.skips),
-                *_prefetched_lines(self.prefetched),
-                *map(_scattered_line, self.scattered),
-                *_remaining_lines(self.remaining),
+                *entry_lines(f"{self.step} on {mesh_text(self.mesh)}", self.entries),
+                *prefetched_lines(self.prefetched),
+                *map(scattered_line, self.scattered),
+                *filter(None, (self._compiled(), self._nccl(), self._predicted())),
+                *remaining_lines(self.remaining),
             )
         )
 
+    def _compiled(self) -> str:
+        options = len(self.xla_options)
+        used = [f"{options} XLA option{'s' * (options > 1)}"] if options else []
+        if at := self.schedule:
+            used.append(f"the scheduler pass (slack {at.slack:g}, {at.in_flight} in flight)")
+        return f"  Compiled with {' and '.join(used)}." if used else ""
 
-_COLUMNS = (
-    "site", "source", "einsum", "runs", "axis", "kind", "bytes", "chunks", "decision", "XLA keeps"
-)  # fmt: skip
+    def _nccl(self) -> str:
+        said = [f"{name}={value}" for name, value in self.nccl.env.items()]
+        if rows := len(self.nccl.channels):
+            said.append(f"{rows} row{'s' * (rows > 1)} of channels by collective and size")
+        return f"  NCCL is to be started with {', '.join(said)}." if said else ""
 
-
-def _row(entry: Decision | Skip) -> tuple[str, ...]:
-    head = (str(entry.site), entry.source, entry.einsum, str(entry.runs))
-    if isinstance(entry, Skip):
-        return (*head, "", "", "", "", f"skip: {entry.reason}", "")
-    named = str(entry.variant) if entry.num_chunks > 1 else "whole"
-    decision = f"{named}: {entry.why}" if entry.why else named
-    size, chunks = human_bytes(entry.bytes_moved), str(entry.num_chunks)
-    return (*head, entry.axis, entry.kind, size, chunks, decision, "; ".join(entry.others))
-
-
-def _remaining_lines(remaining: tuple[Remaining, ...]) -> list[str]:
-    """The table of what stays XLA's."""
-    if not remaining:
-        return []
-    rows = [
-        (r.kind, " x ".join(r.axes), r.source, str(r.runs), human_bytes(r.bytes_moved))
-        for r in remaining
-    ]
-    columns = ("collective", "axes", "source", "runs", "bytes")
-    sent = human_bytes(sum(r.bytes_moved for r in remaining))
-    title = f"XLA's own: {sent} sent per device and step"
-    return ["", table(title, columns, rows, right=("runs", "bytes"))]
+    def _predicted(self) -> str:
+        if (found := self.predictions) is None:
+            return ""
+        return (
+            f"  Simulated: {found.step_s * 1e3:.1f} ms a step, plain {found.plain_step_s * 1e3:.1f}"
+            f"; exposed {found.exposed_s * 1e3:.1f}; the bound {found.bound_s * 1e3:.1f}; "
+            f"{human_bytes(found.peak_bytes)}, plain {human_bytes(found.plain_peak_bytes)}."
+        )
 
 
-def _scattered_line(scattered: Scattered) -> str:
-    over, sent = " and ".join(scattered.axes), human_bytes(scattered.bytes_moved)
-    return f"  The gradient of the lookup at {scattered.source} is scattered over {over}: {sent}."
+class _Schema(msgspec.Struct):
+    """What has to be known of a plan before the rest can be read."""
+
+    schema: Any = SCHEMA
 
 
-def _prefetched_lines(prefetched: int) -> list[str]:
-    if not prefetched:
-        return []
-    return [f"  {prefetched} gathers of scanned weights run one step of their scan ahead."]
-
-
-def _idle_lines(skips: tuple[Skip, ...]) -> list[str]:
-    """The matmuls with nothing to overlap, a line a reason."""
-    by_reason: dict[str, list[Skip]] = {}
-    for skip in skips:
-        if skip.reason.startswith("no collective"):
-            by_reason.setdefault(skip.reason, []).append(skip)
-    return [
-        f"  {reason}: " + ", ".join(f"{s.site} ({s.source})" for s in group)
-        for reason, group in by_reason.items()
-    ]
+def _check_schema(schema: Any) -> None:
+    """Refuse a plan that another version's words may mean something else in."""
+    if schema == SCHEMA:
+        return
+    age = "a newer" if isinstance(schema, int) and schema > SCHEMA else "an older or no"
+    raise ValueError(
+        f"schema {schema!r}, written by {age} jaxoverlap; this one reads schema {SCHEMA}"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster
 from jaxoverlap.cost import CostModel, Group, cost_model, has_cost_model
+from jaxoverlap.made_for import check, cluster_for, followed, made_for
 from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
@@ -28,25 +29,58 @@ from jaxoverlap.passes.mesh import (
 from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.rewrite import rewrite
-from jaxoverlap.passes.scattered import Outcome, scatter_sums
+from jaxoverlap.passes.scattered import Decide, Outcome, Point, scatter_sums, with_sums_scattered
 from jaxoverlap.passes.worth import Prices
-from jaxoverlap.plan import Plan, Variant
+from jaxoverlap.plan import FSDP, Plan, ScatteredSum, Variant
 from jaxoverlap.scheduler import Scheduler
 
 OnError = Literal["raise", "plain"]
-FSDP = Literal["prefetch", "ring"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `overlap` was asked for."""
+    """What `overlap` was asked for, and what a search may ask for beside.
 
-    cluster: Cluster | None
-    skip: tuple[str, ...]
-    on_error: OnError
-    granularity: Variant | Mapping[str, Variant] | None
-    fsdp: FSDP
-    schedule: Scheduler | None
+    Attributes:
+        cluster, skip, on_error, granularity, fsdp, schedule: as in `overlap`.
+        choices: how the pieces of single rings travel, by the site that a ring is named after;
+            "plain" leaves all the matmuls of a ring alone. What is not named goes as always.
+        alone: the sites of matmuls that have no part in any ring.
+        sums: the sums of activations that stay scattered; None to take what leaves less exposed.
+        xla_options: compiler options, beyond the user's own and those that a pod needs; None for
+            those that rings need.
+        plan: the plan that all of these come from.
+    """
+
+    cluster: Cluster | None = None
+    skip: tuple[str, ...] = ()
+    on_error: OnError = "raise"
+    granularity: Variant | Mapping[str, Variant] | None = None
+    fsdp: FSDP = "prefetch"
+    schedule: Scheduler | None = None
+    choices: Mapping[int, Variant] = field(default_factory=dict)
+    alone: frozenset[int] = frozenset()
+    sums: tuple[ScatteredSum, ...] | None = None
+    xla_options: Mapping[str, str] | None = None
+    plan: Plan | None = None
+
+    @classmethod
+    def of(
+        cls, plan: Plan, *, cluster: Cluster | None = None, on_error: OnError = "raise"
+    ) -> Options:
+        """What makes a step follow a plan."""
+        at = plan.schedule
+        return cls(
+            cluster=cluster,
+            on_error=on_error,
+            fsdp=plan.fsdp,
+            schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
+            choices=plan.choices,
+            alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
+            sums=plan.sums,
+            xla_options=plan.xla_options,
+            plan=plan,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,14 +111,21 @@ def travel(
 
     Raises:
         NoMeshError: if the step has no mesh.
-        ValueError: if it has two, or one that does not fit the cluster.
+        ValueError: if it has two, or one that does not fit the cluster; if a plan was made for
+            something else, or cannot be followed.
         RewriteError: if a pass fails.
     """
     params = call.params
     jaxpr = flatten(params["jaxpr"])
     places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
     mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
-    _check_cluster(params["name"], mesh, options.cluster)
+    name = params["name"]
+    if options.plan and options.cluster is None:
+        options = replace(options, cluster=cluster_for(options.plan, mesh))
+    _check_cluster(name, mesh, options.cluster)
+    origin = made_for(call, mesh, options.cluster)
+    if options.plan:
+        check(options.plan, name, origin, mesh, call, jaxpr)
     reason, costs = unread(mesh), axis_costs(mesh, options.cluster)
     cluster = options.cluster or cluster_of(mesh)
     cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
@@ -97,19 +138,42 @@ def travel(
         outcome = decided(jaxpr, {})
     else:
         traced = jitted.trace(*args, **kwargs)
-        outcome = decided(jaxpr, propagate(traced, jaxpr))
-        outcome = scatter_sums(traced, outcome, decided, mesh, costs)
+        outcome = _outcome(traced, jaxpr, decided, mesh, costs, options)
     rewritten, prefetched = outcome.rewritten, 0
     if options.fsdp == "prefetch":
         rewritten, prefetched = prefetch(rewritten, outcome.gathered)
     plan = Plan(
-        step=params["name"],
+        step=name,
         mesh=dict(mesh.shape),
         entries=outcome.entries,
         prefetched=prefetched,
         scattered=tuple(lookup.entry(mesh.shape) for lookup in outcome.known),
+        sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in outcome.sums.items()),
+        fsdp=options.fsdp,
+        made_for=origin,
     )
+    if options.plan:
+        plan = followed(options.plan, plan)
     return Travelled(plan, scatter(rewritten, outcome.known, mesh), mesh, cluster, cost)
+
+
+def _outcome(
+    traced: Any,
+    jaxpr: Any,
+    decided: Decide,
+    mesh: Mesh,
+    costs: Mapping[str, float],
+    options: Options,
+) -> Outcome:
+    """What is decided: with the sums scattered that are asked for, or as leaves less exposed."""
+    shardings = propagate(traced, jaxpr)
+    if options.sums is None:
+        return scatter_sums(traced, decided(jaxpr, shardings), decided, mesh, costs)
+    where = {s.site: Point(s.dim, s.axes) for s in options.sums}
+    scattered = None
+    if where:
+        scattered = with_sums_scattered(traced, jaxpr, shardings, where, decided, mesh)
+    return scattered or decided(jaxpr, shardings)
 
 
 def _decided(
@@ -130,12 +194,19 @@ def _decided(
         skip=options.skip,
         unread=reason,
         granularity=options.granularity,
+        choices=options.choices,
+        alone=options.alone,
         prefetch=options.fsdp == "prefetch",
         costs=costs,
         prices=prices,
     )
     inside, by_hand = decide_manual(
-        found, shardings, skip=options.skip, granularity=options.granularity
+        found,
+        shardings,
+        skip=options.skip,
+        granularity=options.granularity,
+        choices=options.choices,
+        alone=options.alone,
     )
     entries = tuple(inside.get(entry.site, entry) for entry in entries)
     rewritten, gathered = rewrite(jaxpr, {**sharings, **by_hand}, mesh)

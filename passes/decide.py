@@ -61,6 +61,8 @@ def decide(
     skip: Collection[str] = (),
     unread: str | None = None,
     granularity: Granularity = None,
+    choices: Mapping[int, Variant] | None = None,
+    alone: Collection[int] = (),
     prefetch: bool = False,
     costs: Mapping[str, float] | None = None,
     prices: Prices | None = None,
@@ -76,6 +78,8 @@ def decide(
         granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
             default: one way, in one piece; sums on a slow link straight to their owner; matmuls
             for which that does not pay, by `prices`, are left alone.
+        choices: how the pieces of single rings are to travel, by site; it wins over all others.
+        alone: the sites of matmuls that have no part in any ring.
         prefetch: gather the weights of a scan before any ring.
         costs: of a byte along each mesh axis, from `mesh.axis_costs`.
         prices: of rings on the cluster, if that is known.
@@ -84,13 +88,14 @@ def decide(
         An entry a matmul, and what becomes of each body that has any, by its number.
 
     Raises:
-        ValueError: if an entry of `skip` or `granularity` names a line without a matmul.
+        ValueError: if an entry of `skip` or `granularity` names a line without a matmul, or one of
+            `choices` or `alone` a site that is none.
     """
     matmuls = {dot.index: dot for body in found for dot in body.dots}
-    wishes = Wishes(skip, granularity)
-    wishes.check([source_of(matmuls[index]) for index in sorted(matmuls)])
+    wishes = Wishes(skip, granularity, choices or {}, alone)
+    wishes.check({index: source_of(matmuls[index]) for index in sorted(matmuls)})
 
-    dear: dict[int, str] = {}  # why matmuls whose ring would cost more than it hides are left alone
+    dear: dict[int, str] = {}  # why the matmuls of rings that are not made are left alone
 
     def read(dot: Dot) -> Matmul | str:
         left = unread or refusal(dot, wishes) or dear.get(dot.index)
@@ -133,7 +138,7 @@ def source_of(dot: Dot) -> str:
 
 def refusal(dot: Dot, wishes: Wishes) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
-    if (asked := wishes.refusal(source_of(dot))) is not None:
+    if (asked := wishes.refusal(dot.index, source_of(dot))) is not None:
         return asked
     if dot.eqn.primitive.name != "dot_general":
         return f"{dot.eqn.primitive.name}: no ring for that"
@@ -168,7 +173,9 @@ def _chosen(
 ) -> tuple[Variant, str]:
     """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""
     chunk = ring.first.chunk()
-    if asked := wishes.variant(source_of(ring.members[0].dot)):
+    if asked := wishes.variant(ring.site, source_of(ring.members[0].dot)):
+        if asked.style == "plain":
+            return asked, "as chosen"
         return variant_of(ring.kind, chunk, asked)
     usual, _ = variant_of(ring.kind, chunk, _usual(ring, costs))
     return prices.chosen(ring, usual) if prices else (usual, "")

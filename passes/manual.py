@@ -68,43 +68,64 @@ def decide_manual(
     *,
     skip: Collection[str] = (),
     granularity: Granularity = None,
+    choices: Mapping[int, Variant] | None = None,
+    alone: Collection[int] = (),
 ) -> tuple[dict[int, Decision | Skip], dict[int, ManualSharing]]:
     """Decide on every matmul in the manual bodies of a step.
 
     Args:
         found: the step's bodies, from `jaxprs.bodies`.
         shardings: from `propagate`: how its matmuls lie on axes that are automatic beside.
-        skip, granularity: as in `decide.decide`.
+        skip, granularity, choices, alone: as in `decide.decide`.
 
     Returns:
         An entry a matmul, and what becomes of each manual body that has any, by their numbers.
     """
-    wishes = Wishes(skip, granularity)
+    wishes = Wishes(skip, granularity, choices or {}, alone)
     entries: dict[int, Decision | Skip] = {}
     sharings: dict[int, ManualSharing] = {}
     for body in found:
         dots = {dot.index: dot for dot in body.dots if dot.manual}
         if not dots:
             continue
-        sharing = sharings[body.index] = _share(body, shardings, wishes)
+        sharing = sharings[body.index] = _chosen(body, shardings, wishes)
         for ring in sharing.rings:
-            kind = ring.collective.kind
-            ring.variant, ring.why = variant_of(
-                kind, ring.chunk, wishes.variant(source_of(ring.sites[0].dot)) or Variant()
-            )
             entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
         entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}
         entries |= {i: skip_of(dots[i], why) for i, why in sharing.skipped.items()}
     return entries, sharings
 
 
-def _share(body: Body, shardings: Mapping[int, Shardings], wishes: Wishes) -> ManualSharing:
-    """What becomes of the matmuls of a manual body: the largest collectives choose first."""
+def _chosen(body: Body, shardings: Mapping[int, Shardings], wishes: Wishes) -> ManualSharing:
+    """What becomes of the matmuls of a manual body, and how the pieces of each ring travel."""
+    left: dict[int, str] = {}
+    while True:
+        sharing = _share(body, shardings, wishes, left)
+        before = len(left)
+        for ring in sharing.rings:
+            wanted = wishes.variant(ring.site, source_of(ring.sites[0].dot)) or Variant()
+            ring.variant, ring.why = variant_of(ring.collective.kind, ring.chunk, wanted)
+            if wanted.style == "plain":
+                left |= {site.dot.index: "left plain: as chosen" for site in ring.sites}
+        if len(left) == before:
+            return sharing
+
+
+def _share(
+    body: Body, shardings: Mapping[int, Shardings], wishes: Wishes, left: Mapping[int, str]
+) -> ManualSharing:
+    """Which matmuls of a manual body have rings: the largest collectives choose first.
+
+    Args:
+        body, shardings, wishes: the body, how its matmuls lie, and what is wanted of them.
+        left: why matmuls of rings that are not made are left alone, by their numbers.
+    """
     manual = body.dots[0].manual
     assert manual is not None
     sites, order = Sites(body, manual.axes), Order([_edges(eqn) for eqn in body.eqns])
     sharing = ManualSharing(manual, order)
     whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, wishes))}
+    whys |= {dot.index: left[dot.index] for dot in body.dots if dot.index in left}
     taken: set[int] = set()
     # An exchange between two matmuls goes with the first: the second may have one of its own after.
     possible = sorted(

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +65,7 @@ class Outcome:
         known: the lookups whose gradients are scattered, in `rewritten` not yet.
         rewritten: the jaxpr with rings.
         gathered: the variables of what is gathered before rings.
+        sums: the sums of activations that stay scattered, by the number of the matmul.
     """
 
     jaxpr: Any
@@ -74,6 +75,7 @@ class Outcome:
     known: Sequence[Lookup]
     rewritten: Any
     gathered: set[Any]
+    sums: Mapping[int, Point] = field(default_factory=dict)
 
 
 Decide = Callable[[Any, Mapping[Any, Shardings]], Outcome]
@@ -101,12 +103,9 @@ def scatter_sums(
     where = points(first.sharings.values())
     if not where or explicit_axes(mesh):
         return first
-    results = result_specs(traced, mesh)
-    if results is None:
+    second = with_sums_scattered(traced, first.jaxpr, first.shardings, where, decide, mesh)
+    if second is None:
         return first
-    jaxpr = pin_results(first.jaxpr, results, mesh)
-    shardings = propagate_scattered(traced, jaxpr, where, first.shardings, mesh)
-    second = decide(jaxpr, shardings)
     if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
         return first
 
@@ -120,6 +119,32 @@ def scatter_sums(
     if cost(second) >= cost(first):
         return first
     return dataclasses.replace(second, entries=_explained(second.entries, first.entries, where))
+
+
+def with_sums_scattered(
+    traced: jax.stages.Traced,
+    jaxpr: Any,
+    shardings: Mapping[Any, Shardings],
+    where: Mapping[int, Point],
+    decide: Decide,
+    mesh: Mesh,
+) -> Outcome | None:
+    """What is decided for a step some of whose sums are scattered; None if that cannot be.
+
+    Args:
+        traced, jaxpr, shardings: the step, and how its matmuls lie as it is.
+        where: the matmuls whose sums are scattered, by their number.
+        decide, mesh: as in `scatter_sums`.
+
+    Raises:
+        RewriteError: if Shardy or a ring fails on the step.
+    """
+    results = result_specs(traced, mesh)
+    if results is None:
+        return None
+    pinned = pin_results(jaxpr, results, mesh)
+    scattered = propagate_scattered(traced, pinned, where, shardings, mesh)
+    return dataclasses.replace(decide(pinned, scattered), sums=where)
 
 
 def _explained(

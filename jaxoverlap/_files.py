@@ -1,0 +1,98 @@
+"""Files that are whole or not there, and JSON that says whether it is as it was written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file so that a kill at any moment leaves the old one or the new one.
+
+    The text goes to a new file in the same folder, on the disk, and then takes the old one's name.
+    A kill in between leaves that file behind, as `.NAME.RANDOM.tmp`.
+
+    Raises:
+        OSError: if it cannot be written; the old file is then as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The name, too, is on the disk only once its folder is."""
+    if os.name == "nt":  # folders cannot be opened there
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
+    """What a file holds, a hash of its compact JSON, and that."""
+
+    format: str
+    checksum: str
+    content: Any
+
+
+def sealed(kind: str, content: bytes) -> str:
+    """The text of a file that holds some JSON, indented, with a checksum.
+
+    Args:
+        kind: what it holds, as in "jaxoverlap plan".
+        content: its compact JSON.
+    """
+    file = _Sealed(kind, _checksum(content), msgspec.Raw(content))
+    return msgspec.json.format(msgspec.json.encode(file), indent=2).decode() + "\n"
+
+
+def opened(kind: str, raw: bytes) -> bytes:
+    """The compact JSON that `sealed` was given.
+
+    Raises:
+        ValueError: if the file is empty, cut short, edited or damaged, or holds something else.
+    """
+    if not raw.strip():
+        raise ValueError("the file is empty")
+    try:
+        found = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        # Cut within a number, its JSON is malformed and not truncated.
+        begun = raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
+        if begun or "truncated" in str(error):
+            raise ValueError(f"the file is truncated, after {len(raw)} bytes") from error
+        raise ValueError(f"not JSON, as a {kind} is: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != kind:
+        raise ValueError(f'JSON, but no {kind}: there is no "format": "{kind}" in it')
+    try:
+        file = msgspec.convert(found, _Sealed)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"edited since it was written: {error}") from error
+    compact = msgspec.json.encode(file.content)
+    if _checksum(compact) != file.checksum:
+        raise ValueError(
+            f"edited or damaged since it was written: its content has {_checksum(compact)}, and "
+            f"its checksum says {file.checksum}"
+        )
+    return compact
+
+
+def _checksum(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"

@@ -1,0 +1,82 @@
+"""How a plan reads: the tables and lines that `explain()` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxoverlap._text import human_bytes, table
+from jaxoverlap.decisions import Decision, Remaining, Scattered, Skip
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """A mesh's axes and their sizes."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+
+
+def entry_lines(title: str, entries: Sequence[Decision | Skip]) -> list[str]:
+    """The table of matmuls that wait for a collective, and what there is to say of the others."""
+    decisions = [e for e in entries if isinstance(e, Decision)]
+    skips = [e for e in entries if isinstance(e, Skip)]
+    waiting = [s for s in skips if not s.reason.startswith("no collective")]
+    rows = [_row(e) for e in (*decisions, *waiting)]
+    moved = human_bytes(sum(d.bytes_moved for d in decisions))
+    return [
+        table(title, _COLUMNS, rows, right=("site", "runs", "bytes", "chunks")),
+        f"{len(entries)} matmuls: {len(decisions)} ringed ({moved} sent per device and step), "
+        f"{len(waiting)} left alone, {len(skips) - len(waiting)} without a collective.",
+        *_idle_lines(skips),
+    ]
+
+
+_COLUMNS = (
+    "site", "source", "einsum", "runs", "axis", "kind", "bytes", "chunks", "decision", "XLA keeps"
+)  # fmt: skip
+
+
+def _row(entry: Decision | Skip) -> tuple[str, ...]:
+    head = (str(entry.site), entry.source, entry.einsum, str(entry.runs))
+    if isinstance(entry, Skip):
+        return (*head, "", "", "", "", f"skip: {entry.reason}", "")
+    named = str(entry.variant) if entry.num_chunks > 1 else "whole"
+    decision = f"{named}: {entry.why}" if entry.why else named
+    size, chunks = human_bytes(entry.bytes_moved), str(entry.num_chunks)
+    return (*head, entry.axis, entry.kind, size, chunks, decision, "; ".join(entry.others))
+
+
+def remaining_lines(remaining: Sequence[Remaining]) -> list[str]:
+    """The table of what stays XLA's."""
+    if not remaining:
+        return []
+    rows = [
+        (r.kind, " x ".join(r.axes), r.source, str(r.runs), human_bytes(r.bytes_moved))
+        for r in remaining
+    ]
+    columns = ("collective", "axes", "source", "runs", "bytes")
+    sent = human_bytes(sum(r.bytes_moved for r in remaining))
+    title = f"XLA's own: {sent} sent per device and step"
+    return ["", table(title, columns, rows, right=("runs", "bytes"))]
+
+
+def scattered_line(scattered: Scattered) -> str:
+    """A gradient that XLA would all-reduce."""
+    over, sent = " and ".join(scattered.axes), human_bytes(scattered.bytes_moved)
+    return f"  The gradient of the lookup at {scattered.source} is scattered over {over}: {sent}."
+
+
+def prefetched_lines(prefetched: int) -> list[str]:
+    """What runs ahead."""
+    if not prefetched:
+        return []
+    return [f"  {prefetched} gathers of scanned weights run one step of their scan ahead."]
+
+
+def _idle_lines(skips: Sequence[Skip]) -> list[str]:
+    """The matmuls with nothing to overlap, a line a reason."""
+    by_reason: dict[str, list[Skip]] = {}
+    for skip in skips:
+        if skip.reason.startswith("no collective"):
+            by_reason.setdefault(skip.reason, []).append(skip)
+    return [
+        f"  {reason}: " + ", ".join(f"{s.site} ({s.source})" for s in group)
+        for reason, group in by_reason.items()
+    ]
