@@ -167,3 +167,4 @@ class GPT(nnx.Module):
 RECIPE = Recipe(Config, GPT, text_batches)
 make_mesh, init_state, state_shardings = RECIPE.make_mesh, RECIPE.init_state, RECIPE.state_shardings
 abstract_args, make_step, make_grads = RECIPE.abstract_args, RECIPE.make_step, RECIPE.make_grads
+build = RECIPE.build

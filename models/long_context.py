@@ -102,4 +102,4 @@ class LongContext(gpt.GPT):
 
 
 RECIPE = Recipe(Config, LongContext, text_batches)
-abstract_args, make_step = RECIPE.abstract_args, RECIPE.make_step
+abstract_args, make_step, build = RECIPE.abstract_args, RECIPE.make_step, RECIPE.build

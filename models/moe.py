@@ -189,4 +189,4 @@ class MoE(gpt.GPT):
 
 
 RECIPE = Recipe(Config, MoE, text_batches)
-abstract_args, make_step = RECIPE.abstract_args, RECIPE.make_step
+abstract_args, make_step, build = RECIPE.abstract_args, RECIPE.make_step, RECIPE.build

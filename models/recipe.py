@@ -100,6 +100,16 @@ class Recipe:
         state = jax.tree.map(place, shapes, self.state_shardings(config, mesh))
         return state, self.model.batch_like(config, mesh)
 
+    def build(self, mesh: Mesh) -> tuple[jax.stages.Wrapped, tuple[dict[str, Any], Batch]]:
+        """(step, its arguments as shapes) at a pod's sizes: what the `jaxoverlap` command takes."""
+        if tuple(mesh.shape) != self.config.AXES:
+            raise Mistake(
+                f"a mesh of {', '.join(mesh.shape)}: this trainer's axes are "
+                f"{', '.join(self.config.AXES)}, in that order"
+            )
+        config = self.config.pod(**mesh.shape)  # type: ignore[attr-defined]  # all but Run have it
+        return self.make_step(config, mesh), self.abstract_args(config, mesh)
+
     def make_loss(self, config: Run, mesh: Mesh) -> Callable:
         """loss(params, batch) -> (the loss, other numbers)."""
         definition, _ = nnx.split(nnx.eval_shape(lambda: self.model(config, mesh, nnx.Rngs(0))))

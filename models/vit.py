@@ -135,4 +135,4 @@ def accuracy(config: Config, mesh: Mesh, params: Any) -> str:
 
 
 RECIPE = Recipe(Config, ViT, digit_batches, accuracy)
-abstract_args, make_step = RECIPE.abstract_args, RECIPE.make_step
+abstract_args, make_step, build = RECIPE.abstract_args, RECIPE.make_step, RECIPE.build

@@ -1,0 +1,24 @@
+"""The command's parts put together."""
+
+from __future__ import annotations
+
+import typer
+
+from jaxoverlap.cli.flags import flags
+from jaxoverlap.cli.pods import pods
+from jaxoverlap.cli.steps import audit, explain, simulate
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Hide the collectives of a sharded JAX train step behind its matmuls, and see it.",
+    epilog="Exit codes: 0, all is well; 1, the answer is no; 2, a mistake in what was asked; 3, "
+    "something failed on the way.",
+)
+for command in (explain, audit, simulate, flags, pods):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command."""
+    app(prog_name="jaxoverlap")

@@ -1,0 +1,81 @@
+"""What commands print, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxoverlap._text import WIDTH
+
+OK, NO, MISTAKE, FAILED = 0, 1, 2, 3  # exit codes
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
+
+
+def command(function: Callable[..., int]) -> Callable[..., None]:
+    """A function that gives an exit code, as a command: errors are a line each.
+
+    A ValueError is a mistake of the user's; it says what to do. The command gets a flag --debug,
+    with which errors show their trace.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, debug: bool, **kwargs: Any) -> None:
+        try:
+            code = function(*args, **kwargs)
+        except Exception as error:
+            if debug or isinstance(error, typer.BadParameter):
+                raise
+            code = _report(error)
+        raise typer.Exit(code)
+
+    given = inspect.signature(function, eval_str=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    more = inspect.Parameter("debug", keyword, default=False, annotation=_Debug)
+    parameters = (*given.parameters.values(), more)
+    run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _report(error: Exception) -> int:
+    mistake = isinstance(error, ValueError)
+    what = "" if mistake else f"{type(error).__name__}: "
+    where = "" if mistake else "\n--debug shows where"
+    print(f"Error: {what}{error}{where}", file=sys.stderr)
+    return MISTAKE if mistake else FAILED
+
+
+def say(text: str) -> None:
+    """Print text as it is."""
+    sys.stdout.write(f"{text}\n")
+
+
+def show_json(value: Any) -> None:
+    """Print a value, dataclasses and all, as JSON."""
+    say(msgspec.json.format(msgspec.json.encode(value, enc_hook=str)).decode())
+
+
+def show_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
+) -> None:
+    """Print a table, as wide as the terminal; elsewhere as wide as the package's other tables."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)

@@ -1,0 +1,112 @@
+"""The commands about a train step: explain, audit, simulate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
+from jaxoverlap.cli.target import Axes, Pod, Step, target
+from jaxoverlap.passes.audit import Audit
+from jaxoverlap.passes.audit import audit as audited
+from jaxoverlap.passes.timeline import Timeline
+from jaxoverlap.simulate import simulate as simulated
+
+_Plain = Annotated[bool, typer.Option("--plain", help="Do the same with the step as it is.")]
+
+
+@command
+def explain(step: Step, *, pod: Pod, axes: Axes, json: Json = False) -> int:
+    """What becomes of each matmul of a step, and why; compiles nothing.
+
+    Exit code 1 if nothing becomes a ring.
+    """
+    of = target(step, pod, axes)
+    plan = of.overlapped.explain(*of.args)
+    say(plan.to_json() if json else str(plan))
+    return OK if plan.decisions else NO
+
+
+@command
+def audit(
+    step: Step,
+    *,
+    pod: Pod,
+    axes: Axes,
+    plain: _Plain = False,
+    at_least: Annotated[
+        float, typer.Option(help="Share of the rings' hops that has to be covered.", min=0, max=1)
+    ] = 0.0,
+    json: Json = False,
+) -> int:
+    """What hides behind what, in the schedule of a step compiled for a pod.
+
+    Exit code 1 if a smaller share of the hops than --at-least is covered.
+    """
+    of = target(step, pod, axes)
+    audits = {"overlapped": of.compile().audit()}
+    if plain:
+        audits["plain"] = audited(of.compile_plain())
+    if json:
+        show_json({name: _coverage(a) for name, a in audits.items()})
+    else:
+        say(str(audits["overlapped"]))
+        if plain:
+            say(f"the plain step's:  {audits['plain'].total}")
+    hops = audits["overlapped"].hops
+    return OK if hops.covered >= at_least * hops.count else NO
+
+
+def _coverage(audit: Audit) -> dict[str, Any]:
+    sums = {"all": audit.total, "hops": audit.hops, "rest": audit.rest}
+    return {**sums, "collectives": audit.collectives}
+
+
+@command
+def simulate(
+    step: Step,
+    *,
+    pod: Pod,
+    axes: Axes,
+    plain: _Plain = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    json: Json = False,
+) -> int:
+    """What a step takes in seconds on a pod, by simulation, and what of it is exposed."""
+    for path in (html, svg, perfetto):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+    of = target(step, pod, axes)
+    steps = {"overlapped": of.compile().simulate(pod)}
+    if plain:
+        steps["plain"] = simulated(of.compile_plain(), pod)
+    overlapped, other = steps["overlapped"], steps.get("plain")
+    if html:
+        overlapped.to_html(html, plain=other)
+    if svg:
+        overlapped.to_svg(svg, plain=other)
+    if perfetto:
+        overlapped.to_perfetto(perfetto)
+    if json:
+        show_json({name: _seconds(s) for name, s in steps.items()})
+    else:
+        say(str(overlapped))
+        if other is not None:
+            say(f"\nplain: {str(other).splitlines()[0]}")
+    return OK
+
+
+def _seconds(step: Timeline) -> dict[str, Any]:
+    names = ("step_s", "compute_s", "slowdown_s", "exposed_s", "communication_s", "bound_s")
+    return {
+        "module": step.module,
+        **{name: getattr(step, name) for name in names},
+        "link_s": step.link_s,
+        "unknown": step.unknown,
+        "spent": msgspec.to_builtins(step.spent),
+    }

@@ -1,0 +1,113 @@
+"""The step that a command is about: made by a function that the user names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import typer
+from jax.sharding import Mesh
+
+from jaxoverlap.api import Overlapped, overlap
+from jaxoverlap.pods import compiler_options, pod_mesh
+from jaxoverlap.stages import Compiled
+
+_STEP_HELP = (
+    "MODULE:FUNCTION, where `def build(mesh) -> (step, args)` gives a train step, jitted or not, "
+    "and its arguments as jax.ShapeDtypeStructs with shardings. MODULE alone: its `build`, which "
+    "the trainers have (models.gpt)."
+)
+Step = Annotated[str, typer.Argument(help=_STEP_HELP)]
+Pod = Annotated[str, typer.Option(help="The GPUs, as in h100-sxm:8x8: chip, hosts, GPUs a host.")]
+Axes = Annotated[
+    str,
+    typer.Option("--mesh", help="Its axes, slowest first, as in data=8,model=8."),
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A step, its arguments, and the pod that it is for."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    pod: str
+
+    @property
+    def overlapped(self) -> Overlapped:
+        """The step, overlapped."""
+        return overlap(self.step, cluster=self.pod)
+
+    def compile(self) -> Compiled:
+        """The overlapped step, compiled for the pod."""
+        return self.overlapped.lower(*self.args).compile()
+
+    def compile_plain(self) -> jax.stages.Compiled:
+        """The step as it is, compiled for the pod.
+
+        Raises:
+            ValueError: if it was overlapped already.
+        """
+        if isinstance(self.step, Overlapped):
+            raise ValueError(
+                "--plain: the function gives an overlapped step, of which there is no plain one "
+                "to compare with; let it give the step as it was before overlap()"
+            )
+        step: Any = self.step if hasattr(self.step, "lower") else jax.jit(self.step)
+        return step.lower(*self.args).compile(compiler_options=compiler_options())
+
+
+def target(step: str, pod: str, axes: str) -> Target:
+    """What a command line names.
+
+    Raises:
+        ValueError: if a part of it names nothing; it says which.
+    """
+    mesh = pod_mesh(pod, parse_axes(axes))
+    built = _function(step)(mesh)
+    if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[1], tuple | list):
+        raise ValueError(
+            f"{step} gave {type(built).__name__}: expected (step, args), args being the tuple of "
+            "arguments that the step is called with"
+        )
+    return Target(built[0], tuple(built[1]), pod)
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """The axes that a text such as "data=8,model=8" names.
+
+    Raises:
+        ValueError: if it has another form, or names one twice.
+    """
+    parts = [part.partition("=") for part in text.split(",")]
+    axes = {name.strip(): int(size) for name, _, size in parts if size.strip().isdecimal()}
+    if len(axes) != len(parts) or not all(axes):
+        raise ValueError(f"--mesh {text!r}: expected axes and their sizes, as in data=8,model=8")
+    return axes
+
+
+def _function(named: str) -> Callable[[Mesh], Any]:
+    module, _, name = named.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it: the user's modules lie here
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, and something that it needs is not
+        raise ValueError(
+            f"no module {error.name!r}, as {named!r} asks for: run the command where Python finds "
+            "it, and write MODULE:FUNCTION with dots, as in models.gpt:build"
+        ) from error
+    function = getattr(found, name or "build", None)
+    if not callable(function):
+        raise ValueError(
+            f"{module} has no function {name or 'build'!r}: expected one that takes a mesh and "
+            "gives (step, args)"
+        )
+    return function

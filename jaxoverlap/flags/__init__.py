@@ -1,0 +1,31 @@
+"""Flags as data: XLA's options and NCCL's variables, presets of pods, and what is dead.
+
+preset("h100-sxm:8x8").options       # what jax.jit(compiler_options=) takes
+check("--xla_gpu_graph_level=0")     # what the installed XLA makes of it
+"""
+
+from jaxoverlap.flags.check import Finding, check
+from jaxoverlap.flags.dead import DEAD, Dead
+from jaxoverlap.flags.presets import PRESETS, preset
+from jaxoverlap.flags.rings import is_gpu, options_for
+from jaxoverlap.flags.setting import Conflict, Preset, Setting
+from jaxoverlap.flags.variables import VARIABLES, Variable
+from jaxoverlap.flags.xla import FLAGS, Flag
+
+__all__ = [
+    "DEAD",
+    "FLAGS",
+    "PRESETS",
+    "VARIABLES",
+    "Conflict",
+    "Dead",
+    "Finding",
+    "Flag",
+    "Preset",
+    "Setting",
+    "Variable",
+    "check",
+    "is_gpu",
+    "options_for",
+    "preset",
+]

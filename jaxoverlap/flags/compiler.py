@@ -1,0 +1,93 @@
+"""What the installed XLA makes of XLA_FLAGS: asked, in a child process.
+
+Which flags a version has, what they are by default, and what an old name now sets is written
+nowhere; XLA ends the process that has a flag it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_SCRIPT = Path(__file__).parents[1] / "_xla_flags.py"
+_FIELD = re.compile(r"^(\w+)(?:: (.*)| \{)$", re.MULTILINE)
+_IN_MAP = re.compile(r'^(\w+) \{\n  key: "(.*)"\n  value: "(.*)"\n\}', re.MULTILINE)
+_REASON = re.compile(r"^[EF]\d{4} [^\]]*\] (.*)", re.MULTILINE)
+_WARNING = re.compile(r"^W\d{4} [^\]]*\] (.*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one line of flags does.
+
+    Attributes:
+        fields: XLA's options and their values, several where an option is a list; None if XLA ended
+            the process. An option that is not set may be left out.
+        reason: why it did; or what it warns of; or empty.
+        unknown: whether that is a flag that it does not have.
+    """
+
+    fields: Mapping[str, tuple[str, ...]] | None
+    reason: str
+    unknown: bool = False
+
+    def differs_from(self, other: Answer) -> tuple[str, ...]:
+        """The options that the two give other values."""
+        mine, others = self.fields or {}, other.fields or {}
+        names = dict.fromkeys((*mine, *others))
+        return tuple(n for n in names if sorted(mine.get(n, ())) != sorted(others.get(n, ())))
+
+
+def ask(
+    lines: Sequence[str],
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> list[Answer]:
+    """What each of some lines of XLA_FLAGS does, one process a line.
+
+    Args:
+        lines: as XLA_FLAGS holds them.
+        python: an interpreter with the jaxlib to ask.
+        environment: of that interpreter; default: this process's.
+
+    Raises:
+        RuntimeError: if jaxlib does not load there.
+    """
+    # -P: the script's folder is this package's, whose modules are not to be taken for others.
+    done = subprocess.run(
+        [python, "-P", _SCRIPT],
+        input=json.dumps(list(lines)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{python} could not ask its jaxlib: {done.stderr.strip()}")
+    return [_answer(text, log) for text, log in json.loads(done.stdout)]
+
+
+def _answer(text: str, log: str) -> Answer:
+    if text:
+        warned = _WARNING.search(log)
+        return Answer(_fields(text), warned[1] if warned else "")
+    reasons = _REASON.findall(log) or [log.strip()]
+    unknown = "Unknown flag" in reasons[0]
+    return Answer(None, reasons[0].partition(" Flag parsing failed")[0], unknown)
+
+
+def _fields(text: str) -> dict[str, tuple[str, ...]]:
+    """A printed proto's fields; an entry of a map is a value "key=value"."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, key, value in _IN_MAP.findall(text):
+        found[name] = (*found.get(name, ()), f"{key}={value}")
+    for name, value in _FIELD.findall(text):
+        if name not in ("key", "value") and value:
+            found[name] = (*found.get(name, ()), value.strip('"'))
+    return found

@@ -1,0 +1,88 @@
+"""What a preset is made of, and the forms that it is written in."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from jaxoverlap.flags.variables import VARIABLES
+from jaxoverlap.flags.xla import FLAGS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of XLA's options, or an environment variable, with its value.
+
+    Attributes:
+        name: in `flags.FLAGS` or `flags.VARIABLES`.
+        value: as compiler options or the environment have it.
+        reason: why.
+        source: who publishes it, or where it was tried; several with "; " between.
+    """
+
+    name: str
+    value: str
+    reason: str
+    source: str
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it goes into the environment, and not to the compiler."""
+        return self.name in VARIABLES
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A name that sources give different values.
+
+    Attributes:
+        name: of a flag or a variable.
+        said: (value, source), one a value; sources as in `Setting`.
+        ours: the value taken; empty: it is not set.
+        why: that one.
+    """
+
+    name: str
+    said: tuple[tuple[str, str], ...]
+    ours: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What an overlapped step is to run with on a kind of cluster.
+
+    Attributes:
+        name: as `preset` takes it.
+        about: the machines, in a few words.
+        chip: theirs, as `parse_cluster` takes it.
+        settings: options, then variables.
+        conflicts: where sources disagree, with each other or with what rings need.
+    """
+
+    name: str
+    about: str
+    chip: str
+    settings: tuple[Setting, ...]
+    conflicts: tuple[Conflict, ...]
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What `jax.jit(compiler_options=...)` takes."""
+        return {s.name: s.value for s in self.settings if not s.is_variable}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment, XLA_FLAGS not in it."""
+        return {s.name: s.value for s in self.settings if s.is_variable}
+
+    @property
+    def xla_flags(self) -> str:
+        """The options as a line for XLA_FLAGS."""
+        return " ".join(f"--{n}={FLAGS[n].in_xla_flags(v)}" for n, v in self.options.items())
+
+    @property
+    def env_file(self) -> str:
+        """XLA_FLAGS and the variables as lines of a shell that exports them."""
+        lines = {"XLA_FLAGS": self.xla_flags, **self.variables}
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in lines.items())

@@ -1,0 +1,122 @@
+"""XLA's flags for overlap, as data: what they mean, and which versions of jaxlib have them.
+
+Meanings are in xla.toml. What versions have, and what that is by default, is asked of the compilers
+themselves and kept in xla.json, which `python -m benchmarks.flag_table` writes anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib import resources
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["bool", "int", "text", "enum", "list", "map"]
+
+# Of enums: the values that compiler options want, and those that XLA_FLAGS want.
+_SHORT: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "memory": {
+        "COLLECTIVES_PRIVATE_MEMORY": "private",
+        "COLLECTIVES_PEER_MEMORY": "peer",
+        "COLLECTIVES_SYMMETRIC_MEMORY": "symmetric",
+    },
+    "pipelining": {
+        "COLLECTIVE_PIPELINING_MODE_DEFAULT": "default",
+        "COLLECTIVE_PIPELINING_MODE_OFF": "off",
+        "COLLECTIVE_PIPELINING_MODE_ON": "on",
+    },
+    "unrolling": {  # the same
+        f"WHILE_LOOP_UNROLLING_{v}": f"WHILE_LOOP_UNROLLING_{v}"
+        for v in ("NO_UNROLL", "DOUBLE_BUFFER", "FULL_UNROLL", "AUTO_UNROLL")
+    },
+}
+
+
+class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of XLA's options.
+
+    Attributes:
+        name: as XLA_FLAGS and `jax.jit(compiler_options=)` have it.
+        kind: of its values: "enum" is one of some names, "list" several, with commas between, and
+            "map" key=value, with commas between.
+        meaning: in a few words.
+        enum: which names, if it is one.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    enum: Literal["", "memory", "pipelining", "unrolling"] = ""
+
+    @property
+    def short(self) -> Mapping[str, str]:
+        """Of an enum, the values as XLA_FLAGS want them, by those that compiler options want."""
+        return _SHORT[self.enum]
+
+    @property
+    def defaults(self) -> Mapping[str, str]:
+        """Its default by version of jaxlib; "" where it is not set, or is empty."""
+        return {v: a.defaults[self.name] for v, a in versions().items() if self.name in a.defaults}
+
+    @property
+    def since(self) -> str:
+        """The first version that has it, of those that were asked."""
+        return next(iter(self.defaults), "")
+
+    @property
+    def until(self) -> str:
+        """The last version that has it, of those that were asked; empty: the newest still does."""
+        last = [*self.defaults][-1]
+        return "" if last == [*versions()][-1] else last
+
+    @property
+    def is_option(self) -> bool:
+        """Whether `jax.jit(compiler_options=)` takes it too, and not XLA_FLAGS alone."""
+        newest = [a.options for a in versions().values() if a.options][-1]
+        return self.name in newest
+
+    def in_xla_flags(self, value: str) -> str:
+        """A value, as compiler options have it, the way XLA_FLAGS have it.
+
+        Raises:
+            ValueError: of an enum, if that is no value of it that is known here.
+        """
+        if self.kind == "bool":
+            return value.lower()
+        if self.kind != "enum":
+            return value
+        if value not in self.short:
+            raise ValueError(f"{self.name}={value!r}: expected one of {', '.join(self.short)}")
+        return self.short[value]
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one version of jaxlib said.
+
+    Attributes:
+        defaults: of the flags in xla.toml that it has.
+        dead: the names in dead.toml that it has.
+        options: those flags that are compiler options; empty where only jaxlib was asked.
+    """
+
+    defaults: dict[str, str]
+    dead: list[str]
+    options: list[str] = []
+
+
+@functools.cache
+def versions() -> dict[str, Asked]:
+    """What the versions of jaxlib said that were asked, oldest first."""
+    return msgspec.json.decode(read("xla.json"), type=dict[str, Asked])
+
+
+def read(name: str) -> bytes:
+    """A file of this package."""
+    return resources.files("jaxoverlap.flags").joinpath(name).read_bytes()
+
+
+_all = msgspec.toml.decode(read("xla.toml"), type=dict[str, list[Flag]])
+FLAGS: Mapping[str, Flag] = {f.name: f for f in _all["flag"]}

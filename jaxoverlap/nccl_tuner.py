@@ -1,0 +1,159 @@
+"""Channels of each collective, in the forms that NCCL and XLA take them.
+
+NCCL asks a tuner plugin, for each collective, for algorithm, protocol and channels. Its example of
+one reads them from a file: CSV, of which the first row that fits is taken (NVIDIA/nccl@5067397c,
+2.30.7, plugins/tuner/example/plugin.c). To a collective that no row fits the plugin gives one
+channel, and likewise to one whose row says -1, which its README calls NCCL's choice. It is not
+asked about sends and receives: permutes and exchanges have only XLA's limit for all of a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+_COLLECTIVES = {
+    "all-gather": "allgather",
+    "all-reduce": "allreduce",
+    "reduce-scatter": "reducescatter",
+}
+_ALL = (*_COLLECTIVES.values(), "broadcast", "reduce")
+_SENDS = ("all-to-all", "collective-permute")
+_ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+_PROTOCOLS = ("ll", "ll128", "simple")
+_MAX_CHANNELS = 64  # NCCL's MAXCHANNELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What the collectives of one kind and size run on.
+
+    Attributes:
+        kind: as HLO writes it: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or
+            "collective-permute".
+        min_bytes, max_bytes: the sizes it holds for, both included. As NCCL counts: of what is
+            gathered, reduced or to be scattered, whole.
+        channels: how many; each takes an SM.
+        chunk_bytes: of a piece on its way; None: NCCL's choice. The plugin's file has no place for
+            it: where all rows agree, `variables` gives the buffers that make it so.
+        nodes, ranks: hosts and GPUs of the communicator; None: any.
+        algorithm, protocol: by NCCL's names, in lower case.
+    """
+
+    kind: str
+    min_bytes: int
+    max_bytes: int
+    channels: int
+    chunk_bytes: int | None = None
+    nodes: int | None = None
+    ranks: int | None = None
+    algorithm: str = "ring"
+    protocol: str = "simple"
+
+    def __post_init__(self) -> None:
+        known = (*_COLLECTIVES, *_SENDS)
+        if self.kind not in known:
+            raise ValueError(f"kind {self.kind!r}: expected one of {', '.join(known)}")
+        if self.algorithm not in _ALGORITHMS or self.protocol not in _PROTOCOLS:
+            raise ValueError(
+                f"{self.algorithm!r} over {self.protocol!r}: expected an algorithm of "
+                f"{', '.join(_ALGORITHMS)} and a protocol of {', '.join(_PROTOCOLS)}"
+            )
+        if not 0 <= self.min_bytes <= self.max_bytes:
+            raise ValueError(f"{self.min_bytes} to {self.max_bytes} bytes: expected a range from 0")
+        _check_channels(self.channels)
+        for name in ("chunk_bytes", "nodes", "ranks"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count}: expected 1 or more, or None for any")
+
+
+def tuner_csv(rows: Sequence[Row], *, others: int) -> str:
+    """The file for NCCL's example tuner plugin, which NCCL_TUNER_CONFIG_FILE names.
+
+    Rows of permutes and exchanges are comments in it: see `channel_options`.
+
+    Args:
+        rows: in any order.
+        others: channels of the collectives that no row is for, which would run on one; NCCL has 24
+            on hosts of eight A100s or H100s, as it logs.
+
+    Raises:
+        ValueError: if two rows hold for one collective of one communicator, or `others` is no
+            number of channels.
+    """
+    _check_apart(rows)
+    _check_channels(others)
+    rest = [_line(kind, 0, _NO_LIMIT, "ring", "simple", others, None, None) for kind in _ALL]
+    lines = [_HEADER, *(line for row in rows for line in _lines(row)), "# all others", *rest]
+    return "\n".join(lines) + "\n"
+
+
+_HEADER = (
+    "# colltype,minbytes,maxbytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
+)
+_NO_LIMIT = 2**63 - 1  # the plugin reads bytes with strtoull
+
+
+def _lines(row: Row) -> list[str]:
+    if row.kind in _SENDS:
+        return [f"# {row.kind}, {row.channels} channels: NCCL asks no tuner about sends"]
+    chunks = f"# chunks of {row.chunk_bytes} bytes: not this file's to set"
+    sizes, how = (row.min_bytes, row.max_bytes), (row.algorithm, row.protocol, row.channels)
+    line = _line(_COLLECTIVES[row.kind], *sizes, *how, row.nodes, row.ranks)
+    return [line] if row.chunk_bytes is None else [chunks, line]
+
+
+def _line(*fields: str | int | None) -> str:
+    """A row for any numPipeOps and regBuff; None is -1, which fits all."""
+    return ",".join("-1" if field is None else str(field) for field in (*fields, None, None))
+
+
+def channel_options(rows: Sequence[Row]) -> dict[str, str]:
+    """XLA's limits, as compiler options: the most channels of any collective, and of any send.
+
+    XLA has one number for all communicators of each; rows that want fewer get more.
+    """
+    kinds = {
+        "xla_gpu_nccl_collective_max_nchannels": tuple(_COLLECTIVES),
+        "xla_gpu_nccl_p2p_max_nchannels": _SENDS,
+    }
+    most = {name: [r.channels for r in rows if r.kind in of] for name, of in kinds.items()}
+    return {name: str(max(counts)) for name, counts in most.items() if counts}
+
+
+def variables(rows: Sequence[Row]) -> dict[str, str]:
+    """What the environment can say of chunks: NCCL_BUFFSIZE, where all collectives agree on one.
+
+    In NCCL a chunk of the Simple protocol is half a channel's buffer (src/include/collectives.h:
+    half of the buffer's eight steps); the default of 4 MiB makes chunks of 2 MiB.
+
+    Raises:
+        ValueError: if they want different chunks: NCCL has one buffer size for all.
+    """
+    chunks = {r.chunk_bytes for r in rows if r.kind in _COLLECTIVES and r.chunk_bytes is not None}
+    if len(chunks) > 1:
+        raise ValueError(
+            f"chunks of {', '.join(map(str, sorted(chunks)))} bytes: NCCL_BUFFSIZE holds "
+            "for all collectives; give them one chunk_bytes, or None"
+        )
+    return {"NCCL_BUFFSIZE": str(2 * chunks.pop())} if chunks else {}
+
+
+def _check_channels(count: int) -> None:
+    if not 1 <= count <= _MAX_CHANNELS:
+        raise ValueError(f"{count} channels: NCCL has 1 to {_MAX_CHANNELS}")
+
+
+def _check_apart(rows: Sequence[Row]) -> None:
+    for a, b in combinations(rows, 2):
+        same = all(
+            x is None or y is None or x == y for x, y in ((a.nodes, b.nodes), (a.ranks, b.ranks))
+        )
+        overlap = a.min_bytes <= b.max_bytes and b.min_bytes <= a.max_bytes
+        if a.kind == b.kind and same and overlap:
+            raise ValueError(
+                f"two rows for {a.kind} of {max(a.min_bytes, b.min_bytes)} bytes: the plugin would "
+                "take the first; make their sizes, nodes or ranks differ"
+            )
