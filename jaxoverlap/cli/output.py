@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
@@ -32,7 +33,9 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(*args: Any, debug: bool, **kwargs: Any) -> None:
         try:
-            code = function(*args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.showwarning = _warn
+                code = function(*args, **kwargs)
         except Exception as error:
             if debug or isinstance(error, typer.BadParameter):
                 raise
@@ -46,6 +49,10 @@ def command(function: Callable[..., int]) -> Callable[..., None]:
     run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"Warning: {message}", file=sys.stderr)
 
 
 def _report(error: Exception) -> int:

@@ -1,0 +1,51 @@
+"""Steps for the `jaxoverlap` command: functions that take a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+
+
+def build(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Two matmuls over the last axis of the mesh: a gather and a scatter to hide."""
+    axis = mesh.axis_names[-1]
+
+    def at(*spec: str | None) -> NamedSharding:
+        return NamedSharding(mesh, P(*spec))
+
+    @jax.jit
+    def step(x, up, down):
+        inner = jax.lax.with_sharding_constraint(jnp.einsum("sd,df->sf", x, up), at(None, axis))
+        return jax.lax.with_sharding_constraint(inner @ down, at(axis, None))
+
+    def like(shape: tuple[int, int], *spec: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at(*spec))
+
+    rows, hidden, mlp = 8192, 4096, 16384
+    weights = like((hidden, mlp), None, axis), like((mlp, hidden), axis, None)
+    return step, (like((rows, hidden), axis, None), *weights)
+
+
+def overlapped(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    step, args = build(mesh)
+    return jaxoverlap.overlap(step), args
+
+
+def whole(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Nothing is sharded: nothing to hide."""
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    return jax.jit(lambda x: x @ x), (x,)
+
+
+def no_pair(mesh: Mesh) -> Any:
+    return build(mesh)[0]
+
+
+def broken(mesh: Mesh) -> Any:
+    raise RuntimeError("no such checkpoint")

@@ -1,0 +1,233 @@
+"""The `jaxoverlap` command: what it prints, its exit codes, and what becomes of errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxoverlap.cli import app
+from jaxoverlap.cli.target import parse_axes
+from jaxoverlap.flags import PRESETS, preset
+from tests.test_pods import needs_plugin
+
+POD = ("--pod", "h100-sxm:1x4", "--mesh", "tp=4")
+pods = pytest.mark.pods
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    """What a command prints; it has to end with this exit code."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == code, done.output
+    return done.stdout if code == 0 else done.output
+
+
+def run_json(*arguments: str):
+    return json.loads(run(*arguments, "--json"))
+
+
+# -- flags and pods ---------------------------------------------------------------------------------
+
+
+def test_a_preset_is_a_table_with_reasons_and_sources():
+    shown = run("flags", "gcp-a3-mega")
+    for s in PRESETS["gcp-a3-mega"].settings:
+        assert s.name in shown
+    assert "Google's" in shown
+    assert "AI-Hypercomputer/gpu-recipes@2e1fd5e src/helm-charts/a3mega/nccl-tests" in shown
+
+
+def test_a_preset_in_the_forms_that_machines_take():
+    found = preset("h200:2x8")
+    assert json.loads(run("flags", "h200:2x8", "--as", "options")) == found.options
+    assert run("flags", "h200:2x8", "--as", "xla-flags").strip() == found.xla_flags
+    assert run("flags", "h200:2x8", "--as", "env") == found.env_file
+    whole = run_json("flags", "h200:2x8")
+    assert whole["name"] == "dgx-h200"
+    assert {s["name"]: s["value"] for s in whole["settings"]} == found.options | found.variables
+    assert whole["conflicts"][0]["said"]
+
+
+def test_a_check_fails_if_a_flag_is_dead():
+    shown = run("flags", "--check", "--xla_gpu_graph_level=0 --xla_gpu_autotune_level=3", code=1)
+    assert "rejected" in shown and "1 rejected, 1 set" in shown
+    assert "--xla_gpu_autotune_level" not in shown  # does what it says
+    assert "1 renamed" in run("flags", "--check", "--xla_gpu_enable_pipelined_all_gather")
+    done = CliRunner().invoke(app, ["flags", "--check", "--xla_gpu_graph_level=0", "--json"])
+    assert done.exit_code == 1
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["status"] == "rejected"
+
+
+def test_pods_lists_chips_and_presets():
+    shown = run("pods")
+    assert "a100-sxm-80" in shown and "gcp-a3-high" in shown
+    listed = run_json("pods")
+    assert [c["name"] for c in listed["chips"]][2] == "h100-sxm"
+    assert set(listed["presets"]) == set(PRESETS)
+
+
+def test_pods_gives_meshes_that_fit():
+    shown = run("pods", "h100-sxm:8x8")
+    assert "--mesh data=8,model=8" in shown
+    assert "model=16" not in shown  # would leave NVLink
+    meshes = run_json("pods", "gb200:18x4")["meshes"]
+    assert all(m["data"] * m["model"] == 72 for m in meshes)
+    assert {"data": 1, "model": 72} in meshes
+
+
+# -- steps ------------------------------------------------------------------------------------------
+
+
+@needs_plugin
+@pods
+def test_explain_shows_the_plan():
+    assert "2 matmuls: 2 ringed" in run("explain", "tests.build_step", *POD)
+    plan = run_json("explain", "tests.build_step:build", *POD)
+    assert [e["type"] for e in plan["entries"]] == ["ring", "ring"]
+
+
+@needs_plugin
+@pods
+def test_explain_says_no_where_nothing_is_to_hide():
+    shown = run("explain", "tests.build_step:whole", *POD, code=1)
+    assert "0 ringed" in shown
+    assert "\nWarning: overlap() changes nothing" in f"\n{shown}"
+
+
+@needs_plugin
+@pods
+def test_explain_takes_a_trainer():
+    assert run_json("explain", "models.gpt", "--pod", "h100-sxm:1x8", "--mesh", "data=1,model=8")
+
+
+@needs_plugin
+@pods
+def test_audit_counts_and_can_be_held_to_a_share():
+    shown = run("audit", "tests.build_step", *POD, "--plain", "--at-least", "1")
+    assert "6 of 6 covered" in shown and "the plain step's:  " in shown
+    got = run_json("audit", "tests.build_step:overlapped", *POD)["overlapped"]
+    assert got["hops"]["count"] == got["hops"]["covered"] == 6
+    assert len(got["collectives"]) >= 6
+
+
+@needs_plugin
+@pods
+def test_simulate_gives_sums_that_add_up_and_draws(tmp_path: Path):
+    files = {f"--{kind}": tmp_path / f"step.{kind}" for kind in ("html", "svg", "perfetto")}
+    drawn = [word for name, path in files.items() for word in (name, str(path))]
+    steps = run_json("simulate", "tests.build_step", *POD, "--plain", *drawn)
+    assert set(steps) == {"overlapped", "plain"}
+    for s in steps.values():
+        assert s["step_s"] == pytest.approx(s["compute_s"] + s["slowdown_s"] + s["exposed_s"])
+        assert s["exposed_s"] == pytest.approx(sum(c["exposed_s"] for c in s["spent"]))
+    assert steps["overlapped"]["exposed_s"] < steps["plain"]["exposed_s"]
+    assert "plain" in files["--svg"].read_text()
+    assert "<html" in files["--html"].read_text()
+    assert json.loads(files["--perfetto"].read_text())["traceEvents"]
+
+
+@needs_plugin
+@pods
+def test_simulate_prints():
+    shown = run("simulate", "tests.build_step:whole", *POD)
+    assert "on h100-sxm:1x4: step " in shown and "longest exposed" in shown
+
+
+# -- mistakes and failures --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("flags",), "flags needs a pod"),
+        (("flags", "h100-sxm:1x8", "--check", "--xla_a=1"), "flags needs a pod"),
+        (("flags", "nope"), "unknown preset 'nope'"),
+        (("flags", "--check", "nothing"), "no flags in 'nothing'"),
+        (("pods", "h100:8"), "cannot read 'h100:8'"),
+        (("explain", "tests.build_step", "--pod", "h100-sxm:1x4", "--mesh", "tp"), "--mesh 'tp'"),
+        (("explain", "tests.build_step", "--pod", "h100-sxm:1x4"), "Missing option '--mesh'"),
+        (("audit", "tests.build_step", *POD, "--at-least", "2"), "--at-least"),
+        (("simulate", "x", *POD, "--html", "/no/such/folder/x.html"), "there is no folder"),
+    ],
+)
+def test_a_mistake_is_a_line_and_code_2(arguments: tuple[str, ...], says: str):
+    shown = run(*arguments, code=2)
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+@needs_plugin
+@pods
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ("tests.nothing_here", "no module 'tests.nothing_here'"),
+        ("nowhere.at.all:build", "no module 'nowhere'"),
+        ("tests.build_step:nope", "tests.build_step has no function 'nope'"),
+        ("tests.build_step:no_pair", "expected (step, args)"),
+        ("models.gpt", "this trainer's axes are data, model"),
+    ],
+)
+def test_what_is_no_step_says_what_is(step: str, says: str):
+    assert says in run("explain", step, *POD, code=2)
+
+
+@needs_plugin
+@pods
+def test_plain_wants_the_step_as_it_was():
+    shown = run("simulate", "tests.build_step:overlapped", *POD, "--plain", code=2)
+    assert "as it was before overlap()" in shown
+
+
+@needs_plugin
+@pods
+def test_a_failure_is_a_line_and_code_3_and_a_trace_with_debug():
+    shown = run("explain", "tests.build_step:broken", *POD, code=3)
+    assert "Error: RuntimeError: no such checkpoint\n--debug shows where" in shown
+    done = CliRunner().invoke(app, ["explain", "tests.build_step:broken", *POD, "--debug"])
+    assert isinstance(done.exception, RuntimeError)
+
+
+@pytest.mark.parametrize("text", ["", "data", "data=", "data=x", "data=2,data=4", "=4", "data=-2"])
+def test_axes_that_are_none(text: str):
+    with pytest.raises(ValueError, match="expected axes and their sizes"):
+        parse_axes(text)
+
+
+def test_axes_keep_their_order():
+    assert list(parse_axes("data=8, model=4").items()) == [("data", 8), ("model", 4)]
+
+
+# -- as a process -----------------------------------------------------------------------------------
+
+
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": root}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=cwd, env=environment
+    )
+
+
+def test_python_runs_the_package(tmp_path: Path):
+    done = python("-m", "jaxoverlap", "flags", "aws-p5", "--as", "xla-flags", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == preset("aws-p5").xla_flags
+
+
+@needs_plugin
+@pods
+def test_the_script_finds_a_module_beside_it(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("from tests.build_step import broken as build\n")
+    script = "from jaxoverlap.cli import main; main()"  # what an installed `jaxoverlap` does
+    done = python("-P", "-c", script, "explain", "mine", *POD, cwd=tmp_path)
+    assert done.returncode == 3
+    assert "Error: RuntimeError: no such checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
