@@ -1,0 +1,176 @@
+"""Does every version of jaxlib take our presets, and does the check find the dead flags of others?
+
+python -m benchmarks.flags                                  # the installed jax
+python -m benchmarks.flags --jax 0.11.2 --jax 0.12.0.1      # each in an environment of its own
+
+For each preset, a small module is compiled for its chip with all its options, and its line for
+XLA_FLAGS is given to the compiler, which has to set what the options say. Then published lines are
+checked, and a list of dead flags among live ones. Needs no GPU.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.pod_audit import environment
+from benchmarks.pod_step import in_child, write_rows
+
+Row = dict[str, Any]
+console = Console(width=160)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    versions: Annotated[
+        list[str] | None, typer.Option("--jax", help="A jax version; default: the installed one.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
+        "out/flags.jsonl"
+    ),
+) -> None:
+    """Compile and check; exit 1 if an option is refused or a dead flag is not found."""
+    rows = []
+    for version in versions or [jax.__version__]:
+        with console.status(f"jax {version}"):
+            rows.append(
+                {"jax": version, **in_child("benchmarks.flags", python=environment(version))}
+            )
+    write_rows(out, rows)
+    failed = [f"jax {r['jax']}: {r['error']}" for r in rows if "error" in r]
+    rows = [r for r in rows if "error" not in r]
+    print_presets(rows)
+    print_published(rows)
+    for row in rows:
+        found, planted = len(row["found"]), len(row["planted"])
+        console.print(f"jax {row['jax']}: {found} of {planted} planted dead flags found, "
+                      f"{len(row['accused'])} live ones taken for dead")  # fmt: skip
+    if problems := [*failed, *shortfalls(rows)]:
+        console.print("\n".join(problems))
+        raise typer.Exit(1)
+
+
+def child() -> Row:
+    """What one version says: the row of a child process."""
+    from benchmarks.pod_step import provenance
+    from benchmarks.published_flags import PUBLISHED
+    from jaxoverlap.flags import DEAD, PRESETS, check
+
+    live = PUBLISHED["AxLearn a3-mega"].split()  # nothing dead in it
+    planted = [f"--{name}={'0' if name.endswith('level') else 'true'}" for name in DEAD]
+    dead = {f.text for f in check(" ".join((*live, *planted))) if f.dead}
+    return {
+        **provenance(),
+        "presets": {name: preset_row(p) for name, p in PRESETS.items()},
+        "published": {
+            name: [(f.status, f.text, f.note) for f in check(line)]
+            for name, line in PUBLISHED.items()
+        },
+        "planted": planted,
+        "found": sorted(dead & set(planted)),
+        "accused": sorted(dead - set(planted)),
+    }
+
+
+def preset_row(preset: Any) -> Row:
+    """Whether a preset's options compile, and whether XLA_FLAGS set the same."""
+    from jaxoverlap.flags.compiler import ask
+
+    (answer,) = ask([preset.xla_flags])
+    fields = answer.fields or {}
+    wanted = {n: v.lower() if v in ("True", "False") else v for n, v in preset.options.items()}
+    return {
+        "chip": preset.chip,
+        "options": len(preset.options),
+        "variables": len(preset.variables),
+        "refused": compile_error(preset),
+        "otherwise": [n for n, v in wanted.items() if set(fields.get(n, ())) != set(v.split(","))],
+    }
+
+
+def compile_error(preset: Any) -> str:
+    """Why a gather, a matmul and a hop over four GPUs do not compile with it; empty: they do."""
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxoverlap
+
+    mesh = jaxoverlap.pod_mesh(f"{preset.chip}:1x4", {"x": 4})
+    rows = jax.ShapeDtypeStruct((512, 512), "bfloat16", sharding=NamedSharding(mesh, P("x")))
+
+    def body(x: jax.Array) -> jax.Array:
+        next_one = [(i, (i + 1) % 4) for i in range(4)]
+        return jax.lax.ppermute(x @ jax.lax.all_gather(x, "x", tiled=True), "x", next_one)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    try:
+        jax.jit(mapped).lower(rows).compile(compiler_options=preset.options)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return ""
+
+
+def print_presets(rows: list[Row]) -> None:
+    table = Table(title="our presets: options compiled for the chip, and given as XLA_FLAGS")
+    for name in ("preset", "chip", "options", "variables"):
+        table.add_column(name, justify="right" if name in ("options", "variables") else "left")
+    for row in rows:
+        table.add_column(f"jax {row['jax']}")
+    for name in rows[0]["presets"] if rows else ():
+        of = [row["presets"][name] for row in rows]
+        head = (name, of[0]["chip"], str(of[0]["options"]), str(of[0]["variables"]))
+        table.add_row(
+            *head, *(r["refused"] or ", ".join(r["otherwise"]) or "all taken" for r in of)
+        )
+    console.print(table)
+
+
+def print_published(rows: list[Row]) -> None:
+    """A row a published line: how many flags, and those that XLA rejects, ignores or renames."""
+    table = Table(title="what others publish, as XLA takes it")
+    for name in ("published", "flags", *(f"jax {row['jax']}" for row in rows)):
+        table.add_column(name, justify="right" if name == "flags" else "left")
+    for name in rows[0]["published"] if rows else ():
+        table.add_row(
+            name,
+            str(len(rows[0]["published"][name])),
+            *(told(row["published"][name]) for row in rows),
+        )
+    console.print(table)
+
+
+def told(findings: list[list[str]]) -> str:
+    by_status: dict[str, list[str]] = {}
+    for status, text, _ in findings:
+        if status in ("rejected", "bad value", "ignored", "renamed"):
+            name = text.removeprefix("--xla_gpu_").partition("=")[0]
+            by_status.setdefault(status, []).append(name)
+    order = ("rejected", "bad value", "ignored", "renamed")
+    said = [f"{s}: {', '.join(by_status[s])}" for s in order if s in by_status]
+    return "\n".join(said) or "all taken"
+
+
+def shortfalls(rows: list[Row]) -> list[str]:
+    """What is missing, a line each."""
+    problems = []
+    for row in rows:
+        for name, of in row["presets"].items():
+            if of["refused"] or of["otherwise"]:
+                problems.append(f"jax {row['jax']}, {name}: {of['refused'] or of['otherwise']}")
+        missed = set(row["planted"]) - set(row["found"])
+        problems += [f"jax {row['jax']}: not found: {', '.join(sorted(missed))}"] if missed else []
+        problems += [f"jax {row['jax']}: {flag} is live" for flag in row["accused"]]
+    return problems
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        print(json.dumps(child()))
+    else:
+        app()
