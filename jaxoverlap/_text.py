@@ -14,7 +14,12 @@ WIDTH = 160
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    width: int = WIDTH,
 ) -> str:
     """A table as plain text; the columns named in `right` are right-aligned."""
     grid = Table(
@@ -26,7 +31,7 @@ def table(
         grid.add_row(*row)
     out = io.StringIO()
     console = Console(
-        file=out, width=WIDTH, color_system=None, markup=False, highlight=False, emoji=False
+        file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False
     )
     console.print(grid)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -53,7 +53,7 @@ class Group:
         size: devices that take part together; a permute: 2.
         domains: NVLink domains that they spread over; 1: all traffic stays on NVLink.
         by_copy: whether it is a permute that the GPUs' copy engines carry out, and not NCCL: inside
-            one process, with XLA's option for it (`flags.py`).
+            one process, with XLA's option for it (`flags/rings.py`).
         communicator: of a permute, if not all devices are in it: how many are.
     """
 

@@ -123,7 +123,7 @@ class Prices:
         spread = domains(c.groups, n, cluster.gpus_per_nvlink_domain)
         size = 2 if c.kind == "collective-permute" else c.group_size
         in_a_host = domains(c.groups, n, cluster.gpus_per_host) == 1
-        # The option for copies comes with one communicator a ring (flags.py).
+        # The option for copies comes with one communicator a ring (flags/rings.py).
         together = c.group_size if c.by_copy else None
         group = Group(size, spread, c.by_copy and in_a_host, together)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)

@@ -43,7 +43,7 @@ def test_every_planted_dead_flag_is_found_and_nothing_else():
 def test_a_dead_flag_says_until_when_and_what_instead():
     (found,) = check("--xla_gpu_graph_level=0")
     assert found.status == "rejected"
-    assert "last in jaxlib 0.6.2" in found.note
+    assert "last seen in jaxlib 0.6.2" in found.note
     assert "xla_gpu_enable_command_buffer" in found.note
 
 

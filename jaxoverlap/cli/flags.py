@@ -127,6 +127,8 @@ def _findings(findings: list[Finding]) -> None:
     """A row for each that does not simply do what it says, dead ones first."""
     odd = sorted((f for f in findings if f.status != "set"), key=lambda f: not f.dead)
     if odd:
-        show_table("", ("", "flag", ""), [(f.status, f.text, f.note) for f in odd])
+        show_table(
+            "what XLA makes of them", ("", "flag", ""), [(f.status, f.text, f.note) for f in odd]
+        )
     counts = Counter(f.status for f in findings)
     say(f"jaxlib {_JAXLIB}: " + ", ".join(f"{n} {status}" for status, n in counts.items()))

@@ -11,11 +11,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from jaxoverlap._text import WIDTH
+from jaxoverlap._text import WIDTH, table
 
 OK, NO, MISTAKE, FAILED = 0, 1, 2, 3  # exit codes
 
@@ -77,12 +75,6 @@ def show_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = ()
 ) -> None:
     """Print a table, as wide as the terminal; elsewhere as wide as the package's other tables."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = WIDTH
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in columns:
-        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
-    console.print(grid)
+    console = Console()
+    width = console.width if console.is_terminal else WIDTH
+    say(f"{table(title, columns, rows, right=right, width=width)}\n")

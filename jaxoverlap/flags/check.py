@@ -121,7 +121,7 @@ def _instead(name: str, plain: Answer) -> str:
     """Of a name that XLA does not know: until when it did, and what to write in its place."""
     if dead := DEAD.get(name):
         first, when = next(iter(versions())), dead.until
-        gone = f"last in jaxlib {when}" if when else f"gone before jaxlib {first}"
+        gone = f"last seen in jaxlib {when}" if when else f"gone before jaxlib {first}"
         return f"{gone}; {dead.instead}"
     near = difflib.get_close_matches(name, plain.fields or (), n=2, cutoff=0.8)
     return f"did you mean {' or '.join(near)}?" if near else ""
