@@ -11,6 +11,7 @@ its description, with FlashOverlap's ratio of waves (arXiv 2504.19519).
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,9 @@ class Group:
             )
 
 
+Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device sends, who
+
+
 @dataclass(frozen=True)
 class Share:
     """What running collectives take from compute beside them: Lagom's two terms.
@@ -96,11 +100,13 @@ class CostModel:
         cluster: chip and links.
         tables: what was measured of the chip.
         permute_channels: that each permute on NVLink runs on; None: as many as NCCL gives it.
+        given: the channels of single collectives, by kind, bytes moved and group; of others NCCL's.
     """
 
     cluster: Cluster
     tables: Tables
     permute_channels: int | None = None
+    given: tuple[tuple[Sent, Channels], ...] = ()
 
     def matmul_s(
         self, m: int, n: int, k: int, *, batch: int = 1, dtype: str = "bf16", beside: Share = ALONE
@@ -146,11 +152,12 @@ class CostModel:
         Args:
             kind: as HLO writes it, as in "all-gather".
             bytes_moved: bytes that each device sends by a ring (`passes.audit.Collective`).
-            channels: if not NCCL's own choice: what bounds the rate.
+            channels: if not those given, or NCCL's own choice: what bounds the rate.
 
         Raises:
             ValueError: for a kind that was not measured, or a negative number of bytes.
         """
+        channels = channels or self._given.get((kind, bytes_moved, group))
         kind = self._known(kind, bytes_moved)
         if group.size == 1:
             return self.tables.memory.launch_s  # nothing to send
@@ -182,6 +189,7 @@ class CostModel:
         Raises:
             ValueError: as `collective_s`.
         """
+        channels = channels or self._given.get((kind, bytes_moved, group))
         kind = self._known(kind, bytes_moved)
         most = self.tables.channels
         if group.size == 1 or most == 0:
@@ -201,6 +209,10 @@ class CostModel:
         return Share(count, traffic)
 
     # -- pieces -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _given(self) -> dict[Sent, Channels]:
+        return dict(self.given)
 
     def _matmuls(self, dtype: str) -> tuple[Matmuls, float]:
         """The table that holds for a dtype, and how many times longer its matmuls take."""

@@ -103,13 +103,25 @@ def pod_mesh(cluster: str | Cluster, axes: Mapping[str, int]) -> Mesh:
     """
     pod = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     _check_axes(pod, axes)
+    shape = tuple(axes.values())
+    return Mesh(
+        np.array(devices(pod), dtype=object).reshape(shape),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(shape),
+    )
+
+
+def devices(pod: Cluster) -> tuple[Any, ...]:
+    """The GPUs of a cluster, host after host, to compile for; none of them is there.
+
+    Raises:
+        PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
+    """
     domains = pod.num_hosts // pod.hosts_per_nvlink_domain
     # Partitions, hosts in each, GPUs in each: a partition is what NVLink joins, and XLA schedules
     # collectives that leave one differently.
     topology = f"{domains}x{pod.hosts_per_nvlink_domain}x{pod.gpus_per_host}"
-    devices = np.array(_devices(target_config(pod.chip), topology), dtype=object)
-    shape = tuple(axes.values())
-    return Mesh(devices.reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
+    return _devices(target_config(pod.chip), topology)
 
 
 def is_pod(mesh: Mesh) -> bool:

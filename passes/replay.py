@@ -20,6 +20,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+from jaxoverlap.cluster import Cluster
 from jaxoverlap.cost import ALONE, CostModel, Group, Share
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective, collectives
@@ -119,16 +120,20 @@ class Prices:
 
     def _link(self, c: Collective) -> tuple[str, float, Share]:
         """The lane of a collective, its seconds, and what it takes from kernels beside it."""
-        cluster, n = self._cost.cluster, self._module.num_devices
-        spread = domains(c.groups, n, cluster.gpus_per_nvlink_domain)
-        size = 2 if c.kind == "collective-permute" else c.group_size
-        in_a_host = domains(c.groups, n, cluster.gpus_per_host) == 1
-        # The option for copies comes with one communicator a ring (flags/rings.py).
-        together = c.group_size if c.by_copy else None
-        group = Group(size, spread, c.by_copy and in_a_host, together)
+        group = group_of(c, self._module.num_devices, self._cost.cluster)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
-        lane = NETWORK if spread > 1 else NVLINK
+        lane = NETWORK if group.domains > 1 else NVLINK
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)
+
+
+def group_of(c: Collective, num_devices: int, cluster: Cluster) -> Group:
+    """Who takes part in a collective of a module for so many devices, counted up from 0."""
+    spread = domains(c.groups, num_devices, cluster.gpus_per_nvlink_domain)
+    size = 2 if c.kind == "collective-permute" else c.group_size
+    in_a_host = domains(c.groups, num_devices, cluster.gpus_per_host) == 1
+    # The option for copies comes with one communicator a ring (flags/rings.py).
+    together = c.group_size if c.by_copy else None
+    return Group(size, spread, c.by_copy and in_a_host, together)
 
 
 def short_op(op_name: str) -> str:
