@@ -1,0 +1,105 @@
+"""A compilation as bytes: what one process has lowered, another can compile.
+
+XLA's compiler ends the process where it meets a bug. What is tried out is therefore compiled in a
+child, which needs the lowered module and XLA's options, and not the user's Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters import mlir, pxla
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A lowered module and how XLA is to compile it.
+
+    Attributes:
+        module: StableHLO, as MLIR bytecode.
+        options: `xla_client.CompileOptions`, serialized; they name devices by id.
+        platform: of the devices: "cuda" or "cpu".
+        device_ids: of the devices, in the order of the mesh.
+    """
+
+    module: bytes
+    options: bytes
+    platform: str
+    device_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA made of a job.
+
+    Attributes:
+        text: the scheduled module.
+        peak_bytes: that a device needs: arguments + temp + outputs - aliased.
+        temp_bytes: of these, what is neither argument nor output.
+    """
+
+    text: str
+    peak_bytes: int
+    temp_bytes: int
+
+
+def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None = None) -> Job:
+    """What compiling a lowered step needs.
+
+    Raises:
+        ValueError: if the step calls back into Python, which a child cannot.
+    """
+    lowering: Any = lowered._lowering  # type: ignore[attr-defined]
+    given = lowering.compile_args
+    if given["host_callbacks"]:
+        raise ValueError(
+            "the step calls back into Python (io_callback, pure_callback or debug.print), and "
+            "only a step without callbacks can be compiled elsewhere: take them out to tune it"
+        )
+    devices = list(lowering._device_list)
+    propagated = pxla.get_prop_to_input_output(
+        given["in_shardings"], given["out_shardings"], len(given["ordered_effects"])
+    )
+    options = pxla.create_compile_options(
+        lowering._hlo,
+        given["tuple_args"],
+        *propagated,
+        given["backend"],
+        np.array(devices, dtype=object),
+        dict(lowering._compiler_options_kvs) | (compiler_options or {}),
+    )
+    gpu = devices[0].platform in ("gpu", "cuda")
+    return Job(
+        mlir.module_to_bytecode(lowering._hlo),
+        options.SerializeAsString(),
+        "cuda" if gpu else devices[0].platform,
+        tuple(device.id for device in devices),
+    )
+
+
+def compile_job(job: Job, devices: Sequence[Any]) -> Compiled:
+    """Compile for devices of the job's platform, with the ids that it names among them."""
+    by_id = {device.id: device for device in devices}
+    devices = [by_id[i] for i in job.device_ids]
+    options = xla_client.CompileOptions.ParseFromString(job.options)
+    with mlir.make_ir_context():
+        module = ir.Module.parse(job.module)
+        executable: Any = compiler.backend_compile_and_load(
+            devices[0].client, module, xla_client.DeviceList(tuple(devices)), options, []
+        )
+    memory = executable.get_compiled_memory_stats()
+    return Compiled(
+        "\n\n".join(module.to_string() for module in executable.hlo_modules()),
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+    )
