@@ -4,7 +4,7 @@ step = jaxoverlap.overlap(train_step)
 """
 
 from jaxoverlap import ring
-from jaxoverlap.api import Overlapped, overlap
+from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit
 from jaxoverlap.passes.errors import RewriteError
@@ -12,6 +12,7 @@ from jaxoverlap.plan import (
     ChannelRow,
     Decision,
     MadeFor,
+    Measured,
     Nccl,
     Plan,
     Predictions,
@@ -23,6 +24,7 @@ from jaxoverlap.pods import PodsUnavailableError, pod_mesh
 from jaxoverlap.scheduler import Scheduled, Scheduler
 from jaxoverlap.simulate import Simulation, simulate
 from jaxoverlap.stages import Compiled, Lowered
+from jaxoverlap.tune import Tuning
 
 __all__ = [
     "Audit",
@@ -36,6 +38,7 @@ __all__ = [
     "Link",
     "Lowered",
     "MadeFor",
+    "Measured",
     "Nccl",
     "Overlapped",
     "Plan",
@@ -47,6 +50,7 @@ __all__ = [
     "Scheduler",
     "Simulation",
     "Skip",
+    "Tuning",
     "Variant",
     "audit",
     "chips",
@@ -55,4 +59,5 @@ __all__ = [
     "pod_mesh",
     "ring",
     "simulate",
+    "tune",
 ]

@@ -7,24 +7,30 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 import msgspec
+from jax.sharding import Mesh
 
 from jaxoverlap import _compat, pods
 from jaxoverlap._inside import Found, arguments_reach, find_jit
+from jaxoverlap._jobs import job_of
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.mesh import NoMeshError
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import FSDP, Plan, Schedule, Variant
-from jaxoverlap.road import OnError, Options, Travelled, travel
+from jaxoverlap.road import OnError, Options, Travelled, begin, travel
 from jaxoverlap.scheduler import Ordering, Scheduler, ordering_for
+from jaxoverlap.search import Ready
 from jaxoverlap.stages import Lowered
+from jaxoverlap.trial import Request
+from jaxoverlap.tune import Subject, Tuning, tuned
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
 _SCHEDULER = Scheduler()
@@ -42,6 +48,7 @@ def overlap(
     fsdp: FSDP | None = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
+    tune: bool | Tuning = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -54,6 +61,7 @@ def overlap(
     fsdp: FSDP | None = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
+    tune: bool | Tuning = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -65,6 +73,7 @@ def overlap(
     fsdp: FSDP | None = None,
     schedule: Scheduler | None = _SCHEDULER,
     plan: str | os.PathLike[str] | Plan | None = None,
+    tune: bool | Tuning = False,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -98,6 +107,8 @@ def overlap(
         schedule: how the scheduler pass may order the compiled step on GPUs; None for XLA's order.
         plan: a plan, or its file. It says all that skip, granularity, fsdp and schedule say, and
             is for one step, mesh, cluster and version: the first call refuses any other.
+        tune: find the plan first, at the first call with arguments of a kind, as `tune` does; a
+            `Tuning` says how. What was tried is kept, so that later runs find it at once.
 
     Raises:
         ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
@@ -117,8 +128,13 @@ def overlap(
         raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
     if not isinstance(schedule, Scheduler | None):
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
+    if not isinstance(tune, bool | Tuning):
+        raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
+    tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
+        if tuning:
+            raise ValueError(_said_twice(["tune"]))
         said = {"skip": lines, "granularity": granularity, "fsdp": fsdp}
         if twice := [name for name, value in said.items() if value]:
             raise ValueError(_said_twice(twice))
@@ -135,8 +151,44 @@ def overlap(
             schedule=schedule,
         )
     if fn is None:
-        return lambda fn: Overlapped(fn, options)
-    return Overlapped(fn, options)
+        return lambda fn: Overlapped(fn, options, tuning)
+    return Overlapped(fn, options, tuning)
+
+
+def tune(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    cluster: str | Cluster | None = None,
+    budget_s: float = Tuning().budget_s,
+    measure: bool = False,
+    cache: str | os.PathLike[str] | None = None,
+    show: bool = True,
+) -> Plan:
+    """The plan under which a train step is fastest, for `overlap(fn, plan=...)`.
+
+    Compiles candidates for the cluster in child processes, simulates their schedules and takes the
+    fastest whose memory fits; the step as it is is one of them. What was tried is kept, so that a
+    second run, or one after a kill, goes on from there.
+
+    Args:
+        fn: as in `overlap`.
+        args, kwargs: what it is called with: arrays or ShapeDtypeStructs, as for `lower`.
+        cluster: as in `overlap`.
+        budget_s, measure, cache, show: as in `Tuning`.
+
+    Raises:
+        ValueError: if an argument is wrong, the step has no mesh, there is no cost model of the
+            cluster (and measure is False), or the step does not compile.
+        RewriteError: if the rewrite fails.
+    """
+    folder = None if cache is None else os.fspath(cache)
+    tuning = Tuning(budget_s=budget_s, measure=measure, cache=folder, show=show)
+    step = overlap(fn, cluster=cluster)
+    return arguments_reach(
+        step._found, functools.partial(step._tune, tuning), tuple(args), dict(kwargs or {})
+    )
 
 
 def _said_twice(names: Sequence[str]) -> str:
@@ -191,7 +243,7 @@ class Overlapped:
     Call it as the step it was made from. It traces once per signature and sharding.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: Options):
+    def __init__(self, fn: Callable[..., Any], options: Options, tuning: Tuning | None = None):
         if not callable(fn):
             raise ValueError(f"overlap() was given {fn!r}; expected a function, jitted or not")
         if isinstance(fn, Overlapped):
@@ -208,6 +260,7 @@ class Overlapped:
         self._found = found or Found(jax.jit(fn), lambda new: new)
         self._jitted: Any = self._found.jitted
         self._options = options
+        self._tuning = tuning
         self._seen: dict[Hashable, _Rewritten] = {}
         functools.update_wrapper(self, fn, updated=())
 
@@ -245,6 +298,9 @@ class Overlapped:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The rewritten step, lowered; takes arrays or ShapeDtypeStructs, as in `jax.stages`."""
         return arguments_reach(self._found, self._lower, args, kwargs)
+
+    def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
+        return self._tuned(_compat.infer(self._jitted, args, kwargs), args, kwargs, tuning)
 
     # What follows is given the arguments of the jit inside; nnx.jit has taken its models apart.
 
@@ -291,8 +347,61 @@ class Overlapped:
         if key not in self._seen:
             if len(self._seen) >= _MAX_SEEN:
                 self._seen.pop(next(iter(self._seen)))
-            self._seen[key] = self._new(call, args, kwargs)
+            new = self._seen[key] = self._planned(call, args, kwargs)
+            unasked = self._options.plan is None and self._tuning is None
+            if new.plan and not new.plan.decisions and unasked:
+                _warn(f"overlap() changes nothing in {params['name']}:\n{new.plan}")
         return self._seen[key]
+
+    def _planned(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
+        """As the options say; or as the plan does that is found now."""
+        if self._tuning is None:
+            return self._new(call, args, kwargs)
+        plan = self._tuned(call, args, kwargs, self._tuning)
+        options = Options.of(plan, cluster=self._options.cluster, on_error=self._options.on_error)
+        return Overlapped(self._fn, options)._new(call, args, kwargs)
+
+    def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
+        start = begin(call, self._options)
+
+        def rewritten(options: Options | None) -> tuple[jax.stages.Lowered, _Rewritten]:
+            new = self._as_it_is(call, start.mesh)
+            if options is not None:
+                new = Overlapped(self._fn, options)._new(call, args, kwargs)
+            params = new.ordering.named(new.params) if new.ordering else new.params
+            traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), params)
+            return traced.lower(), new
+
+        def lower(options: Options | None) -> Ready:
+            lowered, new = rewritten(options)
+            assert start.cost is not None
+            return Ready(Request(job_of(lowered), start.cost, new.ordering), new.plan)
+
+        def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
+            lowered, new = rewritten(options)
+            with new.ordering.compiling() if new.ordering else nullcontext():
+                return lowered.compile(), new.plan
+
+        return tuned(
+            Subject(
+                lower=lower,
+                compiled=compiled,
+                args=args,
+                kwargs=kwargs,
+                base=replace(self._options, on_error="raise"),
+                origin=start.origin,
+                cost=start.cost,
+                memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
+            ),
+            tuning,
+        )
+
+    def _as_it_is(self, call: _compat.Call, mesh: Mesh) -> _Rewritten:
+        """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
+        params = call.params
+        here = pods.compiler_options() if pods.is_pod(mesh) else {}
+        plain = _compat.with_jaxpr(params, params["jaxpr"], here)
+        return _Rewritten(None, plain, params, params)
 
     def _new(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
         params, name = call.params, call.params["name"]
@@ -312,8 +421,6 @@ class Overlapped:
                 raise
             _warn(f"{name} runs without overlap: {error}")
             return _Rewritten(None, params, params, params)
-        if not done.plan.decisions and self._options.plan is None:
-            _warn(f"overlap() changes nothing in {name}:\n{done.plan}")
         own, all_options = self._xla_options(done, dict(params["compiler_options_kvs"]))
         ordering = self._ordering(name, done) if is_gpu(done.mesh) else None
         at = ordering and ordering.options

@@ -38,6 +38,7 @@ __all__ = [
     "ChannelRow",
     "Decision",
     "MadeFor",
+    "Measured",
     "Nccl",
     "Plan",
     "Predictions",
@@ -100,7 +101,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         step_s, compute_s, communication_s, exposed_s, bound_s: as in `Timeline`.
         peak_bytes: XLA's, of one device: arguments + temp + outputs - aliased.
-        plain_step_s, plain_peak_bytes: of the step without jaxoverlap.
+        plain_step_s, plain_peak_bytes: of the step without jaxoverlap; None if XLA failed on it.
     """
 
     step_s: float
@@ -109,8 +110,22 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     exposed_s: float
     bound_s: float
     peak_bytes: int
+    plain_step_s: float | None
+    plain_peak_bytes: int | None
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the step took on the devices that it was tuned on.
+
+    Attributes:
+        step_s, plain_step_s: medians of `runs` runs, in turns.
+        devices: how many of which kind.
+    """
+
+    step_s: float
     plain_step_s: float
-    plain_peak_bytes: int
+    runs: int
+    devices: str
 
 
 class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,6 +169,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         xla_options: compiler options, beyond the user's own and those that a pod needs.
         nccl: settings that the process has to be started with.
         predictions: of the simulation; None if there was none.
+        measured: on the hardware; None if it was not.
+        plain: whether the step is left as it is: nothing else was faster.
         made_for: the step that it is for; None for one that no step gave.
         remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
     """
@@ -170,6 +187,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     xla_options: Mapping[str, str] = {}
     nccl: Nccl = Nccl()
     predictions: Predictions | None = None
+    measured: Measured | None = None
+    plain: bool = False
     made_for: MadeFor | None = None
     remaining: tuple[Remaining, ...] = ()
 
@@ -237,12 +256,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 *entry_lines(f"{self.step} on {mesh_text(self.mesh)}", self.entries),
                 *prefetched_lines(self.prefetched),
                 *map(scattered_line, self.scattered),
-                *filter(None, (self._compiled(), self._nccl(), self._predicted())),
+                *filter(
+                    None, (self._compiled(), self._nccl(), self._predicted(), self._measured())
+                ),
                 *remaining_lines(self.remaining),
             )
         )
 
     def _compiled(self) -> str:
+        if self.plain:
+            return "  The step is left as it is: nothing else was faster."
         options = len(self.xla_options)
         used = [f"{options} XLA option{'s' * (options > 1)}"] if options else []
         if at := self.schedule:
@@ -258,10 +281,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _predicted(self) -> str:
         if (found := self.predictions) is None:
             return ""
+        plain_s, plain_bytes = found.plain_step_s, found.plain_peak_bytes
         return (
-            f"  Simulated: {found.step_s * 1e3:.1f} ms a step, plain {found.plain_step_s * 1e3:.1f}"
+            f"  Simulated: {found.step_s * 1e3:.1f} ms a step"
+            f"{f', plain {plain_s * 1e3:.1f}' if plain_s is not None else ''}"
             f"; exposed {found.exposed_s * 1e3:.1f}; the bound {found.bound_s * 1e3:.1f}; "
-            f"{human_bytes(found.peak_bytes)}, plain {human_bytes(found.plain_peak_bytes)}."
+            f"{human_bytes(found.peak_bytes)}"
+            f"{f', plain {human_bytes(plain_bytes)}' if plain_bytes is not None else ''}."
+        )
+
+    def _measured(self) -> str:
+        if (found := self.measured) is None:
+            return ""
+        return (
+            f"  Measured: {found.step_s * 1e3:.1f} ms a step, plain "
+            f"{found.plain_step_s * 1e3:.1f}; medians of {found.runs}, {found.devices}."
         )
 
 

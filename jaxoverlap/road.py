@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -31,7 +31,7 @@ from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.passes.scattered import Decide, Outcome, Point, scatter_sums, with_sums_scattered
 from jaxoverlap.passes.worth import Prices
-from jaxoverlap.plan import FSDP, Plan, ScatteredSum, Variant
+from jaxoverlap.plan import FSDP, MadeFor, Plan, ScatteredSum, Variant
 from jaxoverlap.scheduler import Scheduler
 
 OnError = Literal["raise", "plain"]
@@ -102,6 +102,47 @@ class Travelled:
     cost: CostModel | None
 
 
+@dataclass(frozen=True)
+class Start:
+    """A step at the beginning of the road.
+
+    Attributes:
+        jaxpr: the step, flattened.
+        mesh, cluster, cost: as in `Travelled`.
+        named: the cluster, where the user or the plan names it.
+        origin: what a plan for it is made for.
+    """
+
+    jaxpr: Any
+    mesh: Mesh
+    cluster: Cluster | None
+    cost: CostModel | None
+    named: Cluster | None
+    origin: MadeFor
+
+
+def begin(call: _compat.Call, options: Options) -> Start:
+    """What is known of a step before anything is decided.
+
+    Raises:
+        NoMeshError: if the step has no mesh.
+        ValueError: if it has two, or one that does not fit the cluster; if the plan was made for
+            something else.
+    """
+    params = call.params
+    jaxpr = flatten(params["jaxpr"])
+    places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
+    mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
+    named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
+    _check_cluster(params["name"], mesh, named)
+    origin = made_for(call, mesh, named)
+    if options.plan:
+        check(options.plan, params["name"], origin, mesh, call, jaxpr)
+    cluster = named or cluster_of(mesh)
+    cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
+    return Start(jaxpr, mesh, cluster, cost, named, origin)
+
+
 def travel(
     jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
 ) -> Travelled:
@@ -115,21 +156,12 @@ def travel(
             something else, or cannot be followed.
         RewriteError: if a pass fails.
     """
-    params = call.params
-    jaxpr = flatten(params["jaxpr"])
-    places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
-    mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
-    name = params["name"]
-    if options.plan and options.cluster is None:
-        options = replace(options, cluster=cluster_for(options.plan, mesh))
-    _check_cluster(name, mesh, options.cluster)
-    origin = made_for(call, mesh, options.cluster)
-    if options.plan:
-        check(options.plan, name, origin, mesh, call, jaxpr)
-    reason, costs = unread(mesh), axis_costs(mesh, options.cluster)
-    cluster = options.cluster or cluster_of(mesh)
-    cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
-    prices = cost and Prices(cost, _groups(mesh, options.cluster))
+    start = begin(call, options)
+    name, jaxpr, mesh = call.params["name"], start.jaxpr, start.mesh
+    if options.plan and options.plan.plain:
+        return Travelled(options.plan, call.params["jaxpr"], mesh, start.cluster, start.cost)
+    reason, costs = unread(mesh), axis_costs(mesh, start.named)
+    prices = start.cost and Prices(start.cost, _groups(mesh, start.named))
 
     def decided(jaxpr: Any, shardings: Mapping[Any, Shardings]) -> Outcome:
         return _decided(jaxpr, shardings, mesh, costs, prices, reason, options)
@@ -150,11 +182,12 @@ def travel(
         scattered=tuple(lookup.entry(mesh.shape) for lookup in outcome.known),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in outcome.sums.items()),
         fsdp=options.fsdp,
-        made_for=origin,
+        made_for=start.origin,
     )
     if options.plan:
         plan = followed(options.plan, plan)
-    return Travelled(plan, scatter(rewritten, outcome.known, mesh), mesh, cluster, cost)
+    rewritten = scatter(rewritten, outcome.known, mesh)
+    return Travelled(plan, rewritten, mesh, start.cluster, start.cost)
 
 
 def _outcome(

@@ -1,0 +1,126 @@
+"""What a tuning tries: whole plans to begin with, then one ring after the other in another way.
+
+A candidate is what `road.Options` say, or the step as it is. The seeds differ in what holds for all
+rings: whether there are any, what becomes of scanned weights, how much memory the scheduler pass
+may use, what XLA merges. A move changes how the pieces of one ring travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jaxoverlap.plan import Decision, Plan, Skip, Variant
+from jaxoverlap.road import Options
+from jaxoverlap.scheduler import Scheduler
+from jaxoverlap.trial import Trial
+
+PLAIN = "plain"  # the step as it is, by XLA's defaults
+RULES = "rules"  # what overlap() does unasked
+_SLACK = 0.05
+# XLA's own thresholds merge small collectives: fewer launches, and fewer that hide.
+_MERGES = (
+    "xla_gpu_all_gather_combine_threshold_bytes",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes",
+)
+# In this order they are tried: from what changes the schedule least.
+_WAYS = {
+    "all_gather_matmul": ("two_way", "one_way", "one_way x 2", "sliced x 2", "plain"),
+    "matmul_reduce_scatter": ("direct", "one_way", "two_way", "sliced x 2", "plain"),
+    "matmul_all_reduce": ("direct", "one_way", "two_way", "plain"),
+    "all_to_all_matmul": ("direct", "direct x 2", "sliced x 2", "plain"),
+}
+_LEFT = ("one_way", "sliced x 2")  # of what the rules leave alone
+_LEFT_BY_PRICE = "left plain: "
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step.
+
+    Attributes:
+        name: in words.
+        options: what the rewrite is told; None for the step as it is.
+        changes: the rings that differ from those of the candidate that it was made from.
+    """
+
+    name: str
+    options: Options | None
+    changes: Mapping[int, Variant]
+
+
+def seeds(base: Options, rules: Plan) -> list[Candidate]:
+    """What is tried first, beside the step as it is and the rules.
+
+    Args:
+        base: the options of the rules.
+        rules: the plan that they gave.
+    """
+    found = [Candidate("no rings", replace(base, granularity=Variant("plain")), {})]
+    if dear := [s.site for s in rules.skips if s.reason.startswith(_LEFT_BY_PRICE)]:
+        every = dict.fromkeys(dear, Variant("one_way"))
+        found.append(Candidate("all rings", replace(base, choices=every), {}))
+    if rules.prefetched:
+        found.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
+    if base.schedule:
+        roomy = Scheduler(slack=_SLACK, in_flight=base.schedule.in_flight)
+        found.append(Candidate(f"slack {_SLACK}", replace(base, schedule=roomy), {}))
+    if merged := {k: v for k, v in rules.xla_options.items() if k not in _MERGES}:
+        found.append(Candidate("XLA merges", replace(base, xla_options=merged), {}))
+    return found
+
+
+def ways(base: Options) -> list[Candidate]:
+    """All rings in one way, for where nothing tells the rings apart."""
+    names = ("two_way", "one_way x 2", "direct", "sliced x 2")
+    return [Candidate(n, replace(base, granularity=Variant.parse(n)), {}) for n in names]
+
+
+def moves(
+    at: Candidate, plan: Plan, trial: Trial, tried: Collection[tuple[int, str]]
+) -> list[Candidate]:
+    """What to change next: of each ring the next way not tried; those that wait longest first.
+
+    Args:
+        at: the best candidate so far, with its plan and trial.
+        tried: sites and variants that need no second try.
+    """
+    options = at.options
+    if options is None:
+        return []
+    found: list[tuple[float, Candidate]] = []
+    for entry, ways in _movable(plan):
+        waited = exposed_s(entry, trial)
+        way = next((w for w in ways if (entry.site, w) not in tried), None)
+        if way is not None and waited > _WORTH * trial.step_s:
+            to = {entry.site: Variant.parse(way)}
+            name = f"{entry.source} ({entry.site}) {way}"
+            found.append((waited, Candidate(name, changed(options, to), to)))
+    found.sort(key=lambda one: -one[0])
+    return [candidate for _, candidate in found]
+
+
+_WORTH = 0.002  # of a step: what waits for less is left as it is
+
+
+def changed(options: Options, to: Mapping[int, Variant]) -> Options:
+    """The options with some rings changed."""
+    return replace(options, choices={**options.choices, **to})
+
+
+def _movable(plan: Plan) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:
+    """The matmuls that rings are named after, and the ways that each is not in."""
+    for entry in plan.entries:
+        if isinstance(entry, Skip):
+            if entry.reason.startswith(_LEFT_BY_PRICE):
+                yield entry, _LEFT
+        elif entry.site == entry.ring and entry.num_chunks > 1:
+            yield entry, tuple(w for w in _WAYS[entry.kind] if w != str(entry.variant))
+
+
+def exposed_s(entry: Decision | Skip, trial: Trial) -> float:
+    """Seconds that kernels wait for a ring; or, where there is none, at its source line."""
+    name = f".{entry.site}"
+    hops = [w.exposed_s for w in trial.waited if w.ring.endswith(name)]
+    own = [w.exposed_s for w in trial.waited if not w.ring and w.source == entry.source]
+    return sum(hops) if hops else sum(own)

@@ -1,0 +1,116 @@
+"""Lagom's co-tuning of a compiled step: how much of the chip each of its communications gets.
+
+The step's communications and kernels are read off its simulated schedule; those of one kind, size
+and group together, as NCCL's tuner tells no more apart. The search is `jaxoverlap.lagom`'s under
+`jaxoverlap.makespan`'s model, where all communications run beside all kernels. What it finds is
+held against NCCL's own channels by simulating the schedule again, where each has its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from jaxoverlap import lagom
+from jaxoverlap.cost import CostModel, Sent
+from jaxoverlap.makespan import Communication, Computation, Makespan, Space
+from jaxoverlap.nccl import Channels
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.groups import domains
+from jaxoverlap.passes.replay import group_of, replay
+from jaxoverlap.passes.schedule import SAME
+from jaxoverlap.passes.timeline import Timeline
+from jaxoverlap.plan import ChannelRow
+
+# What NCCL asks its tuner about; permutes and exchanges are sends, and have channels of their own.
+_TUNED = ("all-gather", "reduce-scatter", "all-reduce")
+SPACE = Space(threads=(256, 512))
+
+
+@dataclass(frozen=True)
+class CoTuned:
+    """What Lagom's search comes to on a step.
+
+    Attributes:
+        rows: for NCCL; none where its own channels are as good.
+        step: the step with them.
+        evaluations: of the model.
+    """
+
+    rows: tuple[ChannelRow, ...]
+    step: Timeline
+    evaluations: int
+
+
+def co_tune(text: str, cost: CostModel) -> CoTuned:
+    """The channels under which a scheduled module is fastest."""
+    module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
+    step = replay(module, cost)
+    sent = _sent(step, cost)
+    if not sent:
+        return CoTuned((), step, 0)
+    problem = Makespan(
+        cost,
+        tuple(Communication(*one, runs=runs, space=SPACE) for one, (runs, _) in sent.items()),
+        _computations(step),
+    )
+    found = lagom.search(problem)
+    chosen = [
+        (one, SPACE.setting(place)[0], nodes)
+        for (one, (_, nodes)), place, usual in zip(
+            sent.items(), found.config, problem.default, strict=True
+        )
+        if place != usual
+    ]
+    given = tuple((one, channels) for one, channels, _ in chosen)
+    tuned = replay(module, replace(cost, given=given))
+    if tuned.step_s >= step.step_s * (1 - SAME):
+        return CoTuned((), step, found.evaluations)
+    return CoTuned(tuple(_row(*one) for one in chosen), tuned, found.evaluations)
+
+
+def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int]]:
+    """The communications that can be tuned: how often each runs, and over how many hosts."""
+    cluster, runs, nodes = cost.cluster, Counter[Sent](), dict[Sent, int]()
+    for event in step.events:
+        c = event.collective
+        if event.kind != "collective" or c is None or c.kind not in _TUNED:
+            continue
+        one = c.kind, c.bytes_moved, group_of(c, cluster.num_devices, cluster)
+        if one[2].size > 1:
+            runs[one] += event.runs
+            nodes[one] = domains(c.groups, cluster.num_devices, cluster.gpus_per_host)
+    return {one: (count, nodes[one]) for one, count in runs.items()}
+
+
+def _computations(step: Timeline) -> tuple[Computation, ...]:
+    found = Counter()
+    for event in step.events:
+        if event.kind in ("matmul", "memory"):
+            found[event.work] += event.runs
+    return tuple(Computation(work, runs) for work, runs in found.items())
+
+
+def _row(one: Sent, channels: Channels, nodes: int) -> ChannelRow:
+    kind, moved, group = one
+    size = nccl_bytes(kind, moved, group.size)
+    return ChannelRow(
+        kind=kind.replace("-", "_"),
+        min_bytes=size,
+        max_bytes=size,
+        channels=channels.count,
+        chunk_bytes=channels.chunk_bytes,
+        nodes=nodes,
+        ranks=group.size,
+    )
+
+
+def nccl_bytes(kind: str, moved: int, ranks: int) -> int:
+    """The size by which NCCL knows a collective: of all that is gathered, or summed.
+
+    Args:
+        kind: "all-gather", "reduce-scatter" or "all-reduce".
+        moved: bytes that each device sends by a ring.
+    """
+    passes = 2 if kind == "all-reduce" else 1
+    return moved * ranks // (passes * (ranks - 1))

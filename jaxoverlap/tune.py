@@ -1,0 +1,240 @@
+"""A tuning from end to end: what is known already, the search, the channels, the clock."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from rich.console import Console
+
+from jaxoverlap import clock
+from jaxoverlap._files import opened, sealed, write_atomically
+from jaxoverlap.candidates import PLAIN, RULES, Candidate, seeds, ways
+from jaxoverlap.channels import CoTuned, co_tune
+from jaxoverlap.cost import CostModel
+from jaxoverlap.plan import Decision, MadeFor, Measured, Nccl, Plan, Predictions, Skip
+from jaxoverlap.road import Options
+from jaxoverlap.search import Lower, Search, Tried
+from jaxoverlap.trial import Trial, package_hash, schedule_of
+from jaxoverlap.tune_table import progress, table, timed
+
+_FORMAT = "jaxoverlap tuning"
+_WIDTH = 140  # of what goes to a file
+_TIMED = 3  # candidates that are timed on hardware, of those that were simulated
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to tune.
+
+    Attributes:
+        budget_s: seconds after which no other candidate is tried. The step as it is and the one
+            that overlap() gives are compiled however long that takes.
+        measure: whether to time candidates on the devices that are here.
+        cache: the folder that keeps what was tried; by default one in the user's cache.
+        show: whether to show the progress and a table of what was tried, on stderr.
+    """
+
+    budget_s: float = 240.0
+    measure: bool = False
+    cache: str | None = None
+    show: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise ValueError(f"a budget of {self.budget_s} s: give more than zero")
+
+    @property
+    def folder(self) -> Path:
+        """Where to keep what was tried."""
+        if self.cache is not None:
+            return Path(self.cache)
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoverlap"
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tuning's end, as it is kept: the plan, and whether more time would have tried more."""
+
+    plan: Plan
+    complete: bool
+    budget_s: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A step to tune.
+
+    Attributes:
+        lower: rewrites and lowers it for a child.
+        compiled: rewrites and compiles it here, to be timed; as `lower`.
+        args, kwargs: that it is called with.
+        base: what overlap() does unasked.
+        origin: what its plan is made for.
+        cost: of its cluster, where that is known.
+        memory_bytes: of one of its devices; of no account without a cost model.
+    """
+
+    lower: Lower
+    compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    base: Options
+    origin: MadeFor
+    cost: CostModel | None
+    memory_bytes: int
+
+
+def tuned(subject: Subject, tuning: Tuning) -> Plan:
+    """The plan under which a step is fastest.
+
+    Raises:
+        ValueError: if there is neither a cost model to simulate by nor a clock to go by.
+    """
+    if subject.cost is None and not tuning.measure:
+        raise ValueError(
+            f"no cost model of {subject.origin.cluster or subject.origin.devices}: name GPUs that "
+            "have one in cluster=, or time the step on the devices that are here: measure=True"
+        )
+    folder = tuning.folder
+    for part in ("plans", "trials"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    path = folder / "plans" / f"{_key(subject, tuning)}.json"
+    if (known := _read(path)) and (known.complete or known.budget_s >= tuning.budget_s):
+        return known.plan
+    plan, complete = _searched(subject, tuning, folder / "trials")
+    kept = _Kept(plan, complete, tuning.budget_s)
+    write_atomically(path, sealed(_FORMAT, msgspec.json.encode(kept)))
+    return plan
+
+
+def _key(subject: Subject, tuning: Tuning) -> str:
+    """A hash of all that the plan depends on, but the budget."""
+    depends = (msgspec.json.encode(subject.origin), repr(subject.base), repr(subject.cost))
+    return hashlib.sha256(repr((depends, tuning.measure, package_hash())).encode()).hexdigest()[:24]
+
+
+def _read(path: Path) -> _Kept | None:
+    """What was kept; nothing, where that is damaged: it is made anew."""
+    try:
+        return msgspec.json.decode(opened(_FORMAT, path.read_bytes()), type=_Kept)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _searched(subject: Subject, tuning: Tuning, trials: Path) -> tuple[Plan, bool]:
+    console = Console(stderr=True, quiet=not tuning.show)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    if subject.cost is None:
+        plan = _by_the_clock(subject, _without_a_model(subject), console)
+        return plan, True
+    with progress(tuning.budget_s, console=console) as show:
+        deadline = time.monotonic() + tuning.budget_s
+        search = Search(subject.lower, subject.base, trials, subject.memory_bytes, deadline, show)
+        best = search.run()
+    console.print(table(f"tuning on {subject.cost.cluster}, simulated", search.tried, best))
+    if tuning.measure:
+        return _by_the_clock(subject, _fastest(search), console), search.complete
+    assert best.request is not None
+    chosen = co_tune(schedule_of(best.request, trials), subject.cost)
+    return _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0]), search.complete
+
+
+# -- by simulation --------------------------------------------------------------------------------
+
+
+def _plan_of(best: Tried, tried: Sequence[Tried]) -> Plan:
+    if best.plan is not None:
+        return best.plan
+    rules = next(t.plan for t in tried if t.candidate.name == RULES)
+    if rules is None:
+        raise ValueError(f"the step is not rewritten: {tried[1].result}; there is nothing to tune")
+    return left_alone(rules)
+
+
+def left_alone(rules: Plan) -> Plan:
+    """The plan to leave a step as it is, from another plan of that step."""
+    why = "left alone: the step as it is is faster"
+    entries = tuple(
+        Skip(site=e.site, source=e.source, einsum=e.einsum, runs=e.runs, reason=why)
+        if isinstance(e, Decision)
+        else e
+        for e in rules.entries
+    )
+    return msgspec.structs.replace(
+        rules,
+        plain=True,
+        entries=entries,
+        prefetched=0,
+        scattered=(),
+        sums=(),
+        schedule=None,
+        xla_options={},
+    )
+
+
+def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
+    """The plan with its channels and what the simulation says."""
+    assert isinstance(best.result, Trial)
+    step, reference = chosen.step, plain.result
+    found = Predictions(
+        step_s=step.step_s,
+        compute_s=step.compute_s,
+        communication_s=step.communication_s,
+        exposed_s=step.exposed_s,
+        bound_s=step.bound_s,
+        peak_bytes=best.result.peak_bytes,
+        plain_step_s=reference.step_s if isinstance(reference, Trial) else None,
+        plain_peak_bytes=reference.peak_bytes if isinstance(reference, Trial) else None,
+    )
+    return msgspec.structs.replace(plan, predictions=found, nccl=Nccl(channels=chosen.rows))
+
+
+def _fastest(search: Search) -> list[Candidate]:
+    """The step as it is, the rules, and the fastest of the others by simulation."""
+    done = [t for t in search.tried if isinstance(t.result, Trial)]
+    others = sorted(done, key=lambda t: t.result.step_s if isinstance(t.result, Trial) else 0)
+    named = [t.candidate for t in others if t.candidate.name not in (PLAIN, RULES)]
+    return [t.candidate for t in search.tried[:2]] + named[:_TIMED]
+
+
+# -- by the clock ---------------------------------------------------------------------------------
+
+
+def _without_a_model(subject: Subject) -> list[Candidate]:
+    """What is timed where nothing can be predicted: all rings in one way, and what seeds say."""
+    _, rules = subject.compiled(subject.base)
+    assert rules is not None
+    return [
+        Candidate(PLAIN, None, {}),
+        Candidate(RULES, subject.base, {}),
+        *seeds(subject.base, rules),
+        *ways(subject.base),
+    ]
+
+
+def _by_the_clock(subject: Subject, candidates: Sequence[Candidate], console: Console) -> Plan:
+    """The plan of the candidate that is fastest on the devices that are here."""
+    with console.status(f"timing {len(candidates)} candidates"):
+        steps = [subject.compiled(c.options) for c in candidates]
+        seconds = clock.medians_s([run for run, _ in steps], subject.args, subject.kwargs)
+    best = min(range(len(steps)), key=lambda i: seconds[i])
+    console.print(timed(candidates, seconds, best))
+    plan, rules = steps[best][1], steps[1][1]
+    if plan is None:
+        assert rules is not None  # of the second candidate
+        plan = left_alone(rules)
+    devices = jax.devices()
+    found = Measured(
+        step_s=seconds[best],
+        plain_step_s=seconds[0],
+        runs=clock.REPEATS,
+        devices=f"{len(devices)} x {devices[0].device_kind}",
+    )
+    return msgspec.structs.replace(plan, measured=found)

@@ -1,0 +1,227 @@
+"""The search for a plan, on made-up results: no compiler."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxoverlap import search as the_search
+from jaxoverlap.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds
+from jaxoverlap.passes.errors import RewriteError
+from jaxoverlap.plan import Decision, Plan, Skip, Variant
+from jaxoverlap.road import Options
+from jaxoverlap.scheduler import Scheduler
+from jaxoverlap.search import Ready, Search, Tried
+from jaxoverlap.trial import Failure, Trial, Waited
+
+BASE = Options(schedule=Scheduler())
+GB = 10**9
+
+
+def ring(site: int, variant: str = "one_way", kind: str = "all_gather_matmul") -> Decision:
+    return Decision(
+        site=site,
+        ring=site,
+        source=f"gpt.py:{site}",
+        einsum="ab,bc->ac",
+        kind=kind,
+        axis="model",
+        letter="a",
+        num_chunks=8,
+        bytes_moved=1,
+        runs=1,
+        variant=Variant.parse(variant),
+    )
+
+
+def left(site: int, reason: str = "left plain: its hops take 2 µs") -> Skip:
+    return Skip(site=site, source=f"gpt.py:{site}", einsum="ab,bc->ac", runs=1, reason=reason)
+
+
+def plan(*entries: Decision | Skip, **more: Any) -> Plan:
+    return Plan(step="step", mesh={"model": 8}, entries=entries, **more)
+
+
+def trial(step_s: float, waited: dict[int, float] | None = None, peak_bytes: int = GB) -> Trial:
+    return Trial(
+        step_s=step_s,
+        compute_s=step_s,
+        communication_s=0.0,
+        exposed_s=0.0,
+        bound_s=step_s,
+        peak_bytes=peak_bytes,
+        hops=7,
+        hops_covered=7,
+        waited=tuple(
+            Waited("collective-permute", f"all_gather_matmul.{site}", f"gpt.py:{site}", s, s)
+            for site, s in (waited or {}).items()
+        ),
+        compile_s=1.0,
+    )
+
+
+class Step:
+    """A made-up step: two rings, and seconds by what is chosen for each."""
+
+    def __init__(self, seconds: dict[int, dict[str, float]], plain_s: float = 90.0, **more: Any):
+        self.seconds, self.plain_s, self.more = seconds, plain_s, more
+        self.lowered: list[Options | None] = []
+
+    def lower(self, options: Options | None) -> Any:
+        self.lowered.append(options)
+        if options is None:
+            return Ready(SimpleNamespace(result=self.more.get("plain", trial(self.plain_s))), None)  # type: ignore[arg-type]
+        entries = [ring(s, str(options.choices.get(s, Variant()))) for s in self.seconds]
+        waited = {e.site: self.seconds[e.site][str(e.variant)] for e in entries}
+        result = trial(10.0 + sum(waited.values()), waited)
+        if options.granularity:
+            result = trial(99.0)
+        return Ready(SimpleNamespace(result=result), plan(*entries))  # type: ignore[arg-type]
+
+
+WAYS = dict.fromkeys(("two_way", "one_way", "one_way x 2", "sliced x 2", "plain"), 5.0)
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(the_search, "attempt", lambda request, kept, timeout_s: request.result)
+
+
+def search(
+    lower: Callable, tmp_path: Any, *, memory_bytes: int = 80 * GB, deadline: float = math.inf
+) -> Search:
+    return Search(lower, BASE, tmp_path, memory_bytes, deadline, workers=2)
+
+
+def names(found: Search) -> list[str]:
+    return [t.candidate.name for t in found.tried]
+
+
+def test_moves_that_help_are_put_together(tmp_path):
+    step = Step({1: WAYS | {"two_way": 1.0}, 2: WAYS | {"sliced x 2": 2.0}})
+    found = search(step.lower, tmp_path)
+    best = found.run()
+    assert best.plan and best.plan.choices == {1: Variant("two_way"), 2: Variant("sliced", 2)}
+    assert isinstance(best.result, Trial) and best.result.step_s == 13.0 and found.complete
+
+
+def test_one_ring_is_tried_in_each_way_at_most_once(tmp_path):
+    step = Step({site: WAYS for site in range(1, 6)})
+    found = search(step.lower, tmp_path)
+    found.run()
+    assert found.best.candidate.name == RULES
+    assert len(names(found)) == len(set(names(found)))
+    assert len(found.tried) <= 4 + 5 * 4  # seeds, and the other ways of each ring
+
+
+def test_the_same_again(tmp_path):
+    step = Step({1: WAYS | {"plain": 3.0}, 2: WAYS | {"two_way": 2.0}})
+    first, second = search(step.lower, tmp_path), search(step.lower, tmp_path)
+    assert first.run().candidate == second.run().candidate and names(first) == names(second)
+
+
+def test_the_step_as_it_is_wins_where_nothing_is_faster(tmp_path):
+    found = search(Step({1: WAYS}, plain_s=9.0).lower, tmp_path)
+    assert found.run().candidate.name == PLAIN
+
+
+def test_what_does_not_fit_is_not_taken(tmp_path):
+    def lower(options: Options | None) -> Any:
+        ready = Step({1: WAYS}).lower(options)
+        roomy = options is not None and options.schedule == Scheduler(slack=0.05)
+        result = trial(1.0, peak_bytes=79 * GB) if roomy else ready.request.result
+        return Ready(SimpleNamespace(result=result), ready.plan)  # type: ignore[arg-type]
+
+    found = search(lower, tmp_path)
+    assert found.run().candidate.name == RULES and "slack 0.05" in names(found)
+
+
+@pytest.mark.parametrize("broken", [PLAIN, "two_way"])
+def test_a_candidate_that_fails_is_a_result(tmp_path, broken: str):
+    def lower(options: Options | None) -> Any:
+        ready = Step({1: WAYS | {"sliced x 2": 1.0}}).lower(options)
+        chosen = str(options.choices.get(1, "")) if options else PLAIN
+        failed = Failure(why="SIGABRT: Check failed") if chosen == broken else ready.request.result
+        return Ready(SimpleNamespace(result=failed), ready.plan)  # type: ignore[arg-type]
+
+    found = search(lower, tmp_path)
+    best = found.run()
+    assert best.plan and best.plan.choices == {1: Variant("sliced", 2)}
+    assert any(isinstance(t.result, Failure) for t in found.tried)
+
+
+def test_a_rewrite_that_fails_is_a_result_but_not_the_users_own(tmp_path):
+    def lower(options: Options | None, broken: Options | None = None) -> Any:
+        if options == broken:
+            raise RewriteError("no")
+        return Step({1: WAYS}).lower(options)
+
+    odd = Options(schedule=Scheduler(slack=0.05))
+    found = search(lambda o: lower(o, odd), tmp_path)
+    found.run()
+    assert [t.result for t in found.tried if t.candidate.name == "slack 0.05"] == [
+        Failure(why="RewriteError: no")
+    ]
+    with pytest.raises(RewriteError):
+        search(lambda o: lower(o, BASE), tmp_path).run()
+
+
+def test_nothing_compiles(tmp_path):
+    def lower(options: Options | None) -> Any:
+        return Ready(SimpleNamespace(result=Failure(why="no memory")), None)  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="does not compile: no memory"):
+        search(lower, tmp_path).run()
+
+
+def test_out_of_time_the_first_two_are_still_tried(tmp_path):
+    found = search(Step({1: WAYS | {"two_way": 1.0}}).lower, tmp_path, deadline=time.monotonic())
+    assert found.run().candidate.name == RULES
+    assert names(found) == [PLAIN, RULES] and not found.complete
+
+
+def test_what_was_stopped_leaves_the_search_incomplete(tmp_path):
+    def lower(options: Options | None) -> Any:
+        ready = Step({1: WAYS}).lower(options)
+        slow = options is not None and options.granularity is not None
+        result = Failure(why="stopped", again=True) if slow else ready.request.result
+        return Ready(SimpleNamespace(result=result), ready.plan)  # type: ignore[arg-type]
+
+    found = search(lower, tmp_path)
+    found.run()
+    assert not found.complete
+
+
+# -- candidates -----------------------------------------------------------------------------------
+
+
+def test_seeds_are_what_the_rules_leave_open():
+    rules = plan(ring(1), left(2), left(3, "no collective"), prefetched=2, xla_options={"a": "1"})
+    found = {c.name: c.options for c in seeds(BASE, rules)}
+    assert set(found) == {"no rings", "all rings", "fsdp in rings", "slack 0.05", "XLA merges"}
+    every = found["all rings"]
+    assert every and every.choices == {2: Variant("one_way")}
+    assert {c.name for c in seeds(Options(), plan(ring(1)))} == {"no rings"}
+
+
+def test_moves_begin_where_the_step_waits_longest():
+    at = Tried(Candidate(RULES, BASE, {}), None, trial(1.0))
+    rules = plan(ring(1), ring(2, kind="matmul_reduce_scatter"), left(3), left(4, "no collective"))
+    result = trial(1.0, {1: 0.1, 2: 0.3, 3: 0.0})
+    first = moves(at.candidate, rules, result, set())
+    assert [dict(c.changes) for c in first] == [{2: Variant("direct")}, {1: Variant("two_way")}]
+    later = moves(at.candidate, rules, result, {(2, "direct"), (1, "two_way")})
+    assert [dict(c.changes) for c in later] == [{2: Variant("two_way")}, {1: Variant("one_way", 2)}]
+    assert later[0].options and later[0].options.choices == {2: Variant("two_way")}
+
+
+def test_what_is_left_plain_waits_at_its_source_line():
+    own = Waited("all-gather", "", "gpt.py:3", 0.5, 0.4)
+    result = trial(1.0)
+    result = Trial(**{n: getattr(result, n) for n in result.__struct_fields__} | {"waited": (own,)})
+    assert exposed_s(left(3), result) == 0.4 and exposed_s(left(4), result) == 0.0

@@ -1,0 +1,181 @@
+"""A tuning from end to end: on pods without a GPU, and by the clock on CPU devices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap import api, clock
+from jaxoverlap.plan import Skip
+from tests.test_schedule import pytestmark as pods
+from tests.test_trial import POD, megatron
+
+
+def tuned(cache: Path, **given: Any) -> jaxoverlap.Plan:
+    step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
+    return jaxoverlap.tune(
+        step, args, **{"cluster": POD, "budget_s": 5, "show": False, "cache": cache} | given
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[jaxoverlap.Plan, Path]:
+    cache = tmp_path_factory.mktemp("cache")
+    return tuned(cache), cache
+
+
+class TestPods:
+    pytestmark = pods
+
+    def test_the_plan_is_what_compiles_as_predicted(self, found):
+        plan, _ = found
+        step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
+        compiled = jaxoverlap.overlap(step, plan=plan).lower(*args).compile()
+        assert not plan.nccl.channels  # with channels of NCCL's own
+        assert compiled.simulate().step_s == pytest.approx(plan.predictions.step_s)
+        assert plan.predictions.step_s <= plan.predictions.plain_step_s
+
+    def test_it_is_no_slower_than_what_overlap_does_unasked(self, found):
+        plan, _ = found
+        step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
+        rules = jaxoverlap.overlap(step, cluster=POD).lower(*args).compile().simulate()
+        assert plan.predictions.step_s <= rules.step_s
+
+    def test_the_second_time_nothing_is_lowered(self, found, monkeypatch):
+        plan, cache = found
+        monkeypatch.setattr(api, "travel", None)
+        assert tuned(cache) == plan
+
+    def test_more_time_goes_on_from_what_was_tried(self, found, capfd):
+        _, cache = found
+        before = {p.name: p.stat().st_mtime_ns for p in (cache / "trials").glob("*.json")}
+        tuned(cache, budget_s=6, show=True)
+        after = {p.name: p.stat().st_mtime_ns for p in (cache / "trials").glob("*.json")}
+        assert before.items() <= after.items()
+        assert "plain" in (shown := capfd.readouterr().err) and "rules" in shown
+
+    def test_a_damaged_plan_is_made_anew(self, found):
+        plan, cache = found
+        for path in (cache / "plans").iterdir():
+            path.write_bytes(path.read_bytes()[:-40])
+        assert tuned(cache).entries == plan.entries
+
+    def test_overlap_tunes_at_the_first_call(self, found):
+        plan, cache = found
+        step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
+        tuning = jaxoverlap.Tuning(budget_s=5, show=False, cache=str(cache))
+        lowered = jaxoverlap.overlap(step, cluster=POD, tune=tuning).lower(*args)
+        assert lowered.plan is not None and lowered.plan.entries == plan.entries
+
+    def test_killed_at_any_moment_it_goes_on(self, tmp_path):
+        """Twice it is killed, the second time later; what it leaves is whole."""
+        program = (
+            "from tests.test_tune import tuned; from pathlib import Path;"
+            f"tuned(Path({str(tmp_path)!r}), budget_s=60)"
+        )
+        for seconds in (3.0, 6.0):
+            child = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+            time.sleep(seconds)
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait()
+        plan = tuned(tmp_path)
+        assert plan.predictions.step_s <= plan.predictions.plain_step_s
+        assert not list(tmp_path.rglob("*.tmp"))
+
+
+# -- by the clock ---------------------------------------------------------------------------------
+
+
+def on_cpus() -> tuple[Any, tuple[jax.Array, ...], jax.Array]:
+    mesh = jax.make_mesh((8,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    at = NamedSharding(mesh, P("tp"))
+
+    def step(x, w):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), at), x.sum()
+
+    keys = jax.random.split(jax.random.key(0))
+    x, w = (jax.random.normal(key, (64, 64)) for key in keys)
+    placed = jax.device_put(x, at), jax.device_put(w, NamedSharding(mesh, P(None, "tp")))
+    return jax.jit(step, donate_argnums=0), placed, jnp.tanh(x @ w)
+
+
+def test_by_the_clock_on_devices_without_a_cost_model(tmp_path):
+    step, args, wanted = on_cpus()
+    plan = jaxoverlap.tune(step, args, measure=True, show=False, cache=tmp_path)
+    assert plan.measured and plan.predictions is None
+    assert plan.measured.step_s <= plan.measured.plain_step_s
+    got, _ = jaxoverlap.overlap(step, plan=plan)(*args)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fastest", range(3))
+def test_the_fastest_by_the_clock_is_taken(tmp_path, monkeypatch, fastest: int):
+    """As it is, by the rules, and with no rings: each where the clock says so."""
+    monkeypatch.setattr(
+        clock, "medians_s", lambda steps, *_: [1.0 + (i != fastest) for i in range(len(steps))]
+    )
+    step, args, wanted = on_cpus()
+    plan = jaxoverlap.tune(step, args, measure=True, show=False, cache=tmp_path)
+    assert plan.plain == (fastest == 0) and bool(plan.decisions) == (fastest == 1)
+    got, _ = jaxoverlap.overlap(step, plan=plan)(*args)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_to_leave_the_step_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(clock, "medians_s", lambda steps, *_: [1.0 + i for i in range(len(steps))])
+    step, args, _ = on_cpus()
+    plan = jaxoverlap.tune(step, args, measure=True, show=False, cache=tmp_path)
+    plan.write(tmp_path / "plan.json")
+    again = jaxoverlap.overlap(step, plan=tmp_path / "plan.json")
+    assert all(isinstance(e, Skip) for e in plan.entries) and "left as it is" in str(plan)
+    assert again.lower(*args).as_text() == step.lower(*args).as_text()
+
+
+def test_turns_are_taken_and_arguments_are_fresh():
+    seen: list[str] = []
+
+    def run(name: str):
+        return lambda x, *, y: seen.append(name) or (x.delete() if name == "a" else None)
+
+    args, kwargs = (jnp.ones(3),), {"y": jax.ShapeDtypeStruct((2,), np.float32)}
+    taken = clock.medians_s([run("a"), run("b")], args, kwargs, repeats=3)
+    assert seen == ["a", "b"] * 4 and len(taken) == 2 and min(taken) >= 0
+
+
+# -- what it refuses ------------------------------------------------------------------------------
+
+
+def test_nothing_to_go_by(tmp_path):
+    step, args, _ = on_cpus()
+    with pytest.raises(ValueError, match=r"no cost model of cpu: .*measure=True"):
+        jaxoverlap.tune(step, args, cache=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"tune": 3}, "tune=3: expected True"),
+        ({"tune": True, "plan": "p.json"}, "tune beside plan"),
+    ],
+)
+def test_bad_arguments_of_overlap(given: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        jaxoverlap.overlap(lambda x: x, **given)
+
+
+def test_a_budget_has_to_be_some_time():
+    with pytest.raises(ValueError, match=r"a budget of 0 s"):
+        jaxoverlap.Tuning(budget_s=0)
