@@ -30,7 +30,8 @@ _WAYS = {
     "matmul_all_reduce": ("direct", "one_way", "two_way", "plain"),
     "all_to_all_matmul": ("direct", "direct x 2", "sliced x 2", "plain"),
 }
-_LEFT = ("one_way", "sliced x 2")  # of what the rules leave alone
+_IN_SLICES = ("sliced x 2", "sliced x 4")
+_LEFT = ("one_way", *_IN_SLICES)  # of what the rules leave alone
 _LEFT_BY_PRICE = "left plain: "
 
 
@@ -58,8 +59,9 @@ def seeds(base: Options, rules: Plan) -> list[Candidate]:
     """
     found = [Candidate("no rings", replace(base, granularity=Variant("plain")), {})]
     if dear := [s.site for s in rules.skips if s.reason.startswith(_LEFT_BY_PRICE)]:
-        every = dict.fromkeys(dear, Variant("one_way"))
-        found.append(Candidate("all rings", replace(base, choices=every), {}))
+        for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
+            every = dict.fromkeys(dear, Variant.parse(way))
+            found.append(Candidate(name, replace(base, choices=every), {}))
     if rules.prefetched:
         found.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
     if base.schedule:
