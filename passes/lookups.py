@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -92,8 +93,11 @@ def lookups(
 
 
 def _is_zeros(eqn: Any) -> bool:
-    literal = eqn.invars[0] if eqn.primitive.name == "broadcast_in_dim" else None
-    return literal is not None and _compat.is_literal(literal) and literal.val == 0
+    if eqn.primitive.name != "broadcast_in_dim" or not _compat.is_literal(eqn.invars[0]):
+        return False
+    # The tangents of integers are float0, a dtype of no numbers, which compares with none.
+    value = np.asarray(eqn.invars[0].val)
+    return np.issubdtype(value.dtype, np.number) and value == 0
 
 
 def _adds_rows(eqn: Any) -> bool:
