@@ -4,6 +4,7 @@ step = jaxoverlap.overlap(train_step)
 """
 
 from jaxoverlap import ring
+from jaxoverlap.agreement import DisagreementError, agreed
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit
@@ -35,6 +36,7 @@ __all__ = [
     "Compiled",
     "Coverage",
     "Decision",
+    "DisagreementError",
     "Link",
     "Lowered",
     "MadeFor",
@@ -52,6 +54,7 @@ __all__ = [
     "Skip",
     "Tuning",
     "Variant",
+    "agreed",
     "audit",
     "chips",
     "overlap",

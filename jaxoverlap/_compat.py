@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api, api_util, config, core, flattree, pjit, source_info_util
+from jax._src import api, api_util, config, core, distributed, flattree, pjit, source_info_util
 from jax._src import shard_map as shard_maps
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -415,3 +415,11 @@ def accepts_option(name: str, value: str, device: Any) -> bool:
                 return False
             raise
     return True
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def key_value_store() -> Any:
+    """The store of `jax.distributed`, of which all processes are clients; None without that."""
+    return distributed.global_state.client

@@ -5,36 +5,28 @@ from __future__ import annotations
 import functools
 import os
 import types
-import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, overload
 
 import jax
 import msgspec
-from jax.sharding import Mesh
 
-from jaxoverlap import _compat, pods
+from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
-from jaxoverlap._jobs import job_of
+from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
-from jaxoverlap.flags import is_gpu, options_for
-from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.mesh import NoMeshError
 from jaxoverlap.passes.remaining import remaining
-from jaxoverlap.plan import FSDP, Plan, Schedule, Variant
-from jaxoverlap.road import OnError, Options, Travelled, begin, travel
-from jaxoverlap.scheduler import Ordering, Scheduler, ordering_for
-from jaxoverlap.search import Ready
+from jaxoverlap.plan import FSDP, Plan, Variant
+from jaxoverlap.rewritten import Rewritten, agree, rewritten, subject_of, tell, warn
+from jaxoverlap.road import OnError, Options, begin, travel
+from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
-from jaxoverlap.trial import Request
-from jaxoverlap.tune import Subject, Tuning, tuned
+from jaxoverlap.tune import Tuning, tuned
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
 _SCHEDULER = Scheduler()
 _MAX_SEEN = 128  # signatures that a step remembers; a run has a few
+_BESIDE_BUDGET_S = 3600.0  # that a tuning may take beside its budget: two candidates have none
 
 
 @overload
@@ -49,6 +41,7 @@ def overlap(
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
+    agree_within_s: float = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -62,6 +55,7 @@ def overlap(
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
+    agree_within_s: float = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -74,6 +68,7 @@ def overlap(
     schedule: Scheduler | None = _SCHEDULER,
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
+    agree_within_s: float = 20.0,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -108,7 +103,11 @@ def overlap(
         plan: a plan, or its file. It says all that skip, granularity, fsdp and schedule say, and
             is for one step, mesh, cluster and version: the first call refuses any other.
         tune: find the plan first, at the first call with arguments of a kind, as `tune` does; a
-            `Tuning` says how. What was tried is kept, so that later runs find it at once.
+            `Tuning` says how. What was tried is kept, so that later runs find it at once. Of many
+            processes process 0 tunes, and the others wait for its plan.
+        agree_within_s: where the mesh spans processes, how long the first that comes to the step,
+            or to `lower`, waits there for the last: none compiles before all are about to compile
+            the same. If they are not, or one does not come, all raise `DisagreementError`.
 
     Raises:
         ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
@@ -130,6 +129,8 @@ def overlap(
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
     if not isinstance(tune, bool | Tuning):
         raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
+    if not agree_within_s > 0:
+        raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
     tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
@@ -140,7 +141,9 @@ def overlap(
             raise ValueError(_said_twice(twice))
         if schedule is not _SCHEDULER:
             raise ValueError(_said_twice(["schedule"]))
-        options = Options.of(_read(plan), cluster=named, on_error=on_error)
+        options = Options.of(
+            _read(plan), cluster=named, on_error=on_error, agree_within_s=agree_within_s
+        )
     else:
         options = Options(
             cluster=named,
@@ -149,6 +152,7 @@ def overlap(
             granularity=_variants(granularity),
             fsdp=fsdp or "prefetch",
             schedule=schedule,
+            agree_within_s=agree_within_s,
         )
     if fn is None:
         return lambda fn: Overlapped(fn, options, tuning)
@@ -216,27 +220,6 @@ def _variants(granularity: Any) -> Any:
     return Variant.parse(granularity) if isinstance(granularity, str) else granularity
 
 
-@dataclass(frozen=True)
-class _Rewritten:
-    """What one signature of a step became.
-
-    Attributes:
-        plan: None where the step runs as it is.
-        params: the jit equation's parameters, with the rewritten jaxpr and options for it.
-        inner: the same without our options, which only an outermost jit may have.
-        source: the parameters as traced; held so that the id of their jaxpr stays taken.
-        cluster: that it runs on, where that is known.
-        ordering: the scheduler pass that it is compiled with.
-    """
-
-    plan: Plan | None
-    params: dict[str, Any]
-    inner: dict[str, Any]
-    source: dict[str, Any]
-    cluster: Cluster | None = None
-    ordering: Ordering | None = None
-
-
 class Overlapped:
     """A train step whose collectives hide behind its matmuls; made by `overlap`.
 
@@ -261,7 +244,7 @@ class Overlapped:
         self._jitted: Any = self._found.jitted
         self._options = options
         self._tuning = tuning
-        self._seen: dict[Hashable, _Rewritten] = {}
+        self._seen: dict[Hashable, Rewritten] = {}
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -292,11 +275,14 @@ class Overlapped:
         return arguments_reach(self._found, self._explain, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The rewritten step as `jax.jit(...).trace` gives it."""
+        """The rewritten step as `jax.jit(...).trace` gives it; processes do not agree on it."""
         return arguments_reach(self._found, self._trace, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The rewritten step, lowered; takes arrays or ShapeDtypeStructs, as in `jax.stages`."""
+        """The rewritten step, lowered; takes arrays or ShapeDtypeStructs, as in `jax.stages`.
+
+        Where the mesh spans processes, all have to come here or call the step.
+        """
         return arguments_reach(self._found, self._lower, args, kwargs)
 
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
@@ -308,160 +294,88 @@ class Overlapped:
         if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
             return self._jitted(*args, **kwargs)
         call = _compat.infer(self._jitted, args, kwargs)
-        rewritten = self._rewritten(call, args, kwargs)
+        found = self._agreed(call, args, kwargs)
         if not _compat.at_top_level():
-            flat = _compat.bind_jit(call.flat, rewritten.inner)
-        elif rewritten.ordering is None:
-            flat = _compat.bind_jit(call.flat, rewritten.params)
+            flat = _compat.bind_jit(call.flat, found.inner)
+        elif found.ordering is None:
+            flat = _compat.bind_jit(call.flat, found.params)
         else:
-            with rewritten.ordering.compiling():
-                flat = _compat.bind_jit(call.flat, rewritten.ordering.named(rewritten.params))
+            with found.ordering.compiling():
+                flat = _compat.bind_jit(call.flat, found.ordering.named(found.params))
         return jax.tree.unflatten(call.out_tree, flat)
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call = _compat.infer(self._jitted, args, kwargs)
-        rewritten = self._rewritten(call, args, kwargs)
-        plan = rewritten.plan or travel(self._jitted, call, args, kwargs, self._options).plan
-        traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), rewritten.inner)
+        found = self._rewritten(call, args, kwargs)
+        plan = found.plan or travel(self._jitted, call, args, kwargs, self._options).plan
+        traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), found.inner)
         return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = _compat.infer(self._jitted, args, kwargs)
-        rewritten = self._rewritten(call, args, kwargs)
-        return _compat.traced_with(self._jitted.trace(*args, **kwargs), rewritten.params)
+        found = self._rewritten(call, args, kwargs)
+        return _compat.traced_with(self._jitted.trace(*args, **kwargs), found.params)
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = _compat.infer(self._jitted, args, kwargs)
-        rewritten = self._rewritten(call, args, kwargs)
-        ordering, params = rewritten.ordering, rewritten.params
+        found = self._agreed(call, args, kwargs)
+        ordering, params = found.ordering, found.params
         if ordering:
             params = ordering.named(params)
         lowered = _compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
-        return Lowered(lowered, rewritten.plan, self._found, rewritten.cluster, ordering)
+        return Lowered(lowered, found.plan, self._found, found.cluster, ordering)
 
-    def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
+    def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
-        params = call.params
-        context = (id(params["jaxpr"]), params["ctx_mesh"])
-        key = (*context, *map(_compat.bound_sharding, call.flat))
+        key = _key(call)
         if key not in self._seen:
             if len(self._seen) >= _MAX_SEEN:
                 self._seen.pop(next(iter(self._seen)))
-            new = self._seen[key] = self._planned(call, args, kwargs)
+            found = rewritten(self._jitted, call, args, kwargs, self._planned(call, args, kwargs))
             unasked = self._options.plan is None and self._tuning is None
-            if new.plan and not new.plan.decisions and unasked:
-                _warn(f"overlap() changes nothing in {params['name']}:\n{new.plan}")
+            if found.plan and not found.plan.decisions and unasked:
+                warn(f"overlap() changes nothing in {call.params['name']}:\n{found.plan}")
+            self._seen[key] = found
         return self._seen[key]
 
-    def _planned(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
-        """As the options say; or as the plan does that is found now."""
+    def _agreed(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+        """The same, once all processes are about to compile it."""
+        try:
+            found = self._rewritten(call, args, kwargs)
+        except Exception as error:
+            tell(call, error, self._options)
+            raise
+        if found.stand is not None:
+            found = self._seen[_key(call)] = agree(found, self._options)
+        return found
+
+    def _planned(self, call: _compat.Call, args: tuple, kwargs: dict) -> Options:
+        """The options as they are; or those of the plan that is found now."""
         if self._tuning is None:
-            return self._new(call, args, kwargs)
-        plan = self._tuned(call, args, kwargs, self._tuning)
-        options = Options.of(plan, cluster=self._options.cluster, on_error=self._options.on_error)
-        return Overlapped(self._fn, options)._new(call, args, kwargs)
+            return self._options
+        return Options.of(
+            self._tuned(call, args, kwargs, self._tuning),
+            cluster=self._options.cluster,
+            on_error=self._options.on_error,
+            agree_within_s=self._options.agree_within_s,
+        )
 
     def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
+        """The plan under which the step is fastest: process 0's, where there are many."""
         start = begin(call, self._options)
-
-        def rewritten(options: Options | None) -> tuple[jax.stages.Lowered, _Rewritten]:
-            new = self._as_it_is(call, start.mesh)
-            if options is not None:
-                new = Overlapped(self._fn, options)._new(call, args, kwargs)
-            params = new.ordering.named(new.params) if new.ordering else new.params
-            traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), params)
-            return traced.lower(), new
-
-        def lower(options: Options | None) -> Ready:
-            lowered, new = rewritten(options)
-            assert start.cost is not None
-            return Ready(Request(job_of(lowered), start.cost, new.ordering), new.plan)
-
-        def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
-            lowered, new = rewritten(options)
-            with new.ordering.compiling() if new.ordering else nullcontext():
-                return lowered.compile(), new.plan
-
-        return tuned(
-            Subject(
-                lower=lower,
-                compiled=compiled,
-                args=args,
-                kwargs=kwargs,
-                base=replace(self._options, on_error="raise"),
-                origin=start.origin,
-                cost=start.cost,
-                memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
-            ),
-            tuning,
-        )
-
-    def _as_it_is(self, call: _compat.Call, mesh: Mesh) -> _Rewritten:
-        """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
-        params = call.params
-        here = pods.compiler_options() if pods.is_pod(mesh) else {}
-        plain = _compat.with_jaxpr(params, params["jaxpr"], here)
-        return _Rewritten(None, plain, params, params)
-
-    def _new(self, call: _compat.Call, args: tuple, kwargs: dict) -> _Rewritten:
-        params, name = call.params, call.params["name"]
-        try:
-            done = travel(self._jitted, call, args, kwargs, self._options)
-        except NoMeshError:
-            if not any(map(_compat.is_tracer, call.flat)):
-                raise
-            _warn(
-                f"{name} runs without overlap: it is called under jit, grad or vmap, where the "
-                "shardings of its arguments are not known. Overlap the outermost function, or "
-                "give the step in_shardings or sharding constraints"
+        subject = subject_of(self._jitted, start, call, args, kwargs, self._options)
+        if not processes_of(start.mesh):
+            return tuned(subject, tuning)
+        if tuning.measure:
+            raise ValueError(
+                "measure=True in several processes: each would go by a clock of its own. Tune "
+                "without it, or the same step in one process, and give its plan to all"
             )
-            return _Rewritten(None, params, params, params)
-        except RewriteError as error:
-            if self._options.on_error == "raise":
-                raise
-            _warn(f"{name} runs without overlap: {error}")
-            return _Rewritten(None, params, params, params)
-        own, all_options = self._xla_options(done, dict(params["compiler_options_kvs"]))
-        ordering = self._ordering(name, done) if is_gpu(done.mesh) else None
-        at = ordering and ordering.options
-        plan = msgspec.structs.replace(
-            done.plan,
-            xla_options=own,
-            schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
-        )
-        return _Rewritten(
-            plan,
-            _compat.with_jaxpr(params, done.jaxpr, all_options),
-            _compat.with_jaxpr(params, done.jaxpr, {}),
-            params,
-            done.cluster,
-            ordering,
-        )
-
-    def _xla_options(
-        self, done: Travelled, users: Mapping[str, Any]
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """The options that a plan names, beyond the user's own; and all, with those of a pod."""
-        usual = options_for(done.mesh, rings=bool(done.plan.decisions))
-        here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
-        chosen = self._options.xla_options
-        if chosen is None:
-            chosen = {name: value for name, value in usual.items() if name not in here}
-        own = {name: value for name, value in chosen.items() if name not in users}
-        return own, {**own, **here}
-
-    def _ordering(self, name: str, done: Travelled) -> Ordering | None:
-        """The scheduler pass, where XLA's GPU compiler makes the schedule."""
-        schedule = self._options.schedule
-        if schedule is not None and done.cost is None:
-            _warn(
-                f"{name} is left in XLA's order: there is no cost model of its GPUs "
-                f"({done.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
-                "or give schedule=None"
-            )
-        return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
+        wait_s = tuning.budget_s + _BESIDE_BUDGET_S
+        return agreed(lambda: tuned(subject, tuning), within_s=wait_s)
 
 
-def _warn(message: str) -> None:
-    """Warn at the user's line, however deep in this package it shows."""
-    warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))
+def _key(call: _compat.Call) -> Hashable:
+    """What tells a signature and its shardings from others."""
+    params = call.params
+    return id(params["jaxpr"]), params["ctx_mesh"], *map(_compat.bound_sharding, call.flat)

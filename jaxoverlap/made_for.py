@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ def made_for(call: _compat.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor
         arguments=arguments,
         results=results,
         axis_types={axis: kind.name for axis, kind in kinds},
-        domains=axis_domains(mesh, cluster),
+        domains=axis_domains(mesh, cluster) if known else {},
         devices=mesh.devices.flat[0].device_kind,
         cluster=str(known) if known else None,
         versions={package: _version(package) for package in _PACKAGES},
@@ -190,6 +190,41 @@ def _first(lines: list[str], what: str) -> list[str]:
     return lines[:_SHOWN] + more
 
 
+def facts_of(plan: Plan, jaxpr: Any, mesh: Mesh, options: Mapping[str, Any]) -> dict[str, str]:
+    """All that makes a rewritten step the program that it is, by name, for processes to compare.
+
+    Nothing of it is a host's own, and source lines are left out: comments may differ.
+
+    Args:
+        plan: what was done.
+        jaxpr: the rewritten step.
+        mesh: its mesh.
+        options: all compiler options.
+    """
+    origin = plan.made_for
+    assert origin is not None
+    order = [(device.id, device.process_index) for device in mesh.devices.flat]
+    return {
+        "step": plan.step,
+        **{f"version of {package}": version for package, version in origin.versions.items()},
+        "mesh": mesh_text(plan.mesh),
+        "order of the mesh's devices": _short(repr(order)),
+        "cluster": origin.cluster or "not known",
+        "fsdp": plan.fsdp,
+        **{
+            f"matmul {e.site}": "left alone" if isinstance(e, Skip) else _does(e)
+            for e in plan.entries
+        },
+        **{f"XLA option {name}": str(value) for name, value in sorted(options.items())},
+        "hash of the step": origin.step[:12],
+        "hash of the rewritten step": fingerprint(jaxpr)[:12],
+    }
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 # -- what came of it ------------------------------------------------------------------------------
 
 
@@ -204,7 +239,7 @@ def followed(plan: Plan, done: Plan) -> Plan:
         ValueError: if that is not the same; it says of which matmul.
     """
     pairs = list(zip(plan.entries, done.entries, strict=True))
-    lines = [f"matmul {a.site}: {_two(_does(a), _does(b))}" for a, b in pairs if not _same(a, b)]
+    lines = [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
     for what in ("prefetched", "scattered"):
         then, now = (_unsourced(getattr(p, what)) for p in (plan, done))
         if then != now:
@@ -221,9 +256,13 @@ def followed(plan: Plan, done: Plan) -> Plan:
     )
 
 
-def _same(a: Decision | Skip, b: Decision | Skip) -> bool:
-    """Whether two entries do the same, for whatever reason."""
-    return _unsourced([a]) == _unsourced([b])
+def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:
+    """In what two entries differ; empty if they do the same, for whatever reason."""
+    if type(planned) is not type(done):
+        return _two(_does(planned), _does(done))
+    (a,), (b,) = _unsourced([planned]), _unsourced([done])
+    names = [name for name in a.__struct_fields__ if getattr(a, name) != getattr(b, name)]
+    return ", ".join(f"{name} {_two(getattr(a, name), getattr(b, name))}" for name in names)
 
 
 def _unsourced(found: Any) -> Any:

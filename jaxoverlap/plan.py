@@ -137,7 +137,8 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         arguments: what each argument is and how it lies.
         results: how each result lies, where the step says so.
         axis_types: of each mesh axis: Auto, Explicit or Manual.
-        domains: over how many NVLink domains the devices along each mesh axis spread.
+        domains: over how many NVLink domains the devices along each mesh axis spread; empty where
+            the cluster is not known.
         devices: what the devices call themselves.
         cluster: as named, or as the devices say; None if it is not known.
         versions: of jaxoverlap, jax and jaxlib.

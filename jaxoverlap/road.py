@@ -50,6 +50,7 @@ class Options:
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
         plan: the plan that all of these come from.
+        agree_within_s: as in `overlap`.
     """
 
     cluster: Cluster | None = None
@@ -63,16 +64,13 @@ class Options:
     sums: tuple[ScatteredSum, ...] | None = None
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
+    agree_within_s: float = 20.0
 
     @classmethod
-    def of(
-        cls, plan: Plan, *, cluster: Cluster | None = None, on_error: OnError = "raise"
-    ) -> Options:
-        """What makes a step follow a plan."""
+    def of(cls, plan: Plan, **others: Any) -> Options:
+        """What makes a step follow a plan; `others` are what that does not say."""
         at = plan.schedule
         return cls(
-            cluster=cluster,
-            on_error=on_error,
             fsdp=plan.fsdp,
             schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
             choices=plan.choices,
@@ -80,6 +78,7 @@ class Options:
             sums=plan.sums,
             xla_options=plan.xla_options,
             plan=plan,
+            **others,
         )
 
 
@@ -129,10 +128,7 @@ def begin(call: _compat.Call, options: Options) -> Start:
         ValueError: if it has two, or one that does not fit the cluster; if the plan was made for
             something else.
     """
-    params = call.params
-    jaxpr = flatten(params["jaxpr"])
-    places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
-    mesh = find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
+    params, jaxpr, mesh = call.params, flatten(call.params["jaxpr"]), mesh_of(call)
     named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
     _check_cluster(params["name"], mesh, named)
     origin = made_for(call, mesh, named)
@@ -188,6 +184,19 @@ def travel(
         plan = followed(options.plan, plan)
     rewritten = scatter(rewritten, outcome.known, mesh)
     return Travelled(plan, rewritten, mesh, start.cluster, start.cost)
+
+
+def mesh_of(call: _compat.Call) -> Mesh:
+    """The mesh of a step, as it is called.
+
+    Raises:
+        NoMeshError: if there is none.
+        ValueError: if there are two.
+    """
+    params = call.params
+    jaxpr = params["jaxpr"]
+    places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
+    return find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
 
 
 def _outcome(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap import _compat
 
@@ -27,6 +27,19 @@ _BESIDE = frozenset(
     }
 )
 _TREES = frozenset({"ft_in", "ft_out"})  # of a scan: `scan_counts` says what counts of them
+
+
+_CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a parameter is the sharding of a type without explicit axes.
+
+    It is there where the arguments are arrays of the mesh, and not where they come from elsewhere.
+    """
+    if not isinstance(value, NamedSharding) or any(value.spec):
+        return False
+    return AxisType.Explicit not in value.mesh.axis_types
 
 
 def fingerprint(jaxpr: Any) -> str:
@@ -79,6 +92,8 @@ class _Walk:
         if eqn.primitive.name == "scan":
             left_out, counts = _BESIDE | _TREES, f"{_compat.scan_counts(eqn)} "
         kept = {k: v for k, v in eqn.params.items() if k not in left_out}
+        if eqn.primitive.name not in _CONSTRAINTS:
+            kept = {k: None if _says_nothing(v) else v for k, v in kept.items()}
         return counts + self.text(kept)
 
     def text(self, value: Any) -> str:

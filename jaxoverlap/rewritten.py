@@ -1,0 +1,236 @@
+"""What one signature of a step becomes: rewritten, with its options, and agreed on by processes."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from jax.sharding import Mesh
+
+from jaxoverlap import _compat, pods
+from jaxoverlap._jobs import job_of
+from jaxoverlap.agreement import DisagreementError, Stand, meet, processes_of
+from jaxoverlap.cluster import Cluster
+from jaxoverlap.flags import is_gpu, options_for
+from jaxoverlap.made_for import facts_of
+from jaxoverlap.passes.errors import RewriteError
+from jaxoverlap.passes.mesh import NoMeshError
+from jaxoverlap.plan import Plan, Schedule
+from jaxoverlap.road import Options, Start, Travelled, mesh_of, travel
+from jaxoverlap.scheduler import Ordering, ordering_for
+from jaxoverlap.search import Ready
+from jaxoverlap.trial import Request
+from jaxoverlap.tune import Subject
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What one signature of a step became.
+
+    Attributes:
+        plan: None where the step runs as it is.
+        params: the jit equation's parameters, with the rewritten jaxpr and options for it.
+        inner: the same without our options, which only an outermost jit may have.
+        source: the parameters as traced; held so that the id of their jaxpr stays taken.
+        cluster: that it runs on, where that is known.
+        ordering: the scheduler pass that it is compiled with.
+        stand: what the processes have still to agree on; None where they have, or there is one.
+    """
+
+    plan: Plan | None
+    params: dict[str, Any]
+    inner: dict[str, Any]
+    source: dict[str, Any]
+    cluster: Cluster | None = None
+    ordering: Ordering | None = None
+    stand: Stand | None = None
+
+
+def rewritten(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Rewritten:
+    """Rewrite a step for arguments like these, or leave it plain where `options` allow that.
+
+    Raises:
+        ValueError, RewriteError: as `travel`.
+    """
+    params, name = call.params, call.params["name"]
+    try:
+        done = travel(jitted, call, args, kwargs, options)
+    except NoMeshError:
+        if not any(map(_compat.is_tracer, call.flat)):
+            raise
+        warn(
+            f"{name} runs without overlap: it is called under jit, grad or vmap, where the "
+            "shardings of its arguments are not known. Overlap the outermost function, or "
+            "give the step in_shardings or sharding constraints"
+        )
+        return _plain(params)
+    except RewriteError as error:
+        if options.on_error == "raise":
+            raise
+        warn(f"{name} runs without overlap: {error}")
+        return replace(_plain(params), stand=_failed(call, error, plain=True))
+    own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
+    ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
+    at = ordering and ordering.options
+    plan = msgspec.structs.replace(
+        done.plan,
+        xla_options=own,
+        schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
+    )
+    ours = _compat.with_jaxpr(params, done.jaxpr, compiled_with)
+    return Rewritten(
+        plan=plan,
+        params=ours,
+        inner=_compat.with_jaxpr(params, done.jaxpr, {}),
+        source=params,
+        cluster=done.cluster,
+        ordering=ordering,
+        stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
+    )
+
+
+def _as_it_is(call: _compat.Call, mesh: Mesh) -> Rewritten:
+    """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
+    here = pods.compiler_options() if pods.is_pod(mesh) else {}
+    params = call.params
+    return Rewritten(None, _compat.with_jaxpr(params, params["jaxpr"], here), params, params)
+
+
+def _plain(params: dict[str, Any]) -> Rewritten:
+    """A step that runs as it is."""
+    return Rewritten(None, params, params, params)
+
+
+def _xla_options(
+    done: Travelled, users: Mapping[str, Any], options: Options
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The options that a plan names, beyond the user's own; and these with those of a pod."""
+    usual = options_for(done.mesh, rings=bool(done.plan.decisions))
+    here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
+    chosen = options.xla_options
+    if chosen is None:
+        chosen = {name: value for name, value in usual.items() if name not in here}
+    own = {name: value for name, value in chosen.items() if name not in users}
+    return own, {**own, **here}
+
+
+def _ordering(name: str, done: Travelled, options: Options) -> Ordering | None:
+    """The scheduler pass, where XLA's GPU compiler makes the schedule."""
+    schedule = options.schedule
+    if schedule is not None and done.cost is None:
+        warn(
+            f"{name} is left in XLA's order: there is no cost model of its GPUs "
+            f"({done.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
+            "or give schedule=None"
+        )
+    return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
+
+
+# -- to be tuned ----------------------------------------------------------------------------------
+
+
+def subject_of(
+    jitted: Any, start: Start, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Subject:
+    """A step with arguments like these, to be tuned.
+
+    Args:
+        jitted, call, args, kwargs: as for `travel`.
+        start: what is known of it.
+        options: what overlap() does unasked.
+    """
+
+    def lowered(options: Options | None) -> tuple[jax.stages.Lowered, Rewritten]:
+        new = _as_it_is(call, start.mesh)
+        if options is not None:
+            new = rewritten(jitted, call, args, kwargs, options)
+        params = new.ordering.named(new.params) if new.ordering else new.params
+        traced = _compat.traced_with(jitted.trace(*args, **kwargs), params)
+        return traced.lower(), new
+
+    def lower(options: Options | None) -> Ready:
+        stage, new = lowered(options)
+        assert start.cost is not None
+        return Ready(Request(job_of(stage), start.cost, new.ordering), new.plan)
+
+    def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
+        stage, new = lowered(options)
+        with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
+            return stage.compile(), new.plan
+
+    return Subject(
+        lower=lower,
+        compiled=compiled,
+        args=args,
+        kwargs=kwargs,
+        base=replace(options, on_error="raise"),
+        origin=start.origin,
+        cost=start.cost,
+        memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
+    )
+
+
+# -- many processes -------------------------------------------------------------------------------
+
+
+def _stand(
+    plan: Plan,
+    done: Travelled,
+    compiled_with: Mapping[str, Any],
+    ordering: Ordering | None,
+    options: Options,
+) -> Stand | None:
+    """What the processes of a step's mesh have to agree on; None where there is but one."""
+    processes = processes_of(done.mesh)
+    if not processes:
+        return None
+    facts = facts_of(plan, done.jaxpr, done.mesh, compiled_with)
+    facts["scheduler pass"] = ordering.name if ordering else "none"
+    return Stand(plan.step, processes, facts, plain=options.on_error == "plain")
+
+
+def _failed(call: _compat.Call, error: Exception, *, plain: bool) -> Stand | None:
+    """What to tell the other processes of a step that failed here; None if there are none.
+
+    Which they are its mesh says. A step without one has failed in all of them.
+    """
+    try:
+        processes = processes_of(mesh_of(call))
+    except ValueError:
+        return None
+    said = f"{type(error).__name__}: {error}"
+    return Stand(call.params["name"], processes, failed=said, plain=plain) if processes else None
+
+
+def agree(found: Rewritten, options: Options) -> Rewritten:
+    """A rewritten step that all processes are about to compile; a plain one if one of them failed.
+
+    Raises:
+        DisagreementError: as `meet`.
+    """
+    assert found.stand is not None
+    if meet(found.stand, options.agree_within_s):
+        return replace(found, stand=None)
+    warn(f"{found.stand.step} runs without overlap in all processes: one could not rewrite it")
+    return _plain(found.source)
+
+
+def tell(call: _compat.Call, error: Exception, options: Options) -> None:
+    """Let the other processes know that this one has failed, so that they do not wait for it."""
+    stand = _failed(call, error, plain=False)
+    if stand is not None:
+        with contextlib.suppress(DisagreementError):  # what failed here says more
+            meet(stand, options.agree_within_s)
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line, however deep in this package it shows."""
+    warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))

@@ -1,0 +1,196 @@
+"""One of several processes that train together; run by test_agreement.py.
+
+python -m tests.many_processes RANK PROCESSES PORT FOLDER SCENARIO...
+
+Each scenario prints a line of JSON. What an exception leaves is the last one's matter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap import DisagreementError, Plan
+from jaxoverlap.passes import rewrite
+
+DEVICES, STEPS = 4, 3
+HIDDEN, FF, ROWS = 16, 32, 16
+
+
+def make_mesh() -> Mesh:
+    """Of four devices, in however many processes."""
+    return jax.make_mesh(
+        (2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:DEVICES]
+    )
+
+
+def shardings(mesh: Mesh) -> Any:
+    """Of the weights and the batch."""
+    rows, columns = (NamedSharding(mesh, P(*s)) for s in (("model",), (None, "model")))
+    return {"up": columns, "down": rows}, rows
+
+
+def make_step(mesh: Mesh, rate: float = 0.1) -> Any:
+    """A step of gradient descent on an MLP, sequence parallel: gathers and scatters."""
+    lies, rows = shardings(mesh)
+
+    def loss(w, x):
+        h = lax.with_sharding_constraint(x @ w["up"], lies["up"])
+        y = lax.with_sharding_constraint(jnp.tanh(h) @ w["down"], rows)
+        return jnp.mean((y - jnp.sin(x)) ** 2)
+
+    def train_step(w, x):
+        value, gradients = jax.value_and_grad(loss)(w, x)
+        return jax.tree.map(lambda a, g: a - rate * g, w, gradients), value
+
+    return jax.jit(train_step, in_shardings=(lies, rows), out_shardings=(lies, None))
+
+
+def abstract(mesh: Mesh) -> Any:
+    shapes = {"up": (HIDDEN, FF), "down": (FF, HIDDEN)}, (ROWS, HIDDEN)
+    return jax.tree.map(
+        lambda s, at: jax.ShapeDtypeStruct(s, jnp.float32, sharding=at),
+        shapes,
+        shardings(mesh),
+        is_leaf=lambda s: isinstance(s, tuple) and isinstance(s[0], int),
+    )
+
+
+def train(step: Any) -> list[float]:
+    """The losses of a few steps; the same numbers in every process."""
+    rng = np.random.default_rng(0)
+
+    def placed(s):
+        whole = rng.standard_normal(s.shape).astype("f") / 4
+        return jax.make_array_from_callback(s.shape, s.sharding, lambda index: whole[index])
+
+    w, x = jax.tree.map(placed, abstract(make_mesh()))
+    losses = []
+    for _ in range(STEPS):
+        w, value = step(w, x)
+        losses.append(float(value))
+    return losses
+
+
+# -- scenarios ------------------------------------------------------------------------------------
+
+
+def of_file(folder: Path, rank: int) -> Any:
+    """Everyone reads one plan."""
+    return train(jaxoverlap.overlap(make_step(make_mesh()), plan=folder / "plan.json"))
+
+
+def of_process_0(folder: Path, rank: int) -> Any:
+    """Process 0 reads a plan, and the others get it."""
+    plan = jaxoverlap.agreed(lambda: Plan.read(folder / "plan.json" if rank == 0 else "nowhere"))
+    return train(jaxoverlap.overlap(make_step(make_mesh()), plan=plan))
+
+
+def explained_alone(folder: Path, rank: int) -> Any:
+    """explain() waits for nobody, and the step is agreed on once, whoever comes to it how."""
+    step = jaxoverlap.overlap(make_step(make_mesh()))
+    arguments = abstract(make_mesh())
+    if rank == 0:
+        step.explain(*arguments)
+        step.trace(*arguments)
+    if rank == 1:
+        step.lower(*arguments).compile()
+    return train(step)
+
+
+def fails_in_one(folder: Path, rank: int) -> Any:
+    """The rewrite fails in one process: all run plain if all may."""
+    ringed = rewrite.ringed
+    if rank == 1:
+        rewrite.ringed = lambda *_: 1 / 0
+    try:
+        return train(jaxoverlap.overlap(make_step(make_mesh()), on_error="plain"))
+    finally:
+        rewrite.ringed = ringed
+
+
+def raises_in_one(folder: Path, rank: int) -> Any:
+    """The same, where none may."""
+    ringed = rewrite.ringed
+    if rank == 1:
+        rewrite.ringed = lambda *_: 1 / 0
+    try:
+        return train(jaxoverlap.overlap(make_step(make_mesh())))
+    finally:
+        rewrite.ringed = ringed
+
+
+def refused_in_one(folder: Path, rank: int) -> Any:
+    """One process has a plan for another step."""
+    return train(
+        jaxoverlap.overlap(make_step(make_mesh(), rate=0.1 + rank), plan=folder / "plan.json")
+    )
+
+
+def absent(folder: Path, rank: int) -> Any:
+    """One process comes late."""
+    if rank == 1:
+        time.sleep(3)
+    return train(jaxoverlap.overlap(make_step(make_mesh()), agree_within_s=1.0))
+
+
+def no_plan(folder: Path, rank: int) -> Any:
+    """Process 0 fails to make one."""
+    return jaxoverlap.agreed(lambda: Plan.read(folder / "nowhere.json")).step
+
+
+def late_plan(folder: Path, rank: int) -> Any:
+    """Process 0 takes too long; the others do not wait for ever."""
+
+    def slow() -> Plan:
+        time.sleep(3)
+        return Plan.read(folder / "plan.json")
+
+    return jaxoverlap.agreed(slow, within_s=0.5).step
+
+
+def two_plans(folder: Path, rank: int) -> Any:
+    """Half of the processes have another plan."""
+    name = "plan.json" if rank < jax.process_count() // 2 else "other.json"
+    return train(jaxoverlap.overlap(make_step(make_mesh()), plan=folder / name))
+
+
+SCENARIOS: tuple[Callable[[Path, int], Any], ...] = (
+    *(of_file, of_process_0, explained_alone, fails_in_one, raises_in_one, refused_in_one),
+    *(absent, no_plan, late_plan, two_plans),
+)
+
+
+def main(rank: int, processes: int, port: str, folder: Path, names: list[str]) -> None:
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", processes, rank)
+    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
+    for name in names:
+        began = time.monotonic()
+        try:
+            row = {"result": scenarios[name](folder, rank)}
+        except (DisagreementError, ValueError, jaxoverlap.RewriteError, OSError) as error:
+            row = {"error": f"{type(error).__name__}: {error}"}
+            if name == names[-1]:
+                raise
+        finally:
+            taken = time.monotonic() - began
+        print(json.dumps({"scenario": name, **row, "seconds": taken}), flush=True)
+
+
+if __name__ == "__main__":
+    rank, processes, port, folder, *names = sys.argv[1:]
+    main(int(rank), int(processes), port, Path(folder), names)
