@@ -143,7 +143,7 @@ def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
     """What differs of versions, mesh and cluster."""
     wanted = plan.made_for
     assert wanted is not None
-    for package in wanted.versions.keys() | found.versions.keys():
+    for package in {**wanted.versions, **found.versions}:
         then, now = (made.versions.get(package, "absent") for made in (wanted, found))
         if then != now:
             yield f"version of {package}: {_two(then, now)}"
@@ -154,7 +154,10 @@ def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
     if wanted.devices != found.devices:
         yield f"devices: {_two(wanted.devices, found.devices)}"
     if wanted.cluster != found.cluster:
-        yield f"cluster: {_two(wanted.cluster or 'not known', found.cluster or 'not known')}"
+        line = f"cluster: {_two(wanted.cluster or 'not known', found.cluster or 'not known')}"
+        # Devices tell their host by their process, and there may be one for each GPU.
+        hint = "; if it is that one, name it in overlap(cluster=)"
+        yield line + hint if wanted.cluster and wanted.devices == found.devices else line
     elif wanted.domains != found.domains and plan.mesh.keys() == mesh.shape.keys():
         yield f"NVLink domains along each axis: {_two(wanted.domains, found.domains)}"
 

@@ -286,3 +286,23 @@ def test_options_are_tried_where_a_mesh_is_set():
     device = jax.devices()[0]
     with jax.set_mesh(MESH):
         assert _compat.accepts_option.__wrapped__("xla_embed_ir_in_executable", "True", device)
+
+
+# -- types and processes --------------------------------------------------------------------------
+
+
+def test_the_text_of_a_type_names_no_device():
+    """And tells apart what the types tell apart."""
+    x = jax.ShapeDtypeStruct((8, 4), "float32")
+    explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    rows = NamedSharding(explicit, P("x"))
+    typed = jax.ShapeDtypeStruct((8, 4), "float32", sharding=rows)
+    texts = [_compat.type_text(jax.make_jaxpr(lambda x: x)(a).invars[0]) for a in (x, typed, 1.0)]
+    assert texts == ["float32[8, 4] []", "float32[8, 4] P('x', None) []", "~float32[] []"]
+    # Manual axes along which values may differ are part of their types.
+    gathered = in_a_shard_map(True)[1][0]
+    assert [_compat.type_text(v)[-9:] for v in gathered.invars] == ["['model']"]
+
+
+def test_one_process_has_no_store():
+    assert _compat.key_value_store() is None

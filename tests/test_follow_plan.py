@@ -317,8 +317,8 @@ def with_made_for(plan: Plan, **fields: Any) -> Plan:
     ("fields", "said"),
     [
         (
-            {"versions": {"jax": "0.11.2"}},
-            "version of jax: the plan's 0.11.2, here " + jax.__version__,
+            {"versions": {"jax": "0.9.1"}},
+            "version of jax: the plan's 0.9.1, here " + jax.__version__,
         ),
         (
             {"devices": "NVIDIA H100 80GB HBM3"},
@@ -332,7 +332,10 @@ def with_made_for(plan: Plan, **fields: Any) -> Plan:
             {"domains": {"data": 2, "model": 1}},
             "NVLink domains along each axis: the plan's {'data': 2, 'model': 1}, here {}",
         ),
-        ({"cluster": "h100-sxm:2x8"}, "cluster: the plan's h100-sxm:2x8, here not known"),
+        (
+            {"cluster": "h100-sxm:2x8"},
+            "cluster: the plan's h100-sxm:2x8, here not known; if it is that one, name it in",
+        ),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
