@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import DisagreementError, Plan
+from jaxoverlap import DisagreementError, Plan, api
 from jaxoverlap.passes import rewrite
 
 DEVICES, STEPS = 4, 3
@@ -161,6 +161,31 @@ def late_plan(folder: Path, rank: int) -> Any:
     return jaxoverlap.agreed(slow, within_s=0.5).step
 
 
+def tuned(folder: Path, rank: int) -> Any:
+    """Process 0 tunes (its search is stood in for), and the others wait for its plan."""
+    calls = []
+
+    def search(subject: Any, tuning: Any) -> Plan:
+        calls.append(rank)
+        return Plan.read(folder / "other.json")
+
+    real, api.tuned = api.tuned, search
+    try:
+        step = jaxoverlap.overlap(make_step(make_mesh()), tune=True)
+        losses = train(step)
+        found = step.explain(*abstract(make_mesh()))
+        assert found.choices == Plan.read(folder / "other.json").choices
+    finally:
+        api.tuned = real
+    return {"calls": calls, "losses": losses}
+
+
+def timed(folder: Path, rank: int) -> Any:
+    """A tuning by the clock, of which there would be several."""
+    tuning = jaxoverlap.Tuning(measure=True)
+    return train(jaxoverlap.overlap(make_step(make_mesh()), tune=tuning))
+
+
 def two_plans(folder: Path, rank: int) -> Any:
     """Half of the processes have another plan."""
     name = "plan.json" if rank < jax.process_count() // 2 else "other.json"
@@ -169,7 +194,7 @@ def two_plans(folder: Path, rank: int) -> Any:
 
 SCENARIOS: tuple[Callable[[Path, int], Any], ...] = (
     *(of_file, of_process_0, explained_alone, fails_in_one, raises_in_one, refused_in_one),
-    *(absent, no_plan, late_plan, two_plans),
+    *(tuned, timed, absent, no_plan, late_plan, two_plans),
 )
 
 

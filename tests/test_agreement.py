@@ -90,7 +90,7 @@ def two(folder):
         2,
         folder,
         *("of_file", "of_process_0", "explained_alone", "fails_in_one", "raises_in_one"),
-        *("refused_in_one", "absent", "no_plan", "late_plan", "two_plans"),
+        *("refused_in_one", "tuned", "timed", "absent", "no_plan", "late_plan", "two_plans"),
     )
 
 
@@ -110,6 +110,15 @@ def rows(found, scenario: str, what: str) -> list:
 def test_two_processes_train_as_one_does(two, plain, scenario):
     for losses in rows(two, scenario, "result"):
         np.testing.assert_allclose(losses, plain, rtol=1e-5)
+
+
+def test_process_0_tunes_for_all(two, plain):
+    found = rows(two, "tuned", "result")
+    assert [row["calls"] for row in found] == [[0], []]
+    for row in found:
+        np.testing.assert_allclose(row["losses"], plain, rtol=1e-5)
+    for error in rows(two, "timed", "error"):
+        assert "measure=True in several processes" in error
 
 
 def test_four_processes_train_as_one_does(four, plain):

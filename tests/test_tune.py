@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import api, clock
+from jaxoverlap import clock, rewritten
 from jaxoverlap.plan import Skip
 from tests.test_schedule import pytestmark as pods
 from tests.test_trial import POD, megatron
@@ -56,7 +56,7 @@ class TestPods:
 
     def test_the_second_time_nothing_is_lowered(self, found, monkeypatch):
         plan, cache = found
-        monkeypatch.setattr(api, "travel", None)
+        monkeypatch.setattr(rewritten, "travel", None)
         assert tuned(cache) == plan
 
     def test_more_time_goes_on_from_what_was_tried(self, found, capfd):
