@@ -67,7 +67,7 @@ def child(trainer: str, step: str, table: str) -> Row:
     model = importlib.import_module(f"models.{trainer}")
     config = model.RECIPE.config(dtype="float32", param_dtype="float32")
     mesh = model.RECIPE.make_mesh(config)
-    function = model.RECIPE.make_step(config, mesh)
+    function: Any = model.RECIPE.make_step(config, mesh)
     if step == "overlapped":
         function = jaxoverlap.overlap(function)
     state, batch = model.RECIPE.init_state(config, mesh, 0), model.RECIPE.batches(config)(0)

@@ -24,15 +24,16 @@ class Job:
 
     Attributes:
         module: StableHLO, as MLIR bytecode.
-        options: `xla_client.CompileOptions`, serialized; they name devices by id.
+        options: `xla_client.CompileOptions`, serialized; they name devices as `places` does.
         platform: of the devices: "cuda" or "cpu".
-        device_ids: of the devices, in the order of the mesh.
+        places: of the devices, in the order of the mesh: how many have a smaller id. Ids may be
+            others where it is compiled.
     """
 
     module: bytes
     options: bytes
     platform: str
-    device_ids: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,22 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
         dict(lowering._compiler_options_kvs) | (compiler_options or {}),
     )
     gpu = devices[0].platform in ("gpu", "cuda")
+    place_of = {i: place for place, i in enumerate(sorted(device.id for device in devices))}
+    places = [place_of[device.id] for device in devices]
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([places]))
     return Job(
         mlir.module_to_bytecode(lowering._hlo),
         options.SerializeAsString(),
         "cuda" if gpu else devices[0].platform,
-        tuple(device.id for device in devices),
+        tuple(places),
     )
 
 
 def compile_job(job: Job, devices: Sequence[Any]) -> Compiled:
-    """Compile for devices of the job's platform, with the ids that it names among them."""
-    by_id = {device.id: device for device in devices}
-    devices = [by_id[i] for i in job.device_ids]
+    """Compile for devices of the job's platform, which are counted from 0."""
+    by_id = sorted(devices, key=lambda device: device.id)
+    assert [device.id for device in by_id] == [*range(len(by_id))]
+    devices = [by_id[place] for place in job.places]
     options = xla_client.CompileOptions.ParseFromString(job.options)
     with mlir.make_ir_context():
         module = ir.Module.parse(job.module)

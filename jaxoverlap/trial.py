@@ -202,7 +202,7 @@ def _environment(job: Job) -> Mapping[str, str]:
     """Of a child: it compiles for GPUs that it does not see, or for as many CPUs as the parent."""
     flags = os.environ.get("XLA_FLAGS", "")
     if job.platform == "cpu":
-        flags += f" --xla_force_host_platform_device_count={len(job.device_ids)}"
+        flags += f" --xla_force_host_platform_device_count={len(job.places)}"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 
