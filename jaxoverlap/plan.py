@@ -24,6 +24,7 @@ from jaxoverlap.decisions import (
     Style,
     Variant,
 )
+from jaxoverlap.nccl_tuner import ChannelRow
 from jaxoverlap.plan_table import (
     entry_lines,
     mesh_text,
@@ -61,26 +62,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     slack: float
     in_flight: int
-
-
-class ChannelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The channels that NCCL is to give to collectives of some sizes.
-
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        min_bytes, max_bytes: the sizes that it is for, both included.
-        channels: NCCL's channels; None to leave them to NCCL.
-        chunk_bytes: what a channel sends at a time; None to leave it to NCCL.
-        nodes, ranks: of the communicator.
-    """
-
-    kind: str
-    min_bytes: int
-    max_bytes: int
-    channels: int | None
-    chunk_bytes: int | None
-    nodes: int
-    ranks: int
 
 
 class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
