@@ -15,7 +15,7 @@ the plan's prediction untrue. `benchmarks/search.py` searches all three.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from jaxoverlap import lagom
@@ -76,9 +76,12 @@ def co_tune(text: str, cost: CostModel) -> CoTuned:
     return CoTuned(tuple(_row(*one) for one in chosen), tuned, found.evaluations)
 
 
-def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int]]:
-    """The communications that can be tuned: how often each runs, and over how many hosts."""
-    cluster, runs, nodes = cost.cluster, Counter[Sent](), dict[Sent, int]()
+def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int | None]]:
+    """The communications that can be tuned: how often each runs, and over how many hosts.
+
+    None where that differs: within a rack on NVLink groups are alike, on one host or on more.
+    """
+    cluster, runs, nodes = cost.cluster, Counter[Sent](), defaultdict[Sent, set[int]](set)
     for event in step.events:
         c = event.collective
         if event.kind != "collective" or c is None or c.kind not in _TUNED:
@@ -86,8 +89,9 @@ def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int]]:
         one = c.kind, c.bytes_moved, group_of(c, cluster.num_devices, cluster)
         if one[2].size > 1:
             runs[one] += event.runs
-            nodes[one] = domains(c.groups, cluster.num_devices, cluster.gpus_per_host)
-    return {one: (count, nodes[one]) for one, count in runs.items()}
+            nodes[one].add(domains(c.groups, cluster.num_devices, cluster.gpus_per_host))
+    only = {one: min(hosts) if len(hosts) == 1 else None for one, hosts in nodes.items()}
+    return {one: (count, only[one]) for one, count in runs.items()}
 
 
 def _computations(step: Timeline) -> tuple[Computation, ...]:
@@ -98,7 +102,7 @@ def _computations(step: Timeline) -> tuple[Computation, ...]:
     return tuple(Computation(work, runs) for work, runs in found.items())
 
 
-def _row(one: Sent, channels: Channels, nodes: int) -> ChannelRow:
+def _row(one: Sent, channels: Channels, nodes: int | None) -> ChannelRow:
     kind, moved, group = one
     size = nccl_bytes(kind, moved, group.size)
     return ChannelRow(
@@ -114,10 +118,10 @@ def _row(one: Sent, channels: Channels, nodes: int) -> ChannelRow:
 def nccl_bytes(kind: str, moved: int, ranks: int) -> int:
     """The size by which NCCL knows a collective: of all that is gathered, scattered or summed.
 
-    Source: ncclFuncMaxSendRecvCount (src/include/enqueue.h), which gives nBytes of getCollInfo. What
-    XLA launches in one NCCL group, as operands of one dtype of a collective, NCCL adds up where none
-    is four times as large as another, and asks about once; else it asks more than once, and the row
-    for the sum fits none.
+    Source: ncclFuncMaxSendRecvCount (NVIDIA/nccl@5067397c, src/include/enqueue.h), which gives
+    nBytes of getCollInfo. What XLA launches in one NCCL group, as operands of one dtype of a
+    collective, NCCL adds up where none is four times as large as another, and asks about once; else
+    it asks more than once, and the row for the sum fits none.
 
     Args:
         kind: "all-gather", "reduce-scatter" or "all-reduce".
