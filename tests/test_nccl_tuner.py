@@ -39,7 +39,9 @@ def channels_of(csv: str, kind: str, size: int, nodes: int, ranks: int) -> int:
 
 ROWS = (
     ChannelRow(kind="all_gather", min_bytes=0, max_bytes=MIB - 1, channels=2, nodes=1, ranks=8),
-    ChannelRow(kind="all_gather", min_bytes=MIB, max_bytes=1 << 40, channels=4, chunk_bytes=684 * 1024),
+    ChannelRow(
+        kind="all_gather", min_bytes=MIB, max_bytes=1 << 40, channels=4, chunk_bytes=684 * 1024
+    ),
     ChannelRow(kind="reduce_scatter", min_bytes=0, max_bytes=1 << 40, channels=8, algorithm="nvls"),
     ChannelRow(kind="collective_permute", min_bytes=0, max_bytes=1 << 40, channels=6),
     ChannelRow(kind="all_to_all", min_bytes=0, max_bytes=1 << 40, channels=3),
@@ -93,7 +95,9 @@ def test_xla_has_one_limit_for_all_of_a_kind():
 def test_chunks_are_half_a_buffer():
     assert variables(ROWS) == {"NCCL_BUFFSIZE": str(2 * 684 * 1024)}
     assert set(variables(ROWS)) <= set(VARIABLES)
-    default = ChannelRow(kind="all_gather", min_bytes=0, max_bytes=9, channels=1, chunk_bytes=2 * MIB)
+    default = ChannelRow(
+        kind="all_gather", min_bytes=0, max_bytes=9, channels=1, chunk_bytes=2 * MIB
+    )
     assert variables((default,))["NCCL_BUFFSIZE"] == VARIABLES["NCCL_BUFFSIZE"].default
     assert variables(ROWS[2:]) == {}
     with pytest.raises(ValueError, match="chunks of 700416, 2097152 bytes"):
@@ -101,7 +105,9 @@ def test_chunks_are_half_a_buffer():
 
 
 def row(**changes) -> ChannelRow:
-    return ChannelRow(**{"kind": "all_gather", "min_bytes": 0, "max_bytes": 9, "channels": 2} | changes)
+    return ChannelRow(
+        **{"kind": "all_gather", "min_bytes": 0, "max_bytes": 9, "channels": 2} | changes
+    )
 
 
 @pytest.mark.parametrize(
