@@ -129,8 +129,9 @@ def tuned(subject: Subject, tuning: Tuning) -> Plan:
 
 def _key(subject: Subject, tuning: Tuning) -> str:
     """A hash of all that the plan depends on, but the budget."""
-    depends = (msgspec.json.encode(subject.origin), repr(subject.base), repr(subject.cost))
-    return hashlib.sha256(repr((depends, tuning.measure, package_hash())).encode()).hexdigest()[:24]
+    origin, flags = msgspec.json.encode(subject.origin), os.environ.get("XLA_FLAGS", "")
+    depends = (origin, repr(subject.base), repr(subject.cost), flags, tuning.measure)
+    return hashlib.sha256(repr((depends, package_hash())).encode()).hexdigest()[:24]
 
 
 def _read(path: Path) -> _Kept | None:
