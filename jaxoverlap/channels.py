@@ -4,16 +4,23 @@ The step's communications and kernels are read off its simulated schedule; those
 and group together, as NCCL's tuner tells no more apart. The search is `jaxoverlap.lagom`'s under
 `jaxoverlap.makespan`'s model, where all communications run beside all kernels. What it finds is
 held against NCCL's own channels by simulating the schedule again, where each has its place.
+
+Of Lagom's resources only the channels are searched, as NCCL can be told no other of one collective
+and not of all. No tuner sets threads, and NCCL_NTHREADS is the whole process's; besides, fewer of
+them only make a channel slower here. Chunks a tuner can set since NCCL 2.30, but its example has no
+column for them; NCCL_BUFFSIZE would cut the pieces of permutes too; and what small chunks gain, the
+L2 that they leave, the simulation does not have. Rows that nobody can put into effect would make
+the plan's prediction untrue. `benchmarks/search.py` searches all three.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from jaxoverlap import lagom
 from jaxoverlap.cost import CostModel, Sent
-from jaxoverlap.makespan import Communication, Computation, Makespan, Space
+from jaxoverlap.makespan import CHUNK_BYTES, Communication, Computation, Makespan, Space
 from jaxoverlap.nccl import Channels
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.groups import domains
@@ -24,7 +31,7 @@ from jaxoverlap.plan import ChannelRow
 
 # What NCCL asks its tuner about; permutes and exchanges are sends, and have channels of their own.
 _TUNED = ("all-gather", "reduce-scatter", "all-reduce")
-SPACE = Space(threads=(256, 512))
+SPACE = Space(chunk_bytes=(CHUNK_BYTES,))
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,12 @@ def co_tune(text: str, cost: CostModel) -> CoTuned:
     return CoTuned(tuple(_row(*one) for one in chosen), tuned, found.evaluations)
 
 
-def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int]]:
-    """The communications that can be tuned: how often each runs, and over how many hosts."""
-    cluster, runs, nodes = cost.cluster, Counter[Sent](), dict[Sent, int]()
+def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int | None]]:
+    """The communications that can be tuned: how often each runs, and over how many hosts.
+
+    None where that differs: within a rack on NVLink groups are alike, on one host or on more.
+    """
+    cluster, runs, nodes = cost.cluster, Counter[Sent](), defaultdict[Sent, set[int]](set)
     for event in step.events:
         c = event.collective
         if event.kind != "collective" or c is None or c.kind not in _TUNED:
@@ -79,8 +89,9 @@ def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int]]:
         one = c.kind, c.bytes_moved, group_of(c, cluster.num_devices, cluster)
         if one[2].size > 1:
             runs[one] += event.runs
-            nodes[one] = domains(c.groups, cluster.num_devices, cluster.gpus_per_host)
-    return {one: (count, nodes[one]) for one, count in runs.items()}
+            nodes[one].add(domains(c.groups, cluster.num_devices, cluster.gpus_per_host))
+    only = {one: min(hosts) if len(hosts) == 1 else None for one, hosts in nodes.items()}
+    return {one: (count, only[one]) for one, count in runs.items()}
 
 
 def _computations(step: Timeline) -> tuple[Computation, ...]:
@@ -91,7 +102,7 @@ def _computations(step: Timeline) -> tuple[Computation, ...]:
     return tuple(Computation(work, runs) for work, runs in found.items())
 
 
-def _row(one: Sent, channels: Channels, nodes: int) -> ChannelRow:
+def _row(one: Sent, channels: Channels, nodes: int | None) -> ChannelRow:
     kind, moved, group = one
     size = nccl_bytes(kind, moved, group.size)
     return ChannelRow(
@@ -99,18 +110,22 @@ def _row(one: Sent, channels: Channels, nodes: int) -> ChannelRow:
         min_bytes=size,
         max_bytes=size,
         channels=channels.count,
-        chunk_bytes=channels.chunk_bytes,
         nodes=nodes,
         ranks=group.size,
     )
 
 
 def nccl_bytes(kind: str, moved: int, ranks: int) -> int:
-    """The size by which NCCL knows a collective: of all that is gathered, or summed.
+    """The size by which NCCL knows a collective: of all that is gathered, scattered or summed.
+
+    Source: ncclFuncMaxSendRecvCount (NVIDIA/nccl@5067397c, src/include/enqueue.h), which gives
+    nBytes of getCollInfo. What XLA launches in one NCCL group, as operands of one dtype of a
+    collective, NCCL adds up where none is four times as large as another, and asks about once; else
+    it asks more than once, and the row for the sum fits none.
 
     Args:
         kind: "all-gather", "reduce-scatter" or "all-reduce".
-        moved: bytes that each device sends by a ring.
+        moved: bytes that each device sends by a ring, as `passes.audit.Collective` has them.
     """
     passes = 2 if kind == "all-reduce" else 1
-    return moved * ranks // (passes * (ranks - 1))
+    return -(-moved * ranks // (passes * (ranks - 1)))

@@ -35,7 +35,7 @@ from jaxoverlap.passes.work import Matmul, Work
 # default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.2%, where Lagom's authors
 # measured 30 to 35%.
 _MOST_OF_L2 = 0.77
-_MOST_CHUNK_BYTES = 2 << 20  # NCCL's own, for Simple: half of a buffer of 4 MiB
+CHUNK_BYTES = 2 << 20  # NCCL's own, for Simple: half of a buffer of 4 MiB
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Makespan:
 
     def _nccl(self, c: Communication) -> Channels:
         count = self.cost.share(c.kind, c.bytes_moved, c.group).sms
-        return Channels(max(int(count), 1), _MOST_CHUNK_BYTES)
+        return Channels(max(int(count), 1), CHUNK_BYTES)
 
 
 @dataclass(frozen=True)

@@ -3,38 +3,34 @@
 NCCL asks a tuner plugin, for each collective, for algorithm, protocol and channels. Its example of
 one reads them from a file: CSV, of which the first row that fits is taken (NVIDIA/nccl@5067397c,
 2.30.7, plugins/tuner/example/plugin.c). To a collective that no row fits the plugin gives one
-channel, and likewise to one whose row says -1, which its README calls NCCL's choice. It is not
-asked about sends and receives: permutes and exchanges have only XLA's limit for all of a kind.
+channel, and likewise to one whose row says -1, which its README calls NCCL's choice; 0 is NCCL's
+choice, as it goes through the plugin and NCCL takes it for not set (src/enqueue.cc,
+ncclGetAlgoInfo). It is not asked about sends and receives: permutes and exchanges have only XLA's
+limit for all of a kind.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
-_COLLECTIVES = {
-    "all-gather": "allgather",
-    "all-reduce": "allreduce",
-    "reduce-scatter": "reducescatter",
-}
-_ALL = (*_COLLECTIVES.values(), "broadcast", "reduce")
-_SENDS = ("all-to-all", "collective-permute")
+import msgspec
+
+_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
+_SENDS = ("all_to_all", "collective_permute")
 _ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 _PROTOCOLS = ("ll", "ll128", "simple")
 _MAX_CHANNELS = 64  # NCCL's MAXCHANNELS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class ChannelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the collectives of one kind and size run on.
 
     Attributes:
-        kind: as HLO writes it: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or
-            "collective-permute".
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
         min_bytes, max_bytes: the sizes it holds for, both included. As NCCL counts: of what is
             gathered, reduced or to be scattered, whole.
-        channels: how many; each takes an SM.
+        channels: how many; each takes an SM. None: NCCL's choice.
         chunk_bytes: of a piece on its way; None: NCCL's choice. The plugin's file has no place for
             it: where all rows agree, `variables` gives the buffers that make it so.
         nodes, ranks: hosts and GPUs of the communicator; None: any.
@@ -44,7 +40,7 @@ class Row:
     kind: str
     min_bytes: int
     max_bytes: int
-    channels: int
+    channels: int | None
     chunk_bytes: int | None = None
     nodes: int | None = None
     ranks: int | None = None
@@ -62,68 +58,95 @@ class Row:
             )
         if not 0 <= self.min_bytes <= self.max_bytes:
             raise ValueError(f"{self.min_bytes} to {self.max_bytes} bytes: expected a range from 0")
-        _check_channels(self.channels)
+        if self.channels is not None and not 1 <= self.channels <= _MAX_CHANNELS:
+            raise ValueError(f"{self.channels} channels: NCCL has 1 to {_MAX_CHANNELS}")
         for name in ("chunk_bytes", "nodes", "ranks"):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name}={count}: expected 1 or more, or None for any")
 
 
-def tuner_csv(rows: Sequence[Row], *, others: int) -> str:
+def tuner_csv(rows: Sequence[ChannelRow]) -> str:
     """The file for NCCL's example tuner plugin, which NCCL_TUNER_CONFIG_FILE names.
 
-    Rows of permutes and exchanges are comments in it: see `channel_options`.
+    Rows of permutes and exchanges are comments in it: see `channel_options`. All that no row is
+    for has NCCL's own number of channels. The plugin cannot leave NCCL the algorithm and the
+    protocol as well; those are rings, by LL up to 64 KiB and by Simple above.
 
     Args:
         rows: in any order.
-        others: channels of the collectives that no row is for, which would run on one; NCCL has 24
-            on hosts of eight A100s or H100s, as it logs.
 
     Raises:
-        ValueError: if two rows hold for one collective of one communicator, or `others` is no
-            number of channels.
+        ValueError: if two rows hold for one collective of one communicator.
     """
     _check_apart(rows)
-    _check_channels(others)
-    rest = [_line(kind, 0, _NO_LIMIT, "ring", "simple", others, None, None) for kind in _ALL]
-    lines = [_HEADER, *(line for row in rows for line in _lines(row)), "# all others", *rest]
+    lines = [_HEADER, *(line for row in rows for line in _lines(row)), _OTHERS, *_others()]
     return "\n".join(lines) + "\n"
 
 
 _HEADER = (
     "# colltype,minbytes,maxbytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 )
+_OTHERS = "# all others: as many channels as NCCL gives them"
 _NO_LIMIT = 2**63 - 1  # the plugin reads bytes with strtoull
+# By NCCL's tuning model (nccl.py) LL is sooner up to here on any ring, also one of two GPUs.
+_LL_BYTES = 64 * 1024
 
 
-def _lines(row: Row) -> list[str]:
+def _others() -> list[str]:
+    kinds = [*map(_plugins_name, _COLLECTIVES), "broadcast", "reduce"]
+    small = [_line(kind, 0, _LL_BYTES, "ring", "ll", None, None, None) for kind in kinds]
+    return small + [_line(kind, 0, _NO_LIMIT, "ring", "simple", None, None, None) for kind in kinds]
+
+
+def _plugins_name(kind: str) -> str:
+    return kind.replace("_", "")
+
+
+def _lines(row: ChannelRow) -> list[str]:
     if row.kind in _SENDS:
         return [f"# {row.kind}, {row.channels} channels: NCCL asks no tuner about sends"]
     chunks = f"# chunks of {row.chunk_bytes} bytes: not this file's to set"
-    sizes, how = (row.min_bytes, row.max_bytes), (row.algorithm, row.protocol, row.channels)
-    line = _line(_COLLECTIVES[row.kind], *sizes, *how, row.nodes, row.ranks)
+    sizes, how = (row.min_bytes, row.max_bytes), (row.algorithm, row.protocol)
+    line = _line(_plugins_name(row.kind), *sizes, *how, row.channels, row.nodes, row.ranks)
     return [line] if row.chunk_bytes is None else [chunks, line]
 
 
-def _line(*fields: str | int | None) -> str:
-    """A row for any numPipeOps and regBuff; None is -1, which fits all."""
-    return ",".join("-1" if field is None else str(field) for field in (*fields, None, None))
+def _line(
+    kind: str,
+    least: int,
+    most: int,
+    algorithm: str,
+    protocol: str,
+    channels: int | None,
+    nodes: int | None,
+    ranks: int | None,
+) -> str:
+    """A row for any numPipeOps and regBuff: -1, which fits all, as of nodes and ranks."""
+    where = (-1 if nodes is None else nodes, -1 if ranks is None else ranks, -1, -1)
+    return ",".join(map(str, (kind, least, most, algorithm, protocol, channels or 0, *where)))
 
 
-def channel_options(rows: Sequence[Row]) -> dict[str, str]:
+def channel_options(rows: Sequence[ChannelRow]) -> dict[str, str]:
     """XLA's limits, as compiler options: the most channels of any collective, and of any send.
 
-    XLA has one number for all communicators of each; rows that want fewer get more.
+    XLA has one number for all communicators of each; rows that want fewer get more. There is none
+    where a row leaves its channels to NCCL, which may give more than the others have.
     """
     kinds = {
-        "xla_gpu_nccl_collective_max_nchannels": tuple(_COLLECTIVES),
+        "xla_gpu_nccl_collective_max_nchannels": _COLLECTIVES,
         "xla_gpu_nccl_p2p_max_nchannels": _SENDS,
     }
-    most = {name: [r.channels for r in rows if r.kind in of] for name, of in kinds.items()}
-    return {name: str(max(counts)) for name, counts in most.items() if counts}
+    found = {}
+    for name, of in kinds.items():
+        counts = [row.channels for row in rows if row.kind in of]
+        given = [count for count in counts if count is not None]
+        if given and len(given) == len(counts):
+            found[name] = str(max(given))
+    return found
 
 
-def variables(rows: Sequence[Row]) -> dict[str, str]:
+def variables(rows: Sequence[ChannelRow]) -> dict[str, str]:
     """What the environment can say of chunks: NCCL_BUFFSIZE, where all collectives agree on one.
 
     In NCCL a chunk of the Simple protocol is half a channel's buffer (src/include/collectives.h:
@@ -141,12 +164,7 @@ def variables(rows: Sequence[Row]) -> dict[str, str]:
     return {"NCCL_BUFFSIZE": str(2 * chunks.pop())} if chunks else {}
 
 
-def _check_channels(count: int) -> None:
-    if not 1 <= count <= _MAX_CHANNELS:
-        raise ValueError(f"{count} channels: NCCL has 1 to {_MAX_CHANNELS}")
-
-
-def _check_apart(rows: Sequence[Row]) -> None:
+def _check_apart(rows: Sequence[ChannelRow]) -> None:
     for a, b in combinations(rows, 2):
         same = all(
             x is None or y is None or x == y for x, y in ((a.nodes, b.nodes), (a.ranks, b.ranks))

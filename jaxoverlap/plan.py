@@ -24,8 +24,10 @@ from jaxoverlap.decisions import (
     Style,
     Variant,
 )
+from jaxoverlap.nccl_tuner import ChannelRow
 from jaxoverlap.plan_table import (
-    entry_lines,
+    count_lines,
+    entry_table,
     mesh_text,
     prefetched_lines,
     remaining_lines,
@@ -35,6 +37,7 @@ from jaxoverlap.plan_table import (
 __all__ = [
     "FSDP",
     "SCHEMA",
+    "Attempt",
     "ChannelRow",
     "Decision",
     "MadeFor",
@@ -61,26 +64,6 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     slack: float
     in_flight: int
-
-
-class ChannelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The channels that NCCL is to give to collectives of some sizes.
-
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        min_bytes, max_bytes: the sizes that it is for, both included.
-        channels: NCCL's channels; None to leave them to NCCL.
-        chunk_bytes: what a channel sends at a time; None to leave it to NCCL.
-        nodes, ranks: of the communicator.
-    """
-
-    kind: str
-    min_bytes: int
-    max_bytes: int
-    channels: int | None
-    chunk_bytes: int | None
-    nodes: int
-    ranks: int
 
 
 class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,6 +111,31 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     devices: str
 
 
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One candidate of the tuning that gave a plan.
+
+    Attributes:
+        name: in words; "plain" is the step as it is, "rules" what `overlap` does unasked.
+        taken: whether the plan is this one's.
+        step_s, compute_s, exposed_s, peak_bytes: as in `Predictions`, with NCCL's own channels;
+            None where nothing was simulated.
+        hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
+        measured_s: a step on the devices that were there; None if it was not timed.
+        why: why there is no such step; empty where there is one.
+    """
+
+    name: str
+    taken: bool = False
+    step_s: float | None = None
+    compute_s: float | None = None
+    exposed_s: float | None = None
+    peak_bytes: int | None = None
+    hops: int | None = None
+    hops_covered: int | None = None
+    measured_s: float | None = None
+    why: str = ""
+
+
 class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The one step, mesh and versions that a plan is for.
 
@@ -171,6 +179,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         nccl: settings that the process has to be started with.
         predictions: of the simulation; None if there was none.
         measured: on the hardware; None if it was not.
+        tried: what the tuning tried, in order; empty for a plan that was not tuned.
         plain: whether the step is left as it is: nothing else was faster.
         made_for: the step that it is for; None for one that no step gave.
         remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
@@ -189,6 +198,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     nccl: Nccl = Nccl()
     predictions: Predictions | None = None
     measured: Measured | None = None
+    tried: tuple[Attempt, ...] = ()
     plain: bool = False
     made_for: MadeFor | None = None
     remaining: tuple[Remaining, ...] = ()
@@ -251,17 +261,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"{os.fspath(path)}: {error}. Tune again, or write what explain() gives"
             ) from error
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """What there is to say of it beside the table of its matmuls."""
+        settings = (self._compiled(), self._nccl(), self._predicted(), self._measured())
         return "\n".join(
             (
-                *entry_lines(f"{self.step} on {mesh_text(self.mesh)}", self.entries),
+                *count_lines(self.entries),
                 *prefetched_lines(self.prefetched),
                 *map(scattered_line, self.scattered),
-                *filter(
-                    None, (self._compiled(), self._nccl(), self._predicted(), self._measured())
-                ),
-                *remaining_lines(self.remaining),
+                *filter(None, settings),
             )
+        )
+
+    def __str__(self) -> str:
+        title = f"{self.step} on {mesh_text(self.mesh)}"
+        return "\n".join(
+            (entry_table(title, self.entries), self.summary, *remaining_lines(self.remaining))
         )
 
     def _compiled(self) -> str:

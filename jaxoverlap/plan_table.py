@@ -13,19 +13,29 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
-def entry_lines(title: str, entries: Sequence[Decision | Skip]) -> list[str]:
-    """The table of matmuls that wait for a collective, and what there is to say of the others."""
-    decisions = [e for e in entries if isinstance(e, Decision)]
-    skips = [e for e in entries if isinstance(e, Skip)]
-    waiting = [s for s in skips if not s.reason.startswith("no collective")]
-    rows = [_row(e) for e in (*decisions, *waiting)]
-    moved = human_bytes(sum(d.bytes_moved for d in decisions))
+def entry_table(title: str, entries: Sequence[Decision | Skip]) -> str:
+    """The table of the matmuls that become rings, and of those that wait for a collective."""
+    rings = [e for e in entries if isinstance(e, Decision)]
+    rows = [_row(e) for e in (*rings, *_waiting(entries))]
+    return table(title, _COLUMNS, rows, right=("site", "runs", "bytes", "chunks"))
+
+
+def count_lines(entries: Sequence[Decision | Skip]) -> list[str]:
+    """How many matmuls become what, and what there is to say of those without a collective."""
+    rings = [e for e in entries if isinstance(e, Decision)]
+    waiting = len(_waiting(entries))
+    moved = human_bytes(sum(d.bytes_moved for d in rings))
     return [
-        table(title, _COLUMNS, rows, right=("site", "runs", "bytes", "chunks")),
-        f"{len(entries)} matmuls: {len(decisions)} ringed ({moved} sent per device and step), "
-        f"{len(waiting)} left alone, {len(skips) - len(waiting)} without a collective.",
-        *_idle_lines(skips),
+        f"{len(entries)} matmuls: {len(rings)} ringed ({moved} sent per device and step), "
+        f"{waiting} left alone, {len(entries) - len(rings) - waiting} without a collective.",
+        *_idle_lines([e for e in entries if isinstance(e, Skip)]),
     ]
+
+
+def _waiting(entries: Sequence[Decision | Skip]) -> list[Skip]:
+    """The matmuls that are left alone, and have a collective."""
+    skips = [e for e in entries if isinstance(e, Skip)]
+    return [s for s in skips if not s.reason.startswith("no collective")]
 
 
 _COLUMNS = (

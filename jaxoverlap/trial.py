@@ -117,7 +117,7 @@ def package_hash() -> bytes:
     """A hash of this package: other code may give other results, under the same version's name."""
     found = hashlib.sha256()
     here = Path(__file__).parent
-    for folder in (here, here / "passes"):
+    for folder in (here, here / "flags", here / "passes"):
         for path in sorted(folder.glob("*.py")):
             found.update(path.read_bytes())
     return found.digest()

@@ -16,17 +16,26 @@ from rich.console import Console
 
 from jaxoverlap import clock
 from jaxoverlap._files import opened, sealed, write_atomically
+from jaxoverlap._text import WIDTH
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, seeds, ways
 from jaxoverlap.channels import CoTuned, co_tune
 from jaxoverlap.cost import CostModel
-from jaxoverlap.plan import Decision, MadeFor, Measured, Nccl, Plan, Predictions, Skip
+from jaxoverlap.plan import (
+    Attempt,
+    Decision,
+    MadeFor,
+    Measured,
+    Nccl,
+    Plan,
+    Predictions,
+    Skip,
+)
 from jaxoverlap.road import Options
 from jaxoverlap.search import Lower, Search, Tried
-from jaxoverlap.trial import Trial, package_hash, schedule_of
-from jaxoverlap.tune_table import progress, table, timed
+from jaxoverlap.trial import Failure, Trial, package_hash, schedule_of
+from jaxoverlap.tune_table import progress, tried_table
 
 _FORMAT = "jaxoverlap tuning"
-_WIDTH = 140  # of what goes to a file
 _TIMED = 3  # candidates that are timed on hardware, of those that were simulated
 
 
@@ -105,18 +114,24 @@ def tuned(subject: Subject, tuning: Tuning) -> Plan:
     for part in ("plans", "trials"):
         (folder / part).mkdir(parents=True, exist_ok=True)
     path = folder / "plans" / f"{_key(subject, tuning)}.json"
-    if (known := _read(path)) and (known.complete or known.budget_s >= tuning.budget_s):
-        return known.plan
-    plan, complete = _searched(subject, tuning, folder / "trials")
-    kept = _Kept(plan, complete, tuning.budget_s)
-    write_atomically(path, sealed(_FORMAT, msgspec.json.encode(kept)))
-    return plan
+    console = Console(stderr=True, quiet=not tuning.show)
+    known = _read(path)
+    if known is None or not (known.complete or known.budget_s >= tuning.budget_s):
+        plan, complete = _searched(subject, tuning, folder / "trials", console)
+        known = _Kept(plan, complete, tuning.budget_s)
+        write_atomically(path, sealed(_FORMAT, msgspec.json.encode(known)))
+    where = subject.origin.cluster or subject.origin.devices
+    width = console.width if console.is_terminal else WIDTH
+    shown = tried_table(f"tuning for {where}", known.plan.tried, width=width)
+    console.out(shown, highlight=False)
+    return known.plan
 
 
 def _key(subject: Subject, tuning: Tuning) -> str:
     """A hash of all that the plan depends on, but the budget."""
-    depends = (msgspec.json.encode(subject.origin), repr(subject.base), repr(subject.cost))
-    return hashlib.sha256(repr((depends, tuning.measure, package_hash())).encode()).hexdigest()[:24]
+    origin, flags = msgspec.json.encode(subject.origin), os.environ.get("XLA_FLAGS", "")
+    depends = (origin, repr(subject.base), repr(subject.cost), flags, tuning.measure)
+    return hashlib.sha256(repr((depends, package_hash())).encode()).hexdigest()[:24]
 
 
 def _read(path: Path) -> _Kept | None:
@@ -127,23 +142,42 @@ def _read(path: Path) -> _Kept | None:
         return None
 
 
-def _searched(subject: Subject, tuning: Tuning, trials: Path) -> tuple[Plan, bool]:
-    console = Console(stderr=True, quiet=not tuning.show)
-    if not console.is_terminal:
-        console.width = _WIDTH
+def _searched(
+    subject: Subject, tuning: Tuning, trials: Path, console: Console
+) -> tuple[Plan, bool]:
+    """The best plan that the budget allows, and whether more time would have tried more."""
     if subject.cost is None:
-        plan = _by_the_clock(subject, _without_a_model(subject), console)
-        return plan, True
+        candidates = _without_a_model(subject)
+        tried = tuple(Attempt(name=c.name) for c in candidates)
+        return _by_the_clock(subject, candidates, tried, console), True
     with progress(tuning.budget_s, console=console) as show:
         deadline = time.monotonic() + tuning.budget_s
         search = Search(subject.lower, subject.base, trials, subject.memory_bytes, deadline, show)
         best = search.run()
-    console.print(table(f"tuning on {subject.cost.cluster}, simulated", search.tried, best))
+    tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
     if tuning.measure:
-        return _by_the_clock(subject, _fastest(search), console), search.complete
+        return _by_the_clock(subject, _fastest(search), tried, console), search.complete
     assert best.request is not None
     chosen = co_tune(schedule_of(best.request, trials), subject.cost)
-    return _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0]), search.complete
+    plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
+    return msgspec.structs.replace(plan, tried=tried), search.complete
+
+
+def _attempt(tried: Tried, *, taken: bool) -> Attempt:
+    """What a plan says of a candidate."""
+    name, found = tried.candidate.name, tried.result
+    if isinstance(found, Failure):
+        return Attempt(name=name, why=found.why)
+    return Attempt(
+        name=name,
+        taken=taken,
+        step_s=found.step_s,
+        compute_s=found.compute_s,
+        exposed_s=found.exposed_s,
+        peak_bytes=found.peak_bytes,
+        hops=found.hops,
+        hops_covered=found.hops_covered,
+    )
 
 
 # -- by simulation --------------------------------------------------------------------------------
@@ -219,13 +253,19 @@ def _without_a_model(subject: Subject) -> list[Candidate]:
     ]
 
 
-def _by_the_clock(subject: Subject, candidates: Sequence[Candidate], console: Console) -> Plan:
-    """The plan of the candidate that is fastest on the devices that are here."""
+def _by_the_clock(
+    subject: Subject, candidates: Sequence[Candidate], tried: Sequence[Attempt], console: Console
+) -> Plan:
+    """The plan of the candidate that is fastest on the devices that are here.
+
+    Args:
+        candidates: to time; the first is the step as it is, the second what the rules say.
+        tried: all that there is to report on, those among them.
+    """
     with console.status(f"timing {len(candidates)} candidates"):
         steps = [subject.compiled(c.options) for c in candidates]
         seconds = clock.medians_s([run for run, _ in steps], subject.args, subject.kwargs)
     best = min(range(len(steps)), key=lambda i: seconds[i])
-    console.print(timed(candidates, seconds, best))
     plan, rules = steps[best][1], steps[1][1]
     if plan is None:
         assert rules is not None  # of the second candidate
@@ -237,4 +277,11 @@ def _by_the_clock(subject: Subject, candidates: Sequence[Candidate], console: Co
         runs=clock.REPEATS,
         devices=f"{len(devices)} x {devices[0].device_kind}",
     )
-    return msgspec.structs.replace(plan, measured=found)
+    taken = {c.name: s for c, s in zip(candidates, seconds, strict=True)}
+    reported = tuple(
+        msgspec.structs.replace(
+            a, measured_s=taken.get(a.name), taken=a.name == candidates[best].name
+        )
+        for a in tried
+    )
+    return msgspec.structs.replace(plan, measured=found, tried=reported)

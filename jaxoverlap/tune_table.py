@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import jax
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
 
-from jaxoverlap.candidates import Candidate
+from jaxoverlap._text import WIDTH, table
+from jaxoverlap.plan import Attempt
 from jaxoverlap.search import Tried
-from jaxoverlap.trial import Failure, Trial
+from jaxoverlap.trial import Trial
 
-_NUMBERS = ("step ms", "compute", "exposed", "hops covered", "peak GB", "compile s")
+
+class _Spent(ProgressColumn):
+    """A bar of the seconds that are spent, of those that there are."""
+
+    def render(self, task: Task) -> ProgressBar:
+        return ProgressBar(total=task.total, completed=task.elapsed or 0.0, width=30)
 
 
 @contextmanager
 def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Tried], None]]:
     """Show how many candidates were tried, and the fastest so far; gives what to call with each."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (_Spent(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as shown:
-        row = shown.add_task(f"tuning, for at most {budget_s:.0f} s", total=None)
+        row = shown.add_task(f"of {budget_s:.0f} s", total=budget_s)
         count, best = 0, (float("inf"), "")
 
         def show(tried: Tried) -> None:
@@ -31,43 +36,40 @@ def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Tried],
             if isinstance(tried.result, Trial):
                 best = min(best, (tried.result.step_s, tried.candidate.name))
             fastest = f"; {best[0] * 1e3:.1f} ms: {best[1]}" if best[1] else ""
-            shown.update(
-                row, description=f"tuning, for at most {budget_s:.0f} s; {count} tried{fastest}"
-            )
+            shown.update(row, description=f"of {budget_s:.0f} s; {count} tried{fastest}")
 
         yield show
 
 
-def table(title: str, tried: Sequence[Tried], best: Tried) -> Table:
-    """A row a candidate, in the order in which they were tried."""
-    found = Table(title=title)
-    found.add_column("candidate")
-    for name in _NUMBERS:
-        found.add_column(name, justify="right")
-    for one in tried:
-        style = "bold" if one is best else ""
-        found.add_row(one.candidate.name, *_cells(one.result), style=style)
-    return found
+_SIMULATED = ("step ms", "compute", "exposed", "hops covered", "peak GB")
+_MEASURED = ("measured ms", "of plain")
 
 
-def timed(candidates: Sequence[Candidate], seconds: Sequence[float], best: int) -> Table:
-    """A row a candidate that was timed; the first is the step as it is."""
-    found = Table(title=f"measured on {len(jax.devices())} x {jax.devices()[0].device_kind}")
-    found.add_column("candidate")
-    for name in ("step ms", "of plain"):
-        found.add_column(name, justify="right")
-    for i, (candidate, s) in enumerate(zip(candidates, seconds, strict=True)):
-        cells = (f"{s * 1e3:.2f}", f"{s / seconds[0]:.2f} x")
-        found.add_row(candidate.name, *cells, style="bold" if i == best else "")
-    return found
+def tried_table(title: str, tried: Sequence[Attempt], *, width: int = WIDTH) -> str:
+    """A row a candidate, in the order in which they were tried; a star for the one taken."""
+    plain_s = next((a.measured_s for a in tried if a.measured_s is not None), None)
+    simulated = any(a.step_s is not None or a.why for a in tried)
+    numbers = (*(_SIMULATED if simulated else ()), *(_MEASURED if plain_s else ()))
+    rows = [
+        (
+            "*" if a.taken else "",
+            a.name,
+            *(_simulated(a) if simulated else ()),
+            *(_measured(a, plain_s) if plain_s else ()),
+            a.why,
+        )
+        for a in tried
+    ]
+    return table(title, ("", "candidate", *numbers, ""), rows, right=numbers, width=width)
 
 
-def _cells(result: Trial | Failure) -> tuple[str, ...]:
-    if isinstance(result, Failure):
-        return (result.why,)
-    return (
-        *(f"{s * 1e3:.1f}" for s in (result.step_s, result.compute_s, result.exposed_s)),
-        f"{result.hops_covered} of {result.hops}" if result.hops else "",
-        f"{result.peak_bytes / 1e9:.1f}",
-        f"{result.compile_s:.0f}",
-    )
+def _simulated(a: Attempt) -> tuple[str, ...]:
+    times = ("" if s is None else f"{s * 1e3:.1f}" for s in (a.step_s, a.compute_s, a.exposed_s))
+    hops = f"{a.hops_covered} of {a.hops}" if a.hops else ""
+    return (*times, hops, "" if a.peak_bytes is None else f"{a.peak_bytes / 1e9:.1f}")
+
+
+def _measured(a: Attempt, plain_s: float) -> tuple[str, ...]:
+    if a.measured_s is None:
+        return ("", "")
+    return (f"{a.measured_s * 1e3:.2f}", f"{a.measured_s / plain_s:.2f} x")

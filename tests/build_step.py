@@ -14,6 +14,15 @@ import jaxoverlap
 
 def build(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     """Two matmuls over the last axis of the mesh: a gather and a scatter to hide."""
+    return _step(mesh, (8192, 4096, 16384))
+
+
+def small(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The same, of a size that a CPU can run."""
+    return _step(mesh, (64, 32, 128))
+
+
+def _step(mesh: Mesh, sizes: tuple[int, int, int]) -> tuple[Any, tuple[Any, ...]]:
     axis = mesh.axis_names[-1]
 
     def at(*spec: str | None) -> NamedSharding:
@@ -27,7 +36,7 @@ def build(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     def like(shape: tuple[int, int], *spec: str | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at(*spec))
 
-    rows, hidden, mlp = 8192, 4096, 16384
+    rows, hidden, mlp = sizes
     weights = like((hidden, mlp), None, axis), like((mlp, hidden), axis, None)
     return step, (like((rows, hidden), axis, None), *weights)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 from jaxoverlap.cli.flags import flags
+from jaxoverlap.cli.plan import plan
 from jaxoverlap.cli.pods import pods
 from jaxoverlap.cli.steps import audit, explain, simulate
+from jaxoverlap.cli.tune import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,8 +17,9 @@ app = typer.Typer(
     epilog="Exit codes: 0, all is well; 1, the answer is no; 2, a mistake in what was asked; 3, "
     "something failed on the way.",
 )
-for command in (explain, audit, simulate, flags, pods):
+for command in (explain, audit, simulate, tune, flags, pods):
     app.command()(command)
+app.add_typer(plan, name="plan")
 
 
 def main() -> None:

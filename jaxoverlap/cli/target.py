@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 import jax
 import typer
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.pods import compiler_options, pod_mesh
@@ -32,11 +33,11 @@ Axes = Annotated[
 
 @dataclass(frozen=True)
 class Target:
-    """A step, its arguments, and the pod that it is for."""
+    """A step, its arguments, and the pod that it is for; None: the devices that are here."""
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
-    pod: str
+    pod: str | None
 
     @property
     def overlapped(self) -> Overlapped:
@@ -63,12 +64,35 @@ class Target:
 
 
 def target(step: str, pod: str, axes: str) -> Target:
-    """What a command line names.
+    """What a command line names, on a mesh of GPUs that need not be there.
 
     Raises:
         ValueError: if a part of it names nothing; it says which.
     """
-    mesh = pod_mesh(pod, parse_axes(axes))
+    return _built(step, pod, pod_mesh(pod, parse_axes(axes)))
+
+
+def target_here(step: str, pod: str | None, axes: str) -> Target:
+    """What a command line names, on a mesh of the devices that JAX sees.
+
+    Args:
+        pod: what they are, for what has to be known of them.
+
+    Raises:
+        ValueError: as `target`; or if the mesh has another number of devices.
+    """
+    sizes, devices = parse_axes(axes), jax.devices()
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(
+            f"--mesh {axes} has {math.prod(sizes.values())} devices, and here are {len(devices)} "
+            f"({devices[0].device_kind}): give axes whose sizes multiply to that"
+        )
+    kinds = (AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    return _built(step, pod, mesh)
+
+
+def _built(step: str, pod: str | None, mesh: Mesh) -> Target:
     built = _function(step)(mesh)
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[1], tuple | list):
         raise ValueError(

@@ -1,0 +1,94 @@
+"""What differs between two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxoverlap.plan import Decision, Plan, Skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two plans do not say alike.
+
+    Attributes:
+        part: "step", "matmul", "compile", "option", "nccl", "predicted", "measured" or "made for".
+        name: of it, within the part.
+        a, b: what either says; None where it says nothing.
+    """
+
+    part: str
+    name: str
+    a: Any
+    b: Any
+
+
+def differences(a: Plan, b: Plan) -> list[Difference]:
+    """What two plans do, promise and are for, where that is not the same.
+
+    Source lines, reasons and what a tuning tried are not compared.
+    """
+    left, right = dict(_facts(a)), dict(_facts(b))
+    return [
+        Difference(*key, left.get(key), right.get(key))
+        for key in {**left, **right}
+        if left.get(key) != right.get(key)
+    ]
+
+
+def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
+    """All that a plan says, by part and name; values as JSON has them."""
+    yield ("step", "name"), plan.step
+    for axis, size in plan.mesh.items():
+        yield ("step", f"mesh {axis}"), size
+    for entry in plan.entries:
+        yield ("matmul", str(entry.site)), _does(entry)
+    for name in ("plain", "prefetched", "fsdp", "schedule", "scattered", "sums"):
+        yield ("compile", name), msgspec.to_builtins(getattr(plan, name))
+    for name, value in plan.xla_options.items():
+        yield ("option", name), value
+    for name, value in plan.nccl.env.items():
+        yield ("nccl", name), value
+    for row in plan.nccl.channels:
+        found = msgspec.to_builtins(row)
+        sizes = f"{found.pop('kind')} {found.pop('min_bytes')} to {found.pop('max_bytes')} bytes"
+        ranks, nodes = (found.pop(name) or "any" for name in ("ranks", "nodes"))
+        where = f"{ranks} GPUs on {nodes} hosts"
+        yield ("nccl", f"{sizes}, {where}"), found
+    for part, said in (
+        ("predicted", plan.predictions),
+        ("measured", plan.measured),
+        ("made for", plan.made_for),
+    ):
+        for name, value in _flat("", msgspec.to_builtins(said)):
+            yield (part, name), value
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts and lists, each with the way to it."""
+    if isinstance(value, dict):
+        pairs = list(value.items())
+    elif isinstance(value, list | tuple):
+        pairs = list(enumerate(value))
+    else:
+        pairs = []
+        if value is not None:
+            yield name, value
+    for key, inner in pairs:
+        yield from _flat(f"{name} {key}".strip(), inner)
+
+
+def _does(entry: Decision | Skip) -> str:
+    what = f"{entry.einsum}, {entry.runs} times: "
+    if isinstance(entry, Skip):
+        return what + "left alone"
+    ring = "" if entry.ring == entry.site else f", in ring {entry.ring}"
+    others = f"; XLA keeps {', '.join(entry.others)}" if entry.others else ""
+    return (
+        f"{what}{entry.kind} over {entry.axis}, {entry.variant}, {entry.num_chunks} chunks"
+        f"{ring}{others}"
+    )

@@ -1,0 +1,157 @@
+"""The commands about a plan's file: show, diff."""
+
+from __future__ import annotations
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxoverlap._text import human_bytes
+from jaxoverlap.cli.differences import differences
+from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json, show_table
+from jaxoverlap.flags import FLAGS
+from jaxoverlap.nccl_tuner import ChannelRow, tuner_csv, variables
+from jaxoverlap.plan import MadeFor, Plan
+from jaxoverlap.tune_table import tried_table
+
+plan = typer.Typer(no_args_is_help=True, help="Show a plan's file, or compare two.")
+_File = Annotated[
+    Path,
+    typer.Argument(
+        exists=True, dir_okay=False, help="As `jaxoverlap tune` or Plan.write() wrote it."
+    ),
+]
+
+
+class Form(StrEnum):
+    """What of a plan is printed, for whom."""
+
+    OPTIONS = "options"
+    XLA_FLAGS = "xla-flags"
+    ENV = "env"
+    CSV = "csv"
+
+
+@plan.command()
+@command
+def show(
+    file: _File,
+    *,
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            "--as",
+            help="options: XLA's, as JSON. xla-flags: these as a line for XLA_FLAGS. env: NCCL's "
+            "variables, as a file for a shell to source. csv: the channels, as a file for NCCL's "
+            "example tuner plugin.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """What a plan says: matmuls, options, NCCL's settings, predictions, what it is made for."""
+    found = Plan.read(file)
+    if form is Form.OPTIONS:
+        show_json(found.xla_options)
+    elif form is Form.XLA_FLAGS:
+        say(_xla_flags(found))
+    elif form is Form.ENV:
+        say(_env(found, file))
+    elif form is Form.CSV:
+        say(_csv(found, file).rstrip("\n"))
+    elif json:
+        say(found.to_json())
+    else:
+        _tables(found)
+    return OK
+
+
+@plan.command()
+@command
+def diff(a: _File, b: _File, *, json: Json = False) -> int:
+    """What differs between two plans; exit code 1 if anything does.
+
+    Source lines, reasons and what a tuning tried are not compared.
+    """
+    found = differences(Plan.read(a), Plan.read(b))
+    if json:
+        show_json(found)
+    elif found:
+        rows = [(d.part, d.name, _said(d.a), _said(d.b)) for d in found]
+        show_table("what differs", ("", "", str(a), str(b)), rows)
+    else:
+        say(f"{a} and {b} do, promise and are for the same")
+    return NO if found else OK
+
+
+def _said(value: object) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _xla_flags(found: Plan) -> str:
+    return " ".join(
+        f"--{name}={FLAGS[name].in_xla_flags(value) if name in FLAGS else value}"
+        for name, value in found.xla_options.items()
+    )
+
+
+def _env(found: Plan, file: Path) -> str:
+    """NCCL's variables; where channels need the tuner plugin, a comment says how to load it."""
+    rows = found.nccl.channels
+    lines = [
+        f"export {name}={shlex.quote(value)}"
+        for name, value in {**found.nccl.env, **variables(rows)}.items()
+    ]
+    if rows:
+        lines += [
+            f"# jaxoverlap plan show {file} --as csv > tuner.csv",
+            "# export NCCL_TUNER_CONFIG_FILE=$PWD/tuner.csv",
+            "# export NCCL_TUNER_PLUGIN=/path/to/libnccl-tuner-example.so",
+        ]
+    return "\n".join(lines or ["# NCCL has no settings in this plan"])
+
+
+def _csv(found: Plan, file: Path) -> str:
+    if not found.nccl.channels:
+        raise ValueError(f"{file}: the plan leaves all channels to NCCL; run without a tuner file")
+    return tuner_csv(found.nccl.channels)
+
+
+def _tables(found: Plan) -> None:
+    say(f"{found}\n")
+    if found.xla_options:
+        show_table("XLA's options", ("name", "value"), found.xla_options.items())
+    if found.nccl.env:
+        show_table("NCCL's variables", ("name", "value"), found.nccl.env.items())
+    if found.nccl.channels:
+        numbers = ("from", "to", "channels", "hosts", "GPUs")
+        columns = ("collective", *numbers, "by")
+        rows = map(_channels, found.nccl.channels)
+        show_table("channels of NCCL's collectives", columns, rows, right=numbers)
+    if found.made_for:
+        show_table("made for", ("", ""), _made_for(found.made_for))
+    if found.tried:
+        say(tried_table("tried", found.tried))
+
+
+def _channels(row: ChannelRow) -> tuple[str, ...]:
+    sizes = (human_bytes(row.min_bytes), human_bytes(row.max_bytes))
+    counts = ("any" if n is None else str(n) for n in (row.nodes, row.ranks))
+    channels = "NCCL's own" if row.channels is None else str(row.channels)
+    return (row.kind, *sizes, channels, *counts, f"{row.algorithm}, {row.protocol}")
+
+
+def _made_for(of: MadeFor) -> list[tuple[str, str]]:
+    spread = {axis: f" over {n} NVLink domains" for axis, n in of.domains.items() if n > 1}
+    axes = [f"{axis}: {kind}{spread.get(axis, '')}" for axis, kind in of.axis_types.items()]
+    return [
+        ("step", of.step[:12]),
+        ("arguments", str(len(of.arguments))),
+        ("results", str(len(of.results))),
+        ("axes", "; ".join(axes)),
+        ("devices", of.devices),
+        ("cluster", of.cluster or "not known"),
+        *of.versions.items(),
+    ]
