@@ -57,7 +57,8 @@ def seeds(base: Options, rules: Plan) -> list[Candidate]:
         base: the options of the rules.
         rules: the plan that they gave.
     """
-    found = [Candidate("no rings", replace(base, granularity=Variant("plain")), {})]
+    none = dict.fromkeys((d.site for d in rules.decisions), Variant("plain"))
+    found = [Candidate("no rings", replace(base, choices=none), {})] if none else []
     if dear := [s.site for s in rules.skips if s.reason.startswith(_LEFT_BY_PRICE)]:
         for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
             every = dict.fromkeys(dear, Variant.parse(way))
