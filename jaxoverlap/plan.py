@@ -103,12 +103,15 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         step_s, plain_step_s: medians of `runs` runs, in turns.
         devices: how many of which kind.
+        correction: measured seconds for each that was simulated, the median of the rewritten steps
+            that were timed; None where nothing was simulated.
     """
 
     step_s: float
     plain_step_s: float
     runs: int
     devices: str
+    correction: float | None = None
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -312,7 +315,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return ""
         return (
             f"  Measured: {found.step_s * 1e3:.1f} ms a step, plain "
-            f"{found.plain_step_s * 1e3:.1f}; medians of {found.runs}, {found.devices}."
+            f"{found.plain_step_s * 1e3:.1f}; medians of {found.runs}, {found.devices}"
+            f"{f'; {found.correction:.2f} times as long as simulated' if found.correction else ''}."
         )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def _searched(
         best = search.run()
     tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
     if tuning.measure:
-        return _by_the_clock(subject, _fastest(search), tried, console), search.complete
+        return _corrected(subject, search, tried, console), search.complete
     assert best.request is not None
     chosen = co_tune(schedule_of(best.request, trials), subject.cost)
     plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
@@ -262,25 +263,61 @@ def _by_the_clock(
         candidates: to time; the first is the step as it is, the second what the rules say.
         tried: all that there is to report on, those among them.
     """
+    return _report(_time(subject, candidates, console), tried, None)
+
+
+def _corrected(
+    subject: Subject, search: Search, tried: Sequence[Attempt], console: Console
+) -> Plan:
+    """As `_by_the_clock`, of the fastest by simulation; and how far that was off."""
+    simulated = {
+        t.candidate.name: t.result.step_s for t in search.tried if isinstance(t.result, Trial)
+    }
+    timed = _time(subject, _fastest(search), console)
+    off = [timed[n].seconds / s for n, s in simulated.items() if n in timed and n != PLAIN]
+    return _report(timed, tried, statistics.median(off) if off else None)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A candidate on the clock."""
+
+    seconds: float
+    plan: Plan | None
+
+
+def _time(subject: Subject, candidates: Sequence[Candidate], console: Console) -> dict[str, _Timed]:
+    """All in turns."""
     with console.status(f"timing {len(candidates)} candidates"):
         steps = [subject.compiled(c.options) for c in candidates]
         seconds = clock.medians_s([run for run, _ in steps], subject.args, subject.kwargs)
-    best = min(range(len(steps)), key=lambda i: seconds[i])
-    plan, rules = steps[best][1], steps[1][1]
+    return {
+        c.name: _Timed(s, plan) for c, s, (_, plan) in zip(candidates, seconds, steps, strict=True)
+    }
+
+
+def _report(
+    timed: Mapping[str, _Timed],
+    tried: Sequence[Attempt],
+    correction: float | None,
+) -> Plan:
+    """The plan of the fastest, with what was measured."""
+    best = min(timed, key=lambda name: timed[name].seconds)
+    plan, rules = timed[best].plan, timed[RULES].plan
     if plan is None:
-        assert rules is not None  # of the second candidate
+        assert rules is not None
         plan = left_alone(rules)
     devices = jax.devices()
     found = Measured(
-        step_s=seconds[best],
-        plain_step_s=seconds[0],
+        step_s=timed[best].seconds,
+        plain_step_s=timed[PLAIN].seconds,
         runs=clock.REPEATS,
         devices=f"{len(devices)} x {devices[0].device_kind}",
+        correction=correction,
     )
-    taken = {c.name: s for c, s in zip(candidates, seconds, strict=True)}
     reported = tuple(
         msgspec.structs.replace(
-            a, measured_s=taken.get(a.name), taken=a.name == candidates[best].name
+            a, measured_s=timed[a.name].seconds if a.name in timed else None, taken=a.name == best
         )
         for a in tried
     )

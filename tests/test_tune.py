@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,9 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import clock, rewritten
-from jaxoverlap.plan import Skip
+from jaxoverlap.candidates import Candidate
+from jaxoverlap.plan import Attempt, Skip
+from jaxoverlap.search import Tried
+from jaxoverlap.trial import Trial
 from tests.test_schedule import pytestmark as pods
 from tests.test_trial import POD, megatron
+
+the_tuner = importlib.import_module("jaxoverlap.tune")  # jaxoverlap.tune is the function
 
 
 def tuned(cache: Path, **given: Any) -> jaxoverlap.Plan:
@@ -132,6 +139,32 @@ def test_the_fastest_by_the_clock_is_taken(tmp_path, monkeypatch, fastest: int):
     assert plan.plain == (fastest == 0) and bool(plan.decisions) == (fastest == 1)
     got, _ = jaxoverlap.overlap(step, plan=plan)(*args)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_clock_wins_over_the_simulation_and_corrects_it(monkeypatch):
+    """Five candidates are timed: as it is, by the rules, and the three fastest by simulation."""
+    simulated = {"plain": 10.0, "rules": 6.0, "a": 5.0, "b": 5.5, "c": 5.8, "d": 7.0}
+    measured = {"plain": 10.0, "rules": 9.0, "a": 10.0, "b": 8.8, "c": 11.6}
+    plans = {name: jaxoverlap.Plan(step=name, mesh={}, entries=()) for name in simulated}
+
+    def tried(name: str) -> Tried:
+        result = Trial(**dict.fromkeys(Trial.__struct_fields__, 0) | {"step_s": simulated[name]})
+        return Tried(Candidate(name, None, {}), plans[name], result)
+
+    monkeypatch.setattr(
+        the_tuner,
+        "_time",
+        lambda _, candidates, __: {
+            c.name: the_tuner._Timed(measured[c.name], plans[c.name]) for c in candidates
+        },
+    )
+    found: Any = SimpleNamespace(tried=[tried(name) for name in simulated])
+    attempts = [Attempt(name=name) for name in simulated]
+    plan = the_tuner._corrected(None, found, attempts, None)  # type: ignore[arg-type]
+    assert plan.step == "b" and [a.name for a in plan.tried if a.taken] == ["b"]
+    assert [a.measured_s for a in plan.tried] == [10.0, 9.0, 10.0, 8.8, 11.6, None]
+    assert plan.measured and plan.measured.correction == pytest.approx((1.6 + 2.0) / 2)
+    assert "1.80 times as long as simulated" in str(plan)
 
 
 def test_a_plan_to_leave_the_step_as_it_is(tmp_path, monkeypatch):
