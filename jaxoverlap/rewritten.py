@@ -159,7 +159,10 @@ def subject_of(
     def lower(options: Options | None) -> Ready:
         stage, new = lowered(options)
         assert start.cost is not None
-        return Ready(Request(job_of(stage), start.cost, new.ordering), new.plan)
+        # A child does not see the GPUs: it compiles for their description, as for a pod.
+        there = is_gpu(start.mesh) and not pods.is_pod(start.mesh)
+        job = job_of(stage, pods.compiler_options() if there else None)
+        return Ready(Request(job, start.cost, new.ordering), new.plan)
 
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)
