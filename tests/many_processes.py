@@ -92,6 +92,11 @@ def of_file(folder: Path, rank: int) -> Any:
     return train(jaxoverlap.overlap(make_step(make_mesh()), plan=folder / "plan.json"))
 
 
+def of_tuned_file(folder: Path, rank: int) -> Any:
+    """Everyone reads the plan that a tuning found."""
+    return train(jaxoverlap.overlap(make_step(make_mesh()), plan=folder / "tuned.json"))
+
+
 def of_process_0(folder: Path, rank: int) -> Any:
     """Process 0 reads a plan, and the others get it."""
     plan = jaxoverlap.agreed(lambda: Plan.read(folder / "plan.json" if rank == 0 else "nowhere"))
@@ -193,7 +198,15 @@ def two_plans(folder: Path, rank: int) -> Any:
 
 
 SCENARIOS: tuple[Callable[[Path, int], Any], ...] = (
-    *(of_file, of_process_0, explained_alone, fails_in_one, raises_in_one, refused_in_one),
+    *(
+        of_file,
+        of_tuned_file,
+        of_process_0,
+        explained_alone,
+        fails_in_one,
+        raises_in_one,
+        refused_in_one,
+    ),
     *(tuned, timed, absent, no_plan, late_plan, two_plans),
 )
 

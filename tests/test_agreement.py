@@ -25,13 +25,18 @@ HOST = re.escape(socket.gethostname())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With two plans for one step, made in this process."""
+    """With two plans for one step, and one that a tuning found, all made in this process."""
     folder = tmp_path_factory.mktemp("plans")
     for name, variant in (("plan", "two_way"), ("other", "one_way x 2")):
         step = overlap(make_step(make_mesh()), granularity=variant)
         plan = step.explain(*abstract(make_mesh()))
         assert len(plan.decisions) >= 4
         plan.write(folder / f"{name}.json")
+    found = jaxoverlap.tune(
+        *(make_step(make_mesh()), abstract(make_mesh())),
+        **{"measure": True, "show": False, "cache": folder / "cache"},
+    )
+    found.write(folder / "tuned.json")
     return folder
 
 
@@ -89,14 +94,15 @@ def two(folder):
     return run(
         2,
         folder,
-        *("of_file", "of_process_0", "explained_alone", "fails_in_one", "raises_in_one"),
+        *("of_file", "of_tuned_file", "of_process_0", "explained_alone"),
+        *("fails_in_one", "raises_in_one"),
         *("refused_in_one", "tuned", "timed", "absent", "no_plan", "late_plan", "two_plans"),
     )
 
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return run(4, folder, "of_file", "two_plans")
+    return run(4, folder, "of_file", "of_tuned_file", "two_plans")
 
 
 def rows(found, scenario: str, what: str) -> list:
@@ -106,7 +112,9 @@ def rows(found, scenario: str, what: str) -> list:
 # -- training -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", ["of_file", "of_process_0", "explained_alone"])
+@pytest.mark.parametrize(
+    "scenario", ["of_file", "of_tuned_file", "of_process_0", "explained_alone"]
+)
 def test_two_processes_train_as_one_does(two, plain, scenario):
     for losses in rows(two, scenario, "result"):
         np.testing.assert_allclose(losses, plain, rtol=1e-5)
@@ -121,8 +129,9 @@ def test_process_0_tunes_for_all(two, plain):
         assert "measure=True in several processes" in error
 
 
-def test_four_processes_train_as_one_does(four, plain):
-    for losses in rows(four, "of_file", "result"):
+@pytest.mark.parametrize("scenario", ["of_file", "of_tuned_file"])
+def test_four_processes_train_as_one_does(four, plain, scenario):
+    for losses in rows(four, scenario, "result"):
         np.testing.assert_allclose(losses, plain, rtol=1e-5)
 
 
