@@ -7,7 +7,7 @@ may use, what XLA merges. A move changes how the pieces of one ring travel.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
@@ -50,27 +50,36 @@ class Candidate:
     changes: Mapping[int, Variant]
 
 
-def seeds(base: Options, rules: Plan) -> list[Candidate]:
+def seeds(base: Options, rules: Plan, trial: Trial | None = None) -> list[Candidate]:
     """What is tried first, beside the step as it is and the rules.
 
     Args:
         base: the options of the rules.
         rules: the plan that they gave.
+        trial: what came of it. Where next to nothing waits for the collectives that the rules leave
+            whole, those are tried in other ways last.
     """
     none = dict.fromkeys((d.site for d in rules.decisions), Variant("plain"))
     found = [Candidate("no rings", replace(base, choices=none), {})] if none else []
-    if dear := [s.site for s in rules.skips if s.reason.startswith(_LEFT_BY_PRICE)]:
-        for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
-            every = dict.fromkeys(dear, Variant.parse(way))
-            found.append(Candidate(name, replace(base, choices=every), {}))
-    if rules.prefetched:
-        found.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
     if base.schedule:
         roomy = Scheduler(slack=_SLACK, in_flight=base.schedule.in_flight)
         found.append(Candidate(f"slack {_SLACK}", replace(base, schedule=roomy), {}))
+    if rules.prefetched:
+        found.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
     if merged := {k: v for k, v in rules.xla_options.items() if k not in _MERGES}:
         found.append(Candidate("XLA merges", replace(base, xla_options=merged), {}))
-    return found
+    dear = [s for s in rules.skips if s.reason.startswith(_LEFT_BY_PRICE)]
+    others = list(_others(base, [s.site for s in dear]))
+    waits = trial is None or sum(exposed_s(s, trial) for s in dear) > _WORTH * trial.step_s
+    return [*others, *found] if waits else [*found, *others]
+
+
+def _others(base: Options, dear: Sequence[int]) -> Iterator[Candidate]:
+    """What the rules leave whole, in rings or in slices."""
+    if dear:
+        for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
+            every = dict.fromkeys(dear, Variant.parse(way))
+            yield Candidate(name, replace(base, choices=every), {})
 
 
 def ways(base: Options) -> list[Candidate]:

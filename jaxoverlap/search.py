@@ -113,7 +113,8 @@ class Search:
                 f"the step does not compile: {plain.result.why}; tune() needs one that does"
             )
         if rules.plan is not None:
-            self._try(seeds(self.base, rules.plan))
+            known = rules.result if isinstance(rules.result, Trial) else None
+            self._try(seeds(self.base, rules.plan, known))
         cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
         self.complete = self._refine() and not cut and time.monotonic() < self.deadline
         return self.best

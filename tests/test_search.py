@@ -212,6 +212,15 @@ def test_seeds_are_what_the_rules_leave_open():
     assert {c.name for c in seeds(Options(), plan(ring(1)))} == {"no rings"}
 
 
+def test_seeds_for_what_nothing_waits_for_come_last():
+    rules = plan(ring(1), left(2))
+    for waits, first in ((0.5, "all rings"), (0.001, "no rings")):
+        own = Waited("all-gather", "", "gpt.py:2", 0.5, waits)
+        given = {n: getattr(trial(1.0), n) for n in Trial.__struct_fields__} | {"waited": (own,)}
+        found = [c.name for c in seeds(BASE, rules, Trial(**given))]
+        assert found[0] == first and len(found) == 5
+
+
 def test_moves_begin_where_the_step_waits_longest():
     at = Tried(Candidate(RULES, BASE, {}), None, trial(1.0))
     rules = plan(ring(1), ring(2, kind="matmul_reduce_scatter"), left(3), left(4, "no collective"))
