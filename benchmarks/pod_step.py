@@ -5,8 +5,6 @@ Each compile runs in a child process, so that a compiler that aborts is a row an
 
 import datetime
 import json
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 import jaxoverlap
 from jaxoverlap import pods
 from jaxoverlap.flags import options_for
+from jaxoverlap.trial import how_it_ended
 
 STEPS = ("plain", "plain, same flags", "overlapped")
 
@@ -112,24 +111,8 @@ def in_child(
     except subprocess.TimeoutExpired:
         return {"error": f"stopped after {timeout_s:.0f} s"}
     if done.returncode:
-        return {"error": f"{_ended(done.returncode)}: {_reason(done.stderr)}"}
+        return {"error": how_it_ended(done.returncode, done.stderr)}
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _ended(code: int) -> str:
-    """How a process ended: by itself, or by a signal."""
-    return f"exit {code}" if code > 0 else signal.Signals(-code).name
-
-
-def _reason(stderr: str) -> str:
-    """The line that says why: of XLA's check that failed, or the exception's; or the last one."""
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    said = [line for line in lines if _SAYS_WHY.match(line)]
-    return (said or lines or ["it said nothing"])[-1].strip()
-
-
-# What XLA aborts for, as its log marks it; and how a trace names its exception.
-_SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
 
 
 def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -61,7 +60,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
         peak_bytes: that a device needs, arguments and outputs included.
         hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
         waited: longest exposed first.
-        compile_s: that the compiler took.
     """
 
     step_s: float
@@ -73,7 +71,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     hops: int
     hops_covered: int
     waited: tuple[Waited, ...]
-    compile_s: float
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -102,7 +99,7 @@ class Request:
     cost: CostModel
     ordering: Ordering | None
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """A hash of all that the result depends on."""
         name = self.ordering.name if self.ordering else ""
@@ -188,10 +185,19 @@ def _failure(code: int, stopped: bool, timeout_s: float, said: IO[bytes]) -> Fai
     if stopped:
         return Failure(why=f"stopped after {timeout_s:.0f} s", again=True)
     said.seek(0)
-    lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+    why = how_it_ended(code, said.read().decode(errors="replace"))
+    return Failure(why=why, again=code == -signal.SIGKILL)
+
+
+def how_it_ended(code: int, stderr: str) -> str:
+    """How a child ended, by itself or by a signal, and the line of its stderr that says why.
+
+    That of XLA's check that failed, or the exception's; or else the last one.
+    """
+    lines = [line for line in stderr.splitlines() if line.strip()]
     last = [line for line in lines if _SAYS_WHY.match(line)] or lines or ["it said nothing"]
     ended = f"exit {code}" if code > 0 else signal.Signals(-code).name
-    return Failure(why=f"{ended}: {last[-1].strip()}", again=code == -signal.SIGKILL)
+    return f"{ended}: {last[-1].strip()}"
 
 
 # What XLA aborts for, as its log marks it; and how a trace names its exception.
@@ -217,7 +223,6 @@ def compiled(request: Request, schedule: Path) -> Trial | Failure:
     """
     job, ordering, cluster = request.job, request.ordering, request.cost.cluster
     devices = pods.devices(cluster) if job.platform == "cuda" else jax.devices()
-    began = time.perf_counter()
     try:
         if ordering is None:
             done, frames = _jobs.compile_job(job, devices), None
@@ -227,7 +232,6 @@ def compiled(request: Request, schedule: Path) -> Trial | Failure:
             frames = scheduling.report.frames
     except jax.errors.JaxRuntimeError as error:
         return Failure(why=str(error).splitlines()[0])
-    compile_s = time.perf_counter() - began
     text = frames.restored(done.text) if frames else done.text
     schedule.write_bytes(gzip.compress(text.encode()))
     step, hops = simulate(text, request.cost), audit(text).hops
@@ -241,7 +245,6 @@ def compiled(request: Request, schedule: Path) -> Trial | Failure:
         hops=hops.count,
         hops_covered=hops.covered,
         waited=_waited(step),
-        compile_s=compile_s,
     )
 
 

@@ -61,7 +61,6 @@ def trial(step_s: float, waited: dict[int, float] | None = None, peak_bytes: int
             Waited("collective-permute", f"all_gather_matmul.{site}", f"gpt.py:{site}", s, s)
             for site, s in (waited or {}).items()
         ),
-        compile_s=1.0,
     )
 
 
