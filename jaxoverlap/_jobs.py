@@ -42,7 +42,7 @@ class Compiled:
 
     Attributes:
         text: the scheduled module.
-        peak_bytes: that a device needs: arguments + temp + outputs - aliased.
+        peak_bytes: that a device needs.
         temp_bytes: of these, what is neither argument nor output.
     """
 
@@ -102,9 +102,12 @@ def compile_job(job: Job, devices: Sequence[Any]) -> Compiled:
     memory = executable.get_compiled_memory_stats()
     return Compiled(
         "\n\n".join(module.to_string() for module in executable.hlo_modules()),
-        memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        peak_bytes(memory),
         memory.temp_size_in_bytes,
     )
+
+
+def peak_bytes(memory: Any) -> int:
+    """What a device needs: arguments + temp + outputs - aliased, of a `memory_analysis()`."""
+    resident = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return resident - memory.alias_size_in_bytes + memory.temp_size_in_bytes

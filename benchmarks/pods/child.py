@@ -9,6 +9,7 @@ import jaxoverlap
 from benchmarks.pod_step import provenance
 from benchmarks.pods.presets import accepted
 from benchmarks.pods.suite import OVERLAPPED, PRESET_ROWS, SCHEDULED, Step
+from jaxoverlap._jobs import peak_bytes
 from jaxoverlap.pods import compiler_options
 from jaxoverlap.simulate import Simulation
 
@@ -34,15 +35,13 @@ def measure(step: Step, row: str) -> Row:
     compile_s, cpu_s = time.perf_counter() - began, _cpu_s() - cpu_s
     memory = compiled.memory_analysis()
     assert memory is not None
-    resident = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    peak = resident - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     return {
         "mesh": step.axes,
         **provenance(),
         **({"flags": options} if options else {}),
         **({"refused": refused} if refused else {}),
         **seconds(jaxoverlap.simulate(compiled, step.pod), lines=row != SCHEDULED),
-        "peak_bytes": peak,
+        "peak_bytes": peak_bytes(memory),
         "temp_bytes": memory.temp_size_in_bytes,
         "chip_bytes": jaxoverlap.parse_cluster(step.pod).chip.memory_bytes,
         "compile_s": round(compile_s, 2),
