@@ -32,7 +32,6 @@ _WAYS = {
 }
 _IN_SLICES = ("sliced x 2", "sliced x 4")
 _LEFT = ("one_way", *_IN_SLICES)  # of what the rules leave alone
-_LEFT_BY_PRICE = "left plain: "
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def seeds(base: Options, rules: Plan, trial: Trial | None = None) -> list[Candid
         found.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
     if merged := {k: v for k, v in rules.xla_options.items() if k not in _MERGES}:
         found.append(Candidate("XLA merges", replace(base, xla_options=merged), {}))
-    dear = [s for s in rules.skips if s.reason.startswith(_LEFT_BY_PRICE)]
+    dear = [s for s in rules.skips if s.left_plain]
     others = list(_others(base, [s.site for s in dear]))
     waits = trial is None or sum(exposed_s(s, trial) for s in dear) > _WORTH * trial.step_s
     return [*others, *found] if waits else [*found, *others]
@@ -124,7 +123,7 @@ def _movable(plan: Plan) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:
     """The matmuls that rings are named after, and the ways that each is not in."""
     for entry in plan.entries:
         if isinstance(entry, Skip):
-            if entry.reason.startswith(_LEFT_BY_PRICE):
+            if entry.left_plain:
                 yield entry, _LEFT
         elif entry.site == entry.ring and entry.num_chunks > 1:
             yield entry, tuple(w for w in _WAYS[entry.kind] if w != str(entry.variant))

@@ -90,6 +90,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
     why: str = ""
 
 
+LEFT_PLAIN = "left plain: "  # how the reason of a matmul begins whose ring was not made
+
+
 class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown_fields=True):
     """One matmul that is left alone, and why.
 
@@ -109,6 +112,11 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown
     def chosen(self) -> bool:
         """Whether it was left alone by choice: asked for, or not worth a ring."""
         return self.reason.startswith("left ")
+
+    @property
+    def left_plain(self) -> bool:
+        """Whether it could have a ring, which was not worth it or not chosen."""
+        return self.reason.startswith(LEFT_PLAIN)
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

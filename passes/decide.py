@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxoverlap import _compat
 from jaxoverlap._text import human_bytes, short_source
+from jaxoverlap.decisions import LEFT_PLAIN, Decision, Skip, Variant
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
@@ -23,7 +24,6 @@ from jaxoverlap.passes.share import Specs, share
 from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
 from jaxoverlap.passes.wishes import Granularity, Wishes
 from jaxoverlap.passes.worth import Prices
-from jaxoverlap.plan import Decision, Skip, Variant
 
 PASSES = {
     "all_gather": "all_gather_matmul",
@@ -114,7 +114,7 @@ def decide(
             for ring in sharing.rings:
                 ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices)
                 if ring.variant.style == "plain":
-                    dear |= {m.dot.index: f"left plain: {ring.why}" for m in ring.members}
+                    dear |= {m.dot.index: LEFT_PLAIN + ring.why for m in ring.members}
         # Only where a ring was lost may the others be shared in another way.
         undecided = [
             body

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxoverlap import _compat
+from jaxoverlap.decisions import LEFT_PLAIN, Decision, Skip, Variant
 from jaxoverlap.passes.decide import (
     PASSES,
     letters_of,
@@ -38,7 +39,6 @@ from jaxoverlap.passes.manual_skips import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.order import Order
 from jaxoverlap.passes.propagate import Shardings
 from jaxoverlap.passes.wishes import Granularity, Wishes
-from jaxoverlap.plan import Decision, Skip, Variant
 
 
 @dataclass
@@ -106,7 +106,7 @@ def _chosen(body: Body, shardings: Mapping[int, Shardings], wishes: Wishes) -> M
             wanted = wishes.variant(ring.site, source_of(ring.sites[0].dot)) or Variant()
             ring.variant, ring.why = variant_of(ring.collective.kind, ring.chunk, wanted)
             if wanted.style == "plain":
-                left |= {site.dot.index: "left plain: as chosen" for site in ring.sites}
+                left |= {site.dot.index: LEFT_PLAIN + "as chosen" for site in ring.sites}
         if len(left) == before:
             return sharing
 
