@@ -150,7 +150,7 @@ def _searched(
     if subject.cost is None:
         candidates = _without_a_model(subject)
         tried = tuple(Attempt(name=c.name) for c in candidates)
-        return _by_the_clock(subject, candidates, tried, console), True
+        return _report(_time(subject, candidates, console), tried, None), True
     with progress(tuning.budget_s, console=console) as show:
         deadline = time.monotonic() + tuning.budget_s
         search = Search(subject.lower, subject.base, trials, subject.memory_bytes, deadline, show)
@@ -231,14 +231,6 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
     return msgspec.structs.replace(plan, predictions=found, nccl=Nccl(channels=chosen.rows))
 
 
-def _fastest(search: Search) -> list[Candidate]:
-    """The step as it is, the rules, and the fastest of the others by simulation."""
-    done = [t for t in search.tried if isinstance(t.result, Trial)]
-    others = sorted(done, key=lambda t: t.result.step_s if isinstance(t.result, Trial) else 0)
-    named = [t.candidate for t in others if t.candidate.name not in (PLAIN, RULES)]
-    return [t.candidate for t in search.tried[:2]] + named[:_TIMED]
-
-
 # -- by the clock ---------------------------------------------------------------------------------
 
 
@@ -254,26 +246,19 @@ def _without_a_model(subject: Subject) -> list[Candidate]:
     ]
 
 
-def _by_the_clock(
-    subject: Subject, candidates: Sequence[Candidate], tried: Sequence[Attempt], console: Console
-) -> Plan:
-    """The plan of the candidate that is fastest on the devices that are here.
-
-    Args:
-        candidates: to time; the first is the step as it is, the second what the rules say.
-        tried: all that there is to report on, those among them.
-    """
-    return _report(_time(subject, candidates, console), tried, None)
-
-
 def _corrected(
     subject: Subject, search: Search, tried: Sequence[Attempt], console: Console
 ) -> Plan:
-    """As `_by_the_clock`, of the fastest by simulation; and how far that was off."""
+    """The plan that is fastest by the clock of those fastest by simulation; how far that was off.
+
+    The step as it is and the rules are timed with them.
+    """
     simulated = {
         t.candidate.name: t.result.step_s for t in search.tried if isinstance(t.result, Trial)
     }
-    timed = _time(subject, _fastest(search), console)
+    plain, rules, *others = (t.candidate for t in search.tried)
+    fastest = sorted((c for c in others if c.name in simulated), key=lambda c: simulated[c.name])
+    timed = _time(subject, [plain, rules, *fastest[:_TIMED]], console)
     off = [timed[n].seconds / s for n, s in simulated.items() if n in timed and n != PLAIN]
     return _report(timed, tried, statistics.median(off) if off else None)
 
@@ -301,7 +286,13 @@ def _report(
     tried: Sequence[Attempt],
     correction: float | None,
 ) -> Plan:
-    """The plan of the fastest, with what was measured."""
+    """The plan of the fastest, with what was measured.
+
+    Args:
+        timed: by name; the step as it is and the rules among them.
+        tried: all that there is to report on, those among them.
+        correction: as in `Measured`.
+    """
     best = min(timed, key=lambda name: timed[name].seconds)
     plan, rules = timed[best].plan, timed[RULES].plan
     if plan is None:

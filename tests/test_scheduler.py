@@ -131,7 +131,7 @@ def test_an_order_that_costs_more_than_it_gains_is_left_out(monkeypatch):
     monkeypatch.setattr(scheduler, "reordered", lambda module, orders: tuple(orders))
     monkeypatch.setattr(scheduler, "replay", replayed)
     found: Any = dict.fromkeys(slower, "an order")
-    kept, step = scheduler._faster((), found, replayed((), None), None)  # type: ignore[arg-type]
+    kept, step, _ = scheduler._faster((), found, replayed((), None), None)  # type: ignore[arg-type]
     assert list(kept) == ["b", "c", "d"] and step.step_s == pytest.approx(0.995)
 
 
