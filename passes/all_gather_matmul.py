@@ -185,9 +185,12 @@ class Arrivals:
             _add(reader, None if first else self.results[i], self, part, chunk, piece)
             for i, reader in enumerate(self.readers)
         ]
+        if self.keep and first:
+            # A weight's own chunk is there before the step begins: its room waits for the matmul.
+            part, self.results = lax.optimization_barrier((part, self.results))
+            self.whole = [chunks.room(part, self.dim, self.cut, chunk)]
         if self.keep:
-            whole = chunks.room(part, self.dim, self.cut, chunk) if first else self.whole[0]
-            self.whole = [chunks.put(whole, part, self.dim, self.cut, chunk, piece)]
+            self.whole = [chunks.put(self.whole[0], part, self.dim, self.cut, chunk, piece)]
 
     def finish(self) -> tuple[list[Array], Array | None]:
         """The results in their dtypes, and the operand if it was kept."""

@@ -85,7 +85,18 @@ def room(part: Array, dim: int, cut: Cut, chunk: Any = None) -> Array:
     """Zeros for all chunks and pieces, of which `part` is one to `put`."""
     size = part.shape[dim] // _count(cut, chunk)
     whole = cut.outer * cut.chunks * cut.pieces * size
-    return jnp.zeros(_with(part.shape, dim, whole), part.dtype)
+    return zeros(_with(part.shape, dim, whole), part.dtype, part)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
+    """Zeros to be written into, made once `after` is there.
+
+    Plain ones need nothing, so XLA makes them at any time, and makes one buffer for all of a shape:
+    those of the head's gathered weight were made before the first layer of a 7B step, with those of
+    the embedding's gradient, which comes last.
+    """
+    zero, _ = lax.optimization_barrier((jnp.zeros((), dtype), after))
+    return jnp.full(shape, zero)
 
 
 def join(parts: list[Array], dim: int, cut: Cut) -> Array:

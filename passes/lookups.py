@@ -95,9 +95,10 @@ def lookups(
 def _is_zeros(eqn: Any) -> bool:
     if eqn.primitive.name != "broadcast_in_dim" or not _compat.is_literal(eqn.invars[0]):
         return False
-    # The tangents of integers are float0, a dtype of no numbers, which compares with none.
+    # The tangents of integers are float0, a dtype of no numbers, which compares with none. (By jnp:
+    # to numpy bfloat16 is no number either.)
     value = np.asarray(eqn.invars[0].val)
-    return np.issubdtype(value.dtype, np.number) and value == 0
+    return jnp.issubdtype(value.dtype, np.number) and value == 0
 
 
 def _adds_rows(eqn: Any) -> bool:
@@ -164,7 +165,7 @@ def _scattered(lookup: Lookup, mesh: Mesh) -> Any:
 
     def body(ids: Array, updates: Array) -> list[Array]:
         total = lax.scatter_add(
-            jnp.zeros((rows, updates.shape[-1]), out.dtype),
+            chunks.zeros((rows, updates.shape[-1]), out.dtype, updates),
             ids,
             updates,
             eqn.params["dimension_numbers"],

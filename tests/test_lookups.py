@@ -69,6 +69,12 @@ def test_no_sum_of_the_whole_table_is_left():
     assert not any(f"[{V},{D}]" in line for line in sums)
 
 
+def test_a_table_in_bfloat16():
+    """To numpy bfloat16 is no number, so that zeros in it are easily missed."""
+    plan = jaxoverlap.overlap(step_of(P("model", "data"))).explain(*arguments(jnp.bfloat16))
+    assert [sorted(s.axes) for s in plan.scattered] == [["data", "model"]]
+
+
 def test_a_table_that_is_whole_everywhere_is_left_to_xla():
     args = arguments()
     assert not jaxoverlap.overlap(step_of(P())).explain(*args).scattered
