@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -72,14 +72,15 @@ class Rule:
     """How to choose among tasks that could run.
 
     Attributes:
-        lead: a start waits until the compute before its first use is no more than this many times
-            the collective's own seconds: one that is early takes the link from one that is urgent.
+        leads: by lane. A start waits until the compute before its first use is no more than this
+            many times the collective's own seconds: one that is early takes the link from one that
+            is urgent. By lane, since one link may be full where another is idle.
         fill: whether what is ready may run out of turn, where XLA's order would wait.
         in_flight: the most collectives on their way at a time.
         ceiling_bytes: of live memory, kept to as far as there is a choice.
     """
 
-    lead: float
+    leads: Mapping[str, float]
     fill: bool
     in_flight: int
     ceiling_bytes: int
@@ -267,9 +268,10 @@ class _Scheduler:
 
     def _is_due(self, deadline: float, task: Task) -> bool:
         assert task.flight
+        lead_s = self._rule.leads[task.flight.lane] * task.flight.seconds
         return (
             self._on_the_way < self._rule.in_flight
-            and deadline - self._computed <= self._rule.lead * task.flight.seconds
+            and deadline - self._computed <= lead_s
             and self._memory.after(task) <= self._rule.ceiling_bytes
         )
 

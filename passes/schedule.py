@@ -8,6 +8,7 @@ several rules the fastest that stays under the ceiling is taken; XLA's order is 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -138,11 +139,11 @@ def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence
     """
     xla = range(len(problem.tasks))
     found: list[tuple[Sequence[int], Outcome]] = [(xla, outcome(problem, xla))]
-    for lead in _LEADS:
-        for fill in (False, True):
-            rule = Rule(lead, fill, in_flight, ceiling_bytes)
-            order = list_schedule(problem, rule)
-            found.append((order, outcome(problem, order)))
+    lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
+    for fill, *leads in itertools.product((False, True), *(_LEADS for _ in lanes)):
+        rule = Rule(dict(zip(lanes, leads, strict=True)), bool(fill), in_flight, ceiling_bytes)
+        order = list_schedule(problem, rule)
+        found.append((order, outcome(problem, order)))
     unit = found[0][1].seconds * SAME or 1.0
     allowed = [one for one in found if one[1].peak_bytes <= ceiling_bytes] or found[:1]
     return min(allowed, key=lambda one: (round(one[1].seconds / unit), one[1].bare))

@@ -21,7 +21,7 @@ from jaxoverlap.passes.list_schedule import (
 
 UNBOUND = 10**12
 RULES = [
-    Rule(lead, fill, in_flight, UNBOUND)
+    Rule({"wire": lead, "network": lead}, fill, in_flight, UNBOUND)
     for lead, fill, in_flight in itertools.product((1.0, float("inf")), (False, True), (1, 8))
 ]
 
@@ -80,7 +80,7 @@ def problems(draw) -> Problem:
 @given(problems(), st.sampled_from(RULES), st.sampled_from([0, 5, 12, UNBOUND]))
 @settings(max_examples=300, deadline=None)
 def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
-    rule = Rule(rule.lead, rule.fill, rule.in_flight, ceiling)
+    rule = Rule(rule.leads, rule.fill, rule.in_flight, ceiling)
     order = list_schedule(problem, rule)
     assert is_order(problem, order)
     found = outcome(problem, order)
@@ -99,7 +99,7 @@ def test_a_start_comes_before_the_matmul_that_can_hide_it():
 
 def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_fills():
     xla = of(start(5), done(0), compute(1, 1), compute(5))
-    no_fill, fill = (list_schedule(xla, Rule(1.0, f, 8, UNBOUND)) for f in (False, True))
+    no_fill, fill = (list_schedule(xla, Rule({"wire": 1.0}, f, 8, UNBOUND)) for f in (False, True))
     assert outcome(xla, no_fill).seconds == 11
     assert (fill, outcome(xla, fill).seconds) == ([0, 3, 1, 2], 6)
 
@@ -109,11 +109,25 @@ def test_an_early_start_does_not_take_the_link_from_an_urgent_one():
     late, hop = start(4), start(1, 2)
     xla = of(late, compute(1), compute(1, 1), hop, done(3), *(compute(1, 4 + i) for i in range(6)),
              done(0), compute(1, 11))  # fmt: skip
-    held = list_schedule(xla, Rule(1.0, False, 8, UNBOUND))
+    held = list_schedule(xla, Rule({"wire": 1.0}, False, 8, UNBOUND))
     assert held.index(3) < held.index(0)
-    eager = list_schedule(xla, Rule(float("inf"), False, 8, UNBOUND))
+    eager = list_schedule(xla, Rule({"wire": float("inf")}, False, 8, UNBOUND))
     assert eager.index(0) < eager.index(3)
     assert outcome(xla, held).seconds < outcome(xla, eager).seconds
+
+
+def test_one_link_may_lead_while_another_holds_back():
+    """Two that end together on the slow link must start early; on the other one a hop is urgent."""
+    tasks = (start(4), compute(1), start(1, 1), done(2), start(3, 1, lane="slow"),
+             start(3, 1, lane="slow"), *(compute(1, 3) for _ in range(6)), done(0), done(4), done(5),
+             compute(1, *range(6, 15)))  # fmt: skip
+    problem = of(*tasks)
+
+    def seconds(wire: float, slow: float) -> float:
+        order = list_schedule(problem, Rule({"wire": wire, "slow": slow}, True, 8, UNBOUND))
+        return outcome(problem, order).seconds
+
+    assert seconds(1.0, 2.0) < min(seconds(1.0, 1.0), seconds(2.0, 2.0))
 
 
 def test_no_more_are_on_their_way_than_allowed():
@@ -127,7 +141,7 @@ def test_no_more_are_on_their_way_than_allowed():
         done(2),
         compute(1, 4, 5, 6),
     ]
-    order = list_schedule(of(*tasks), Rule(float("inf"), True, 2, UNBOUND))
+    order = list_schedule(of(*tasks), Rule({"wire": float("inf")}, True, 2, UNBOUND))
     assert sorted(order[:2]) == [0, 1] and order.index(3) < order.index(2)
 
 
@@ -143,9 +157,9 @@ def test_memory_that_does_not_fit_waits():
     )
     problem = Problem(tasks, (10, 10))
     assert outcome(problem, range(6)).peak_bytes == 10
-    filled = list_schedule(problem, Rule(1.0, True, 8, UNBOUND))
+    filled = list_schedule(problem, Rule({"wire": 1.0}, True, 8, UNBOUND))
     assert outcome(problem, filled).peak_bytes == 20
-    bound = list_schedule(problem, Rule(1.0, True, 8, 10))
+    bound = list_schedule(problem, Rule({"wire": 1.0}, True, 8, 10))
     assert outcome(problem, bound).peak_bytes <= 20 and is_order(problem, bound)
 
 
