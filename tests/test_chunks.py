@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -91,3 +94,13 @@ def test_what_does_not_divide_is_refused():
     ):
         with pytest.raises(ValueError, match=f"size 8 does not divide into {parts}"):
             chunks.take(jnp.zeros((8,)), 0, cut, 1)
+
+
+def test_a_room_is_made_once_its_first_part_is_there():
+    """Else XLA makes all rooms of a shape at any time before, as one buffer."""
+    part = jnp.ones((4, 3))
+    room = functools.partial(chunks.room, dim=0, cut=Cut(2), chunk=0)
+    barrier, fill = jax.make_jaxpr(room)(part).eqns[-2:]
+    assert barrier.primitive.name == "optimization_barrier" and len(barrier.invars) == 2
+    assert fill.primitive.name == "broadcast_in_dim" and fill.invars == barrier.outvars[:1]
+    np.testing.assert_array_equal(room(part), np.zeros((8, 3)))

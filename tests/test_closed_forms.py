@@ -232,8 +232,10 @@ class Program:
                 given = [b for a in eqn.invars for b in (read(a) or [self._new(a)])]
                 of |= zip(eqn.outvars, self._run(inner, given), strict=True)
                 continue
-            barrier = eqn.primitive.name == "optimization_barrier"
-            writes = reads if barrier else [self._new(v) for v in eqn.outvars]
+            writes = [self._new(v) for v in eqn.outvars]
+            if eqn.primitive.name == "optimization_barrier":
+                same = zip(eqn.invars, writes, strict=True)
+                writes = [b for atom, new in same for b in (read(atom) or [new])]
             of |= zip(eqn.outvars, writes, strict=True)
             fixed = not any(not hasattr(a, "val") for a in eqn.invars[1:])
             self.ops.append(Op(eqn.primitive.name, reads, writes, fixed))
