@@ -21,6 +21,7 @@ from jaxoverlap._text import WIDTH
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, seeds, ways
 from jaxoverlap.channels import CoTuned, co_tune
 from jaxoverlap.cost import CostModel
+from jaxoverlap.granularity import Granularity, Site, granularity
 from jaxoverlap.plan import (
     Attempt,
     Decision,
@@ -33,6 +34,7 @@ from jaxoverlap.plan import (
 )
 from jaxoverlap.road import Options
 from jaxoverlap.search import Lower, Search, Tried
+from jaxoverlap.simulate import simulate
 from jaxoverlap.trial import Failure, Trial, package_hash, schedule_of
 from jaxoverlap.tune_table import progress, tried_table
 
@@ -82,6 +84,7 @@ class Subject:
 
     Attributes:
         lower: rewrites and lowers it for a child.
+        sites: all rings that it could have; for one with a cost model.
         compiled: rewrites and compiles it here, to be timed; as `lower`.
         args, kwargs: that it is called with.
         base: what overlap() does unasked.
@@ -91,6 +94,7 @@ class Subject:
     """
 
     lower: Lower
+    sites: Callable[[], tuple[Site, ...]]
     compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -153,7 +157,15 @@ def _searched(
         return _report(_time(subject, candidates, console), tried, None), True
     with progress(tuning.budget_s, console=console) as show:
         deadline = time.monotonic() + tuning.budget_s
-        search = Search(subject.lower, subject.base, trials, subject.memory_bytes, deadline, show)
+        search = Search(
+            subject.lower,
+            subject.base,
+            trials,
+            subject.memory_bytes,
+            deadline,
+            model=lambda rules: _model(subject, rules, trials),
+            show=show,
+        )
         best = search.run()
     tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
     if tuning.measure:
@@ -162,6 +174,13 @@ def _searched(
     chosen = co_tune(schedule_of(best.request, trials), subject.cost)
     plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
     return msgspec.structs.replace(plan, tried=tried), search.complete
+
+
+def _model(subject: Subject, rules: Tried, trials: Path) -> Granularity:
+    """The step's sites in the unified model, beside all else that its schedule by rules has."""
+    assert rules.request and rules.plan and subject.cost
+    step = simulate(schedule_of(rules.request, trials), subject.cost)
+    return granularity(subject.sites(), rules.plan, step, subject.cost)
 
 
 def _attempt(tried: Tried, *, taken: bool) -> Attempt:
