@@ -267,12 +267,12 @@ class _Prices:
     def _communication_s(self, c: Communication, place: Place) -> float:
         channels, pieces = c.space.setting(place)
         count, sent = c.sent(pieces)
-        return count * self.cost.collective_s(*sent, channels)
+        return count * self.cost.collective_s(*sent, _of(sent, channels))
 
     def _beside(self, c: Communication, place: Place) -> _Beside:
         channels, pieces = c.space.setting(place)
         _, sent = c.sent(pieces)
-        share = self.cost.share(*sent, channels)
+        share = self.cost.share(*sent, _of(sent, channels))
         if not share.sms:  # copies, which have no buffers
             return _Beside(share, 0.0)
         most = _MOST_OF_L2 * self.cost.cluster.chip.l2_bytes
@@ -309,6 +309,11 @@ class _Prices:
         if cut is None:
             cut = tuple(Work((replace(m, m=-(-m.m // pieces)),)) for m in work.matmuls)
         return pieces * sum(self.kernel_s(w, None) for w in cut) / self.kernel_s(work, None)
+
+
+def _of(sent: Sent, channels: Channels) -> Channels | None:
+    """The channels of a collective; None, NCCL's own, of a hop: nobody is asked about those."""
+    return None if sent[0] == PERMUTE else channels
 
 
 def memory_traffic(m: Matmul, cache_bytes: float) -> float:

@@ -86,3 +86,14 @@ def test_the_rest_of_the_step_is_as_long_as_the_schedule_says():
 def test_a_step_without_sites_has_no_plans():
     empty = granularity((), RULES, Timeline("step", 1.0, (), ()), H100)
     assert empty.plans(3) == [] and empty.lost_per_second(1, RING, FINER, 1.0) == math.inf
+
+
+def test_channels_are_not_the_hops_to_have():
+    """NCCL gives a hop its own channels, few on a host of eight: the search must not give it more."""
+    site = site_of(ring_of(GATHER, 32768), "gpt.py:1", Group(8))
+    p = granularity([site], RULES, Timeline("step", 0.0, (), ()), H100).problem
+    assert p
+    counts, rings = site.communication.space.counts, (0, 0, [*sorted(site.ways)].index(8))
+    (seconds,) = {p.seconds(0, (place, *rings)) for place in range(len(counts))}
+    hop_s = H100.collective_s("collective-permute", 4096 * 8192 * 2, Group(2))
+    assert seconds == pytest.approx(7 * hop_s)
