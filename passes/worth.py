@@ -15,6 +15,11 @@ XLA reads some of them where they lie.)
 Sums between hosts are not left to XLA, but scattered whole, in two slices. (7B step on 512 H100s,
 where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone, 780 in slices.)
 
+Nor are gathers and scatters that have little to hide behind. Where all matmuls that could run
+beside (`beside.py`) take less than twice the collective, for others want to hide there too, it goes
+in two slices, one under the other's half of the matmul, if that saves more than cutting costs. (70B
+step on 8 GB200s, whose hops are NCCL's, simulated: 1357 ms left alone, 1312 so, 1347 all sliced.)
+
 What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
 hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
 the chunk over it may hide behind something else, and the collective that is left whole may not.
@@ -23,17 +28,20 @@ the chunk over it may hide behind something else, and the collective that is lef
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxoverlap.cost import CostModel, Group
+from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.rings import Member, Ring
-from jaxoverlap.passes.sites import SIDES, Split
+from jaxoverlap.passes.sites import SIDES, Matmul, Split
 from jaxoverlap.plan import Variant
 
+_HALVES = Variant("sliced", 2)
+_SLICED = ("all_gather", "reduce_scatter")
 _HLO_DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -72,29 +80,43 @@ class Prices:
         taken = f"its {most} take {_us(least[most])}"
         return f"{taken}, more than matmul and {ring.kind}, {_us(plain_s)}"
 
-    def chosen(self, ring: Ring, usual: Variant) -> tuple[Variant, str]:
+    def chosen(
+        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[tuple[Dot, Matmul]]]
+    ) -> tuple[Variant, str]:
         """How a ring's pieces travel, and why so if not as usual.
 
         Not worth it, it is left alone; but sums between hosts go in two slices of a reduce-scatter
-        each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole.
+        each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole. So
+        do other gathers and scatters for which that pays.
+
+        Args:
+            ring: the ring.
+            usual: how its pieces travel if nothing else is known.
+            others: gives the matmuls that the collective could hide behind.
         """
         why = self.loss(ring, usual)
-        if why and ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
-            halves = ring.first.chunk() % 2 == 0
-            return (Variant("sliced", 2), why) if halves else (usual, "")
-        return (Variant("plain"), why) if why else (usual, "")
+        if not why:
+            return usual, ""
+        halves = ring.first.chunk() % _HALVES.slices == 0
+        if ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
+            return (_HALVES, why) if halves else (usual, "")
+        sliced = halves and ring.kind in _SLICED and self._slices_pay(ring, others())
+        return (_HALVES if sliced else Variant("plain")), why
+
+    def _slices_pay(self, ring: Ring, others: Iterable[tuple[Dot, Matmul]]) -> bool:
+        """Whether a collective hides more in halves than cutting its matmuls costs."""
+        whole_s, matmuls_s = self._collective_s(ring), self._matmuls_s(ring)
+        beside_s = sum(self._matmul_s(dot, m, local_sizes(m)) for dot, m in others)
+        cut_s = self._cut_s(ring, _HALVES.slices) - matmuls_s
+        return beside_s < 2 * whole_s and cut_s < min(self._collective_s(ring, 2), matmuls_s / 2)
 
     def plain_s(self, ring: Ring) -> float:
         """Seconds of a ring's matmuls after the whole collective, or before it; of one run."""
-        layout = ring.first
-        sent, group = traffic(layout)[layout.ring.axis], self.groups[layout.ring.axis]
-        collective_s = self.cost.collective_s(ring.kind.replace("_", "-"), sent, group)
-        return collective_s + sum(self._matmul_s(m, local_sizes(m)) for m in ring.members)
+        return self._collective_s(ring) + self._matmuls_s(ring)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
-        pieces = ring.first.ring.axis_size * variant.slices
-        return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
+        return self._cut_s(ring, ring.first.ring.axis_size * variant.slices)
 
     def hops_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's hops, one after the other on their link; of one run."""
@@ -105,11 +127,24 @@ class Prices:
         pair = replace(group, size=2, domains=min(group.domains, 2))
         return hops * self.cost.collective_s("collective-permute", sent // hops, pair)
 
+    def _collective_s(self, ring: Ring, slices: int = 1) -> float:
+        """Seconds of one of so many slices of a ring's collective."""
+        axis = ring.first.ring.axis
+        sent, kind = traffic(ring.first)[axis], ring.kind.replace("_", "-")
+        return self.cost.collective_s(kind, sent // slices, self.groups[axis])
+
+    def _matmuls_s(self, ring: Ring) -> float:
+        """Seconds of a ring's matmuls, each in one piece."""
+        return sum(self._matmul_s(m.dot, m.matmul, local_sizes(m.matmul)) for m in ring.members)
+
+    def _cut_s(self, ring: Ring, pieces: int) -> float:
+        return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
+
     def _chunk_s(self, member: Member, pieces: int, arrives: bool) -> float:
         """Seconds of one of a member's chunks, with the copies that cutting needs."""
         assert member.layout is not None
         matmul, letter = member.layout.matmul, member.layout.letter
-        sizes = local_sizes(member)
+        sizes = local_sizes(matmul)
         sizes[letter] = max(sizes[letter] // pieces, 1)
         bytes_of = {
             side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
@@ -122,12 +157,11 @@ class Prices:
         else:  # cut out of the operand
             copied = [side for side in held if side != "out"]
         copied_bytes = sum(2 * bytes_of[side] for side in copied)
-        return self._matmul_s(member, sizes) + self.cost.memory_s(copied_bytes)
+        return self._matmul_s(member.dot, matmul, sizes) + self.cost.memory_s(copied_bytes)
 
-    def _matmul_s(self, member: Member, sizes: Mapping[str, int]) -> float:
-        """Seconds of a member's matmul on one device, with dims of these sizes."""
-        assert member.layout is not None
-        lhs, rhs, out = (set(member.layout.matmul.einsum.side(side)) for side in SIDES)
+    def _matmul_s(self, dot: Dot, matmul: Matmul, sizes: Mapping[str, int]) -> float:
+        """Seconds of a matmul on one device, with dims of these sizes."""
+        lhs, rhs, out = (set(matmul.einsum.side(side)) for side in SIDES)
 
         def product(letters: set[str]) -> int:
             return math.prod(sizes[c] for c in letters)
@@ -137,18 +171,16 @@ class Prices:
             product(rhs & out - lhs),
             product(lhs & rhs - out),
             batch=product(lhs & rhs & out),
-            dtype=_HLO_DTYPES[_dtype(member)],
+            dtype=_HLO_DTYPES[_dtype(dot)],
         )
 
     def _knows(self, ring: Ring) -> bool:
         known = self.cost.dtypes
-        return all(_HLO_DTYPES.get(_dtype(member)) in known for member in ring.members)
+        return all(_HLO_DTYPES.get(_dtype(member.dot)) in known for member in ring.members)
 
 
-def local_sizes(member: Member) -> dict[str, int]:
+def local_sizes(matmul: Matmul) -> dict[str, int]:
     """The dims of the matmul that one device does, all its chunks together, by letter."""
-    assert member.layout is not None
-    matmul = member.layout.matmul
     sizes = dict(matmul.einsum.sizes)
     for split in matmul.splits:
         if isinstance(split, Split) and (letter := _shares(split)):
@@ -162,8 +194,8 @@ def _shares(split: Split) -> str | None:
     return next(filter(None, (split.at(side) for side in SIDES if side != moving)), None)
 
 
-def _dtype(member: Member) -> str:
-    return np.dtype(member.dot.eqn.invars[0].aval.dtype).name
+def _dtype(dot: Dot) -> str:
+    return np.dtype(dot.eqn.invars[0].aval.dtype).name
 
 
 def _us(seconds: float) -> str:

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxoverlap.cost import Group, cost_model
+from jaxoverlap.passes.beside import beside
 from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.rings import Ring
@@ -58,7 +59,7 @@ def ring_of(specs, rows: int, width: int = 8192, inner: int | None = None) -> Ri
     ],
 )
 def test_a_device_does_an_eighth_of_the_work(specs, sizes: dict[str, int]):
-    assert local_sizes(ring_of(specs, 1024).members[0]) == sizes
+    assert local_sizes(ring_of(specs, 1024).members[0].matmul) == sizes
 
 
 def test_the_seconds_are_those_of_the_parts():
@@ -101,3 +102,57 @@ def test_hops_by_nccl_are_slower_than_its_gather():
 def test_what_was_asked_for_is_done():
     entry, _ = decided(GATHER, 64, 512, granularity=Variant("two_way"))
     assert isinstance(entry, Decision) and entry.variant == Variant("two_way")
+
+
+def layer(x, w, v, u, z):
+    """Gathered x: up and down, each waiting for the one before; and a matmul of their own beside."""
+    return (x @ w) @ v, u @ z
+
+
+LAYER = {
+    0: Read((M, NO), (NO, M), (NO, M)),
+    1: Read((NO, M), (M, NO), (M, NO)),
+    2: Read((NO, NO), (NO, NO), (NO, NO)),
+}
+BY_NCCL = Prices(H100, {"model": Group(8)})
+
+
+def of_layer(aside: int, rows: int = 16384, **options):
+    """The layer's plan and rings; `aside`: the size of the matmul beside them."""
+    wide, own = ((8192, 8192), (8192, 8192)), ((aside, aside), (aside, aside))
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 8192), *wide, *own)]
+    found = bodies(jax.make_jaxpr(layer)(*shapes))
+    entries, sharings = decide(found, LAYER, AXES, prices=BY_NCCL, **options)
+    return found, entries, [ring for sharing in sharings.values() for ring in sharing.rings]
+
+
+def test_beside_a_collective_runs_what_neither_feeds_it_nor_waits_for_it():
+    (body,), _, (gather, scatter) = of_layer(64, granularity=Variant())
+    assert [d.index for d in beside(body, gather)] == [2]
+    assert [d.index for d in beside(body, scatter)] == [2]
+
+
+def test_a_gather_waits_for_what_it_moves_and_not_for_the_other_operand():
+    def product(x, dy, w):
+        return x @ (dy @ w)
+
+    (body,) = bodies(jax.make_jaxpr(product)(*[jax.ShapeDtypeStruct((64, 64), "bfloat16")] * 3))
+    read = {0: Read((NO, NO), (NO, M), (NO, M)), 1: Read(*GATHER)}
+    _, sharings = decide((body,), read, AXES, granularity=Variant())
+    (ring,) = sharings[body.index].rings
+    assert ring.arrives and [d.index for d in beside(body, ring)] == [0]
+
+
+def test_slow_hops_go_in_halves_only_where_little_else_hides_them():
+    _, alone, _ = of_layer(64)
+    assert [e.variant for e in alone[:2] if isinstance(e, Decision)] == [Variant("sliced", 2)] * 2
+    assert all("its hops take" in e.why for e in alone[:2] if isinstance(e, Decision))
+    _, enough, rings = of_layer(16384)
+    assert not rings and all(isinstance(e, Skip) for e in enough)
+
+
+def test_no_halves_where_cutting_costs_more_than_it_hides():
+    _, small, rings = of_layer(64, rows=64)
+    assert not rings and all(isinstance(e, Skip) for e in small)
+    _, odd, rings = of_layer(64, rows=8 * 2047)
+    assert not rings and all(isinstance(e, Skip) for e in odd)
