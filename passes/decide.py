@@ -108,7 +108,8 @@ def decide(
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
     def beside_of(body: Body, ring: Ring) -> list[tuple[Dot, Matmul]]:
-        read = ((dot, _matmul(dot, shardings, axis_sizes)) for dot in beside(body, ring))
+        fit = [dot for dot in beside(body, ring) if not _unfit(dot)]
+        read = ((dot, _matmul(dot, shardings, axis_sizes)) for dot in fit)
         return [(dot, matmul) for dot, matmul in read if isinstance(matmul, Matmul)]
 
     sharings: dict[int, Sharing] = {}
@@ -147,6 +148,11 @@ def refusal(dot: Dot, wishes: Wishes) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
     if (asked := wishes.refusal(dot.index, source_of(dot))) is not None:
         return asked
+    return _unfit(dot)
+
+
+def _unfit(dot: Dot) -> str | None:
+    """Why a matmul is none that the algebra can look at."""
     if dot.eqn.primitive.name != "dot_general":
         return f"{dot.eqn.primitive.name}: no ring for that"
     if dot.inside:

@@ -17,8 +17,9 @@ where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone
 
 Nor are gathers and scatters that have little to hide behind. Where all matmuls that could run
 beside (`beside.py`) take less than twice the collective, for others want to hide there too, it goes
-in two slices, one under the other's half of the matmul, if that saves more than cutting costs. (70B
-step on 8 GB200s, whose hops are NCCL's, simulated: 1357 ms left alone, 1312 so, 1347 all sliced.)
+in two slices, each under the matmul of the other; in four, where they take less than twice a slice.
+(By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and 1309 ms,
+all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780.)
 
 What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
 hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
@@ -40,8 +41,7 @@ from jaxoverlap.passes.rings import Member, Ring
 from jaxoverlap.passes.sites import SIDES, Matmul, Split
 from jaxoverlap.plan import Variant
 
-_HALVES = Variant("sliced", 2)
-_SLICED = ("all_gather", "reduce_scatter")
+_SLICED, _SLICES = ("all_gather", "reduce_scatter"), (2, 4)
 _HLO_DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -69,7 +69,7 @@ class Prices:
         A ring that keeps what it gathers for others moves it anyway, and may be cut for that; one
         of matmuls whose dtype has no price stays.
         """
-        if not self._knows(ring):
+        if not all(self._knows(member.dot) for member in ring.members):
             return ""
         least = {"hops": self.hops_s(ring, variant)}
         if not ring.keep:
@@ -86,8 +86,8 @@ class Prices:
         """How a ring's pieces travel, and why so if not as usual.
 
         Not worth it, it is left alone; but sums between hosts go in two slices of a reduce-scatter
-        each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole. So
-        do other gathers and scatters for which that pays.
+        each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole.
+        Other gathers and scatters go in slices where that pays.
 
         Args:
             ring: the ring.
@@ -97,18 +97,32 @@ class Prices:
         why = self.loss(ring, usual)
         if not why:
             return usual, ""
-        halves = ring.first.chunk() % _HALVES.slices == 0
         if ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
-            return (_HALVES, why) if halves else (usual, "")
-        sliced = halves and ring.kind in _SLICED and self._slices_pay(ring, others())
-        return (_HALVES if sliced else Variant("plain")), why
+            halves = ring.first.chunk() % 2 == 0
+            return (Variant("sliced", 2), why) if halves else (usual, "")
+        slices = self._slices(ring, others()) if ring.kind in _SLICED else 1
+        return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
-    def _slices_pay(self, ring: Ring, others: Iterable[tuple[Dot, Matmul]]) -> bool:
-        """Whether a collective hides more in halves than cutting its matmuls costs."""
-        whole_s, matmuls_s = self._collective_s(ring), self._matmuls_s(ring)
-        beside_s = sum(self._matmul_s(dot, m, local_sizes(m)) for dot, m in others)
-        cut_s = self._cut_s(ring, _HALVES.slices) - matmuls_s
-        return beside_s < 2 * whole_s and cut_s < min(self._collective_s(ring, 2), matmuls_s / 2)
+    def _slices(self, ring: Ring, others: Iterable[tuple[Dot, Matmul]]) -> int:
+        """How many slices a collective goes in: more while little hides what of it stays bare."""
+        known = [(dot, matmul) for dot, matmul in others if self._knows(dot)]
+        beside_s = sum(self._matmul_s(dot, m, local_sizes(m)) for dot, m in known)
+        best, best_s = 1, self.plain_s(ring)
+        for slices in _SLICES:
+            hidden = beside_s >= 2 * self._collective_s(ring, best)
+            seconds = self.sliced_s(ring, slices)
+            if hidden or ring.first.chunk() % slices or seconds >= best_s:
+                break
+            best, best_s = slices, seconds
+        return best
+
+    def sliced_s(self, ring: Ring, slices: int) -> float:
+        """Seconds of a ring's matmuls and its collective, in slices, each beside the other; alone.
+
+        t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `ring.py`'s formula.
+        """
+        chunk_s, slice_s = self._cut_s(ring, slices) / slices, self._collective_s(ring, slices)
+        return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
 
     def plain_s(self, ring: Ring) -> float:
         """Seconds of a ring's matmuls after the whole collective, or before it; of one run."""
@@ -174,9 +188,8 @@ class Prices:
             dtype=_HLO_DTYPES[_dtype(dot)],
         )
 
-    def _knows(self, ring: Ring) -> bool:
-        known = self.cost.dtypes
-        return all(_HLO_DTYPES.get(_dtype(member.dot)) in known for member in ring.members)
+    def _knows(self, dot: Dot) -> bool:
+        return _HLO_DTYPES.get(_dtype(dot)) in self.cost.dtypes
 
 
 def local_sizes(matmul: Matmul) -> dict[str, int]:
@@ -184,7 +197,7 @@ def local_sizes(matmul: Matmul) -> dict[str, int]:
     sizes = dict(matmul.einsum.sizes)
     for split in matmul.splits:
         if isinstance(split, Split) and (letter := _shares(split)):
-            sizes[letter] //= split.axis_size
+            sizes[letter] = math.ceil(sizes[letter] / split.axis_size)
     return sizes
 
 

@@ -26,7 +26,14 @@ SUM = ((NO, M), (M, NO), (NO, NO))
 
 
 def decided(
-    specs, rows: int, width: int = 8192, *, inner=None, prices=NVLINK, dtype="bfloat16", **options
+    specs,
+    rows: int,
+    width: int = 8192,
+    *,
+    inner=None,
+    prices: Prices | None = NVLINK,
+    dtype="bfloat16",
+    **options,
 ):
     inner = inner or width
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, inner), (inner, width))]
@@ -143,15 +150,20 @@ def test_a_gather_waits_for_what_it_moves_and_not_for_the_other_operand():
     assert ring.arrives and [d.index for d in beside(body, ring)] == [0]
 
 
-def test_slow_hops_go_in_halves_only_where_little_else_hides_them():
-    _, alone, _ = of_layer(64)
-    assert [e.variant for e in alone[:2] if isinstance(e, Decision)] == [Variant("sliced", 2)] * 2
-    assert all("its hops take" in e.why for e in alone[:2] if isinstance(e, Decision))
-    _, enough, rings = of_layer(16384)
-    assert not rings and all(isinstance(e, Skip) for e in enough)
+@pytest.mark.parametrize(("aside", "slices"), [(64, 4), (7168, 2)])
+def test_slow_hops_go_in_slices_more_where_less_runs_beside(aside: int, slices: int):
+    _, (up, down, _), _ = of_layer(aside)
+    for entry in (up, down):
+        assert isinstance(entry, Decision) and entry.variant == Variant("sliced", slices)
+        assert entry.why.startswith("its hops take")
 
 
-def test_no_halves_where_cutting_costs_more_than_it_hides():
+def test_what_can_hide_behind_another_matmul_stays_whole():
+    _, entries, rings = of_layer(16384)
+    assert not rings and all(isinstance(e, Skip) for e in entries)
+
+
+def test_no_slices_where_cutting_costs_more_than_it_hides():
     _, small, rings = of_layer(64, rows=64)
     assert not rings and all(isinstance(e, Skip) for e in small)
     _, odd, rings = of_layer(64, rows=8 * 2047)
