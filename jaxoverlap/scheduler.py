@@ -35,7 +35,7 @@ class Scheduler:
     Attributes:
         slack: by how much of its peak memory in XLA's order the step may need more: 0.05 is a
             twentieth. The peak is that of a model of XLA's buffers, arguments not counted; the
-            default is about what that model is off by.
+            default is less than what that model is off by.
         in_flight: the most collectives on their way at a time.
     """
 
