@@ -35,10 +35,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxoverlap.cost import CostModel, Group
+from jaxoverlap.passes import sites
 from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.rings import Member, Ring
-from jaxoverlap.passes.sites import SIDES, Matmul, Split
+from jaxoverlap.passes.sites import SIDES, Split
+from jaxoverlap.passes.work import Matmul
 from jaxoverlap.plan import Variant
 
 _SLICED, _SLICES = ("all_gather", "reduce_scatter"), (2, 4)
@@ -69,7 +71,7 @@ class Prices:
         A ring that keeps what it gathers for others moves it anyway, and may be cut for that; one
         of matmuls whose dtype has no price stays.
         """
-        if not all(self._knows(member.dot) for member in ring.members):
+        if not self.knows(ring):
             return ""
         least = {"hops": self.hops_s(ring, variant)}
         if not ring.keep:
@@ -81,7 +83,7 @@ class Prices:
         return f"{taken}, more than matmul and {ring.kind}, {_us(plain_s)}"
 
     def chosen(
-        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[tuple[Dot, Matmul]]]
+        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[tuple[Dot, sites.Matmul]]]
     ) -> tuple[Variant, str]:
         """How a ring's pieces travel, and why so if not as usual.
 
@@ -103,10 +105,10 @@ class Prices:
         slices = self._slices(ring, others()) if ring.kind in _SLICED else 1
         return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
-    def _slices(self, ring: Ring, others: Iterable[tuple[Dot, Matmul]]) -> int:
+    def _slices(self, ring: Ring, others: Iterable[tuple[Dot, sites.Matmul]]) -> int:
         """How many slices a collective goes in: more while little hides what of it stays bare."""
-        known = [(dot, matmul) for dot, matmul in others if self._knows(dot)]
-        beside_s = sum(self._matmul_s(dot, m, local_sizes(m)) for dot, m in known)
+        known = [(dot, matmul) for dot, matmul in others if self._prices(dot)]
+        beside_s = sum(self._matmul_s(_kernel(dot, m, local_sizes(m))) for dot, m in known)
         best, best_s = 1, self.plain_s(ring)
         for slices in _SLICES:
             hidden = beside_s >= 2 * self._collective_s(ring, best)
@@ -134,12 +136,9 @@ class Prices:
 
     def hops_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's hops, one after the other on their link; of one run."""
-        layout = ring.first
-        group, n = self.groups[layout.ring.axis], layout.ring.axis_size
-        sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
-        hops = (n - 1) * variant.slices
-        pair = replace(group, size=2, domains=min(group.domains, 2))
-        return hops * self.cost.collective_s("collective-permute", sent // hops, pair)
+        count, sent = hops(ring, variant)
+        group = self.groups[ring.first.ring.axis]
+        return count * self.cost.collective_s("collective-permute", sent, pair(group))
 
     def _collective_s(self, ring: Ring, slices: int = 1) -> float:
         """Seconds of one of so many slices of a ring's collective."""
@@ -149,50 +148,86 @@ class Prices:
 
     def _matmuls_s(self, ring: Ring) -> float:
         """Seconds of a ring's matmuls, each in one piece."""
-        return sum(self._matmul_s(m.dot, m.matmul, local_sizes(m.matmul)) for m in ring.members)
+        return sum(self._matmul_s(whole(member)) for member in ring.members)
 
     def _cut_s(self, ring: Ring, pieces: int) -> float:
         return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
 
     def _chunk_s(self, member: Member, pieces: int, arrives: bool) -> float:
         """Seconds of one of a member's chunks, with the copies that cutting needs."""
-        assert member.layout is not None
-        matmul, letter = member.layout.matmul, member.layout.letter
-        sizes = local_sizes(matmul)
-        sizes[letter] = max(sizes[letter] // pieces, 1)
-        bytes_of = {
-            side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
-            for side, itemsize in zip(SIDES, matmul.itemsize, strict=True)
-        }
-        held = [side for side in SIDES if letter in matmul.einsum.side(side)]
-        if arrives:  # the result to its place; or what meets the chunk cut out of its operand
-            moving = member.layout.ring.motion.side if member.layout.ring.motion else None
-            copied = [side for side in held if side != moving]
-        else:  # cut out of the operand
-            copied = [side for side in held if side != "out"]
-        copied_bytes = sum(2 * bytes_of[side] for side in copied)
-        return self._matmul_s(member.dot, matmul, sizes) + self.cost.memory_s(copied_bytes)
+        matmul, copied_bytes = chunk(member, pieces, arrives)
+        return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
 
-    def _matmul_s(self, dot: Dot, matmul: Matmul, sizes: Mapping[str, int]) -> float:
-        """Seconds of a matmul on one device, with dims of these sizes."""
-        lhs, rhs, out = (set(matmul.einsum.side(side)) for side in SIDES)
+    def _matmul_s(self, m: Matmul) -> float:
+        return self.cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
 
-        def product(letters: set[str]) -> int:
-            return math.prod(sizes[c] for c in letters)
+    def knows(self, ring: Ring) -> bool:
+        """Whether the dtypes of a ring's matmuls have a price."""
+        return all(self._prices(member.dot) for member in ring.members)
 
-        return self.cost.matmul_s(
-            product(lhs & out - rhs),
-            product(rhs & out - lhs),
-            product(lhs & rhs - out),
-            batch=product(lhs & rhs & out),
-            dtype=_HLO_DTYPES[_dtype(dot)],
-        )
-
-    def _knows(self, dot: Dot) -> bool:
+    def _prices(self, dot: Dot) -> bool:
         return _HLO_DTYPES.get(_dtype(dot)) in self.cost.dtypes
 
 
-def local_sizes(matmul: Matmul) -> dict[str, int]:
+def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
+    """How many hops a device makes in one run of a ring, and the bytes that it sends in each."""
+    layout = ring.first
+    count = (layout.ring.axis_size - 1) * variant.slices
+    sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
+    return count, sent // count
+
+
+def pair(group: Group) -> Group:
+    """Who takes part in a hop along a ring of this group."""
+    return replace(group, size=2, domains=min(group.domains, 2))
+
+
+def chunk(member: Member, pieces: int, arrives: bool) -> tuple[Matmul, int]:
+    """One chunk of a member's matmul on one device, and the bytes that are copied for it.
+
+    Args:
+        pieces: that the matmul is cut into.
+        arrives: whether an operand moves, and not results.
+    """
+    assert member.layout is not None
+    matmul, letter = member.layout.matmul, member.layout.letter
+    sizes = local_sizes(matmul)
+    sizes[letter] = max(sizes[letter] // pieces, 1)
+    bytes_of = {
+        side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
+        for side, itemsize in zip(SIDES, matmul.itemsize, strict=True)
+    }
+    held = [side for side in SIDES if letter in matmul.einsum.side(side)]
+    if arrives:  # the result to its place; or what meets the chunk cut out of its operand
+        moving = member.layout.ring.motion.side if member.layout.ring.motion else None
+        copied = [side for side in held if side != moving]
+    else:  # cut out of the operand
+        copied = [side for side in held if side != "out"]
+    return _kernel(member.dot, matmul, sizes), sum(2 * bytes_of[side] for side in copied)
+
+
+def whole(member: Member) -> Matmul:
+    """A member's matmul as one device does it, all its chunks together."""
+    return _kernel(member.dot, member.matmul, local_sizes(member.matmul))
+
+
+def _kernel(dot: Dot, matmul: sites.Matmul, sizes: Mapping[str, int]) -> Matmul:
+    """What a matmul asks of a device, with dims of these sizes."""
+    lhs, rhs, out = (set(matmul.einsum.side(side)) for side in SIDES)
+
+    def product(letters: set[str]) -> int:
+        return math.prod(sizes[c] for c in letters)
+
+    return Matmul(
+        m=product(lhs & out - rhs),
+        n=product(rhs & out - lhs),
+        k=product(lhs & rhs - out),
+        batch=product(lhs & rhs & out),
+        dtype=_HLO_DTYPES[_dtype(dot)],
+    )
+
+
+def local_sizes(matmul: sites.Matmul) -> dict[str, int]:
     """The dims of the matmul that one device does, all its chunks together, by letter."""
     sizes = dict(matmul.einsum.sizes)
     for split in matmul.splits:
