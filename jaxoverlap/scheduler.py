@@ -33,12 +33,13 @@ class Scheduler:
     """How the scheduler pass may order a step.
 
     Attributes:
-        slack: by how much of its peak memory in XLA's order a computation may need more: 0.05 is a
-            twentieth. The peak is that of a model of XLA's buffers, operands not counted.
+        slack: by how much of its peak memory in XLA's order the step may need more: 0.05 is a
+            twentieth. The peak is that of a model of XLA's buffers, arguments not counted; the
+            default is less than what that model is off by.
         in_flight: the most collectives on their way at a time.
     """
 
-    slack: float = 0.0
+    slack: float = 0.02
     in_flight: int = 8
 
     def __post_init__(self) -> None:

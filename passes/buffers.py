@@ -2,7 +2,8 @@
 
 A model of XLA's buffer assignment, good enough to compare two orders of one computation: a value
 that must or does lie in its operand's memory (a bitcast, a tuple, a loop's carry, an update in
-place) makes no buffer, and what the computation is given, and constants, are not counted.
+place) makes no buffer, and what the computation is given, and constants, are not counted. Nor are
+a step's results that lie in the memory of donated arguments.
 """
 
 from __future__ import annotations
@@ -61,7 +62,17 @@ def buffers(module: hlo.Module, computation: str) -> Buffers:
     for instruction in module.body(computation):
         operands = [found.values.get(name) for name in instruction.operands]
         found.values[instruction.name] = _value(module, instruction, operands, found.make)
+    if computation == module.entry:
+        results = found.values[root(module, computation).name]
+        for number in module.donated:
+            for buffer in leaves(results[number] if isinstance(results, tuple) else results):
+                found.bytes[buffer] = 0
     return found
+
+
+def root(module: hlo.Module, computation: str) -> hlo.Instruction:
+    """The instruction whose value is the computation's."""
+    return next(i for i in module.body(computation) if i.is_root)
 
 
 def _value(

@@ -8,7 +8,8 @@ they run once and not once a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from jaxoverlap import _compat
 from jaxoverlap._text import human_bytes, short_source
 from jaxoverlap.decisions import LEFT_PLAIN, Decision, Skip, Variant
+from jaxoverlap.passes.beside import beside
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.propagate import Shardings
@@ -105,6 +107,11 @@ def decide(
         read = shardings[dot.index]
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
+    def beside_of(body: Body, ring: Ring) -> list[tuple[Dot, Matmul]]:
+        fit = [dot for dot in beside(body, ring) if not _unfit(dot)]
+        read = ((dot, _matmul(dot, shardings, axis_sizes)) for dot in fit)
+        return [(dot, matmul) for dot, matmul in read if isinstance(matmul, Matmul)]
+
     sharings: dict[int, Sharing] = {}
     undecided = [body for body in found if body.dots]
     while undecided:
@@ -112,7 +119,8 @@ def decide(
             sharing = share(body, read, beyond, ahead=prefetch, costs=costs)
             sharings[body.index] = sharing
             for ring in sharing.rings:
-                ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices)
+                others = functools.partial(beside_of, body, ring)
+                ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices, others)
                 if ring.variant.style == "plain":
                     dear |= {m.dot.index: LEFT_PLAIN + ring.why for m in ring.members}
         # Only where a ring was lost may the others be shared in another way.
@@ -140,6 +148,11 @@ def refusal(dot: Dot, wishes: Wishes) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
     if (asked := wishes.refusal(dot.index, source_of(dot))) is not None:
         return asked
+    return _unfit(dot)
+
+
+def _unfit(dot: Dot) -> str | None:
+    """Why a matmul is none that the algebra can look at."""
     if dot.eqn.primitive.name != "dot_general":
         return f"{dot.eqn.primitive.name}: no ring for that"
     if dot.inside:
@@ -169,7 +182,11 @@ def _num_dims(dot: Dot) -> int:
 
 
 def _chosen(
-    ring: Ring, wishes: Wishes, costs: Mapping[str, float], prices: Prices | None
+    ring: Ring,
+    wishes: Wishes,
+    costs: Mapping[str, float],
+    prices: Prices | None,
+    others: Callable[[], list[tuple[Dot, Matmul]]],
 ) -> tuple[Variant, str]:
     """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""
     chunk = ring.first.chunk()
@@ -178,7 +195,7 @@ def _chosen(
             return asked, "as chosen"
         return variant_of(ring.kind, chunk, asked)
     usual, _ = variant_of(ring.kind, chunk, _usual(ring, costs))
-    return prices.chosen(ring, usual) if prices else (usual, "")
+    return prices.chosen(ring, usual, others) if prices else (usual, "")
 
 
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:

@@ -25,6 +25,7 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)"?\}')
 _ARRAY = re.compile(r"(\w+?)\[([\d,<=]*)\]")
+_DONATED = re.compile(r"\{(\d*)\}: \(\d+, \{\}, \w+-alias\)")
 _CUT = "it seems to be cut short; give the whole text"
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -94,6 +95,7 @@ class Module:
         num_devices: devices that it runs on.
         computations: instructions by computation, in schedule order.
         frames: "folder/file.py:line" by stack frame id.
+        donated: results, by number, that lie in the memory of an argument.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Module:
     num_devices: int
     computations: Mapping[str, tuple[Instruction, ...]]
     frames: Mapping[int, str]
+    donated: frozenset[int] = frozenset()
 
     def body(self, computation: str) -> tuple[Instruction, ...]:
         """The instructions of a computation, in schedule order.
@@ -152,7 +155,8 @@ def parse(text: str) -> Module:
         raise ValueError(f"the text of {name} has no end, or no entry computation: {_CUT}")
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
     frozen = {key: tuple(value) for key, value in computations.items()}
-    return Module(name, entry, math.prod(map(int, counts)), frozen, _frames(text))
+    donated = frozenset(int(result or 0) for result in _DONATED.findall(head))
+    return Module(name, entry, math.prod(map(int, counts)), frozen, _frames(text), donated)
 
 
 def _instruction(name: str, rest: str, line: str) -> Instruction:

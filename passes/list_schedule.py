@@ -4,7 +4,9 @@ Plain values, no XLA: `passes/schedule.py` makes them of a computation. A list s
 Graham (1966), with one lane that computes and one for each class of links: it walks through time,
 and always takes the first task of XLA's order that can run. Two things differ from XLA's own. A
 start is issued as soon as its values are there and its turn has come, so that what it hides behind
-comes after it. And while a collective is on its way, whatever else is ready may run (`fill`).
+comes after it. And while a collective is on its way, whatever else is ready may run; where a rule
+says so (`turn`), what the longest path to the end hangs on goes first, and all else is kept for the
+waits (Hu, Operations Research 9, 1961).
 """
 
 from __future__ import annotations
@@ -14,6 +16,11 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+# What computes next: the first of XLA's order; the first of it that is ready; of those that are
+# ready the one from which the path to the end is longest.
+Turn = Literal["first", "ready", "path"]
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,13 @@ class Rule:
         leads: by lane. A start waits until the compute before its first use is no more than this
             many times the collective's own seconds: one that is early takes the link from one that
             is urgent. By lane, since one link may be full where another is idle.
-        fill: whether what is ready may run out of turn, where XLA's order would wait.
+        turn: what computes next.
         in_flight: the most collectives on their way at a time.
         ceiling_bytes: of live memory, kept to as far as there is a choice.
     """
 
     leads: Mapping[str, float]
-    fill: bool
+    turn: Turn
     in_flight: int
     ceiling_bytes: int
 
@@ -113,6 +120,14 @@ def outcome(problem: Problem, order: Sequence[int]) -> Outcome:
         at[index] = matmuls
         bare += task.awaits is not None and at[task.awaits] == matmuls
     return Outcome(max(clock.now, *clock.busy_until.values(), 0.0), memory.peak, bare)
+
+
+def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
+    """What is live while each task of an order runs, and what it needs beside."""
+    memory = _Memory(problem)
+    for index in order:
+        yield memory.after(problem.tasks[index])
+        memory.run(problem.tasks[index])
 
 
 def list_schedule(problem: Problem, rule: Rule) -> list[int]:
@@ -197,9 +212,12 @@ class _Scheduler:
                 self._users[need].append(index)
         self._before = _compute_before(self._tasks)
         self._deadline = _deadlines(self._tasks, self._users, self._before)
+        self._rank: Sequence[float] = range(len(self._tasks))  # who computes first: the least
+        if rule.turn == "path":
+            self._rank = [-seconds for seconds in _paths(self._tasks, self._users)]
         self._computed = 0.0
         self._starts: list[tuple[float, int]] = []  # those that are ready, the most urgent first
-        self._ready: list[int] = []  # those that compute, in XLA's order
+        self._ready: list[int] = []  # those that compute, the first to run first
         self._flying: list[tuple[float, int]] = []  # ready dones, by arrival
         self._on_the_way = 0
         self._next = 0  # the first task of XLA's order that computes and has not run
@@ -234,7 +252,7 @@ class _Scheduler:
         elif task.awaits is not None:
             heapq.heappush(self._flying, (self._clock.arrives[task.awaits], index))
         elif task.seconds > 0:
-            insort(self._ready, index)
+            insort(self._ready, index, key=lambda ready: self._rank[ready])
         else:
             self._put(index)
 
@@ -276,13 +294,13 @@ class _Scheduler:
         )
 
     def _compute(self) -> int | None:
-        """The first task of XLA's order that can run, and fits; without `fill` only its next."""
+        """The first task by the rule's turn that can run, and fits."""
         while self._next < len(self._tasks) and (
             self._done[self._next] or not self._computes(self._next)
         ):
             self._next += 1
         for place, index in enumerate(self._ready):
-            if not self._rule.fill and index != self._next:
+            if self._rule.turn == "first" and index != self._next:
                 return None
             if self._memory.after(self._tasks[index]) <= self._rule.ceiling_bytes:
                 return self._ready.pop(place)
@@ -291,6 +309,16 @@ class _Scheduler:
     def _computes(self, index: int) -> bool:
         task = self._tasks[index]
         return task.anchored and task.flight is None
+
+
+def _paths(tasks: Sequence[Task], users: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds of the longest path from each task to the end, itself and collectives included."""
+    paths = [0.0] * len(tasks)
+    for index in reversed(range(len(tasks))):
+        flight = tasks[index].flight
+        own = flight.seconds if flight else tasks[index].seconds
+        paths[index] = own + max((paths[user] for user in users[index]), default=0.0)
+    return paths
 
 
 def _compute_before(tasks: Sequence[Task]) -> list[float]:

@@ -10,7 +10,7 @@ from jaxoverlap.passes.chains import End
 from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.layout import Layout
 from jaxoverlap.passes.order import Order
-from jaxoverlap.passes.sites import Kind, Side, Spec
+from jaxoverlap.passes.sites import Kind, Matmul, Side, Spec
 from jaxoverlap.plan import Variant
 
 
@@ -66,6 +66,12 @@ class Member:
     layout: Layout | None
     hoists: tuple[Hoist, ...] = ()
     end: End = End(None)  # noqa: RUF009, it is a tuple
+
+    @property
+    def matmul(self) -> Matmul:
+        """What the ring's layout does."""
+        assert self.layout is not None
+        return self.layout.matmul
 
     def value(self, side: Side) -> Value:
         """One operand."""

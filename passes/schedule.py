@@ -3,29 +3,34 @@
 Works on the module's text and gives names in order; `jaxoverlap/_xla.py` puts them into XLA's own
 module, inside the compiler. Every computation that starts a collective is a problem for
 `passes/list_schedule.py`, innermost first, as a loop lasts as long as its body's new order. Of
-several rules the fastest that stays under the ceiling is taken; XLA's order is one of them.
+several rules the fastest that stays under the ceiling is taken; XLA's order is one of them. What a
+computation may use is what the step does at its peak, less what lies around it (`room.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from jaxoverlap.cost import ALONE, CostModel
 from jaxoverlap.passes import hlo
-from jaxoverlap.passes.buffers import buffers, leaves
+from jaxoverlap.passes.buffers import buffers, leaves, root
 from jaxoverlap.passes.list_schedule import (
     Flight,
     Outcome,
     Problem,
     Rule,
     Task,
+    Turn,
     list_schedule,
     outcome,
 )
 from jaxoverlap.passes.replay import Prices
+from jaxoverlap.passes.room import CALLS, rooms
 
 SAME = 1e-4  # of some seconds: by less than that no prediction tells two orders apart
 _LEADS = (1.0, 2.0, 8.0, float("inf"))
@@ -54,7 +59,7 @@ def schedule(
     Args:
         module: scheduled by XLA.
         cost: of its instructions.
-        slack: by how much of XLA's peak memory a computation may need more.
+        slack: by how much of its peak memory in XLA's order the step may need more.
         in_flight: the most collectives on their way at a time.
 
     Returns:
@@ -69,8 +74,9 @@ class _Walk:
     """Through a module, innermost computations first."""
 
     def __init__(self, module: hlo.Module, prices: Prices, slack: float, in_flight: int):
-        self._module, self._prices = module, prices
-        self._slack, self._in_flight = slack, in_flight
+        self._module, self._prices, self._in_flight = module, prices, in_flight
+        self._buffers = functools.cache(functools.partial(buffers, module))
+        self._rooms = rooms(module, self._buffers, slack)
         self._known: dict[str, Outcome] = {}
         self.orders: dict[str, Order] = {}
 
@@ -85,8 +91,7 @@ class _Walk:
         before = outcome(problem, range(len(problem.tasks)))
         if not any(task.flight for task in problem.tasks):
             return before
-        ceiling = int(before.peak_bytes * (1 + self._slack))
-        order, after = best(problem, ceiling, self._in_flight)
+        order, after = best(problem, self._rooms[computation], self._in_flight)
         if order != range(len(problem.tasks)):
             body = self._module.body(computation)
             names = tuple(body[i].name for i in order)
@@ -97,7 +102,7 @@ class _Walk:
     def _problem(self, computation: str) -> Problem:
         body = self._module.body(computation)
         place = {i.name: n for n, i in enumerate(body)}
-        found = buffers(self._module, computation)
+        found = self._buffers(computation)
         tasks: list[Task] = []
         for instruction in body:
             needs = [place[name.partition("#")[0]] for name in _needs(instruction)]
@@ -109,13 +114,12 @@ class _Walk:
             if instruction.opcode.endswith("-done") and tasks[needs[0]].flight:
                 task = replace(task, awaits=needs[0])
             tasks.append(task)
-        root = next(i for i in body if i.is_root)
-        kept = frozenset(leaves(found.values[root.name]))
+        kept = frozenset(leaves(found.values[root(self._module, computation).name]))
         return Problem(tuple(tasks), tuple(found.bytes), kept)
 
     def _task(self, computation: str, instruction: hlo.Instruction) -> Task:
         """What an instruction takes, wherever it stands."""
-        if instruction.opcode in ("while", "conditional", "call"):
+        if instruction.opcode in CALLS:
             inner = [self.outcome(name) for name in instruction.called]
             times = instruction.trip_count or 1 if instruction.opcode == "while" else 1
             most = sum if instruction.opcode == "while" else max
@@ -135,18 +139,22 @@ class _Walk:
 def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence[int], Outcome]:
     """The fastest of XLA's order and those of some rules that stay under the ceiling.
 
-    Of those that are equally fast, the one with most collectives beside a matmul; then XLA's.
+    Of those that are equally fast, the one with most collectives beside a matmul; then that of
+    least memory; then XLA's.
     """
     xla = range(len(problem.tasks))
     found: list[tuple[Sequence[int], Outcome]] = [(xla, outcome(problem, xla))]
     lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
-    for fill, *leads in itertools.product((False, True), *(_LEADS for _ in lanes)):
-        rule = Rule(dict(zip(lanes, leads, strict=True)), bool(fill), in_flight, ceiling_bytes)
-        order = list_schedule(problem, rule)
-        found.append((order, outcome(problem, order)))
+    for turn in get_args(Turn):
+        for leads in itertools.product(_LEADS, repeat=len(lanes)):
+            rule = Rule(dict(zip(lanes, leads, strict=True)), turn, in_flight, ceiling_bytes)
+            order = list_schedule(problem, rule)
+            found.append((order, outcome(problem, order)))
     unit = found[0][1].seconds * SAME or 1.0
     allowed = [one for one in found if one[1].peak_bytes <= ceiling_bytes] or found[:1]
-    return min(allowed, key=lambda one: (round(one[1].seconds / unit), one[1].bare))
+    return min(
+        allowed, key=lambda one: (round(one[1].seconds / unit), one[1].bare, one[1].peak_bytes)
+    )
 
 
 def reordered(module: hlo.Module, orders: Mapping[str, Order]) -> hlo.Module:

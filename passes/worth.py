@@ -15,6 +15,12 @@ XLA reads some of them where they lie.)
 Sums between hosts are not left to XLA, but scattered whole, in two slices. (7B step on 512 H100s,
 where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone, 780 in slices.)
 
+Nor are gathers and scatters that have little to hide behind. Where all matmuls that could run
+beside (`beside.py`) take less than twice the collective, for others want to hide there too, it goes
+in two slices, each under the matmul of the other; in four, where they take less than twice a slice.
+(By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and 1309 ms,
+all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780.)
+
 What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
 hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
 the chunk over it may hide behind something else, and the collective that is left whole may not.
@@ -23,18 +29,21 @@ the chunk over it may hide behind something else, and the collective that is lef
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxoverlap.cost import CostModel, Group
+from jaxoverlap.passes import sites
+from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.rings import Member, Ring
 from jaxoverlap.passes.sites import SIDES, Split
 from jaxoverlap.passes.work import Matmul
 from jaxoverlap.plan import Variant
 
+_SLICED, _SLICES = ("all_gather", "reduce_scatter"), (2, 4)
 _HLO_DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -73,35 +82,76 @@ class Prices:
         taken = f"its {most} take {_us(least[most])}"
         return f"{taken}, more than matmul and {ring.kind}, {_us(plain_s)}"
 
-    def chosen(self, ring: Ring, usual: Variant) -> tuple[Variant, str]:
+    def chosen(
+        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[tuple[Dot, sites.Matmul]]]
+    ) -> tuple[Variant, str]:
         """How a ring's pieces travel, and why so if not as usual.
 
         Not worth it, it is left alone; but sums between hosts go in two slices of a reduce-scatter
         each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole.
+        Other gathers and scatters go in slices where that pays.
+
+        Args:
+            ring: the ring.
+            usual: how its pieces travel if nothing else is known.
+            others: gives the matmuls that the collective could hide behind.
         """
         why = self.loss(ring, usual)
-        if why and ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
+        if not why:
+            return usual, ""
+        if ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
             halves = ring.first.chunk() % 2 == 0
             return (Variant("sliced", 2), why) if halves else (usual, "")
-        return (Variant("plain"), why) if why else (usual, "")
+        slices = self._slices(ring, others()) if ring.kind in _SLICED else 1
+        return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
+
+    def _slices(self, ring: Ring, others: Iterable[tuple[Dot, sites.Matmul]]) -> int:
+        """How many slices a collective goes in: more while little hides what of it stays bare."""
+        known = [(dot, matmul) for dot, matmul in others if self._prices(dot)]
+        beside_s = sum(self._matmul_s(_kernel(dot, m, local_sizes(m))) for dot, m in known)
+        best, best_s = 1, self.plain_s(ring)
+        for slices in _SLICES:
+            hidden = beside_s >= 2 * self._collective_s(ring, best)
+            seconds = self.sliced_s(ring, slices)
+            if hidden or ring.first.chunk() % slices or seconds >= best_s:
+                break
+            best, best_s = slices, seconds
+        return best
+
+    def sliced_s(self, ring: Ring, slices: int) -> float:
+        """Seconds of a ring's matmuls and its collective, in slices, each beside the other; alone.
+
+        t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `ring.py`'s formula.
+        """
+        chunk_s, slice_s = self._cut_s(ring, slices) / slices, self._collective_s(ring, slices)
+        return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
 
     def plain_s(self, ring: Ring) -> float:
         """Seconds of a ring's matmuls after the whole collective, or before it; of one run."""
-        layout = ring.first
-        sent, group = traffic(layout)[layout.ring.axis], self.groups[layout.ring.axis]
-        collective_s = self.cost.collective_s(ring.kind.replace("_", "-"), sent, group)
-        return collective_s + sum(self._matmul_s(whole(m)) for m in ring.members)
+        return self._collective_s(ring) + self._matmuls_s(ring)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
-        pieces = ring.first.ring.axis_size * variant.slices
-        return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
+        return self._cut_s(ring, ring.first.ring.axis_size * variant.slices)
 
     def hops_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's hops, one after the other on their link; of one run."""
         count, sent = hops(ring, variant)
         group = self.groups[ring.first.ring.axis]
         return count * self.cost.collective_s("collective-permute", sent, pair(group))
+
+    def _collective_s(self, ring: Ring, slices: int = 1) -> float:
+        """Seconds of one of so many slices of a ring's collective."""
+        axis = ring.first.ring.axis
+        sent, kind = traffic(ring.first)[axis], ring.kind.replace("_", "-")
+        return self.cost.collective_s(kind, sent // slices, self.groups[axis])
+
+    def _matmuls_s(self, ring: Ring) -> float:
+        """Seconds of a ring's matmuls, each in one piece."""
+        return sum(self._matmul_s(whole(member)) for member in ring.members)
+
+    def _cut_s(self, ring: Ring, pieces: int) -> float:
+        return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
 
     def _chunk_s(self, member: Member, pieces: int, arrives: bool) -> float:
         """Seconds of one of a member's chunks, with the copies that cutting needs."""
@@ -113,8 +163,10 @@ class Prices:
 
     def knows(self, ring: Ring) -> bool:
         """Whether the dtypes of a ring's matmuls have a price."""
-        known = self.cost.dtypes
-        return all(_HLO_DTYPES.get(_dtype(member)) in known for member in ring.members)
+        return all(self._prices(member.dot) for member in ring.members)
+
+    def _prices(self, dot: Dot) -> bool:
+        return _HLO_DTYPES.get(_dtype(dot)) in self.cost.dtypes
 
 
 def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
@@ -139,7 +191,7 @@ def chunk(member: Member, pieces: int, arrives: bool) -> tuple[Matmul, int]:
     """
     assert member.layout is not None
     matmul, letter = member.layout.matmul, member.layout.letter
-    sizes = local_sizes(member)
+    sizes = local_sizes(matmul)
     sizes[letter] = max(sizes[letter] // pieces, 1)
     bytes_of = {
         side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
@@ -151,18 +203,17 @@ def chunk(member: Member, pieces: int, arrives: bool) -> tuple[Matmul, int]:
         copied = [side for side in held if side != moving]
     else:  # cut out of the operand
         copied = [side for side in held if side != "out"]
-    return _matmul(member, sizes), sum(2 * bytes_of[side] for side in copied)
+    return _kernel(member.dot, matmul, sizes), sum(2 * bytes_of[side] for side in copied)
 
 
 def whole(member: Member) -> Matmul:
     """A member's matmul as one device does it, all its chunks together."""
-    return _matmul(member, local_sizes(member))
+    return _kernel(member.dot, member.matmul, local_sizes(member.matmul))
 
 
-def _matmul(member: Member, sizes: Mapping[str, int]) -> Matmul:
-    """A member's matmul with dims of these sizes."""
-    assert member.layout is not None
-    lhs, rhs, out = (set(member.layout.matmul.einsum.side(side)) for side in SIDES)
+def _kernel(dot: Dot, matmul: sites.Matmul, sizes: Mapping[str, int]) -> Matmul:
+    """What a matmul asks of a device, with dims of these sizes."""
+    lhs, rhs, out = (set(matmul.einsum.side(side)) for side in SIDES)
 
     def product(letters: set[str]) -> int:
         return math.prod(sizes[c] for c in letters)
@@ -172,18 +223,16 @@ def _matmul(member: Member, sizes: Mapping[str, int]) -> Matmul:
         n=product(rhs & out - lhs),
         k=product(lhs & rhs - out),
         batch=product(lhs & rhs & out),
-        dtype=_HLO_DTYPES[_dtype(member)],
+        dtype=_HLO_DTYPES[_dtype(dot)],
     )
 
 
-def local_sizes(member: Member) -> dict[str, int]:
+def local_sizes(matmul: sites.Matmul) -> dict[str, int]:
     """The dims of the matmul that one device does, all its chunks together, by letter."""
-    assert member.layout is not None
-    matmul = member.layout.matmul
     sizes = dict(matmul.einsum.sizes)
     for split in matmul.splits:
         if isinstance(split, Split) and (letter := _shares(split)):
-            sizes[letter] //= split.axis_size
+            sizes[letter] = math.ceil(sizes[letter] / split.axis_size)
     return sizes
 
 
@@ -193,8 +242,8 @@ def _shares(split: Split) -> str | None:
     return next(filter(None, (split.at(side) for side in SIDES if side != moving)), None)
 
 
-def _dtype(member: Member) -> str:
-    return np.dtype(member.dot.eqn.invars[0].aval.dtype).name
+def _dtype(dot: Dot) -> str:
+    return np.dtype(dot.eqn.invars[0].aval.dtype).name
 
 
 def _us(seconds: float) -> str:

@@ -74,3 +74,12 @@ def test_an_instruction_holds_operands_and_result():
     body = {i.name: i for i in module.body(module.entry)}
     row = found.held(body["row"])
     assert set(row) == {*leaves(found.values["y"]), *leaves(found.values["row"])}
+
+
+def test_results_in_the_memory_of_arguments_are_not_counted():
+    donating = TEXT.replace("num_part", "input_output_alias={ {}: (0, {}, may-alias) }, num_part")
+    module = hlo.parse(donating)
+    found = buffers(module, module.entry)
+    assert hlo.parse(TEXT).donated == frozenset() and module.donated == {0}
+    assert [found.bytes[b] for b in leaves(found.values["out"])] == [0]
+    assert sum(found.bytes) == sum(held()[1]) - 8 * 4 * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -15,14 +16,17 @@ from jaxoverlap.passes.list_schedule import (
     Problem,
     Rule,
     Task,
+    Turn,
     list_schedule,
+    live_bytes,
     outcome,
 )
 
 UNBOUND = 10**12
+TURNS: tuple[Turn, ...] = get_args(Turn)
 RULES = [
-    Rule({"wire": lead, "network": lead}, fill, in_flight, UNBOUND)
-    for lead, fill, in_flight in itertools.product((1.0, float("inf")), (False, True), (1, 8))
+    Rule({"wire": lead, "network": lead}, turn, in_flight, UNBOUND)
+    for lead, turn, in_flight in itertools.product((1.0, float("inf")), TURNS, (1, 8))
 ]
 
 
@@ -80,7 +84,7 @@ def problems(draw) -> Problem:
 @given(problems(), st.sampled_from(RULES), st.sampled_from([0, 5, 12, UNBOUND]))
 @settings(max_examples=300, deadline=None)
 def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
-    rule = Rule(rule.leads, rule.fill, rule.in_flight, ceiling)
+    rule = Rule(rule.leads, rule.turn, rule.in_flight, ceiling)
     order = list_schedule(problem, rule)
     assert is_order(problem, order)
     found = outcome(problem, order)
@@ -97,11 +101,19 @@ def test_a_start_comes_before_the_matmul_that_can_hide_it():
     assert outcome(xla, order) == Outcome(6, 0, 0)
 
 
-def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_fills():
+def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_says_so():
     xla = of(start(5), done(0), compute(1, 1), compute(5))
-    no_fill, fill = (list_schedule(xla, Rule({"wire": 1.0}, f, 8, UNBOUND)) for f in (False, True))
-    assert outcome(xla, no_fill).seconds == 11
-    assert (fill, outcome(xla, fill).seconds) == ([0, 3, 1, 2], 6)
+    first, ready = (list_schedule(xla, Rule({"wire": 1.0}, turn, 8, UNBOUND)) for turn in TURNS[:2])
+    assert outcome(xla, first).seconds == 11
+    assert (ready, outcome(xla, ready).seconds) == ([0, 3, 1, 2], 6)
+
+
+def test_what_nothing_waits_for_is_kept_for_a_wait_by_the_longest_path():
+    """XLA puts a weight's gradient first, and then there is nothing left to hide the hop."""
+    xla = of(compute(5), compute(1), start(5, 1), done(2), compute(1, 3))
+    ready, path = (list_schedule(xla, Rule({"wire": 1.0}, turn, 8, UNBOUND)) for turn in TURNS[1:])
+    assert outcome(xla, ready).seconds == 12
+    assert (path, outcome(xla, path).seconds) == ([1, 2, 0, 3, 4], 7)
 
 
 def test_an_early_start_does_not_take_the_link_from_an_urgent_one():
@@ -109,9 +121,9 @@ def test_an_early_start_does_not_take_the_link_from_an_urgent_one():
     late, hop = start(4), start(1, 2)
     xla = of(late, compute(1), compute(1, 1), hop, done(3), *(compute(1, 4 + i) for i in range(6)),
              done(0), compute(1, 11))  # fmt: skip
-    held = list_schedule(xla, Rule({"wire": 1.0}, False, 8, UNBOUND))
+    held = list_schedule(xla, Rule({"wire": 1.0}, "first", 8, UNBOUND))
     assert held.index(3) < held.index(0)
-    eager = list_schedule(xla, Rule({"wire": float("inf")}, False, 8, UNBOUND))
+    eager = list_schedule(xla, Rule({"wire": float("inf")}, "first", 8, UNBOUND))
     assert eager.index(0) < eager.index(3)
     assert outcome(xla, held).seconds < outcome(xla, eager).seconds
 
@@ -124,7 +136,7 @@ def test_one_link_may_lead_while_another_holds_back():
     problem = of(*tasks)
 
     def seconds(wire: float, slow: float) -> float:
-        order = list_schedule(problem, Rule({"wire": wire, "slow": slow}, True, 8, UNBOUND))
+        order = list_schedule(problem, Rule({"wire": wire, "slow": slow}, "ready", 8, UNBOUND))
         return outcome(problem, order).seconds
 
     assert seconds(1.0, 2.0) < min(seconds(1.0, 1.0), seconds(2.0, 2.0))
@@ -141,7 +153,7 @@ def test_no_more_are_on_their_way_than_allowed():
         done(2),
         compute(1, 4, 5, 6),
     ]
-    order = list_schedule(of(*tasks), Rule({"wire": float("inf")}, True, 2, UNBOUND))
+    order = list_schedule(of(*tasks), Rule({"wire": float("inf")}, "ready", 2, UNBOUND))
     assert sorted(order[:2]) == [0, 1] and order.index(3) < order.index(2)
 
 
@@ -157,9 +169,9 @@ def test_memory_that_does_not_fit_waits():
     )
     problem = Problem(tasks, (10, 10))
     assert outcome(problem, range(6)).peak_bytes == 10
-    filled = list_schedule(problem, Rule({"wire": 1.0}, True, 8, UNBOUND))
+    filled = list_schedule(problem, Rule({"wire": 1.0}, "ready", 8, UNBOUND))
     assert outcome(problem, filled).peak_bytes == 20
-    bound = list_schedule(problem, Rule({"wire": 1.0}, True, 8, 10))
+    bound = list_schedule(problem, Rule({"wire": 1.0}, "ready", 8, 10))
     assert outcome(problem, bound).peak_bytes <= 20 and is_order(problem, bound)
 
 
@@ -176,5 +188,6 @@ def test_live_bytes_are_counted_from_the_first_holder_to_the_last():
         Task((1,), 1, holds=(1,), extra_bytes=7),
         Task((2,), 1, holds=(2,)),
     )
+    assert [*live_bytes(Problem(tasks, (1, 10, 3)), range(4))] == [1, 11, 17, 3]
     assert outcome(Problem(tasks, (1, 10, 3)), range(4)).peak_bytes == 17
     assert outcome(Problem(tasks, (1, 10, 3), frozenset({0, 1})), range(4)).peak_bytes == 18

@@ -90,11 +90,11 @@ def test_xla_compiles_in_the_order_that_the_pass_gives(plain, ordered):
     assert str(report).startswith("jit_step_") and "reordered" in str(report)
 
 
-def test_it_needs_no_more_memory(plain, ordered):
+def test_it_needs_no_more_memory_than_the_slack(plain, ordered):
     temp = [step.memory_analysis().temp_size_in_bytes for step in (plain, ordered)]
-    assert temp[1] <= temp[0]
+    assert temp[1] <= temp[0] * (1 + SCHEDULER.slack)
     for order in report_of(ordered).orders.values():
-        assert order.after.peak_bytes <= order.before.peak_bytes
+        assert order.after.peak_bytes <= order.before.peak_bytes * (1 + SCHEDULER.slack)
 
 
 def test_what_the_order_depends_on_is_in_the_modules_name(ordered):

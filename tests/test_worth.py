@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jaxoverlap.cost import Group, cost_model
+from jaxoverlap.passes.beside import beside
 from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.rings import Ring
@@ -25,7 +26,14 @@ SUM = ((NO, M), (M, NO), (NO, NO))
 
 
 def decided(
-    specs, rows: int, width: int = 8192, *, inner=None, prices=NVLINK, dtype="bfloat16", **options
+    specs,
+    rows: int,
+    width: int = 8192,
+    *,
+    inner=None,
+    prices: Prices | None = NVLINK,
+    dtype="bfloat16",
+    **options,
 ):
     inner = inner or width
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, inner), (inner, width))]
@@ -58,7 +66,7 @@ def ring_of(specs, rows: int, width: int = 8192, inner: int | None = None) -> Ri
     ],
 )
 def test_a_device_does_an_eighth_of_the_work(specs, sizes: dict[str, int]):
-    assert local_sizes(ring_of(specs, 1024).members[0]) == sizes
+    assert local_sizes(ring_of(specs, 1024).members[0].matmul) == sizes
 
 
 def test_the_seconds_are_those_of_the_parts():
@@ -101,3 +109,62 @@ def test_hops_by_nccl_are_slower_than_its_gather():
 def test_what_was_asked_for_is_done():
     entry, _ = decided(GATHER, 64, 512, granularity=Variant("two_way"))
     assert isinstance(entry, Decision) and entry.variant == Variant("two_way")
+
+
+def layer(x, w, v, u, z):
+    """Gathered x: up and down, each waiting for the one before; and a matmul of their own beside."""
+    return (x @ w) @ v, u @ z
+
+
+LAYER = {
+    0: Read((M, NO), (NO, M), (NO, M)),
+    1: Read((NO, M), (M, NO), (M, NO)),
+    2: Read((NO, NO), (NO, NO), (NO, NO)),
+}
+BY_NCCL = Prices(H100, {"model": Group(8)})
+
+
+def of_layer(aside: int, rows: int = 16384, **options):
+    """The layer's plan and rings; `aside`: the size of the matmul beside them."""
+    wide, own = ((8192, 8192), (8192, 8192)), ((aside, aside), (aside, aside))
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 8192), *wide, *own)]
+    found = bodies(jax.make_jaxpr(layer)(*shapes))
+    entries, sharings = decide(found, LAYER, AXES, prices=BY_NCCL, **options)
+    return found, entries, [ring for sharing in sharings.values() for ring in sharing.rings]
+
+
+def test_beside_a_collective_runs_what_neither_feeds_it_nor_waits_for_it():
+    (body,), _, (gather, scatter) = of_layer(64, granularity=Variant())
+    assert [d.index for d in beside(body, gather)] == [2]
+    assert [d.index for d in beside(body, scatter)] == [2]
+
+
+def test_a_gather_waits_for_what_it_moves_and_not_for_the_other_operand():
+    def product(x, dy, w):
+        return x @ (dy @ w)
+
+    (body,) = bodies(jax.make_jaxpr(product)(*[jax.ShapeDtypeStruct((64, 64), "bfloat16")] * 3))
+    read = {0: Read((NO, NO), (NO, M), (NO, M)), 1: Read(*GATHER)}
+    _, sharings = decide((body,), read, AXES, granularity=Variant())
+    (ring,) = sharings[body.index].rings
+    assert ring.arrives and [d.index for d in beside(body, ring)] == [0]
+
+
+@pytest.mark.parametrize(("aside", "slices"), [(64, 4), (7168, 2)])
+def test_slow_hops_go_in_slices_more_where_less_runs_beside(aside: int, slices: int):
+    _, (up, down, _), _ = of_layer(aside)
+    for entry in (up, down):
+        assert isinstance(entry, Decision) and entry.variant == Variant("sliced", slices)
+        assert entry.why.startswith("its hops take")
+
+
+def test_what_can_hide_behind_another_matmul_stays_whole():
+    _, entries, rings = of_layer(16384)
+    assert not rings and all(isinstance(e, Skip) for e in entries)
+
+
+def test_no_slices_where_cutting_costs_more_than_it_hides():
+    _, small, rings = of_layer(64, rows=64)
+    assert not rings and all(isinstance(e, Skip) for e in small)
+    _, odd, rings = of_layer(64, rows=8 * 2047)
+    assert not rings and all(isinstance(e, Skip) for e in odd)
