@@ -1,8 +1,8 @@
 """How much memory each computation of a step may use, so that the step's peak is no higher.
 
-A step peaks in one place, mostly in the backward pass of its first layers to go back. Elsewhere
-there is room: while the loop over layers runs forward there are no gradients yet. So what bounds a
-computation is not its own peak, but the step's, less what is live around it where it is called.
+A step peaks in one place, mostly in the loop that runs backward. Elsewhere there is room: while the
+loop over layers runs forward there are no gradients yet. So what bounds a computation is not its
+own peak, but the step's, less what is live around it where it is called.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ Nor are gathers and scatters that have little to hide behind. Where all matmuls 
 beside (`beside.py`) take less than twice the collective, for others want to hide there too, it goes
 in two slices, each under the matmul of the other; in four, where they take less than twice a slice.
 (By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and 1309 ms,
-all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780.)
+all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780, mostly as
+the weights of what has a ring, and of nothing else, are gathered a layer ahead.)
 
 What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
 hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
