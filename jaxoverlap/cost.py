@@ -138,11 +138,19 @@ class CostModel:
         measured = self.tables.matmuls
         return frozenset(measured) | {d for d, (of, _) in _DTYPES.items() if of in measured}
 
-    def memory_s(self, num_bytes: float, *, beside: Share = ALONE) -> float:
-        """Seconds of a memory-bound kernel that reads and writes so many bytes, with its launch."""
+    def memory_s(
+        self, num_bytes: float, *, transcendentals: int = 0, beside: Share = ALONE
+    ) -> float:
+        """Seconds of a kernel that is no matmul, with its launch.
+
+        Args:
+            num_bytes: that it reads and writes.
+            transcendentals: elements that it takes an exponential, a tangent, a root of. They take
+                no time of their own on a GPU; on a CPU as long as was measured.
+        """
         memory = self.tables.memory
         rate = min(memory.bytes_per_s, self._memory_left(beside))
-        return memory.launch_s + num_bytes / rate
+        return memory.launch_s + num_bytes / rate + transcendentals * memory.transcendental_s
 
     def collective_s(
         self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-FORMAT = 1
+FORMAT = 2
 
 
 class FitError(msgspec.Struct, frozen=True):
@@ -190,17 +190,20 @@ class Permutes(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """A memory-bound kernel: launch + bytes / rate.
+    """A kernel that is no matmul: launch + bytes / rate + transcendentals * seconds of one.
 
     Attributes:
         launch_s: of a kernel with nothing to do.
         bytes_per_s: read and written together.
         source: where these come from.
+        transcendental_s: of one exponential, tangent or root; 0 where they hide behind the bytes,
+            as on GPUs.
     """
 
     launch_s: float
     bytes_per_s: float
     source: str
+    transcendental_s: float = 0.0
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,7 +105,8 @@ class Prices:
         except ValueError:
             strange = asked.matmuls[0]
             name = asked.unknown or f"matmul of {strange.dtype}"
-            return Work((), asked.memory_bytes + sum(m.memory_bytes for m in asked.matmuls), name)
+            moved = asked.memory_bytes + sum(m.memory_bytes for m in asked.matmuls)
+            return replace(asked, matmuls=(), memory_bytes=moved, unknown=name)
         return asked
 
     def _kernel_s(self, asked: Work, beside: Share) -> float:
@@ -115,8 +116,10 @@ class Prices:
             cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype, beside=beside)
             for m in asked.matmuls
         )
-        memory = cost.memory_s(asked.memory_bytes, beside=beside) if asked.memory_bytes else 0.0
-        return max(matmuls, memory)
+        if not asked.memory_bytes:
+            return matmuls
+        moved, hard = asked.memory_bytes, asked.transcendentals
+        return max(matmuls, cost.memory_s(moved, transcendentals=hard, beside=beside))
 
     def _link(self, c: Collective) -> tuple[str, float, Share]:
         """The lane of a collective, its seconds, and what it takes from kernels beside it."""

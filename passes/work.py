@@ -29,8 +29,13 @@ _MEMORY_OPS = """
     round-nearest-even rsqrt scatter select select-and-scatter shift-left shift-right-arithmetic
     shift-right-logical sign sine slice sqrt subtract tan tanh transpose xor
 """
+_TRANSCENDENTAL_OPS = """
+    atan2 cbrt cosine erf exponential exponential-minus-one log log-plus-one logistic power rsqrt
+    sine sqrt tan tanh
+"""
 _FREE = frozenset(_FREE_OPS.split())  # XLA:GPU runs no kernel for these
 _MEMORY = frozenset(_MEMORY_OPS.split())  # one kernel, bound by the bytes that it moves
+_TRANSCENDENTAL = frozenset(_TRANSCENDENTAL_OPS.split())
 _SLICES = ("dynamic-slice", "slice", "gather")  # read of their first operand what they return
 _UPDATES = ("dynamic-update-slice", "scatter")  # write into their first operand
 _FREE_CALLS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin")
@@ -79,12 +84,15 @@ class Work:
         matmuls: in the order in which they run.
         memory_bytes: read and written, beside operands and results of a kernel that is a matmul
             and nothing else.
+        transcendentals: exponentials, tangents, roots and the like, one for each element. They hide
+            behind the bytes on a GPU, and do not on a CPU.
         unknown: the name of what this does not know, an opcode or a custom call's target. Its
             bytes are those of its operands and results, the least that it can cost.
     """
 
     matmuls: tuple[Matmul, ...] = ()
     memory_bytes: int = 0
+    transcendentals: int = 0
     unknown: str = ""
 
 
@@ -110,14 +118,15 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
     if opcode == "convolution":
         return Work(matmuls=(_convolution(instruction, shapes, "forward"),))
     if HOST_SPACE in instruction.shape:
-        return Work((), _touched(instruction, shapes), f"{opcode} to or from the host's memory")
+        touched = _touched(instruction, shapes)
+        return Work((), touched, unknown=f"{opcode} to or from the host's memory")
     if opcode == "fusion" or opcode.endswith("-start"):
         bodies = [module.body(name) for name in instruction.called]
         if len(bodies) == 1:  # of a start: the one kernel that runs beside the others
             return _fusion(module, bodies[0])
         opcode = opcode.removesuffix("-start")  # copy-start has no computation
-    known = opcode in _MEMORY
-    return Work((), _unfused(instruction, shapes), "" if known else opcode)
+    hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
+    return Work((), _unfused(instruction, shapes), hard, "" if opcode in _MEMORY else opcode)
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
@@ -158,11 +167,11 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
             inside = work(module, i, shapes)
             matmuls += inside.matmuls
             unknown = unknown or inside.unknown
-    return Work(tuple(matmuls), _fusion_bytes(body), unknown)
+    return Work(tuple(matmuls), *_fusion_traffic(body), unknown)
 
 
-def _fusion_bytes(body: Sequence[hlo.Instruction]) -> int:
-    """Bytes of memory that a fused computation reads and writes.
+def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int]:
+    """Bytes of memory that a fused computation reads and writes, and its transcendentals.
 
     How many elements of each value are needed follows from the results backwards. An update of a
     parameter is taken to be in place, as XLA:GPU compiles it where it can.
@@ -175,16 +184,18 @@ def _fusion_bytes(body: Sequence[hlo.Instruction]) -> int:
         updated = _updated_in_place(result, by_name)
         written += sum(map(hlo.shape_bytes, updated)) if updated else hlo.shape_bytes(result.shape)
         need[result.name] = _elements(result.shape)
-    read = 0.0
+    read = hard = 0.0
     for i in reversed(body):
         total = _elements(i.shape)
         wanted = min(need[i.name], total)
         if i.opcode == "parameter":
             read += hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
+        if i.opcode in _TRANSCENDENTAL:
+            hard += wanted
         for place, name in enumerate(i.operands):
             if name in by_name and i.opcode != "tuple":
                 need[name] += _needed(i, place, wanted, total, by_name)
-    return round(read) + written
+    return round(read) + written, round(hard)
 
 
 def _needed(
@@ -249,7 +260,7 @@ def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Wor
         return Work(matmuls=(_convolution(instruction, shapes, way),))
     if target in _MEMORY_CALLS:
         return Work(memory_bytes=_touched(instruction, shapes))
-    return Work((), _touched(instruction, shapes), target)
+    return Work((), _touched(instruction, shapes), unknown=target)
 
 
 def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Matmul:
