@@ -149,8 +149,12 @@ class CostModel:
                 no time of their own on a GPU; on a CPU as long as was measured.
         """
         memory = self.tables.memory
-        rate = min(memory.bytes_per_s, self._memory_left(beside))
-        return memory.launch_s + num_bytes / rate + transcendentals * memory.transcendental_s
+        if memory.curve:
+            moving_s = memory.curve.at(num_bytes)
+        else:
+            rate = min(memory.bytes_per_s, self._memory_left(beside))
+            moving_s = memory.launch_s + num_bytes / rate
+        return moving_s + transcendentals * memory.transcendental_s
 
     def collective_s(
         self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
@@ -185,6 +189,16 @@ class CostModel:
             return seconds
         rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
         return max(seconds, self.collective_s(kind, 0, group) + bytes_moved / rate)
+
+    def skew_s(self, computed_s: float, kind: str, group: Group) -> float:
+        """How long a collective waits for the last device, if all computed for so long before it.
+
+        Zero where each device has cores of its own. XLA:CPU lets a permute wait for all devices.
+        """
+        if self.tables.skew is None:
+            return 0.0
+        size = self.cluster.num_devices if kind == PERMUTE else group.size
+        return self.tables.skew.seconds(computed_s, size)
 
     def share(
         self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
@@ -256,7 +270,7 @@ class CostModel:
         known = _COUNTED_AS.get(kind, kind)
         curves = self.tables.collectives.curves
         if known != PERMUTE and known not in curves:
-            names = ", ".join([*curves, PERMUTE, *_COUNTED_AS])
+            names = ", ".join(dict.fromkeys([*curves, PERMUTE, *_COUNTED_AS]))
             raise ValueError(f"unknown collective {kind!r}: known are {names}")
         return known
 
@@ -266,6 +280,8 @@ class CostModel:
         if group.by_copy:
             peak = self.cluster.nvlink.bandwidth_bytes_per_s
             return _COPY_LATENCY_S + bytes_moved / (_COPY_EFFICIENCY * peak)
+        if PERMUTE in self.tables.collectives.curves:
+            return self.tables.collectives.seconds(PERMUTE, bytes_moved, self.cluster.num_devices)
         table = self.tables.permutes
         rate = table.bytes_per_s
         if table.channel_bytes_per_s:

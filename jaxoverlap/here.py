@@ -21,17 +21,17 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap import fit
-from jaxoverlap.measured import Here, Memory, Permutes, Tables
+from jaxoverlap.cost import PERMUTE
+from jaxoverlap.measured import Collectives, Curve, Here, Memory, Permutes, Skew, Tables
 
 M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
 NK_SIZES = (32, 128, 512)
 DTYPES = ("f32", "bf16")
 _ELEMENTS = tuple(1 << p for p in range(8, 21, 3))  # of float32, on each device
-_ROUNDS = 9
+_ROUNDS = 11
 _TARGET_S = 0.02  # how long a loop should run: by far longer than its program takes to start
-# What stands between two collectives while they are timed: a matmul of so many rows. Its end is
-# not the same on all devices, and collectives wait for the last.
-_KERNEL_ROWS, _KERNEL_SIZE = 256, 128
+# Of the matmuls before a collective that show how long it waits for the last device.
+_KERNEL_ROWS, _KERNEL_SIZE = (64, 256, 1024), 128
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
@@ -42,9 +42,7 @@ Clock = Callable[[], float]  # seconds of one run of what is measured
 
 def measurements() -> int:
     """How many steps `tables_here` takes: programs to compile, then rounds."""
-    collectives = (len(_COLLECTIVES) * len(_group_sizes(len(jax.devices()))) + 1) * len(_ELEMENTS)
-    matmuls = len(DTYPES) * len(M_SIZES) * len(NK_SIZES) ** 2
-    return matmuls + len(_KERNELS) * len(_ELEMENTS) + collectives + _ROUNDS
+    return sum(1 for _ in _programs()) + _ROUNDS
 
 
 def tables_here(
@@ -92,14 +90,16 @@ def _fit(date: str, taken: Taken) -> Tables:
         rows, width = fit.MatmulRows(*np.array(found, float).T), np.dtype(_NAMES[dtype]).itemsize
         rates = fit.fit_rates(rows, float(width), float(width))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, M_SIZES, NK_SIZES)
+    collectives = fit.fit_collectives(list(_collective_rows(taken)), _SOURCE)
     return Tables(
         chip=devices[0].device_kind,
         date=date,
         matmuls=matmuls,
         memory=_memory(taken),
-        collectives=fit.fit_collectives(list(_collective_rows(taken)), _SOURCE),
-        permutes=_permutes(taken),
+        collectives=collectives,
+        permutes=_permutes(collectives),
         channels=0,
+        skew=_skew(taken),
         here=Here(
             devices=len(devices),
             platform=devices[0].platform,
@@ -120,12 +120,17 @@ def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
     for (name, body), count in itertools.product(_KERNELS.items(), _ELEMENTS):
         yield (name, count), partial(_clock, body, ((count,),), jnp.float32, devices)
     for (kind, (body, lengths, _)), count in itertools.product(_COLLECTIVES.items(), _ELEMENTS):
-        for size in _group_sizes(devices):
+        # XLA:CPU lets a permute wait for all devices, however few it joins.
+        for size in [devices] if kind == PERMUTE else _group_sizes(devices):
             shapes = tuple((length,) for length in lengths(count, size))
-            yield (kind, count, size), partial(_collective_clock, body, shapes, size)
-    for count in _ELEMENTS:
-        make = partial(_collective_clock, _permute, ((count,),), devices)
-        yield ("collective-permute", count, devices), make
+            yield (kind, count, size), partial(_clock, body, shapes, jnp.float32, size)
+    for rows in _KERNEL_ROWS:
+        nothing = partial(_after_a_kernel, lambda x: (x,))
+        shapes = ((rows, _KERNEL_SIZE), (_KERNEL_SIZE,) * 2, (rows, _KERNEL_SIZE), (_ELEMENTS[0],))
+        yield ("kernel", rows), partial(_clock, nothing, shapes, jnp.float32, devices)
+        for size in _group_sizes(devices):
+            both = partial(_after_a_kernel, _reduce)
+            yield ("skew", rows, size), partial(_clock, both, shapes, jnp.float32, size)
 
 
 def _matmul(a: jax.Array, b: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
@@ -137,6 +142,8 @@ _KERNELS: dict[str, Body] = {
     "bytes": lambda x: (x * 0.5 + 1.0,),
     "transcendental": lambda x: (jnp.tanh(x),),
 }
+
+
 def _permute(x: jax.Array) -> tuple[jax.Array, ...]:
     size = lax.axis_size("x")
     return (lax.ppermute(x, "x", [(i, (i + 1) % size) for i in range(size)]),)
@@ -165,6 +172,7 @@ _COLLECTIVES: dict[str, tuple[Body, Callable[[int, int], tuple[int, ...]], int]]
     "reduce-scatter": (_scatter, lambda count, n: (count, count // n), 1),
     "all-reduce": (_reduce, lambda count, n: (count,), 2),
     "all-to-all": (_exchange, lambda count, n: (count,), 1),
+    PERMUTE: (_permute, lambda count, n: (count,), 1),
 }
 
 
@@ -176,53 +184,49 @@ def _group_sizes(devices: int) -> list[int]:
 
 
 def _memory(taken: Taken) -> Memory:
-    """Launch by the smallest, the rates by medians over the others."""
-    moved = np.array([8.0 * count for count in _ELEMENTS])  # a float32 read, one written
+    """A curve by bytes; what a transcendental adds, by the larger half of the sizes."""
+    moved = tuple(8.0 * count for count in _ELEMENTS)  # a float32 read, one written
     simple, hard = (
         np.array([np.median(taken[name, count]) for count in _ELEMENTS]) for name in _KERNELS
     )
-    rate = np.median(moved[1:] / np.maximum(simple[1:] - simple[0], 1e-9))
-    more_s = np.median((hard - simple)[1:] / _ELEMENTS[1:])
-    return Memory(float(simple[0]), float(rate), _SOURCE, max(float(more_s), 0.0))
+    more_s = ((hard - simple) / _ELEMENTS)[len(_ELEMENTS) // 2 :]
+    curve = Curve(moved, tuple(simple.tolist()))
+    return Memory(
+        launch_s=curve.floor_s,
+        bytes_per_s=curve.bytes_per_s,
+        source=_SOURCE,
+        curve=curve,
+        transcendental_s=max(float(np.median(more_s)), 0.0),
+    )
 
 
 def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
-    for kind, (_, _, passes) in _COLLECTIVES.items():
-        for (_, count, size), seconds in ((k, s) for k, s in taken.items() if k[0] == kind):
-            moved = passes * 4 * count * (size - 1) // size
-            yield fit.CollectiveRow(kind, size, moved, _positive(seconds))
+    """Bytes are those that each device sends by a ring; a permute sends all that it has."""
+    for kind, count, size in (key for key in taken if key[0] in _COLLECTIVES):
+        share = 1.0 if kind == PERMUTE else (size - 1) / size
+        moved = _COLLECTIVES[kind][2] * 4 * count * share
+        yield fit.CollectiveRow(kind, size, moved, float(np.median(taken[kind, count, size])))
 
 
-def _permutes(taken: Taken) -> Permutes:
-    """Latency by the smallest, the rate by the largest."""
-    found = {key[1]: _positive(s) for key, s in taken.items() if key[0] == "collective-permute"}
-    moved, seconds = 4.0 * np.array(list(found)), np.array(list(found.values()))
-    rate = moved[-1] / max(seconds[-1] - seconds[0], 1e-9)
-    error = fit.error(seconds[0] + moved / rate, seconds)
-    return Permutes(float(seconds[0]), 0.0, float(rate), _SOURCE, error)
+def _permutes(collectives: Collectives) -> Permutes:
+    """Latency and rate by the two ends of the curve, which is what permutes are priced by."""
+    (curve,) = collectives.curves[PERMUTE].values()
+    rate = curve.bytes_moved[-1] / max(curve.seconds[-1] - curve.floor_s, 1e-9)
+    return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None)
 
 
-def _positive(differences: np.ndarray) -> float:
-    """The median of differences of two times: no less than a microsecond."""
-    return max(float(np.median(differences)), 1e-6)
+def _skew(taken: Taken) -> Skew:
+    """What a kernel and a small all-reduce take together more than alone."""
+    computed = [float(np.median(taken["kernel", rows])) for rows in _KERNEL_ROWS]
+    waited = {}
+    for size in _group_sizes(len(jax.devices())):
+        alone_s = np.median(taken["all-reduce", _ELEMENTS[0], size])
+        more = (taken["skew", r, size] - taken["kernel", r] for r in _KERNEL_ROWS)
+        waited[size] = tuple(max(float(np.median(m) - alone_s), 0.0) for m in more)
+    return Skew(tuple(computed), waited, _SOURCE)
 
 
 # -- the clock ------------------------------------------------------------------------------------
-
-
-def _collective_clock(body: Body, shapes: Shapes, group: int) -> Clock:
-    """How much longer a kernel with a collective after it takes than the kernel alone.
-
-    In a loop of collectives alone all devices arrive together, and in a step they do not: what
-    a step waits for, the last one's kernel, is a part of what a collective costs there.
-    """
-    square = (_KERNEL_SIZE, _KERNEL_SIZE)
-    kernel = ((_KERNEL_ROWS, _KERNEL_SIZE), square, (_KERNEL_ROWS, _KERNEL_SIZE))
-    both = _clock(partial(_after_a_kernel, body), (*kernel, *shapes), jnp.float32, group)
-    alone = _clock(
-        partial(_after_a_kernel, lambda *carry: carry), (*kernel, (1,)), jnp.float32, group
-    )
-    return lambda: both() - alone()
 
 
 def _after_a_kernel(body: Body, a: Any, b: Any, _: Any, x: Any, *rest: Any) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from jaxoverlap.cluster import Cluster
-from jaxoverlap.cost import ALONE, CostModel, Group, Share
+from jaxoverlap.cost import ALONE, PERMUTE, CostModel, Group, Share
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective, collectives
 from jaxoverlap.passes.groups import domains
@@ -121,6 +121,11 @@ class Prices:
         moved, hard = asked.memory_bytes, asked.transcendentals
         return max(matmuls, cost.memory_s(moved, transcendentals=hard, beside=beside))
 
+    def skew_s(self, c: Collective, computed_s: float) -> float:
+        """How long a collective waits for the last device."""
+        group = group_of(c, self._module.num_devices, self._cost.cluster)
+        return self._cost.skew_s(computed_s, c.kind, group)
+
     def _link(self, c: Collective) -> tuple[str, float, Share]:
         """The lane of a collective, its seconds, and what it takes from kernels beside it."""
         group = group_of(c, self._module.num_devices, self._cost.cluster)
@@ -132,7 +137,7 @@ class Prices:
 def group_of(c: Collective, num_devices: int, cluster: Cluster) -> Group:
     """Who takes part in a collective of a module for so many devices, counted up from 0."""
     spread = domains(c.groups, num_devices, cluster.gpus_per_nvlink_domain)
-    size = 2 if c.kind == "collective-permute" else c.group_size
+    size = 2 if c.kind == PERMUTE else c.group_size
     in_a_host = domains(c.groups, num_devices, cluster.gpus_per_host) == 1
     # The option for copies comes with one communicator a ring (flags/rings.py).
     together = c.group_size if c.by_copy else None
@@ -176,7 +181,7 @@ class _Replay:
 
     def __init__(self, module: hlo.Module, prices: Prices):
         self.module, self.prices = module, prices
-        self.now = 0.0
+        self.now = self.met = 0.0  # met: when the devices last waited for each other
         self.lanes = {NVLINK: _Lane(), NETWORK: _Lane()}
         self.events: list[tuple[_Head, _Tail]] = []
         self.runs: list[int] = []
@@ -239,6 +244,7 @@ class _Replay:
     def start(self, c: Collective) -> tuple[_Lane, float]:
         """Put a collective on its link; when it ends there."""
         name, seconds, share = self.prices.link(c)
+        seconds += self.prices.skew_s(c, self.now - self.met)
         lane = self.lanes[name]
         lane.land(self.now)
         begin = lane.flights[-1].end if lane.flights else self.now
@@ -256,7 +262,7 @@ class _Replay:
             c, end = f.collective, min(f.end, until)
             head = (COMPUTE, "wait", c.name, c.computation, self.now, end, end - self.now)
             self.add(head, (c.source, short_op(c.op_name), FREE, c))
-            self.now = end
+            self.now = self.met = end
 
     def finish(self) -> None:
         """Wait for all that is in flight."""
@@ -295,7 +301,7 @@ class _Replay:
             self.runs[place] *= repeat.times
         self.repeats.append(repeat)
         later = repeat.period_s * (repeat.times - 1)
-        self.now += later
+        self.now, self.met = self.now + later, self.met + later
         for lane in self.lanes.values():
             lane.flights = deque(
                 replace(f, begin=f.begin + later, end=f.end + later) for f in lane.flights
@@ -316,12 +322,12 @@ class _Replay:
 
     def conditional(self, computation: str, i: hlo.Instruction) -> None:
         """Run the slowest branch."""
-        now, counts = self.now, (len(self.events), len(self.repeats))
+        now, met, counts = self.now, self.met, (len(self.events), len(self.repeats))
         flights = {name: tuple(lane.flights) for name, lane in self.lanes.items()}
 
         def seconds(branch: str) -> float:
             self.computation(branch)
-            taken, self.now = self.now - now, now
+            taken, self.now, self.met = self.now - now, now, met
             del self.events[counts[0] :], self.runs[counts[0] :], self.repeats[counts[1] :]
             for name, lane in self.lanes.items():
                 lane.flights = deque(flights[name])
