@@ -1,4 +1,4 @@
-"""What an op costs in seconds: matmuls, memory-bound kernels, collectives; alone and side by side.
+"""What an op costs in seconds: matmuls, attention, other kernels, collectives, and side by side.
 
 Alone, by measured tables (`jaxoverlap.measured`; benchmarks/accuracy.py has their errors). Across
 NVLink domains, by NCCL's tuning model (`jaxoverlap.nccl`): there are no rows of that.
@@ -132,6 +132,51 @@ class CostModel:
             over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
         return table.launch_s + over_launch_s
 
+    def attention_s(
+        self,
+        queries: int,
+        keys: int,
+        heads: int,
+        head_size: int,
+        *,
+        causal: bool = False,
+        backward: bool = False,
+        dtype: str = "bf16",
+        beside: Share = ALONE,
+    ) -> float:
+        """Seconds of one kernel of fused attention.
+
+        Alone: the table, which is of square causal scores, forward. Others by their operations at
+        the same rate: twice without a mask (`benchmarks/accuracy.py` has the error of that), 2.5
+        times backward (FlashAttention-2, arXiv 2307.08691, section 4.1; an assumption: no rows).
+        Scores that are not square count as the square one with as many. Beside a collective as a
+        matmul, with a tile for 128 queries of a head.
+
+        Args:
+            heads: of all the batch.
+
+        Raises:
+            ValueError: for dims below one, a dtype of other than 16 bits, or a chip without rows.
+        """
+        if min(queries, keys, heads, head_size) < 1:
+            raise ValueError(
+                f"attention of {heads} heads, {queries} x {keys} x {head_size}: give dims above 0"
+            )
+        table = self.tables.attention
+        if table is None or dtype not in ("bf16", "f16"):
+            known = "bf16 and f16" if table else "none"
+            raise ValueError(
+                f"no attention of {dtype} was measured on {self.tables.chip}: known are {known}"
+            )
+        times = (1.0 if causal else 2.0) * (2.5 if backward else 1.0)
+        seconds = table.seconds(math.sqrt(queries * keys), heads, head_size, times)
+        if beside == ALONE:
+            return seconds
+        moved = 4.0 * heads * (queries + keys) * head_size
+        waves = self._waves_ratio(heads * math.ceil(queries / 128), beside)
+        over_launch_s = max(seconds - table.launch_s, 0.0) * waves
+        return table.launch_s + max(over_launch_s, moved / self._memory_left(beside))
+
     @property
     def dtypes(self) -> frozenset[str]:
         """The dtypes whose matmuls have a price, as HLO writes them."""
@@ -250,13 +295,16 @@ class CostModel:
 
     def _more_waves(self, m: int, n: int, batch: int, beside: Share) -> float:
         """How many times more waves a matmul needs on the SMs that are left."""
+        counts = (
+            batch * math.ceil(m / tile_m) * math.ceil(n / tile_n) for tile_m, tile_n in _TILES
+        )
+        return sum(self._waves_ratio(tiles, beside) for tiles in counts) / len(_TILES)
+
+    def _waves_ratio(self, tiles: int, beside: Share) -> float:
+        """Waves of so many tiles on the SMs that are left, over those on all SMs."""
         sms = self.cluster.chip.num_sms
         left = max(sms - beside.sms, 1.0)
-        ratios = []
-        for tile_m, tile_n in _TILES:
-            tiles = batch * math.ceil(m / tile_m) * math.ceil(n / tile_n)
-            ratios.append(math.ceil(tiles / left) / math.ceil(tiles / sms))
-        return sum(ratios) / len(ratios)
+        return math.ceil(tiles / left) / math.ceil(tiles / sms)
 
     def _memory_left(self, beside: Share) -> float:
         """The memory's bytes per second that compute can have; a tenth at least."""

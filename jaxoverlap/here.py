@@ -46,7 +46,7 @@ def measurements() -> int:
 
 
 def tables_here(
-    date: str, advance: Callable[[str], None], *, each_round: Callable[[], None] = lambda: None
+    date: str, advance: Callable[[str], None], *, each_round: Callable[[], object] = lambda: None
 ) -> Tables:
     """Measure, and fit the tables of the cost model.
 
@@ -267,8 +267,10 @@ def _clock(body: Body, shapes: Shapes, dtype: Any, group: int) -> Clock:
         jax.block_until_ready(run(trips, carry))
         return time.perf_counter() - start
 
-    seconds(_replicated(mesh, 1))  # compiles
-    trips = max(1, int(_TARGET_S / seconds(_replicated(mesh, 1))))
+    trips = 1
+    seconds(_replicated(mesh, trips))  # compiles
+    while seconds(_replicated(mesh, trips)) < _TARGET_S / 2:
+        trips *= 4
     count = _replicated(mesh, trips)
     return lambda: seconds(count) / trips
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from jaxoverlap import nccl
 from jaxoverlap.cost import ALONE, Channels, CostModel, Group, Share
 from jaxoverlap.lagom import Config, Outcome, Place
+from jaxoverlap.passes.replay import attention_s
 from jaxoverlap.passes.work import Matmul, Work
 
 # What chunks take of L2 at most, however many are under way. The one fitted number: with it NCCL's
@@ -251,6 +252,8 @@ class _Prices:
         """A kernel is bound by its matmuls or by its bytes, as in `passes/replay.py`."""
         matmuls = sum(self._matmul_s(m, beside) for m in work.matmuls)
         share = beside.share if beside else ALONE
+        if work.attention:
+            return attention_s(self.cost, work.attention, share)
         if not work.memory_bytes:
             return matmuls
         moved, hard = work.memory_bytes, work.transcendentals

@@ -26,7 +26,7 @@ from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective, collectives
 from jaxoverlap.passes.groups import domains
 from jaxoverlap.passes.timeline import COMPUTE, NETWORK, NVLINK, Event, Repeat, Timeline
-from jaxoverlap.passes.work import FREE, Work, work
+from jaxoverlap.passes.work import FREE, Attention, Work, work
 
 UNKNOWN_TRIPS = "while without a known trip count"
 
@@ -99,23 +99,29 @@ class Prices:
         return found
 
     def _priced(self, asked: Work) -> Work:
-        """The work, or its bytes under the name of a matmul that the cost model does not know."""
+        """The work, or its bytes under the name of what the cost model does not know."""
         try:
             self.kernel_s(asked, ALONE)
         except ValueError:
-            strange = asked.matmuls[0]
-            name = asked.unknown or f"matmul of {strange.dtype}"
+            strange = asked.attention or asked.matmuls[0]
+            kind = "attention" if asked.attention else "matmul"
+            name = asked.unknown or f"{kind} of {strange.dtype}"
             moved = asked.memory_bytes + sum(m.memory_bytes for m in asked.matmuls)
-            return replace(asked, matmuls=(), memory_bytes=moved, unknown=name)
+            return Work((), moved, name, asked.transcendentals)
         return asked
 
     def _kernel_s(self, asked: Work, beside: Share) -> float:
-        """A kernel is bound by its matmuls or by its bytes, whichever takes longer."""
+        """A kernel is bound by its matmuls or by its bytes, whichever takes longer.
+
+        What was measured of attention has its bytes in it.
+        """
         cost = self._cost
         matmuls = sum(
             cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype, beside=beside)
             for m in asked.matmuls
         )
+        if asked.attention:
+            return attention_s(cost, asked.attention, beside)
         if not asked.memory_bytes:
             return matmuls
         moved, hard = asked.memory_bytes, asked.transcendentals
@@ -132,6 +138,24 @@ class Prices:
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         lane = NETWORK if group.domains > 1 else NVLINK
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)
+
+
+def attention_s(cost: CostModel, a: Attention, beside: Share) -> float:
+    """Seconds of a kernel of fused attention.
+
+    Raises:
+        ValueError: as `CostModel.attention_s`.
+    """
+    return cost.attention_s(
+        a.queries,
+        a.keys,
+        a.heads,
+        a.head_size,
+        causal=a.causal,
+        backward=a.backward,
+        dtype=a.dtype,
+        beside=beside,
+    )
 
 
 def group_of(c: Collective, num_devices: int, cluster: Cluster) -> Group:
@@ -223,7 +247,7 @@ class _Replay:
                 left -= (change - self.now) / seconds
                 self.now = change
         alone = self.prices.kernel_s(asked, ALONE)
-        kind = "matmul" if asked.matmuls else "memory"
+        kind = "matmul" if asked.matmuls or asked.attention else "memory"
         head = (COMPUTE, kind, name, computation, began, self.now, alone)
         self.add(head, (source, op, asked, None))
 

@@ -1,4 +1,4 @@
-"""What one HLO instruction asks of a device: matmuls, and bytes of its memory.
+"""What one HLO instruction asks of a device: matmuls, attention, and bytes of its memory.
 
 Values only, no seconds: `jaxoverlap/cost.py` prices them. A fusion is one kernel, so what passes
 between its instructions touches no memory; only its parameters and results do, and of these only
@@ -77,6 +77,42 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """One kernel of fused attention; `dtype` of the queries, as HLO writes it.
+
+    Attributes:
+        queries, keys: lengths.
+        heads: of all the batch.
+        head_size: of a query's vector.
+        causal: whether half of the scores are masked, and not computed.
+        backward: whether it is the gradient's.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    head_size: int
+    causal: bool = False
+    backward: bool = False
+    dtype: str = "bf16"
+
+    @property
+    def flops(self) -> int:
+        """Of two matmuls of the scores' size forward, five backward; half under a causal mask.
+
+        FlashAttention-2 (Dao 2023), section 4.1, counts so.
+        """
+        matmuls = 5 if self.backward else 2
+        flops = 2 * matmuls * self.heads * self.queries * self.keys * self.head_size
+        return flops // 2 if self.causal else flops
+
+    def __str__(self) -> str:
+        mask, way = ("causal " if self.causal else ""), (" backward" if self.backward else "")
+        sizes = f"{self.heads} heads of {self.head_size}, {self.queries} x {self.keys}"
+        return f"{mask}attention{way}, {sizes} {self.dtype}"
+
+
+@dataclass(frozen=True)
 class Work:
     """What one kernel does; all zero where none runs.
 
@@ -84,16 +120,18 @@ class Work:
         matmuls: in the order in which they run.
         memory_bytes: read and written, beside operands and results of a kernel that is a matmul
             and nothing else.
-        transcendentals: exponentials, tangents, roots and the like, one for each element. They hide
-            behind the bytes on a GPU, and do not on a CPU.
         unknown: the name of what this does not know, an opcode or a custom call's target. Its
             bytes are those of its operands and results, the least that it can cost.
+        transcendentals: exponentials, tangents, roots and the like, one for each element. They hide
+            behind the bytes on a GPU, and do not on a CPU.
+        attention: fused, if the kernel is that.
     """
 
     matmuls: tuple[Matmul, ...] = ()
     memory_bytes: int = 0
-    transcendentals: int = 0
     unknown: str = ""
+    transcendentals: int = 0
+    attention: Attention | None = None
 
 
 FREE = Work()
@@ -119,14 +157,15 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
         return Work(matmuls=(_convolution(instruction, shapes, "forward"),))
     if HOST_SPACE in instruction.shape:
         touched = _touched(instruction, shapes)
-        return Work((), touched, unknown=f"{opcode} to or from the host's memory")
+        return Work((), touched, f"{opcode} to or from the host's memory")
     if opcode == "fusion" or opcode.endswith("-start"):
         bodies = [module.body(name) for name in instruction.called]
         if len(bodies) == 1:  # of a start: the one kernel that runs beside the others
             return _fusion(module, bodies[0])
         opcode = opcode.removesuffix("-start")  # copy-start has no computation
     hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
-    return Work((), _unfused(instruction, shapes), hard, "" if opcode in _MEMORY else opcode)
+    unknown = "" if opcode in _MEMORY else opcode
+    return Work((), _unfused(instruction, shapes), unknown, hard)
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
@@ -167,7 +206,8 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
             inside = work(module, i, shapes)
             matmuls += inside.matmuls
             unknown = unknown or inside.unknown
-    return Work(tuple(matmuls), *_fusion_traffic(body), unknown)
+    memory_bytes, hard = _fusion_traffic(body)
+    return Work(tuple(matmuls), memory_bytes, unknown, hard)
 
 
 def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int]:
@@ -260,7 +300,7 @@ def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Wor
         return Work(matmuls=(_convolution(instruction, shapes, way),))
     if target in _MEMORY_CALLS:
         return Work(memory_bytes=_touched(instruction, shapes))
-    return Work((), _touched(instruction, shapes), unknown=target)
+    return Work((), _touched(instruction, shapes), target)
 
 
 def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Matmul:
@@ -304,21 +344,19 @@ def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: s
 
 
 def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> Work:
-    """Flash attention by cuDNN: two matmuls of scores' size forward, five backward.
-
-    FlashAttention-2 (Dao 2023), section 4.1, counts so, and half of both under a causal mask. The
-    scores never leave the chip, which a matmul of their shape would be charged for: the matmuls
-    count as one in the shape of a cube, with as many operations.
-    """
+    """Flash attention by cuDNN. XLA gives its scores' shape: batch, heads, queries, keys."""
     scores = _SCORES.search(instruction.line)
     if scores is None:
         return Work((), _touched(instruction, shapes), target)
+    *heads, queries, keys = (int(d) for d in re.findall(r"\d+", scores.group(1)))
     query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
-    head_dim = hlo.dims(query)[-1]
-    products = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1))) * head_dim
-    products *= 5 if "Backward" in target else 2
-    if '"mask_type":"CAUSAL"' in instruction.line:
-        products //= 2
-    side = round(products ** (1 / 3))
-    cube = Matmul(side, side, side, dtype=query.partition("[")[0])
-    return Work((cube,), _touched(instruction, shapes))
+    kernel = Attention(
+        queries=queries,
+        keys=keys,
+        heads=math.prod(heads),
+        head_size=hlo.dims(query)[-1],
+        causal='"mask_type":"CAUSAL"' in instruction.line,
+        backward="Backward" in target,
+        dtype=query.partition("[")[0],
+    )
+    return Work(memory_bytes=_touched(instruction, shapes), attention=kernel)
