@@ -10,7 +10,8 @@ Loops run iteration by iteration until one begins as it ended, with the same lef
 that follow are its repeats, and are counted, not run. Approximations: of a conditional the slowest
 branch runs; a while without a known trip count runs once, and is named; a collective that crosses
 NVLink domains takes the network only; collectives on two lanes do not slow each other; nothing but
-waiting slows the device's own launch of kernels.
+waiting slows the device's own launch of kernels; where devices share cores, what an iteration
+computed before its first collective is taken from the first iteration.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Prices:
         self.collectives = {(c.computation, c.name): c for c in collectives(module)}
         self.kernel_s = functools.cache(self._kernel_s)
         self.link = functools.cache(self._link)
+        self.group = functools.cache(self._group)
         self.works = functools.cache(self._works)
 
     def _works(self, computation: str) -> dict[str, tuple[Work, str, str]]:
@@ -129,12 +131,14 @@ class Prices:
 
     def skew_s(self, c: Collective, computed_s: float) -> float:
         """How long a collective waits for the last device."""
-        group = group_of(c, self._module.num_devices, self._cost.cluster)
-        return self._cost.skew_s(computed_s, c.kind, group)
+        return self._cost.skew_s(computed_s, c.kind, self.group(c))
+
+    def _group(self, c: Collective) -> Group:
+        return group_of(c, self._module.num_devices, self._cost.cluster)
 
     def _link(self, c: Collective) -> tuple[str, float, Share]:
         """The lane of a collective, its seconds, and what it takes from kernels beside it."""
-        group = group_of(c, self._module.num_devices, self._cost.cluster)
+        group = self.group(c)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         lane = NETWORK if group.domains > 1 else NVLINK
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)
