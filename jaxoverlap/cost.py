@@ -328,9 +328,9 @@ class CostModel:
         if group.by_copy:
             peak = self.cluster.nvlink.bandwidth_bytes_per_s
             return _COPY_LATENCY_S + bytes_moved / (_COPY_EFFICIENCY * peak)
-        if PERMUTE in self.tables.collectives.curves:
-            return self.tables.collectives.seconds(PERMUTE, bytes_moved, self.cluster.num_devices)
         table = self.tables.permutes
+        if table.curve:
+            return table.curve.at(bytes_moved)
         rate = table.bytes_per_s
         if table.channel_bytes_per_s:
             count = channels.count if channels else self._channels_of_permute(bytes_moved, group)

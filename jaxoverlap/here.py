@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap import fit
 from jaxoverlap.cost import PERMUTE
-from jaxoverlap.measured import Collectives, Curve, Here, Memory, Permutes, Skew, Tables
+from jaxoverlap.measured import Curve, Here, Memory, Permutes, Skew, Tables
 
 M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
 NK_SIZES = (32, 128, 512)
@@ -93,14 +93,14 @@ def _fit(date: str, taken: Taken) -> Tables:
         rows, width = fit.MatmulRows(*np.array(found, float).T), np.dtype(_NAMES[dtype]).itemsize
         rates = fit.fit_rates(rows, float(width), float(width))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, M_SIZES, NK_SIZES)
-    collectives = fit.fit_collectives(list(_collective_rows(taken)), _SOURCE)
+    rows = list(_collective_rows(taken))
     return Tables(
         chip=devices[0].device_kind,
         date=date,
         matmuls=matmuls,
         memory=_memory(taken),
-        collectives=collectives,
-        permutes=_permutes(collectives),
+        collectives=fit.fit_collectives([r for r in rows if r.kind != PERMUTE], _SOURCE),
+        permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
         channels=0,
         skew=_skew(taken),
         here=Here(
@@ -226,11 +226,11 @@ def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
         yield fit.CollectiveRow(kind, size, moved, float(np.median(taken[kind, count, size])))
 
 
-def _permutes(collectives: Collectives) -> Permutes:
-    """Latency and rate by the two ends of the curve, which is what permutes are priced by."""
-    (curve,) = collectives.curves[PERMUTE].values()
+def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:
+    """A curve; its two ends give latency and rate."""
+    curve = Curve(tuple(r.bytes_moved for r in rows), tuple(r.seconds for r in rows))
     rate = curve.bytes_moved[-1] / max(curve.seconds[-1] - curve.floor_s, 1e-9)
-    return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None)
+    return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None, curve)
 
 
 def _skew(taken: Taken) -> Skew:

@@ -228,6 +228,7 @@ class Permutes(msgspec.Struct, frozen=True):
         channel_bytes_per_s: of one channel; 0 where permutes do not run on channels.
         bytes_per_s: of the link, in one direction.
         source: where these come from.
+        curve: seconds by bytes, in the place of these, where caches make it no line.
         error: of the rows they are fitted to (three numbers: none was held back); None if there
             are no rows.
     """
@@ -237,6 +238,7 @@ class Permutes(msgspec.Struct, frozen=True):
     bytes_per_s: float
     source: str
     error: FitError | None
+    curve: Curve | None = None
 
 
 class Memory(msgspec.Struct, frozen=True):
