@@ -16,11 +16,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from jaxoverlap import measured, nccl
-from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
-from jaxoverlap.measured import Here, Matmuls, Tables
+from jaxoverlap.cluster import Cluster, chips, parse_cluster
+from jaxoverlap.measured import Matmuls, Tables
+from jaxoverlap.measured_for import cluster_here, with_memory_of
 from jaxoverlap.nccl import Channels
 
 PERMUTE = "collective-permute"
@@ -381,7 +380,7 @@ def cost_model(
     if cluster is None:
         if tables is None or tables.here is None:
             raise ValueError("no cluster: give one, or a table that was measured by --here")
-        return CostModel(_cluster_here(tables, tables.here), tables)
+        return CostModel(cluster_here(tables, tables.here), tables)
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     tables = tables or measured.packaged(cluster.chip.name)
     if tables is None:
@@ -390,50 +389,9 @@ def cost_model(
             f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
             "`python -m jaxoverlap.calibrate --here`"
         )
-    return CostModel(cluster, _with_memory_of(cluster.chip, tables))
-
-
-def _with_memory_of(chip: Chip, tables: Tables) -> Tables:
-    """The tables, for a chip that differs from the measured one in its memory alone."""
-    was = next((c for c in chips() if c.name == tables.chip), chip)
-    faster = chip.memory_bandwidth_bytes_per_s / was.memory_bandwidth_bytes_per_s
-    if faster == 1:
-        return tables
-    scaled = {
-        dtype: msgspec.structs.replace(table, bytes_per_s=table.bytes_per_s * faster)
-        for dtype, table in tables.matmuls.items()
-    }
-    memory = msgspec.structs.replace(tables.memory, bytes_per_s=tables.memory.bytes_per_s * faster)
-    return msgspec.structs.replace(tables, matmuls=scaled, memory=memory)
+    return CostModel(cluster, with_memory_of(cluster.chip, tables))
 
 
 def has_cost_model(cluster: Cluster) -> bool:
     """Whether the package has tables of a cluster's chip."""
     return measured.packaged(cluster.chip.name) is not None
-
-
-def _cluster_here(tables: Tables, here: Here) -> Cluster:
-    """The cluster that `--here` found: one host, whose devices all reach each other.
-
-    What was not measured (memory, caches, clocks) is zero.
-    """
-    link = Link("this host", tables.permutes.bytes_per_s, tables.permutes.latency_s)
-    chip = Chip(
-        name=tables.chip,
-        device_name=tables.chip,
-        compute_capability=(0, 0),
-        num_sms=1,
-        fpus_per_sm=0,
-        clock_ghz=0.0,
-        memory_bytes=0,
-        memory_bandwidth_bytes_per_s=tables.memory.bytes_per_s,
-        l2_bytes=0,
-        shared_memory_per_sm_bytes=0,
-        shared_memory_per_block_bytes=0,
-        bf16_flops_per_s=max(table.flops_per_s for table in tables.matmuls.values()),
-        nvlinks=0,
-        nvlink=link,
-        network=link,
-        source=f"measured, {here.versions}",
-    )
-    return Cluster(chip, 1, here.devices, link, link)

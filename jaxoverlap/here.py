@@ -1,8 +1,9 @@
-"""Times matmuls, memory-bound kernels and collectives on the devices that JAX sees here.
+"""Times matmuls, other kernels and collectives on the devices that JAX sees here.
 
 Every measurement runs on all devices at once, as in a step: what they share (a CPU's cores and
 memory, most of all) is shared while it is timed. An op runs in a loop inside one program, long
-enough for what starting the program costs to vanish. Let nothing else run on the machine meanwhile.
+enough for what starting the program costs to vanish. All ops are timed in turn, round by round, and
+medians are taken, since steps are compared by medians. Let nothing else run on the machine.
 """
 
 from __future__ import annotations
