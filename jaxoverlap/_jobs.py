@@ -43,12 +43,10 @@ class Compiled:
     Attributes:
         text: the scheduled module.
         peak_bytes: that a device needs.
-        temp_bytes: of these, what is neither argument nor output.
     """
 
     text: str
     peak_bytes: int
-    temp_bytes: int
 
 
 def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None = None) -> Job:
@@ -99,12 +97,8 @@ def compile_job(job: Job, devices: Sequence[Any]) -> Compiled:
         executable: Any = compiler.backend_compile_and_load(
             devices[0].client, module, xla_client.DeviceList(tuple(devices)), options, []
         )
-    memory = executable.get_compiled_memory_stats()
-    return Compiled(
-        "\n\n".join(module.to_string() for module in executable.hlo_modules()),
-        peak_bytes(memory),
-        memory.temp_size_in_bytes,
-    )
+    text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
+    return Compiled(text, peak_bytes(executable.get_compiled_memory_stats()))
 
 
 def peak_bytes(memory: Any) -> int:

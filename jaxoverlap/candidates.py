@@ -1,8 +1,9 @@
 """What a tuning tries: whole plans to begin with, then one ring after the other in another way.
 
-A candidate is what `road.Options` say, or the step as it is. The seeds differ in what holds for all
-rings: whether there are any, what becomes of scanned weights, how much memory the scheduler pass
-may use, what XLA merges. A move changes how the pieces of one ring travel.
+A candidate is what `road.Options` say, or the step as it is. The seeds are plans for all rings: as
+Lagom's search on the model cuts them, none at all, those that the rules leave out too, scanned
+weights in rings. The best are tried with other settings: more memory for the scheduler pass, other
+limits for what XLA merges. A move changes how the pieces of one ring travel.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jaxoverlap.granularity import Granularity
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.road import Options
 from jaxoverlap.scheduler import Scheduler
@@ -23,6 +25,7 @@ _MERGES = (
     "xla_gpu_all_gather_combine_threshold_bytes",
     "xla_gpu_reduce_scatter_combine_threshold_bytes",
 )
+_MOST_MERGED = 1 << 30  # as MaxText's scripts have them
 # In this order they are tried: from what changes the schedule least.
 _WAYS = {
     "all_gather_matmul": ("two_way", "one_way", "one_way x 2", "sliced x 2", "plain"),
@@ -49,7 +52,12 @@ class Candidate:
     changes: Mapping[int, Variant]
 
 
-def seeds(base: Options, rules: Plan, trial: Trial | None = None) -> list[Candidate]:
+def seeds(
+    base: Options,
+    rules: Plan,
+    trial: Trial | None = None,
+    cuts: Sequence[Mapping[int, Variant]] = (),
+) -> list[Candidate]:
     """What is tried first, beside the step as it is and the rules.
 
     Args:
@@ -57,20 +65,41 @@ def seeds(base: Options, rules: Plan, trial: Trial | None = None) -> list[Candid
         rules: the plan that they gave.
         trial: what came of it. Where next to nothing waits for the collectives that the rules leave
             whole, those are tried in other ways last.
+        cuts: how to cut all rings, from `granularity.Granularity`, best first.
     """
+    found = [
+        Candidate(f"lagom {place}", replace(base, choices=choices), {})
+        for place, choices in enumerate(cuts, 1)
+    ]
     none = dict.fromkeys((d.site for d in rules.decisions), Variant("plain"))
-    found = [Candidate("no rings", replace(base, choices=none), {})] if none else []
-    if base.schedule:
-        roomy = Scheduler(slack=_SLACK, in_flight=base.schedule.in_flight)
-        found.append(Candidate(f"slack {_SLACK}", replace(base, schedule=roomy), {}))
+    found += [Candidate("no rings", replace(base, choices=none), {})] if none else []
     if rules.prefetched:
         found.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
-    if merged := {k: v for k, v in rules.xla_options.items() if k not in _MERGES}:
-        found.append(Candidate("XLA merges", replace(base, xla_options=merged), {}))
     dear = [s for s in rules.skips if s.left_plain]
     others = list(_others(base, [s.site for s in dear]))
     waits = trial is None or sum(exposed_s(s, trial) for s in dear) > _WORTH * trial.step_s
     return [*others, *found] if waits else [*found, *others]
+
+
+def settings(at: Candidate, plan: Plan) -> list[Candidate]:
+    """A plan with what holds for all rings changed: memory for the scheduler pass, XLA's options.
+
+    Args:
+        at: the candidate whose plan it is.
+    """
+    options = at.options
+    if options is None:
+        return []
+    found = []
+    if options.schedule:
+        roomy = Scheduler(slack=_SLACK, in_flight=options.schedule.in_flight)
+        found.append((f"slack {_SLACK}", replace(options, schedule=roomy)))
+    rest = {k: v for k, v in plan.xla_options.items() if k not in _MERGES}
+    if rest != plan.xla_options:
+        found.append(("XLA merges", replace(options, xla_options=rest)))
+        most = dict.fromkeys(_MERGES, str(_MOST_MERGED))
+        found.append(("merges to 1 GiB", replace(options, xla_options=rest | most)))
+    return [Candidate(f"{at.name}, {name}", changed, {}) for name, changed in found]
 
 
 def _others(base: Options, dear: Sequence[int]) -> Iterator[Candidate]:
@@ -88,27 +117,37 @@ def ways(base: Options) -> list[Candidate]:
 
 
 def moves(
-    at: Candidate, plan: Plan, trial: Trial, tried: Collection[tuple[int, str]]
+    at: Candidate,
+    plan: Plan,
+    trial: Trial,
+    tried: Collection[tuple[int, str]],
+    model: Granularity,
 ) -> list[Candidate]:
-    """What to change next: of each ring the next way not tried; those that wait longest first.
+    """What to change next: of each ring the next way not tried, the smallest H first.
+
+    H is Lagom's: the computation that it adds for each second that no longer waits. Rings that the
+    model does not have come last, and of equal ones first what waits longest.
 
     Args:
         at: the best candidate so far, with its plan and trial.
         tried: sites and variants that need no second try.
+        model: what cutting a ring costs.
     """
     options = at.options
     if options is None:
         return []
-    found: list[tuple[float, Candidate]] = []
+    found: list[tuple[float, float, Candidate]] = []
     for entry, ways in _movable(plan):
         waited = exposed_s(entry, trial)
         way = next((w for w in ways if (entry.site, w) not in tried), None)
         if way is not None and waited > _WORTH * trial.step_s:
-            to = {entry.site: Variant.parse(way)}
+            now = entry.variant if isinstance(entry, Decision) else Variant("plain")
+            to = Variant.parse(way)
+            lost = model.lost_per_second(entry.site, now, to, waited)
             name = f"{entry.source} ({entry.site}) {way}"
-            found.append((waited, Candidate(name, changed(options, to), to)))
-    found.sort(key=lambda one: -one[0])
-    return [candidate for _, candidate in found]
+            changes = {entry.site: to}
+            found.append((lost, -waited, Candidate(name, changed(options, changes), changes)))
+    return [candidate for _, _, candidate in sorted(found, key=lambda one: one[:2])]
 
 
 _WORTH = 0.002  # of a step: what waits for less is left as it is

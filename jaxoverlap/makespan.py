@@ -27,10 +27,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxoverlap import nccl
-from jaxoverlap.cost import ALONE, Channels, CostModel, Group, Share
+from jaxoverlap.cost import ALONE, PERMUTE, Channels, CostModel, Group, Sent, Share
 from jaxoverlap.lagom import Config, Outcome, Place
 from jaxoverlap.passes.replay import attention_s
 from jaxoverlap.passes.work import Matmul, Work
+from jaxoverlap.passes.worth import pair
 
 # What chunks take of L2 at most, however many are under way. The one fitted number: with it NCCL's
 # default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.2%, where Lagom's authors
@@ -90,6 +91,8 @@ class Communication:
         runs: how often, one after the other.
         site: which of the computations needs it (gives it) piece by piece; None: none waits.
         space: what settings it can have.
+        ring: the devices of the ring that it becomes if cut into as many pieces or a multiple: one
+            piece is there from the start, the others are hops. 0: it never does.
     """
 
     kind: str
@@ -98,6 +101,25 @@ class Communication:
     runs: int = 1
     site: int | None = None
     space: Space = field(default_factory=Space)
+    ring: int = 0
+
+    def bare(self, pieces: int) -> float:
+        """The part of it that nothing can hide: one piece, but in a ring none."""
+        return 0.0 if self._in_hops(pieces) else 1 / pieces
+
+    def sent(self, pieces: int) -> tuple[int, Sent]:
+        """What it becomes if cut: how many collectives, and each of them.
+
+        An all-reduce in hops is a reduce-scatter's, which a gather follows; `bytes_moved` are of
+        both, and both are taken for hops.
+        """
+        if not self._in_hops(pieces):
+            return pieces, (self.kind, self.bytes_moved // pieces, self.group)
+        count = (self.ring - 1) * (pieces // self.ring)
+        return count, (PERMUTE, self.bytes_moved // count, pair(self.group))
+
+    def _in_hops(self, pieces: int) -> bool:
+        return self.ring > 1 and pieces % self.ring == 0
 
 
 @dataclass(frozen=True)
@@ -107,10 +129,13 @@ class Computation:
     Attributes:
         work: its matmuls and bytes.
         runs: how often, one after the other.
+        cut: the kernels of one piece, by the number of pieces; of what is not said an equal part of
+            each matmul's rows.
     """
 
     work: Work
     runs: int = 1
+    cut: tuple[tuple[int, tuple[Work, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,13 +176,14 @@ class Makespan:
         each_s = tuple(self.seconds(j, place) for j, place in enumerate(config))
         times = [float(c.runs) for c in self.computations]
         for j, (c, place) in enumerate(zip(self.communications, config, strict=True)):
-            part = 0.0
+            bare = 0.0
             if c.site is not None:
-                part = 1 / c.space.setting(place)[1]
+                pieces = c.space.setting(place)[1]
+                bare = c.bare(pieces)
                 times[c.site] *= self.in_pieces(j, place)
-                head_s += part * each_s[j]
-                tail_s += part * times[c.site] * self.alone_s(c.site)
-            windows.append((1 - part) * each_s[j])
+                head_s += bare * each_s[j]
+                tail_s += times[c.site] * self.alone_s(c.site) / pieces
+            windows.append((1 - bare) * each_s[j])
         communication_s, computation_s = sum(each_s), self._beside(config, windows, times)
         step_s = max(communication_s + tail_s, computation_s + head_s)
         return Outcome(communication_s, computation_s, step_s, each_s)
@@ -183,7 +209,7 @@ class Makespan:
     def seconds(self, j: int, place: Place) -> float:
         """Of communication j with a setting: all its runs, all their pieces."""
         c = self.communications[j]
-        return c.runs * self._prices.communication_s(c.kind, c.bytes_moved, c.group, c.space, place)
+        return c.runs * self._prices.communication_s(self._alike[j], place)
 
     def alone_s(self, i: int) -> float:
         """Of one run of computation i, with nothing beside it."""
@@ -191,8 +217,7 @@ class Makespan:
 
     def slowed_s(self, i: int, j: int, place: Place) -> float:
         """Of one run of computation i, as long as communication j runs beside it."""
-        c = self.communications[j]
-        beside = self._prices.beside(c.kind, c.bytes_moved, c.group, c.space, place)
+        beside = self._prices.beside(self._alike[j], place)
         return self._prices.kernel_s(self.computations[i].work, beside)
 
     def in_pieces(self, j: int, place: Place) -> float:
@@ -201,11 +226,17 @@ class Makespan:
         if c.site is None:
             return 1.0
         pieces = c.space.setting(place)[1]
-        return self._prices.in_pieces(self.computations[c.site].work, pieces)
+        site = self.computations[c.site]
+        return self._prices.in_pieces(site.work, dict(site.cut).get(pieces), pieces)
 
     @functools.cached_property
     def _axes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(map(len, c.space.axes)) for c in self.communications)
+
+    @functools.cached_property
+    def _alike(self) -> tuple[Communication, ...]:
+        """The communications, those that cost alike a run equal: prices are kept by them."""
+        return tuple(replace(c, runs=1, site=None) for c in self.communications)
 
     @functools.cached_property
     def _prices(self) -> _Prices:
@@ -234,17 +265,17 @@ class _Prices:
         self.kernel_s = functools.cache(self._kernel_s)
         self.in_pieces = functools.cache(self._in_pieces)
 
-    def _communication_s(
-        self, kind: str, bytes_moved: int, group: Group, space: Space, place: Place
-    ) -> float:
-        channels, pieces = space.setting(place)
-        return pieces * self.cost.collective_s(kind, bytes_moved // pieces, group, channels)
+    def _communication_s(self, c: Communication, place: Place) -> float:
+        channels, pieces = c.space.setting(place)
+        count, sent = c.sent(pieces)
+        return count * self.cost.collective_s(*sent, _of(sent, channels))
 
-    def _beside(
-        self, kind: str, bytes_moved: int, group: Group, space: Space, place: Place
-    ) -> _Beside:
-        channels, pieces = space.setting(place)
-        share = self.cost.share(kind, bytes_moved // pieces, group, channels)
+    def _beside(self, c: Communication, place: Place) -> _Beside:
+        channels, pieces = c.space.setting(place)
+        _, sent = c.sent(pieces)
+        share = self.cost.share(*sent, _of(sent, channels))
+        if not share.sms:  # copies, which have no buffers
+            return _Beside(share, 0.0)
         most = _MOST_OF_L2 * self.cost.cluster.chip.l2_bytes
         return _Beside(share, min(channels.count * channels.chunk_bytes, most))
 
@@ -277,12 +308,17 @@ class _Prices:
         grows = has / had * rate / left
         return alone_s + waves_s * (1 - in_memory_s / alone_s) + in_memory_s * (grows - 1)
 
-    def _in_pieces(self, work: Work, pieces: int) -> float:
+    def _in_pieces(self, work: Work, cut: tuple[Work, ...] | None, pieces: int) -> float:
         if pieces == 1 or not work.matmuls:
             return 1.0
-        cut = [replace(m, m=-(-m.m // pieces)) for m in work.matmuls]
-        whole_s = sum(self._matmul_s(m, None) for m in work.matmuls)
-        return pieces * sum(self._matmul_s(m, None) for m in cut) / whole_s
+        if cut is None:
+            cut = tuple(Work((replace(m, m=-(-m.m // pieces)),)) for m in work.matmuls)
+        return pieces * sum(self.kernel_s(w, None) for w in cut) / self.kernel_s(work, None)
+
+
+def _of(sent: Sent, channels: Channels) -> Channels | None:
+    """The channels of a collective; None, NCCL's own, of a hop: nobody is asked about those."""
+    return None if sent[0] == PERMUTE else channels
 
 
 def memory_traffic(m: Matmul, cache_bytes: float) -> float:

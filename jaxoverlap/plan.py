@@ -56,7 +56,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 1  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 2  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,15 +103,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Attributes:
         step_s, plain_step_s: medians of `runs` runs, in turns.
         devices: how many of which kind.
-        correction: measured seconds for each that was simulated, the median of the rewritten steps
-            that were timed; None where nothing was simulated.
+        compute_factor, exposed_factor: measured seconds for each that was simulated, of kernels and
+            of waiting for collectives; None where nothing was simulated.
     """
 
     step_s: float
     plain_step_s: float
     runs: int
     devices: str
-    correction: float | None = None
+    compute_factor: float | None = None
+    exposed_factor: float | None = None
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -313,10 +314,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _measured(self) -> str:
         if (found := self.measured) is None:
             return ""
+        off = ""
+        if found.compute_factor is not None:
+            off = (
+                f"; computing {found.compute_factor:.2f}, waiting {found.exposed_factor:.2f} times "
+            )
+            off += "as long as simulated"
         return (
             f"  Measured: {found.step_s * 1e3:.1f} ms a step, plain "
-            f"{found.plain_step_s * 1e3:.1f}; medians of {found.runs}, {found.devices}"
-            f"{f'; {found.correction:.2f} times as long as simulated' if found.correction else ''}."
+            f"{found.plain_step_s * 1e3:.1f}; medians of {found.runs}, {found.devices}{off}."
         )
 
 

@@ -22,7 +22,7 @@ from jaxoverlap.made_for import facts_of
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.mesh import NoMeshError
 from jaxoverlap.plan import Plan, Schedule
-from jaxoverlap.road import Options, Start, Travelled, mesh_of, travel
+from jaxoverlap.road import Options, Start, Travelled, mesh_of, sites_of, travel
 from jaxoverlap.scheduler import Ordering, ordering_for
 from jaxoverlap.search import Ready
 from jaxoverlap.trial import Request
@@ -171,6 +171,7 @@ def subject_of(
 
     return Subject(
         lower=lower,
+        sites=lambda: sites_of(jitted, call, args, kwargs, options),
         compiled=compiled,
         args=args,
         kwargs=kwargs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster
 from jaxoverlap.cost import CostModel, Group, cost_model, has_cost_model
+from jaxoverlap.granularity import Site, site_of
 from jaxoverlap.made_for import check, cluster_for, followed, made_for
-from jaxoverlap.passes.decide import decide
+from jaxoverlap.passes.decide import decide, source_of
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.lookups import lookups, scatter
@@ -29,6 +30,7 @@ from jaxoverlap.passes.mesh import (
 from jaxoverlap.passes.prefetch import prefetch
 from jaxoverlap.passes.propagate import Shardings, propagate
 from jaxoverlap.passes.rewrite import rewrite
+from jaxoverlap.passes.rings import Ring
 from jaxoverlap.passes.scattered import Decide, Outcome, Point, scatter_sums, with_sums_scattered
 from jaxoverlap.passes.worth import Prices
 from jaxoverlap.plan import FSDP, MadeFor, Plan, ScatteredSum, Variant
@@ -92,6 +94,7 @@ class Travelled:
         mesh: the one that it runs on.
         cluster: the mesh's GPUs, where they are known.
         cost: what they take, where that is known.
+        rings: that the plan has, but those written by hand.
     """
 
     plan: Plan
@@ -99,6 +102,7 @@ class Travelled:
     mesh: Mesh
     cluster: Cluster | None
     cost: CostModel | None
+    rings: tuple[Ring, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def travel(
     if options.plan and options.plan.plain:
         return Travelled(options.plan, call.params["jaxpr"], mesh, start.cluster, start.cost)
     reason, costs = unread(mesh), axis_costs(mesh, start.named)
-    prices = start.cost and Prices(start.cost, _groups(mesh, start.named))
+    prices = start.cost and Prices(start.cost, groups_of(mesh, start.named))
 
     def decided(jaxpr: Any, shardings: Mapping[Any, Shardings]) -> Outcome:
         return _decided(jaxpr, shardings, mesh, costs, prices, reason, options)
@@ -183,7 +187,29 @@ def travel(
     if options.plan:
         plan = followed(options.plan, plan)
     rewritten = scatter(rewritten, outcome.known, mesh)
-    return Travelled(plan, rewritten, mesh, start.cluster, start.cost)
+    rings = tuple(ring for sharing in outcome.sharings.values() for ring in sharing.rings)
+    return Travelled(plan, rewritten, mesh, start.cluster, start.cost, rings)
+
+
+def sites_of(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+) -> tuple[Site, ...]:
+    """All rings that a step could have, for a model of them; on a cluster with a cost model.
+
+    Raises:
+        As `travel`.
+    """
+    every = replace(options, granularity=Variant(), choices={}, plan=None)
+    done = travel(jitted, call, args, kwargs, every)
+    assert done.cost is not None
+    groups = groups_of(done.mesh, options.cluster)
+    prices = Prices(done.cost, groups)
+    found = [
+        site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
+        for ring in done.rings
+        if prices.knows(ring)
+    ]
+    return tuple(sorted(found, key=lambda site: site.number))
 
 
 def mesh_of(call: _compat.Call) -> Mesh:
@@ -256,7 +282,7 @@ def _decided(
     return Outcome(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
 
-def _groups(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
+def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
     """Who takes part in a collective along each mesh axis; permutes in one process are copies."""
     spread, processes = axis_domains(mesh, cluster), axis_processes(mesh)
     return {

@@ -1,13 +1,14 @@
 """The search of a tuning: compile and simulate what could be the fastest plan, and move on from it.
 
-First whole plans (`candidates.seeds`), then, from the best, one ring after the other in another way
-(`candidates.moves`): what waits longest first, the ways of a ring one after the other, each ring
-for itself, so that compiles grow with the number of rings and not with the number of combinations
-(the greedy order of Lagom, arXiv 2602.20656; that rings are its communications, and what waits its
-priority, is ours). Moves that help are put together and tried again. Every candidate is compiled in
-a child process (`trial.py`) and simulated; the step as it is is one of them, so a plan is never
-slower than plain by simulation. Nothing is random: what ends early by its budget is a prefix of
-what would have been tried.
+First whole plans (`candidates.seeds`), those of Lagom's search on the model among them
+(`granularity.py`); then the best few of these with other settings (`candidates.settings`); then,
+from the best, one ring after the other in another way (`candidates.moves`): the one with the
+smallest H first, each ring for itself, so that compiles grow with the number of rings and not with
+that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's granularity is a
+setting like channels is ours). Moves that help are put together and tried again. Every candidate is
+compiled in a child process (`trial.py`) and simulated; the step as it is is one of them, so a plan
+is never slower than plain by simulation. Nothing is random: what ends early by its budget is a
+prefix of what would have been tried.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxoverlap.candidates import PLAIN, RULES, Candidate, changed, moves, seeds
+from jaxoverlap.candidates import PLAIN, RULES, Candidate, changed, moves, seeds, settings
+from jaxoverlap.granularity import Granularity
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.schedule import SAME
 from jaxoverlap.plan import Plan
@@ -28,6 +30,8 @@ from jaxoverlap.road import Options
 from jaxoverlap.trial import Failure, Request, Trial, attempt
 
 _TIMEOUT_S = 900.0  # for one candidate
+_PLANS = 3  # of the model's best, that are compiled
+_WITH_SETTINGS = 2  # of the best that were compiled, with other settings
 MOST_MEMORY = 1.15  # times the plain step's: a plan that needs more is not taken
 
 
@@ -82,6 +86,7 @@ class Search:
         base: the options of the rules.
         kept: the folder of results.
         memory_bytes: of a device.
+        model: the unified model of the step, from what the rules made of it.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         show: called with each result, in order.
         workers: children at a time.
@@ -94,6 +99,7 @@ class Search:
     kept: Path
     memory_bytes: int
     deadline: float
+    model: Callable[[Tried], Granularity] = lambda rules: Granularity()
     show: Callable[[Tried], None] = lambda tried: None
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
     tried: list[Tried] = field(default_factory=list)
@@ -112,21 +118,33 @@ class Search:
             raise ValueError(
                 f"the step does not compile: {plain.result.why}; tune() needs one that does"
             )
+        model = Granularity()
         if rules.plan is not None:
             known = rules.result if isinstance(rules.result, Trial) else None
-            self._try(seeds(self.base, rules.plan, known))
+            model = self.model(rules) if known else model
+            self._try(seeds(self.base, rules.plan, known, model.plans(_PLANS)))
+            for candidate, plan in self._fastest_plans():
+                self._try(settings(candidate, plan))
         cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
-        self.complete = self._refine() and not cut and time.monotonic() < self.deadline
+        self.complete = self._refine(model) and not cut and time.monotonic() < self.deadline
         return self.best
 
-    def _refine(self) -> bool:
+    def _fastest_plans(self) -> list[tuple[Candidate, Plan]]:
+        """The best few of what was tried, no two of one plan; the step as it is has none."""
+        found: list[tuple[Candidate, Plan]] = []
+        for one in sorted(self.tried, key=self._key):
+            if one.plan is not None and all(one.plan != plan for _, plan in found):
+                found.append((one.candidate, one.plan))
+        return found[:_WITH_SETTINGS]
+
+    def _refine(self, model: Granularity) -> bool:
         """Move ring after ring, until nothing is left to try; False if time ran out before."""
         seen: set[tuple[int, str]] = set()
         while True:
             best = self.best
             if best.plan is None or not isinstance(best.result, Trial):
                 return True
-            batch = moves(best.candidate, best.plan, best.result, seen)[: self.workers]
+            batch = moves(best.candidate, best.plan, best.result, seen, model)[: self.workers]
             if not batch:
                 return True
             if time.monotonic() >= self.deadline:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ from jaxoverlap._files import opened, sealed, write_atomically
 from jaxoverlap._text import WIDTH
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, seeds, ways
 from jaxoverlap.channels import CoTuned, co_tune
+from jaxoverlap.correction import Correction, correction
 from jaxoverlap.cost import CostModel
+from jaxoverlap.granularity import Granularity, Site, granularity
 from jaxoverlap.plan import (
     Attempt,
     Decision,
@@ -33,11 +34,13 @@ from jaxoverlap.plan import (
 )
 from jaxoverlap.road import Options
 from jaxoverlap.search import Lower, Search, Tried
+from jaxoverlap.simulate import simulate
 from jaxoverlap.trial import Failure, Trial, package_hash, schedule_of
 from jaxoverlap.tune_table import progress, tried_table
 
 _FORMAT = "jaxoverlap tuning"
-_TIMED = 3  # candidates that are timed on hardware, of those that were simulated
+_TIMED = 3  # candidates that are timed on hardware at first, of those that were simulated
+_MOST_TIMED = 12  # in all; each is compiled here, and takes its memory
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +85,7 @@ class Subject:
 
     Attributes:
         lower: rewrites and lowers it for a child.
+        sites: all rings that it could have; for one with a cost model.
         compiled: rewrites and compiles it here, to be timed; as `lower`.
         args, kwargs: that it is called with.
         base: what overlap() does unasked.
@@ -91,6 +95,7 @@ class Subject:
     """
 
     lower: Lower
+    sites: Callable[[], tuple[Site, ...]]
     compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -150,10 +155,18 @@ def _searched(
     if subject.cost is None:
         candidates = _without_a_model(subject)
         tried = tuple(Attempt(name=c.name) for c in candidates)
-        return _report(_time(subject, candidates, console), tried, None), True
+        return _report(_Steps(subject, console).time(candidates), tried, None), True
     with progress(tuning.budget_s, console=console) as show:
         deadline = time.monotonic() + tuning.budget_s
-        search = Search(subject.lower, subject.base, trials, subject.memory_bytes, deadline, show)
+        search = Search(
+            subject.lower,
+            subject.base,
+            trials,
+            subject.memory_bytes,
+            deadline,
+            model=lambda rules: _model(subject, rules, trials),
+            show=show,
+        )
         best = search.run()
     tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
     if tuning.measure:
@@ -162,6 +175,13 @@ def _searched(
     chosen = co_tune(schedule_of(best.request, trials), subject.cost)
     plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
     return msgspec.structs.replace(plan, tried=tried), search.complete
+
+
+def _model(subject: Subject, rules: Tried, trials: Path) -> Granularity:
+    """The step's sites in the unified model, beside all else that its schedule by rules has."""
+    assert rules.request and rules.plan and subject.cost
+    step = simulate(schedule_of(rules.request, trials), subject.cost)
+    return granularity(subject.sites(), rules.plan, step, subject.cost)
 
 
 def _attempt(tried: Tried, *, taken: bool) -> Attempt:
@@ -249,18 +269,26 @@ def _without_a_model(subject: Subject) -> list[Candidate]:
 def _corrected(
     subject: Subject, search: Search, tried: Sequence[Attempt], console: Console
 ) -> Plan:
-    """The plan that is fastest by the clock of those fastest by simulation; how far that was off.
+    """The plan that is fastest by the clock, of those that the corrected simulation has in front.
 
-    The step as it is and the rules are timed with them.
+    The step as it is, the rules and the fastest few are timed. That corrects the simulation; where
+    it then has others in front of the fastest so far, those are timed too, all in turns again.
     """
-    simulated = {
-        t.candidate.name: t.result.step_s for t in search.tried if isinstance(t.result, Trial)
-    }
-    plain, rules, *others = (t.candidate for t in search.tried)
-    fastest = sorted((c for c in others if c.name in simulated), key=lambda c: simulated[c.name])
-    timed = _time(subject, [plain, rules, *fastest[:_TIMED]], console)
-    off = [timed[n].seconds / s for n, s in simulated.items() if n in timed and n != PLAIN]
-    return _report(timed, tried, statistics.median(off) if off else None)
+    simulated = {t.candidate.name: t.result for t in search.tried if isinstance(t.result, Trial)}
+    candidates = {t.candidate.name: t.candidate for t in search.tried}
+    plain, rules, *others = candidates
+    fastest = sorted(simulated.keys() & others, key=lambda n: (simulated[n].step_s, n))
+    chosen, steps = [plain, rules, *fastest[:_TIMED]], _Steps(subject, console)
+    while True:
+        timed = steps.time([candidates[name] for name in chosen])
+        known = [(simulated[n], t.seconds) for n, t in timed.items() if n in simulated]
+        found = correction(known) if known else None
+        best_s = min(t.seconds for t in timed.values())
+        said = {n: found.step_s(simulated[n]) for n in fastest if found and n not in timed}
+        more = sorted((n for n in said if said[n] < best_s), key=lambda n: (said[n], n))
+        if not more or len(chosen) >= _MOST_TIMED:
+            return _report(timed, tried, found)
+        chosen += more[: _MOST_TIMED - len(chosen)]
 
 
 @dataclass(frozen=True)
@@ -271,27 +299,39 @@ class _Timed:
     plan: Plan | None
 
 
-def _time(subject: Subject, candidates: Sequence[Candidate], console: Console) -> dict[str, _Timed]:
-    """All in turns."""
-    with console.status(f"timing {len(candidates)} candidates"):
-        steps = [subject.compiled(c.options) for c in candidates]
-        seconds = clock.medians_s([run for run, _ in steps], subject.args, subject.kwargs)
-    return {
-        c.name: _Timed(s, plan) for c, s, (_, plan) in zip(candidates, seconds, steps, strict=True)
-    }
+class _Steps:
+    """Candidates that are compiled here, each once."""
+
+    def __init__(self, subject: Subject, console: Console):
+        self._subject, self._console = subject, console
+        self._made: dict[str, tuple[Callable[..., Any], Plan | None]] = {}
+
+    def time(self, candidates: Sequence[Candidate]) -> dict[str, _Timed]:
+        """All in turns."""
+        subject = self._subject
+        with self._console.status(f"timing {len(candidates)} candidates"):
+            for c in candidates:
+                if c.name not in self._made:
+                    self._made[c.name] = subject.compiled(c.options)
+            steps = [self._made[c.name] for c in candidates]
+            seconds = clock.medians_s([run for run, _ in steps], subject.args, subject.kwargs)
+        return {
+            c.name: _Timed(s, plan)
+            for c, s, (_, plan) in zip(candidates, seconds, steps, strict=True)
+        }
 
 
 def _report(
     timed: Mapping[str, _Timed],
     tried: Sequence[Attempt],
-    correction: float | None,
+    found: Correction | None,
 ) -> Plan:
     """The plan of the fastest, with what was measured.
 
     Args:
         timed: by name; the step as it is and the rules among them.
         tried: all that there is to report on, those among them.
-        correction: as in `Measured`.
+        found: how far the simulation was off, if there was one.
     """
     best = min(timed, key=lambda name: timed[name].seconds)
     plan, rules = timed[best].plan, timed[RULES].plan
@@ -299,12 +339,13 @@ def _report(
         assert rules is not None
         plan = left_alone(rules)
     devices = jax.devices()
-    found = Measured(
+    measured = Measured(
         step_s=timed[best].seconds,
         plain_step_s=timed[PLAIN].seconds,
         runs=clock.REPEATS,
         devices=f"{len(devices)} x {devices[0].device_kind}",
-        correction=correction,
+        compute_factor=found and found.compute,
+        exposed_factor=found and found.exposed,
     )
     reported = tuple(
         msgspec.structs.replace(
@@ -312,4 +353,4 @@ def _report(
         )
         for a in tried
     )
-    return msgspec.structs.replace(plan, measured=found, tried=reported)
+    return msgspec.structs.replace(plan, measured=measured, tried=reported)

@@ -49,26 +49,6 @@ def replay(module: hlo.Module, cost: CostModel) -> Timeline:
     return Timeline(module.name, device.now, events, tuple(device.repeats))
 
 
-def alone_s(module: hlo.Module, computation: str, cost: CostModel) -> dict[str, float]:
-    """Seconds of each instruction of a computation, nothing beside it, for who orders them.
-
-    A collective's stand at its start; of a loop, call or conditional they are those of all that it
-    runs, in the order that it has; what no kernel runs for has zero.
-
-    Raises:
-        ValueError: as `replay`.
-    """
-    _check(module, cost)
-    prices = Prices(module, cost)
-    seconds = {}
-    for i in module.body(computation):
-        device = _Replay(module, prices)
-        device.instruction(computation, i, {})
-        device.finish()
-        seconds[i.name] = device.now
-    return seconds
-
-
 def _check(module: hlo.Module, cost: CostModel) -> None:
     if module.num_devices != cost.cluster.num_devices:
         raise ValueError(

@@ -32,6 +32,7 @@ from jaxoverlap.cost import CostModel, Group
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.rings import Member, Ring
 from jaxoverlap.passes.sites import SIDES, Split
+from jaxoverlap.passes.work import Matmul
 from jaxoverlap.plan import Variant
 
 _HLO_DTYPES = {
@@ -61,7 +62,7 @@ class Prices:
         A ring that keeps what it gathers for others moves it anyway, and may be cut for that; one
         of matmuls whose dtype has no price stays.
         """
-        if not self._knows(ring):
+        if not self.knows(ring):
             return ""
         least = {"hops": self.hops_s(ring, variant)}
         if not ring.keep:
@@ -89,7 +90,7 @@ class Prices:
         layout = ring.first
         sent, group = traffic(layout)[layout.ring.axis], self.groups[layout.ring.axis]
         collective_s = self.cost.collective_s(ring.kind.replace("_", "-"), sent, group)
-        return collective_s + sum(self._matmul_s(m, local_sizes(m)) for m in ring.members)
+        return collective_s + sum(self._matmul_s(whole(m)) for m in ring.members)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
@@ -98,51 +99,81 @@ class Prices:
 
     def hops_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's hops, one after the other on their link; of one run."""
-        layout = ring.first
-        group, n = self.groups[layout.ring.axis], layout.ring.axis_size
-        sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
-        hops = (n - 1) * variant.slices
-        pair = replace(group, size=2, domains=min(group.domains, 2))
-        return hops * self.cost.collective_s("collective-permute", sent // hops, pair)
+        count, sent = hops(ring, variant)
+        group = self.groups[ring.first.ring.axis]
+        return count * self.cost.collective_s("collective-permute", sent, pair(group))
 
     def _chunk_s(self, member: Member, pieces: int, arrives: bool) -> float:
         """Seconds of one of a member's chunks, with the copies that cutting needs."""
-        assert member.layout is not None
-        matmul, letter = member.layout.matmul, member.layout.letter
-        sizes = local_sizes(member)
-        sizes[letter] = max(sizes[letter] // pieces, 1)
-        bytes_of = {
-            side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
-            for side, itemsize in zip(SIDES, matmul.itemsize, strict=True)
-        }
-        held = [side for side in SIDES if letter in matmul.einsum.side(side)]
-        if arrives:  # the result to its place; or what meets the chunk cut out of its operand
-            moving = member.layout.ring.motion.side if member.layout.ring.motion else None
-            copied = [side for side in held if side != moving]
-        else:  # cut out of the operand
-            copied = [side for side in held if side != "out"]
-        copied_bytes = sum(2 * bytes_of[side] for side in copied)
-        return self._matmul_s(member, sizes) + self.cost.memory_s(copied_bytes)
+        matmul, copied_bytes = chunk(member, pieces, arrives)
+        return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
 
-    def _matmul_s(self, member: Member, sizes: Mapping[str, int]) -> float:
-        """Seconds of a member's matmul on one device, with dims of these sizes."""
-        assert member.layout is not None
-        lhs, rhs, out = (set(member.layout.matmul.einsum.side(side)) for side in SIDES)
+    def _matmul_s(self, m: Matmul) -> float:
+        return self.cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
 
-        def product(letters: set[str]) -> int:
-            return math.prod(sizes[c] for c in letters)
-
-        return self.cost.matmul_s(
-            product(lhs & out - rhs),
-            product(rhs & out - lhs),
-            product(lhs & rhs - out),
-            batch=product(lhs & rhs & out),
-            dtype=_HLO_DTYPES[_dtype(member)],
-        )
-
-    def _knows(self, ring: Ring) -> bool:
+    def knows(self, ring: Ring) -> bool:
+        """Whether the dtypes of a ring's matmuls have a price."""
         known = self.cost.dtypes
         return all(_HLO_DTYPES.get(_dtype(member)) in known for member in ring.members)
+
+
+def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
+    """How many hops a device makes in one run of a ring, and the bytes that it sends in each."""
+    layout = ring.first
+    count = (layout.ring.axis_size - 1) * variant.slices
+    sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
+    return count, sent // count
+
+
+def pair(group: Group) -> Group:
+    """Who takes part in a hop along a ring of this group."""
+    return replace(group, size=2, domains=min(group.domains, 2))
+
+
+def chunk(member: Member, pieces: int, arrives: bool) -> tuple[Matmul, int]:
+    """One chunk of a member's matmul on one device, and the bytes that are copied for it.
+
+    Args:
+        pieces: that the matmul is cut into.
+        arrives: whether an operand moves, and not results.
+    """
+    assert member.layout is not None
+    matmul, letter = member.layout.matmul, member.layout.letter
+    sizes = local_sizes(member)
+    sizes[letter] = max(sizes[letter] // pieces, 1)
+    bytes_of = {
+        side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
+        for side, itemsize in zip(SIDES, matmul.itemsize, strict=True)
+    }
+    held = [side for side in SIDES if letter in matmul.einsum.side(side)]
+    if arrives:  # the result to its place; or what meets the chunk cut out of its operand
+        moving = member.layout.ring.motion.side if member.layout.ring.motion else None
+        copied = [side for side in held if side != moving]
+    else:  # cut out of the operand
+        copied = [side for side in held if side != "out"]
+    return _matmul(member, sizes), sum(2 * bytes_of[side] for side in copied)
+
+
+def whole(member: Member) -> Matmul:
+    """A member's matmul as one device does it, all its chunks together."""
+    return _matmul(member, local_sizes(member))
+
+
+def _matmul(member: Member, sizes: Mapping[str, int]) -> Matmul:
+    """A member's matmul with dims of these sizes."""
+    assert member.layout is not None
+    lhs, rhs, out = (set(member.layout.matmul.einsum.side(side)) for side in SIDES)
+
+    def product(letters: set[str]) -> int:
+        return math.prod(sizes[c] for c in letters)
+
+    return Matmul(
+        m=product(lhs & out - rhs),
+        n=product(rhs & out - lhs),
+        k=product(lhs & rhs - out),
+        batch=product(lhs & rhs & out),
+        dtype=_HLO_DTYPES[_dtype(member)],
+    )
 
 
 def local_sizes(member: Member) -> dict[str, int]:

@@ -152,7 +152,7 @@ def test_an_edited_file_is_refused(tmp_path, written):
         (b'"axis": "model"', b'"axis": "data"'),
         (b'"slices": 2', b'"slices": 4'),
         (b'"step_s": 0.7575', b'"step_s": 0.5'),
-        (b'"schema": 1', b'"schema": 2'),
+        (f'"schema": {SCHEMA}'.encode(), b'"schema": 9'),
         (b'"style": "two_way"', b'"style": "two_ways"'),
     ):
         assert old in written
@@ -187,7 +187,9 @@ def test_a_foreign_file_is_refused(tmp_path, raw, problem):
 def test_another_schema_is_refused_though_the_file_is_whole(tmp_path, schema, age):
     """Even with words that this one does not know."""
     content = msgspec.json.encode({"schema": schema, "rings": []})
-    with pytest.raises(ValueError, match=rf"schema {schema!r}, written by {age}.*reads schema 1"):
+    with pytest.raises(
+        ValueError, match=rf"schema {schema!r}, written by {age}.*reads schema {SCHEMA}"
+    ):
         read(tmp_path, sealed("jaxoverlap plan", content).encode())
 
 

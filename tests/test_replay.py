@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap.passes import hlo
-from jaxoverlap.passes.replay import UNKNOWN_TRIPS, alone_s, replay
+from jaxoverlap.passes.replay import UNKNOWN_TRIPS, replay
 from jaxoverlap.passes.timeline import NETWORK, NVLINK, Timeline
 from tests.clock import clock
 from tests.steps import (
@@ -214,14 +214,6 @@ def test_a_cluster_of_another_size():
         ValueError, match=r"compiled for 16 devices, but cluster h100-sxm:1x8 has 8"
     ):
         times(gemm("a"), cluster="h100-sxm:1x8")
-
-
-def test_seconds_of_one_instruction_alone():
-    lines = (gemm("a"), hop("h", 2), gemm("b"), done("h"), loop(5), sync("k"), copy("c"))
-    got = alone_s(module(*lines, before=BODY), "main", clock(sms=1))
-    named = {name: got[name] for name in ("x", "a", "h", "h.done", "loop", "k", "c")}
-    # An iteration: the hop's two seconds hide one of matmul at half speed; another follows.
-    assert named == {"x": 0, "a": 1, "h": 2, "h.done": 0, "loop": 15, "k": 1, "c": 1}
 
 
 def test_two_orders_of_one_computation_compare():

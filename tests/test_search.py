@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from jaxoverlap import search as the_search
-from jaxoverlap.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds
+from jaxoverlap.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds, settings
+from jaxoverlap.granularity import Granularity
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.road import Options
 from jaxoverlap.scheduler import Scheduler
-from jaxoverlap.search import Ready, Search, Tried
+from jaxoverlap.search import Ready, Search
 from jaxoverlap.trial import Failure, Trial, Waited
 
 BASE = Options(schedule=Scheduler())
@@ -115,7 +116,7 @@ def test_one_ring_is_tried_in_each_way_at_most_once(tmp_path):
     found.run()
     assert found.best.candidate.name == RULES
     assert len(names(found)) == len(set(names(found)))
-    assert len(found.tried) <= 5 + 5 * 4  # seeds, and the other ways of each ring
+    assert len(found.tried) <= 8 + 5 * 4  # seeds, settings, and the other ways of each ring
 
 
 def test_the_same_again(tmp_path):
@@ -137,7 +138,7 @@ def test_what_does_not_fit_is_not_taken(tmp_path):
         return Ready(SimpleNamespace(result=result), ready.plan)  # type: ignore[arg-type]
 
     found = search(lower, tmp_path)
-    assert found.run().candidate.name == RULES and "slack 0.05" in names(found)
+    assert found.run().candidate.name == RULES and "rules, slack 0.05" in names(found)
 
 
 @pytest.mark.parametrize("broken", [PLAIN, "two_way"])
@@ -163,7 +164,7 @@ def test_a_rewrite_that_fails_is_a_result_but_not_the_users_own(tmp_path):
     odd = Options(schedule=Scheduler(slack=0.05))
     found = search(lambda o: lower(o, odd), tmp_path)
     found.run()
-    assert [t.result for t in found.tried if t.candidate.name == "slack 0.05"] == [
+    assert [t.result for t in found.tried if t.candidate.name == "rules, slack 0.05"] == [
         Failure(why="RewriteError: no")
     ]
     with pytest.raises(RewriteError):
@@ -204,7 +205,7 @@ def test_seeds_are_what_the_rules_leave_open():
     found = {c.name: c.options for c in seeds(BASE, rules)}
     assert set(found) == {
         *("no rings", "all rings", "others sliced x 2", "others sliced x 4"),
-        *("fsdp in rings", "slack 0.05", "XLA merges"),
+        "fsdp in rings",
     }
     every = found["all rings"]
     assert every and every.choices == {2: Variant("one_way")}
@@ -217,18 +218,55 @@ def test_seeds_for_what_nothing_waits_for_come_last():
         own = Waited("all-gather", "", "gpt.py:2", 0.5, waits)
         given = {n: getattr(trial(1.0), n) for n in Trial.__struct_fields__} | {"waited": (own,)}
         found = [c.name for c in seeds(BASE, rules, Trial(**given))]
-        assert found[0] == first and len(found) == 5
+        assert found[0] == first and len(found) == 4
 
 
-def test_moves_begin_where_the_step_waits_longest():
-    at = Tried(Candidate(RULES, BASE, {}), None, trial(1.0))
+def test_the_models_plans_are_tried_before_others():
+    cuts = [{1: Variant("sliced", 2)}, {1: Variant("one_way", 2)}]
+    found = seeds(BASE, plan(ring(1)), trial(1.0), cuts)
+    assert [c.name for c in found] == ["lagom 1", "lagom 2", "no rings"]
+    assert [c.options and c.options.choices for c in found[:2]] == cuts
+
+
+def test_settings_are_memory_and_what_xla_merges():
+    merges = "xla_gpu_all_gather_combine_threshold_bytes"
+    at = Candidate("rules", BASE, {})
+    found = {
+        c.name: c.options for c in settings(at, plan(ring(1), xla_options={"a": "1", merges: "1"}))
+    }
+    assert set(found) == {"rules, slack 0.05", "rules, XLA merges", "rules, merges to 1 GiB"}
+    options = [found[n] for n in ("rules, XLA merges", "rules, merges to 1 GiB")]
+    assert options[0] and options[0].xla_options == {"a": "1"}
+    assert options[1] and options[1].xla_options and options[1].xla_options[merges] == str(1 << 30)
+    assert settings(Candidate(PLAIN, None, {}), plan()) == []
+    assert settings(Candidate("", Options(), {}), plan(ring(1), xla_options={"a": "1"})) == []
+
+
+def test_the_best_two_plans_are_tried_with_other_settings(tmp_path):
+    found = search(Step({1: WAYS | {"plain": 5.0}}).lower, tmp_path)
+    found.run()
+    assert [n for n in names(found) if ", " in n] == ["rules, slack 0.05", "no rings, slack 0.05"]
+
+
+class Model(Granularity):
+    """H by ring, made up."""
+
+    def lost_per_second(self, number: int, now: Variant, to: Variant, waited_s: float) -> float:
+        return {1: 0.1, 2: 0.2}.get(number, math.inf)
+
+
+@pytest.mark.parametrize(("model", "first"), [(Granularity(), 2), (Model(), 1)])
+def test_moves_begin_with_the_smallest_h_then_where_the_step_waits_longest(model, first: int):
+    at = Candidate(RULES, BASE, {})
     rules = plan(ring(1), ring(2, kind="matmul_reduce_scatter"), left(3), left(4, "no collective"))
     result = trial(1.0, {1: 0.1, 2: 0.3, 3: 0.0})
-    first = moves(at.candidate, rules, result, set())
-    assert [dict(c.changes) for c in first] == [{2: Variant("direct")}, {1: Variant("two_way")}]
-    later = moves(at.candidate, rules, result, {(2, "direct"), (1, "two_way")})
-    assert [dict(c.changes) for c in later] == [{2: Variant("two_way")}, {1: Variant("one_way", 2)}]
-    assert later[0].options and later[0].options.choices == {2: Variant("two_way")}
+    ways = {1: ("two_way", "one_way x 2"), 2: ("direct", "two_way")}
+    order = [first, 3 - first]
+    found = moves(at, rules, result, set(), model)
+    assert [dict(c.changes) for c in found] == [{n: Variant.parse(ways[n][0])} for n in order]
+    later = moves(at, rules, result, {(2, "direct"), (1, "two_way")}, model)
+    assert [dict(c.changes) for c in later] == [{n: Variant.parse(ways[n][1])} for n in order]
+    assert later[0].options and later[0].options.choices == later[0].changes
 
 
 def test_what_is_left_plain_waits_at_its_source_line():

@@ -141,30 +141,53 @@ def test_the_fastest_by_the_clock_is_taken(tmp_path, monkeypatch, fastest: int):
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_the_clock_wins_over_the_simulation_and_corrects_it(monkeypatch):
-    """Five candidates are timed: as it is, by the rules, and the three fastest by simulation."""
-    simulated = {"plain": 10.0, "rules": 6.0, "a": 5.0, "b": 5.5, "c": 5.8, "d": 7.0}
-    measured = {"plain": 10.0, "rules": 9.0, "a": 10.0, "b": 8.8, "c": 11.6}
+def corrected(monkeypatch, simulated: dict[str, tuple[float, float]], clock_s: dict[str, float]):
+    """The plan of candidates with such seconds of step and exposed, by such a clock; and its turns."""
     plans = {name: jaxoverlap.Plan(step=name, mesh={}, entries=()) for name in simulated}
+    turns: list[list[str]] = []
 
     def tried(name: str) -> Tried:
-        result = Trial(**dict.fromkeys(Trial.__struct_fields__, 0) | {"step_s": simulated[name]})
-        return Tried(Candidate(name, None, {}), plans[name], result)
+        step_s, exposed_s = simulated[name]
+        given = dict.fromkeys(Trial.__struct_fields__, 0) | {
+            "step_s": step_s,
+            "exposed_s": exposed_s,
+        }
+        return Tried(Candidate(name, None, {}), plans[name], Trial(**given))
 
-    monkeypatch.setattr(
-        the_tuner,
-        "_time",
-        lambda _, candidates, __: {
-            c.name: the_tuner._Timed(measured[c.name], plans[c.name]) for c in candidates
-        },
-    )
-    found: Any = SimpleNamespace(tried=[tried(name) for name in simulated])
+    def time_them(_, candidates):
+        turns.append([c.name for c in candidates])
+        return {c.name: the_tuner._Timed(clock_s[c.name], plans[c.name]) for c in candidates}
+
+    monkeypatch.setattr(the_tuner._Steps, "time", time_them)
+    search: Any = SimpleNamespace(tried=[tried(name) for name in simulated])
     attempts = [Attempt(name=name) for name in simulated]
-    plan = the_tuner._corrected(None, found, attempts, None)  # type: ignore[arg-type]
+    return the_tuner._corrected(None, search, attempts, None), turns  # type: ignore[arg-type]
+
+
+SIMULATED = {
+    **{"plain": (10.0, 4.0), "rules": (6.0, 1.0), "a": (5.0, 1.0), "b": (5.5, 1.5)},
+    **{"c": (5.8, 2.0), "d": (7.0, 0.0), "e": (8.0, 0.1)},
+}
+
+
+def test_the_clock_wins_over_the_simulation(monkeypatch):
+    """Five candidates are timed: as it is, by the rules, and the three fastest by simulation."""
+    measured = {"plain": 10.0, "rules": 7.0, "a": 10.0, "b": 6.0, "c": 11.6}
+    plan, (turn,) = corrected(monkeypatch, SIMULATED, measured)
+    assert turn == ["plain", "rules", "a", "b", "c"]
     assert plan.step == "b" and [a.name for a in plan.tried if a.taken] == ["b"]
-    assert [a.measured_s for a in plan.tried] == [10.0, 9.0, 10.0, 8.8, 11.6, None]
-    assert plan.measured and plan.measured.correction == pytest.approx((1.6 + 2.0) / 2)
-    assert "1.80 times as long as simulated" in str(plan)
+    assert [a.measured_s for a in plan.tried] == [10.0, 7.0, 10.0, 6.0, 11.6, None, None]
+    assert "computing" in str(plan) and "as long as simulated" in str(plan)
+
+
+def test_the_corrected_simulation_says_what_to_time_next(monkeypatch):
+    """Waiting takes five times as long here: d, which never waits, was behind and is in front."""
+    measured = {n: (step_s - e) + 5 * e for n, (step_s, e) in SIMULATED.items()}
+    plan, turns = corrected(monkeypatch, SIMULATED, measured)
+    assert turns == [["plain", "rules", "a", "b", "c"], ["plain", "rules", "a", "b", "c", "d", "e"]]
+    assert plan.step == "d" and plan.measured
+    assert plan.measured.compute_factor == pytest.approx(1)
+    assert plan.measured.exposed_factor == pytest.approx(5)
 
 
 def test_a_plan_to_leave_the_step_as_it_is(tmp_path, monkeypatch):

@@ -1,0 +1,39 @@
+"""How far a simulation is off: known factors are found, and none that make no sense."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxoverlap.correction import Correction, correction
+from jaxoverlap.trial import Trial
+
+SECONDS = st.floats(1e-3, 1.0)
+FACTORS = st.floats(0.2, 5.0)
+
+
+def trial(busy_s: float, exposed_s: float) -> Trial:
+    given = dict.fromkeys(Trial.__struct_fields__, 0)
+    return Trial(**given | {"step_s": busy_s + exposed_s, "exposed_s": exposed_s})
+
+
+@given(SECONDS, FACTORS, FACTORS)
+def test_two_factors_are_found_again(busy_s: float, compute: float, exposed: float):
+    was = Correction(compute, exposed)
+    steps = [trial(busy_s, 0.1 * busy_s), trial(busy_s, 0.9 * busy_s), trial(2 * busy_s, busy_s)]
+    found = correction([(step, was.step_s(step)) for step in steps])
+    assert (found.compute, found.exposed) == pytest.approx((compute, exposed))
+
+
+@given(SECONDS, st.lists(FACTORS, min_size=1, max_size=5))
+def test_steps_that_split_alike_have_one_factor(busy_s: float, factors: list[float]):
+    step = trial(busy_s, busy_s / 2)
+    found = correction([(step, f * step.step_s) for f in factors])
+    assert found.compute == found.exposed and min(factors) <= found.compute * (1 + 1e-9)
+
+
+def test_no_factor_is_below_zero():
+    """What waits longest is fastest: by least squares waiting would take less than no time."""
+    found = correction([(trial(1.0, 0.1), 3.0), (trial(1.0, 2.0), 1.0)])
+    assert found.compute == found.exposed > 0
