@@ -215,7 +215,7 @@ def test_attention_grows_with_what_it_computes(name):
     assert model.attention_s(8192, 4096, 32, 128) > model.attention_s(*sizes)
     assert model.attention_s(*sizes, causal=True, dtype="f16") == causal
     flops = 2 * 32 * 4096**2 * 128
-    assert 0.3 < flops / causal / model.cluster.chip.bf16_flops_per_s < 1
+    assert 0.2 < flops / causal / model.cluster.chip.bf16_flops_per_s < 1
     assert model.attention_s(*sizes, beside=Share(sms=model.cluster.chip.num_sms / 2)) > 1.5 * (
         model.attention_s(*sizes)
     )
