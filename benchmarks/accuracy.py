@@ -53,6 +53,11 @@ def _fit_rows() -> Iterator[Row]:
             continue  # an A100 of 40 GB shares the other one's
         for dtype, matmuls in tables.matmuls.items():
             yield (chip.name, f"{dtype} matmuls", *_percents(matmuls.error))
+        if attention := tables.attention:
+            yield (chip.name, "bf16 attention, causal", *_percents(attention.error))
+            if attention.error_full:
+                what = "bf16 attention without a mask (not fitted)"
+                yield (chip.name, what, *_percents(attention.error_full))
         yield (chip.name, "collectives", *_percents(tables.collectives.error))
         sizes = tables.collectives.error_new_sizes
         yield (chip.name, "collectives, all rows of a size held back", *_percents(sizes))

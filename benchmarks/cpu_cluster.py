@@ -1,19 +1,19 @@
 """Does the simulator tell what a train step takes on this machine, as a cluster of CPU devices?
 
-python -m benchmarks.cpu_cluster                 # calibrates, then times the trainers; minutes
+python -m benchmarks.cpu_cluster                 # calibrates and times the trainers; minutes
 
-`python -m jaxoverlap.calibrate --here` measures eight simulated CPU devices; then each trainer's
-step runs on them, plain and overlapped, and is held against its simulation by those tables. Let
-nothing else run on the machine meanwhile: predicted and measured are minutes apart.
+The trainers' steps, plain and overlapped, run on eight simulated CPU devices. What `python -m
+jaxoverlap.calibrate --here` measures is measured in the same minutes, round by round, and each step
+is held against its simulation by those tables. No table is fitted to a step. Let nothing else run
+on the machine meanwhile.
 """
 
+import datetime
 import importlib
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxoverlap
-from benchmarks.pod_step import in_child, provenance, write_rows
+from benchmarks.pod_step import provenance, write_rows
 from benchmarks.trainers import TRAINERS
-from jaxoverlap.cost import cost_model
+from jaxoverlap import calibrate, here
+from jaxoverlap.cost import CostModel, cost_model
 
-DEVICES, RUNS = 8, 15
+DEVICES = 8
+RUNS = 3  # of each step in a round of the calibration
 MOST_ERROR = 0.15
 
 Row = dict[str, Any]
@@ -38,7 +40,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only these trainers.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Tables, if measured already.")] = None,
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
         "out/cpu_cluster.jsonl"
     ),
@@ -47,65 +48,88 @@ def main(
     if unknown := set(only or ()) - set(TRAINERS):
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(TRAINERS)}")
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
-    if table is None:
-        table = out.with_name("cpu_cluster_tables.json")
-        table.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "jaxoverlap.calibrate", "--here", str(table)]
-        subprocess.run(command, check=True)
-    rows = []
-    for trainer in only or TRAINERS:
-        for step in ("plain", "overlapped"):
-            with console.status(f"{trainer}, {step}"):
-                row = in_child("benchmarks.cpu_cluster", trainer, step, str(table))
-            rows.append({"trainer": trainer, "step": step, **row})
+    with console.status("") as status:
+        steps = []
+        for trainer in only or TRAINERS:
+            for how in ("plain", "overlapped"):
+                status.update(f"compiling {trainer}, {how}")
+                steps.append(compile_step(trainer, how))
+        tables = here.tables_here(
+            datetime.date.today().isoformat(),
+            status.update,
+            each_round=lambda: [step.time() for step in steps],
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table = out.with_name("cpu_cluster_tables.json")
+    calibrate.write(tables, table)
+    rows = [step.row(cost_model(table=table)) for step in steps]
     write_rows(out, rows)
     report(rows)
 
 
-def child(trainer: str, step: str, table: str) -> Row:
-    """Time a step, and simulate it."""
+@dataclass
+class Step:
+    """A trainer's compiled step, with what it runs on, and how long its runs took."""
+
+    trainer: str
+    how: str
+    compiled: Any
+    state: Any
+    batch: Any
+    taken: list[float] = field(default_factory=list)
+
+    def time(self) -> None:
+        """Run a few times."""
+        for _ in range(RUNS):
+            began = time.perf_counter()
+            self.state, _ = jax.block_until_ready(self.compiled(self.state, self.batch))
+            self.taken.append(time.perf_counter() - began)
+
+    def row(self, cost: CostModel) -> Row:
+        """Measured beside simulated."""
+        simulation = jaxoverlap.simulate(self.compiled.as_text(), cost)
+        return {
+            "trainer": self.trainer,
+            "step": self.how,
+            **provenance(),
+            "runs": len(self.taken),
+            "measured_s": statistics.median(self.taken),
+            "fastest_s": min(self.taken),
+            "slowest_s": max(self.taken),
+            "step_s": simulation.step_s,
+            "compute_s": simulation.compute_s,
+            "communication_s": simulation.communication_s,
+            "unknown": simulation.unknown,
+        }
+
+
+def compile_step(trainer: str, how: str) -> Step:
     model = importlib.import_module(f"models.{trainer}")
     config = model.RECIPE.config(dtype="float32", param_dtype="float32")
     mesh = model.RECIPE.make_mesh(config)
     function: Any = model.RECIPE.make_step(config, mesh)
-    if step == "overlapped":
+    if how == "overlapped":
         function = jaxoverlap.overlap(function)
     state, batch = model.RECIPE.init_state(config, mesh, 0), model.RECIPE.batches(config)(0)
     compiled = function.lower(state, batch).compile()
     batch = jax.device_put(batch, model.RECIPE.batch_shardings(config, mesh))
-    taken = []
-    for _ in range(RUNS + 1):
-        began = time.perf_counter()
-        state, _ = jax.block_until_ready(compiled(state, batch))
-        taken.append(time.perf_counter() - began)
-    simulation = jaxoverlap.simulate(compiled.as_text(), cost_model(table=table))
-    return {
-        **provenance(),
-        "measured_s": statistics.median(taken[1:]),
-        "fastest_s": min(taken[1:]),
-        "step_s": simulation.step_s,
-        "compute_s": simulation.compute_s,
-        "communication_s": simulation.communication_s,
-        "unknown": simulation.unknown,
-    }
+    state, _ = jax.block_until_ready(compiled(state, batch))
+    return Step(trainer, how, compiled, state, batch)
 
 
 def report(rows: list[Row]) -> None:
     table = Table(title=f"train steps on {DEVICES} CPU devices; ms")
     table.add_column("trainer")
     table.add_column("step")
-    for name in ("measured", "fastest", "predicted", "compute", "communication", "off"):
+    names = ("measured", "fastest", "slowest", "predicted", "compute", "communication", "off")
+    for name in names:
         table.add_column(name, justify="right")
+    keys = ("measured_s", "fastest_s", "slowest_s", "step_s", "compute_s", "communication_s")
     short = []
     for row in rows:
         head = row["trainer"], row["step"]
-        if "error" in row:
-            table.add_row(*head, row["error"])
-            short.append(f"{' '.join(head)}: {row['error']}")
-            continue
-        names = ("measured_s", "fastest_s", "step_s", "compute_s", "communication_s")
         off = row["step_s"] / row["measured_s"] - 1
-        table.add_row(*head, *(f"{row[n] * 1e3:.1f}" for n in names), f"{off:+.0%}")
+        table.add_row(*head, *(f"{row[key] * 1e3:.1f}" for key in keys), f"{off:+.0%}")
         if abs(off) > MOST_ERROR:
             short.append(f"{' '.join(head)}: {off:+.0%}, more than {MOST_ERROR:.0%}")
     console.print(table)
@@ -115,7 +139,4 @@ def report(rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        print(json.dumps(child(*sys.argv[2:])))
-    else:
-        app()
+    app()

@@ -227,7 +227,8 @@ class _Walk:
 
 def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, str]) -> int:
     """Floating-point operations of the matmul that an instruction is, or of those it has inside."""
-    return sum(matmul.flops for matmul in work(module, instruction, shapes).matmuls)
+    asked = work(module, instruction, shapes)
+    return sum(kernel.flops for kernel in (*asked.matmuls, asked.attention) if kernel)
 
 
 def dims(shape: str) -> list[int]:

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from jaxoverlap import fit, here, xla_table
 from jaxoverlap.measured import (
+    Attention,
     Collectives,
     FitError,
     Matmuls,
@@ -56,6 +57,7 @@ class Source:
         chip: as `parse_cluster` takes it.
         system: its folder in aiconfigurator-core, under systems/data.
         bf16, fp8: whose matmuls, in gemm/ there; "" for none.
+        attention: whose fused attention, in attention/ there.
         nccl: the version whose collectives, in comm/nccl/ there.
         xla: the chip in XLA's own table, which has permutes and larger groups.
     """
@@ -64,6 +66,7 @@ class Source:
     system: str
     bf16: str
     fp8: str
+    attention: str
     nccl: str
     xla: str
 
@@ -74,11 +77,11 @@ class Source:
 # times slower than SGLang's, which stand in there.
 _TRTLLM, _VLLM, _SGLANG = "trtllm/1.3.0rc20", "vllm/0.24.0", "sglang/0.5.14"
 SOURCES = (
-    Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "", "2.27.3", "sm_90"),
-    Source("h100-sxm", "h100_sxm", _TRTLLM, _VLLM, "2.29.2", "sm_90"),
-    Source("h200", "h200_sxm", _TRTLLM, _VLLM, "2.29.2", "sm_90"),
-    Source("b200", "b200_sxm", _TRTLLM, _SGLANG, "2.29.2", "sm_100_B200"),
-    Source("gb200", "gb200", _TRTLLM, _VLLM, "2.29.2", "sm_100_GB200"),
+    Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "", "trtllm/1.0.0", "2.27.3", "sm_90"),
+    Source("h100-sxm", "h100_sxm", _TRTLLM, _VLLM, _TRTLLM, "2.29.2", "sm_90"),
+    Source("h200", "h200_sxm", _TRTLLM, _VLLM, _TRTLLM, "2.29.2", "sm_90"),
+    Source("b200", "b200_sxm", _TRTLLM, _SGLANG, _TRTLLM, "2.29.2", "sm_100_B200"),
+    Source("gb200", "gb200", _TRTLLM, _VLLM, _TRTLLM, "2.29.2", "sm_100_GB200"),
 )
 _PERMUTES_OF_ANOTHER = ("a100-sxm-80", "h200")
 # XLA measured an NVL72 rack in groups of 18, 32 and 64 too: these test what lies between.
@@ -107,6 +110,7 @@ def chip_tables(source: Source, date: str) -> Tables:
         memory=Memory(
             thin.launch_s, thin.bytes_per_s, "the bf16 matmuls of at most 16 rows, which read all"
         ),
+        attention=_attention(source, thin.bytes_per_s),
         collectives=collectives,
         permutes=_permutes(source, collectives),
         channels=_CHANNELS,
@@ -118,6 +122,16 @@ def _matmuls(source: Source, dtype: str) -> Matmuls:
     rates = fit.fit_rates(rows, _DTYPE_NAMES[dtype][1], 2.0)
     name = f"{_origin()} {source.system}/gemm/{getattr(source, dtype)}, {len(rows)} rows"
     return fit.fit_matmuls(rows, rates, name, fit.M_KNOTS, fit.NK_KNOTS)
+
+
+def _attention(source: Source, bytes_per_s: float) -> Attention:
+    """Of NVIDIA's TensorRT-LLM on all chips, whose kernels are no cuDNN: no rows of that."""
+    rows = attention_rows(source, "attention", "context_attention_perf.parquet")
+    full = None
+    if source.attention == _TRTLLM:  # the older version was not measured without a mask
+        full = attention_rows(source, "encoder_attention", "encoder_attention_perf.parquet")
+    name = f"{_origin()} {source.system}/attention/{source.attention}, {len(rows)} rows"
+    return fit.fit_attention(rows, full, bytes_per_s, name)
 
 
 def _permutes(source: Source, collectives: Collectives) -> Permutes:
@@ -157,6 +171,24 @@ def matmul_rows(source: Source, dtype: str) -> fit.MatmulRows:
     mine = found["gemm_dtype"] == theirs
     m, n, k = (found[dim][mine].astype(float) for dim in "mnk")
     return fit.MatmulRows(m, n, k, found["latency"][mine] * 1e-3)
+
+
+def attention_rows(source: Source, folder: str, file: str) -> fit.MatmulRows:
+    """Measured fused attention in bf16, with as many heads of keys as of queries.
+
+    Whole sequences of 64 and more, no window, no keys from before, heads of 64 to 256. Rows are
+    length, heads of all the batch, and their size.
+    """
+    found = _parquet(source, folder, source.attention, file)
+    mine = (found["attn_dtype"] == "bfloat16") & (found["isl"] >= 64)
+    mine &= (found["head_dim"] >= 64) & (found["head_dim"] <= 256)
+    if "num_key_value_heads" in found:
+        mine &= found["num_heads"] == found["num_key_value_heads"]
+        mine &= (found["kv_cache_dtype"] == "bfloat16") & (found["step"] == 0)
+        mine &= found["window_size"] == 0
+    names = ("isl", "batch_size", "num_heads", "head_dim")
+    length, batch, heads, size = (found[name][mine].astype(float) for name in names)
+    return fit.MatmulRows(length, batch * heads, size, found["latency"][mine] * 1e-3)
 
 
 def collective_rows(source: Source) -> list[fit.CollectiveRow]:
@@ -249,6 +281,9 @@ def _errors(made: Sequence[Tables]) -> Table:
         found: dict[str, FitError | None] = {
             f"{dtype} matmuls": table.error for dtype, table in tables.matmuls.items()
         }
+        if tables.attention:
+            found["attention"] = tables.attention.error
+            found["attention without a mask (not fitted)"] = tables.attention.error_full
         found["collectives"] = tables.collectives.error
         found["collectives of other sizes"] = tables.collectives.error_new_sizes
         found["permutes (all fitted)"] = tables.permutes.error

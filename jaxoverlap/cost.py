@@ -1,4 +1,4 @@
-"""What an op costs in seconds: matmuls, memory-bound kernels, collectives; alone and side by side.
+"""What an op costs in seconds: matmuls, attention, other kernels, collectives, and side by side.
 
 Alone, by measured tables (`jaxoverlap.measured`; benchmarks/accuracy.py has their errors). Across
 NVLink domains, by NCCL's tuning model (`jaxoverlap.nccl`): there are no rows of that.
@@ -16,11 +16,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from jaxoverlap import measured, nccl
-from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
-from jaxoverlap.measured import Here, Matmuls, Tables
+from jaxoverlap.cluster import Cluster, chips, parse_cluster
+from jaxoverlap.measured import Matmuls, Tables
+from jaxoverlap.measured_for import cluster_here, with_memory_of
 from jaxoverlap.nccl import Channels
 
 PERMUTE = "collective-permute"
@@ -132,17 +131,74 @@ class CostModel:
             over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
         return table.launch_s + over_launch_s
 
+    def attention_s(
+        self,
+        queries: int,
+        keys: int,
+        heads: int,
+        head_size: int,
+        *,
+        causal: bool = False,
+        backward: bool = False,
+        dtype: str = "bf16",
+        beside: Share = ALONE,
+    ) -> float:
+        """Seconds of one kernel of fused attention.
+
+        Alone: the table, which is of square causal scores, forward. Others by their operations at
+        the same rate: twice without a mask (`benchmarks/accuracy.py` has the error of that), 2.5
+        times backward (FlashAttention-2, arXiv 2307.08691, section 4.1; an assumption: no rows).
+        Scores that are not square count as the square one with as many. Beside a collective as a
+        matmul, with a tile for 128 queries of a head.
+
+        Args:
+            heads: of all the batch.
+
+        Raises:
+            ValueError: for dims below one, a dtype of other than 16 bits, or a chip without rows.
+        """
+        if min(queries, keys, heads, head_size) < 1:
+            raise ValueError(
+                f"attention of {heads} heads, {queries} x {keys} x {head_size}: give dims above 0"
+            )
+        table = self.tables.attention
+        if table is None or dtype not in ("bf16", "f16"):
+            known = "bf16 and f16" if table else "none"
+            raise ValueError(
+                f"no attention of {dtype} was measured on {self.tables.chip}: known are {known}"
+            )
+        times = (1.0 if causal else 2.0) * (2.5 if backward else 1.0)
+        seconds = table.seconds(math.sqrt(queries * keys), heads, head_size, times)
+        if beside == ALONE:
+            return seconds
+        moved = 4.0 * heads * (queries + keys) * head_size
+        waves = self._waves_ratio(heads * math.ceil(queries / 128), beside)
+        over_launch_s = max(seconds - table.launch_s, 0.0) * waves
+        return table.launch_s + max(over_launch_s, moved / self._memory_left(beside))
+
     @property
     def dtypes(self) -> frozenset[str]:
         """The dtypes whose matmuls have a price, as HLO writes them."""
         measured = self.tables.matmuls
         return frozenset(measured) | {d for d, (of, _) in _DTYPES.items() if of in measured}
 
-    def memory_s(self, num_bytes: float, *, beside: Share = ALONE) -> float:
-        """Seconds of a memory-bound kernel that reads and writes so many bytes, with its launch."""
+    def memory_s(
+        self, num_bytes: float, *, transcendentals: int = 0, beside: Share = ALONE
+    ) -> float:
+        """Seconds of a kernel that is no matmul, with its launch.
+
+        Args:
+            num_bytes: that it reads and writes.
+            transcendentals: elements that it takes an exponential, a tangent, a root of. They take
+                no time of their own on a GPU; on a CPU as long as was measured.
+        """
         memory = self.tables.memory
-        rate = min(memory.bytes_per_s, self._memory_left(beside))
-        return memory.launch_s + num_bytes / rate
+        if memory.curve:
+            moving_s = memory.curve.at(num_bytes)
+        else:
+            rate = min(memory.bytes_per_s, self._memory_left(beside))
+            moving_s = memory.launch_s + num_bytes / rate
+        return moving_s + transcendentals * memory.transcendental_s
 
     def collective_s(
         self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
@@ -177,6 +233,16 @@ class CostModel:
             return seconds
         rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
         return max(seconds, self.collective_s(kind, 0, group) + bytes_moved / rate)
+
+    def skew_s(self, computed_s: float, kind: str, group: Group) -> float:
+        """How long a collective waits for the last device, if all computed for so long before it.
+
+        Zero where each device has cores of its own. XLA:CPU lets a permute wait for all devices.
+        """
+        if self.tables.skew is None:
+            return 0.0
+        size = self.cluster.num_devices if kind == PERMUTE else group.size
+        return self.tables.skew.seconds(computed_s, size)
 
     def share(
         self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
@@ -228,13 +294,16 @@ class CostModel:
 
     def _more_waves(self, m: int, n: int, batch: int, beside: Share) -> float:
         """How many times more waves a matmul needs on the SMs that are left."""
+        counts = (
+            batch * math.ceil(m / tile_m) * math.ceil(n / tile_n) for tile_m, tile_n in _TILES
+        )
+        return sum(self._waves_ratio(tiles, beside) for tiles in counts) / len(_TILES)
+
+    def _waves_ratio(self, tiles: int, beside: Share) -> float:
+        """Waves of so many tiles on the SMs that are left, over those on all SMs."""
         sms = self.cluster.chip.num_sms
         left = max(sms - beside.sms, 1.0)
-        ratios = []
-        for tile_m, tile_n in _TILES:
-            tiles = batch * math.ceil(m / tile_m) * math.ceil(n / tile_n)
-            ratios.append(math.ceil(tiles / left) / math.ceil(tiles / sms))
-        return sum(ratios) / len(ratios)
+        return math.ceil(tiles / left) / math.ceil(tiles / sms)
 
     def _memory_left(self, beside: Share) -> float:
         """The memory's bytes per second that compute can have; a tenth at least."""
@@ -248,7 +317,7 @@ class CostModel:
         known = _COUNTED_AS.get(kind, kind)
         curves = self.tables.collectives.curves
         if known != PERMUTE and known not in curves:
-            names = ", ".join([*curves, PERMUTE, *_COUNTED_AS])
+            names = ", ".join(dict.fromkeys([*curves, PERMUTE, *_COUNTED_AS]))
             raise ValueError(f"unknown collective {kind!r}: known are {names}")
         return known
 
@@ -259,6 +328,8 @@ class CostModel:
             peak = self.cluster.nvlink.bandwidth_bytes_per_s
             return _COPY_LATENCY_S + bytes_moved / (_COPY_EFFICIENCY * peak)
         table = self.tables.permutes
+        if table.curve:
+            return table.curve.at(bytes_moved)
         rate = table.bytes_per_s
         if table.channel_bytes_per_s:
             count = channels.count if channels else self._channels_of_permute(bytes_moved, group)
@@ -309,7 +380,7 @@ def cost_model(
     if cluster is None:
         if tables is None or tables.here is None:
             raise ValueError("no cluster: give one, or a table that was measured by --here")
-        return CostModel(_cluster_here(tables, tables.here), tables)
+        return CostModel(cluster_here(tables, tables.here), tables)
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     tables = tables or measured.packaged(cluster.chip.name)
     if tables is None:
@@ -318,50 +389,9 @@ def cost_model(
             f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
             "`python -m jaxoverlap.calibrate --here`"
         )
-    return CostModel(cluster, _with_memory_of(cluster.chip, tables))
-
-
-def _with_memory_of(chip: Chip, tables: Tables) -> Tables:
-    """The tables, for a chip that differs from the measured one in its memory alone."""
-    was = next((c for c in chips() if c.name == tables.chip), chip)
-    faster = chip.memory_bandwidth_bytes_per_s / was.memory_bandwidth_bytes_per_s
-    if faster == 1:
-        return tables
-    scaled = {
-        dtype: msgspec.structs.replace(table, bytes_per_s=table.bytes_per_s * faster)
-        for dtype, table in tables.matmuls.items()
-    }
-    memory = msgspec.structs.replace(tables.memory, bytes_per_s=tables.memory.bytes_per_s * faster)
-    return msgspec.structs.replace(tables, matmuls=scaled, memory=memory)
+    return CostModel(cluster, with_memory_of(cluster.chip, tables))
 
 
 def has_cost_model(cluster: Cluster) -> bool:
     """Whether the package has tables of a cluster's chip."""
     return measured.packaged(cluster.chip.name) is not None
-
-
-def _cluster_here(tables: Tables, here: Here) -> Cluster:
-    """The cluster that `--here` found: one host, whose devices all reach each other.
-
-    What was not measured (memory, caches, clocks) is zero.
-    """
-    link = Link("this host", tables.permutes.bytes_per_s, tables.permutes.latency_s)
-    chip = Chip(
-        name=tables.chip,
-        device_name=tables.chip,
-        compute_capability=(0, 0),
-        num_sms=1,
-        fpus_per_sm=0,
-        clock_ghz=0.0,
-        memory_bytes=0,
-        memory_bandwidth_bytes_per_s=tables.memory.bytes_per_s,
-        l2_bytes=0,
-        shared_memory_per_sm_bytes=0,
-        shared_memory_per_block_bytes=0,
-        bf16_flops_per_s=max(table.flops_per_s for table in tables.matmuls.values()),
-        nvlinks=0,
-        nvlink=link,
-        network=link,
-        source=f"measured, {here.versions}",
-    )
-    return Cluster(chip, 1, here.devices, link, link)

@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import scipy.sparse as sp
 from scipy.optimize import minimize
 from scipy.sparse.linalg import spsolve
 
 from jaxoverlap import nccl
-from jaxoverlap.measured import Collectives, Curve, FitError, Matmuls, Permutes
+from jaxoverlap.measured import Attention, Collectives, Curve, FitError, Matmuls, Permutes
 
 SEED = 20
 HELD_BACK = 0.2  # of the rows: they say how good the fit is, and have no part in it
@@ -21,8 +22,11 @@ HELD_BACK = 0.2  # of the rows: they say how good the fit is, and have no part i
 # A finer table (11 x 9 x 9 knots) gained 0.3 to 0.6 points of mean error at 3.5 times the size. A
 # model of waves under this table, over six shapes of tiles, gained 0.8 on the A100, else nothing.
 M_KNOTS = (1, 16, 64, 256, 1024, 4096, 32768)
-NK_KNOTS = (32, 256, 1024, 4096, 16384, 65536)
-_SMOOTHNESS = 1.0  # weight of the table's second differences
+NK_KNOTS = (32, 256, 1024, 2048, 4096, 16384, 65536)
+_SMOOTHNESS = 0.1  # weight of the table's second differences
+LENGTH_KNOTS = (64, 128, 512, 2048, 8192, 16384)
+HEADS_KNOTS = (1, 8, 32, 128, 512, 4096)
+HEAD_SIZE_KNOTS = (64, 128, 256)
 _BEND = 0.02  # of log seconds: errors above it count by size, not by square
 
 
@@ -88,8 +92,9 @@ def fit_matmuls(
     """
     held, knots = held_back(len(rows)), (m, nk, nk)
     unseen = rows[held]
-    factor = _factor(rates, rows[~held], knots)
-    predicted = _base(rates, unseen) * np.exp(_hats(unseen, knots) @ factor)
+    base = _base(rates, rows)
+    factor = _factor(base[~held], rows[~held], knots)
+    predicted = base[held] * np.exp(_hats(unseen, knots) @ factor)
     return Matmuls(
         launch_s=rates.launch_s,
         flops_per_s=rates.flops_per_s,
@@ -99,27 +104,30 @@ def fit_matmuls(
         m=tuple(m),
         n=tuple(nk),
         k=tuple(nk),
-        log_factor=tuple(_factor(rates, rows, knots).tolist()),
+        log_factor=tuple(_factor(base, rows, knots).tolist()),
         source=source,
         error=error(predicted, unseen.seconds),
     )
 
 
-def _factor(rates: Rates, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
-    """The table of log factors, flat.
+def _factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
+    """The table of log factors over some seconds, flat.
 
-    Least absolute error of log seconds (by reweighted least squares) with a penalty on the table's
-    bends, so that corners without rows follow their neighbours.
+    Least |predicted / measured - 1|, which is the error that is told, by reweighted least squares
+    of log seconds: a row that took too long counts for less than one that took too short, and
+    disturbed measurements take too long. A penalty on the table's bends lets corners without rows
+    follow their neighbours.
     """
     matrix, bends = _hats(rows, knots), _bends(knots)
-    wanted = np.log(rows.seconds / _base(rates, rows))
+    wanted = np.log(rows.seconds / base)
     weights, factor = np.ones(len(rows)), np.zeros(math.prod(map(len, knots)))
     for _ in range(20):
         weighted = matrix.T @ sp.diags_array(weights)
         normal = weighted @ matrix + _SMOOTHNESS * (bends.T @ bends)
         normal = normal + 1e-6 * sp.eye_array(len(factor))
         factor = np.asarray(spsolve(normal.tocsc(), weighted @ wanted))
-        weights = _BEND / np.maximum(np.abs(wanted - matrix @ factor), _BEND)
+        too_short = wanted - matrix @ factor  # log of measured / predicted
+        weights = np.exp(-too_short).clip(0.1, 3.0) * _BEND / np.abs(too_short).clip(min=_BEND)
     return np.round(factor, 3)
 
 
@@ -183,6 +191,44 @@ def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
         ]
         found.append(sp.kron(sp.kron(parts[0], parts[1]), parts[2]))
     return sp.csr_array(sp.vstack(found))
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def fit_attention(
+    rows: MatmulRows, full: MatmulRows | None, bytes_per_s: float, source: str
+) -> Attention:
+    """Fit kernels of attention, as matmuls are: four fifths of the rows for the error, then all.
+
+    Args:
+        rows: under a causal mask; m is the length, n the heads of all the batch, k their size.
+        full: the same without a mask, which only the second error is of.
+        bytes_per_s: the memory's rate.
+    """
+    held, knots = held_back(len(rows)), (LENGTH_KNOTS, HEADS_KNOTS, HEAD_SIZE_KNOTS)
+    flops = 2.0 * rows.n * rows.m**2 * rows.k
+    launch_s = _short(float(np.percentile(rows.seconds, 0.1)))
+    rate = _short(float(np.percentile(flops / np.maximum(rows.seconds - launch_s, 1e-9), 99)))
+    base = launch_s + flops / rate + 8.0 * rows.n * rows.m * rows.k / bytes_per_s
+    matrix = _hats(rows[held], knots)
+    predicted = base[held] * np.exp(matrix @ _factor(base[~held], rows[~held], knots))
+    fitted = Attention(
+        launch_s=launch_s,
+        flops_per_s=rate,
+        bytes_per_s=bytes_per_s,
+        length=LENGTH_KNOTS,
+        heads=HEADS_KNOTS,
+        head_size=HEAD_SIZE_KNOTS,
+        log_factor=tuple(_factor(base, rows, knots).tolist()),
+        source=source,
+        error=error(predicted, rows.seconds[held]),
+    )
+    if full is None:
+        return fitted
+    dims = zip(full.m.tolist(), full.n.tolist(), full.k.tolist(), strict=True)
+    twice = np.array([fitted.seconds(*row, times=2.0) for row in dims])
+    return msgspec.structs.replace(fitted, error_full=error(twice, full.seconds))
 
 
 # -- collectives ----------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""Times matmuls, memory-bound kernels and collectives on the devices that JAX sees here.
+"""Times matmuls, other kernels and collectives on the devices that JAX sees here.
 
 Every measurement runs on all devices at once, as in a step: what they share (a CPU's cores and
 memory, most of all) is shared while it is timed. An op runs in a loop inside one program, long
-enough for what starting the program costs to vanish. Let nothing else run on the machine meanwhile.
+enough for what starting the program costs to vanish. All ops are timed in turn, round by round, and
+medians are taken, since steps are compared by medians. Let nothing else run on the machine.
 """
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -20,31 +22,44 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap import fit
-from jaxoverlap.measured import Here, Memory, Permutes, Tables
+from jaxoverlap.cost import PERMUTE
+from jaxoverlap.measured import Curve, Here, Memory, Permutes, Skew, Tables
 
 M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
-NK_SIZES = (64, 256, 1024)
+NK_SIZES = (32, 128, 512)
 DTYPES = ("f32", "bf16")
-_ELEMENTS = tuple(1 << p for p in range(8, 23, 2))  # of float32, on each device
-_REPEATS = 5
-_TARGET_S = 0.05  # how long a loop should run: by far longer than its program takes to start
+_ELEMENTS = tuple(1 << p for p in range(8, 21, 3))  # of float32, on each device
+_ROUNDS = 11
+_TARGET_S = 0.02  # how long a loop should run: by far longer than its program takes to start
+# Of the matmuls before a collective that show how long it waits for the last device.
+_KERNEL_ROWS, _KERNEL_SIZE = (64, 256, 1024), 128
+# A kernel of a step does not find all its operands in the nearest cache: those that are timed take
+# turns among as many sets of arrays as a transformer's layer has weights.
+_SETS = 6
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
 Body = Callable[..., tuple[jax.Array, ...]]
+Shapes = tuple[tuple[int, ...], ...]
+Clock = Callable[[], float]  # seconds of one run of what is measured
 
 
 def measurements() -> int:
-    """How many measurements `tables_here` makes."""
-    collectives = len(_COLLECTIVES) * len(_ELEMENTS) * len(_group_sizes(len(jax.devices())))
-    return len(DTYPES) * len(M_SIZES) * len(NK_SIZES) ** 2 + 2 * len(_ELEMENTS) + collectives
+    """How many steps `tables_here` takes: programs to compile, then rounds."""
+    return sum(1 for _ in _programs()) + _ROUNDS
 
 
-def tables_here(date: str, advance: Callable[[str], None]) -> Tables:
+def tables_here(
+    date: str, advance: Callable[[str], None], *, each_round: Callable[[], object] = lambda: None
+) -> Tables:
     """Measure, and fit the tables of the cost model.
 
+    All is timed once a round, and medians over the rounds are taken: what else the machine does
+    comes and goes over seconds, and meets all alike.
+
     Args:
-        advance: called with a few words before each measurement.
+        advance: called with a few words before each program is made, and before each round.
+        each_round: called in each round, to time something else under the same conditions.
 
     Raises:
         ValueError: if there is but one device.
@@ -55,21 +70,40 @@ def tables_here(date: str, advance: Callable[[str], None]) -> Tables:
             "one device has no collectives to time: for eight CPU devices set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
-    kind = devices[0].device_kind
+    clocks: dict[tuple[Any, ...], Clock] = {}
+    for key, make in _programs():
+        advance(" ".join(map(str, key)))
+        clocks[key] = make()
+    taken: dict[tuple[Any, ...], list[float]] = {key: [] for key in clocks}
+    for turn in range(_ROUNDS):
+        advance(f"round {turn + 1} of {_ROUNDS}")
+        for key, clock in clocks.items():
+            taken[key].append(clock())
+        each_round()
+    return _fit(date, {key: np.array(rounds) for key, rounds in taken.items()})
+
+
+Taken = dict[tuple[Any, ...], np.ndarray]  # seconds by what was measured, one a round
+
+
+def _fit(date: str, taken: Taken) -> Tables:
+    devices = jax.devices()
     matmuls = {}
     for dtype in DTYPES:
-        rows, width = _matmul_rows(dtype, advance), float(np.dtype(_NAMES[dtype]).itemsize)
-        rates = fit.fit_rates(rows, width, width)
+        found = [(*key[1:], np.median(s)) for key, s in taken.items() if key[0] == dtype]
+        rows, width = fit.MatmulRows(*np.array(found, float).T), np.dtype(_NAMES[dtype]).itemsize
+        rates = fit.fit_rates(rows, float(width), float(width))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, M_SIZES, NK_SIZES)
-    rows = list(_collective_rows(advance))
+    rows = list(_collective_rows(taken))
     return Tables(
-        chip=kind,
+        chip=devices[0].device_kind,
         date=date,
         matmuls=matmuls,
-        memory=_memory(advance),
-        collectives=fit.fit_collectives(rows, _SOURCE),
-        permutes=_permutes(advance),
+        memory=_memory(taken),
+        collectives=fit.fit_collectives([r for r in rows if r.kind != PERMUTE], _SOURCE),
+        permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
         channels=0,
+        skew=_skew(taken),
         here=Here(
             devices=len(devices),
             platform=devices[0].platform,
@@ -81,49 +115,57 @@ def tables_here(date: str, advance: Callable[[str], None]) -> Tables:
 # -- what is timed --------------------------------------------------------------------------------
 
 
-def _matmul_rows(dtype: str, advance: Callable[[str], None]) -> fit.MatmulRows:
-    rows = []
-    for m in M_SIZES:
-        for n in NK_SIZES:
-            for k in NK_SIZES:
-                advance(f"{dtype} matmul {m} x {n} x {k}")
-                shapes = ((m, k), (k, n), (m, n))
-                seconds = _seconds(_matmul, shapes, _NAMES[dtype], len(jax.devices()))
-                rows.append((m, n, k, seconds))
-    return fit.MatmulRows(*np.array(rows, float).T)
+def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
+    """What is timed, by name, and how its program is made."""
+    devices = len(jax.devices())
+    for dtype, m, n, k in itertools.product(DTYPES, M_SIZES, NK_SIZES, NK_SIZES):
+        shapes = ((m, k), (k, n), (m, n)) * _SETS
+        make = partial(_clock, _matmuls, shapes, _NAMES[dtype], devices, each=_SETS)
+        yield (dtype, m, n, k), make
+    for (name, apply), count in itertools.product(_KERNELS.items(), _ELEMENTS):
+        body = partial(_kernels, apply)
+        make = partial(_clock, body, ((count,),), jnp.float32, devices, each=_SETS)
+        yield (name, count), make
+    for (kind, (body, lengths, _)), count in itertools.product(_COLLECTIVES.items(), _ELEMENTS):
+        # XLA:CPU lets a permute wait for all devices, however few it joins.
+        for size in [devices] if kind == PERMUTE else _group_sizes(devices):
+            shapes = tuple((length,) for length in lengths(count, size))
+            yield (kind, count, size), partial(_clock, body, shapes, jnp.float32, size)
+    for rows in _KERNEL_ROWS:
+        nothing = partial(_after_a_kernel, lambda x: (x,))
+        shapes = ((rows, _KERNEL_SIZE), (_KERNEL_SIZE,) * 2, (rows, _KERNEL_SIZE), (_ELEMENTS[0],))
+        yield ("kernel", rows), partial(_clock, nothing, shapes, jnp.float32, devices)
+        for size in _group_sizes(devices):
+            both = partial(_after_a_kernel, _reduce)
+            yield ("skew", rows, size), partial(_clock, both, shapes, jnp.float32, size)
 
 
-def _matmul(a: jax.Array, b: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
-    """Another matmul, which cannot start before the last one has given its result."""
-    return a.at[0, 0].set(before[0, 0]), b, jnp.dot(a, b)
+def _matmuls(*carry: jax.Array) -> tuple[jax.Array, ...]:
+    """Matmuls of arrays of their own, each of which waits for the last one's result."""
+    carried = list(carry)
+    for place in range(0, len(carry), 3):
+        a, b, _ = carried[place : place + 3]
+        a = a.at[0, 0].set(carried[place - 1][0, 0])
+        carried[place : place + 3] = a, b, jnp.dot(a, b)
+    return tuple(carried)
 
 
-def _memory(advance: Callable[[str], None]) -> Memory:
-    moved, seconds = [], []
-    for count in _ELEMENTS:
-        advance(f"a sum over {count} elements")
-        seconds.append(_seconds(lambda x: (x * 0.5 + 1.0,), ((count,),), jnp.float32, 1))
-        moved.append(2 * 4.0 * count)  # reads and writes
-    return Memory(seconds[0], _rate(moved, seconds), _SOURCE)
+def _kernels(apply: Callable[[jax.Array], jax.Array], x: jax.Array) -> tuple[jax.Array]:
+    """Kernels one after the other, with nothing that fuses them."""
+    for _ in range(_SETS):
+        x = lax.optimization_barrier(apply(x))
+    return (x,)
 
 
-def _permutes(advance: Callable[[str], None]) -> Permutes:
-    size = len(jax.devices())
-    ring = [(i, (i + 1) % size) for i in range(size)]
-    moved, seconds = [], []
-    for count in _ELEMENTS:
-        advance(f"a permute of {count} elements")
-        body = lambda x: (lax.ppermute(x, "x", ring),)  # noqa: E731
-        seconds.append(_seconds(body, ((count,),), jnp.float32, size))
-        moved.append(4.0 * count)
-    latency_s, rate = seconds[0], _rate(moved, seconds)
-    predicted = latency_s + np.array(moved) / rate
-    return Permutes(latency_s, 0.0, rate, _SOURCE, fit.error(predicted, np.array(seconds)))
+_KERNELS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "bytes": lambda x: x * 0.5 + 1.0,
+    "transcendental": jnp.tanh,
+}
 
 
-def _rate(moved: list[float], seconds: list[float]) -> float:
-    """Bytes per second over what the smallest takes, by the two largest."""
-    return float(np.mean([moved[i] / max(seconds[i] - seconds[0], 1e-9) for i in (-2, -1)]))
+def _permute(x: jax.Array) -> tuple[jax.Array, ...]:
+    size = lax.axis_size("x")
+    return (lax.ppermute(x, "x", [(i, (i + 1) % size) for i in range(size)]),)
 
 
 def _gather(x: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
@@ -149,60 +191,109 @@ _COLLECTIVES: dict[str, tuple[Body, Callable[[int, int], tuple[int, ...]], int]]
     "reduce-scatter": (_scatter, lambda count, n: (count, count // n), 1),
     "all-reduce": (_reduce, lambda count, n: (count,), 2),
     "all-to-all": (_exchange, lambda count, n: (count,), 1),
+    PERMUTE: (_permute, lambda count, n: (count,), 1),
 }
-
-
-def _collective_rows(advance: Callable[[str], None]) -> Iterator[fit.CollectiveRow]:
-    for kind, (body, lengths, passes) in _COLLECTIVES.items():
-        for size in _group_sizes(len(jax.devices())):
-            for count in _ELEMENTS:
-                advance(f"{kind} of {count} elements among {size}")
-                shapes = tuple((length,) for length in lengths(count, size))
-                seconds = _seconds(body, shapes, jnp.float32, size)
-                moved = passes * 4 * count * (size - 1) // size
-                yield fit.CollectiveRow(kind, size, moved, seconds)
 
 
 def _group_sizes(devices: int) -> list[int]:
     return [n for n in range(2, devices + 1) if devices % n == 0]
 
 
+# -- what is found --------------------------------------------------------------------------------
+
+
+def _memory(taken: Taken) -> Memory:
+    """A curve by bytes; what a transcendental adds, by the larger half of the sizes."""
+    moved = tuple(8.0 * count for count in _ELEMENTS)  # a float32 read, one written
+    simple, hard = (
+        np.array([np.median(taken[name, count]) for count in _ELEMENTS]) for name in _KERNELS
+    )
+    more_s = ((hard - simple) / _ELEMENTS)[len(_ELEMENTS) // 2 :]
+    curve = Curve(moved, tuple(simple.tolist()))
+    return Memory(
+        launch_s=curve.floor_s,
+        bytes_per_s=curve.bytes_per_s,
+        source=_SOURCE,
+        curve=curve,
+        transcendental_s=max(float(np.median(more_s)), 0.0),
+    )
+
+
+def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
+    """Bytes are those that each device sends by a ring; a permute sends all that it has."""
+    for kind, count, size in (key for key in taken if key[0] in _COLLECTIVES):
+        share = 1.0 if kind == PERMUTE else (size - 1) / size
+        moved = _COLLECTIVES[kind][2] * 4 * count * share
+        yield fit.CollectiveRow(kind, size, moved, float(np.median(taken[kind, count, size])))
+
+
+def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:
+    """A curve; its two ends give latency and rate."""
+    curve = Curve(tuple(r.bytes_moved for r in rows), tuple(r.seconds for r in rows))
+    rate = curve.bytes_moved[-1] / max(curve.seconds[-1] - curve.floor_s, 1e-9)
+    return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None, curve)
+
+
+def _skew(taken: Taken) -> Skew:
+    """What a kernel and a small all-reduce take together more than alone."""
+    computed = [float(np.median(taken["kernel", rows])) for rows in _KERNEL_ROWS]
+    waited = {}
+    for size in _group_sizes(len(jax.devices())):
+        alone_s = np.median(taken["all-reduce", _ELEMENTS[0], size])
+        more = (taken["skew", r, size] - taken["kernel", r] for r in _KERNEL_ROWS)
+        waited[size] = tuple(max(float(np.median(m) - alone_s), 0.0) for m in more)
+    return Skew(tuple(computed), waited, _SOURCE)
+
+
 # -- the clock ------------------------------------------------------------------------------------
 
 
-def _seconds(body: Body, shapes: tuple[tuple[int, ...], ...], dtype: Any, group: int) -> float:
-    """Seconds of one run of `body` on every device at once, in groups along the axis "x".
+def _after_a_kernel(body: Body, a: Any, b: Any, _: Any, x: Any, *rest: Any) -> tuple[Any, ...]:
+    """A matmul that waits for the last run of `body`, then the next one, which waits for it."""
+    a = a.at[0, 0].set(x[0])
+    product = jnp.dot(a, b)
+    return a, b, product, *body(x.at[0].set(product[0, 0]), *rest)
+
+
+def _clock(body: Body, shapes: Shapes, dtype: Any, group: int, *, each: int = 1) -> Clock:
+    """A clock for one run of `body` on every device at once, in groups along the axis "x".
 
     Args:
         shapes: what the body takes and gives on each device.
+        each: how often the body runs what is timed.
     """
     devices = np.array(jax.devices())
     mesh = Mesh(devices.reshape(-1, group), ("groups", "x"))
     everywhere = PartitionSpec(("groups", "x"))
-    sharded = partial(
-        jax.shard_map, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), everywhere),
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    def run(trips: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return lax.fori_loop(0, trips, lambda _, c: body(*c), carry)
+
+    sharding = jax.sharding.NamedSharding(mesh, everywhere)
+    carry = tuple(
+        jax.device_put(np.ones((len(devices) * s[0], *s[1:]), dtype), sharding) for s in shapes
     )
 
-    @partial(jax.jit, static_argnums=0)
-    def run(trips: int, *carry: jax.Array) -> tuple[jax.Array, ...]:
-        loop = lambda *c: lax.fori_loop(0, trips, lambda _, c: body(*c), c)  # noqa: E731
-        return sharded(loop)(*carry)
-
-    with jax.set_mesh(mesh):
-        sharding = jax.sharding.NamedSharding(mesh, everywhere)
-        carry = tuple(
-            jax.device_put(np.ones((len(devices) * s[0], *s[1:]), dtype), sharding) for s in shapes
-        )
-        trips = max(1, int(_TARGET_S / _best(partial(run, 1), carry)))
-        return _best(partial(run, trips), carry) / trips
-
-
-def _best(run: Callable[..., tuple[jax.Array, ...]], carry: tuple[jax.Array, ...]) -> float:
-    """The fastest of a few runs, after one that compiles: what else runs here only adds."""
-    jax.block_until_ready(run(*carry))
-    found = []
-    for _ in range(_REPEATS):
+    def seconds(trips: jax.Array) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(run(*carry))
-        found.append(time.perf_counter() - start)
-    return min(found)
+        jax.block_until_ready(run(trips, carry))
+        return time.perf_counter() - start
+
+    trips = 1
+    seconds(_replicated(mesh, trips))  # compiles
+    while seconds(_replicated(mesh, trips)) < _TARGET_S / 2:
+        trips *= 4
+    count = _replicated(mesh, trips)
+    return lambda: seconds(count) / trips / each
+
+
+def _replicated(mesh: Mesh, number: int) -> jax.Array:
+    return jax.device_put(np.int32(number), jax.sharding.NamedSharding(mesh, PartitionSpec()))

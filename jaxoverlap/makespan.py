@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from jaxoverlap import nccl
 from jaxoverlap.cost import ALONE, PERMUTE, Channels, CostModel, Group, Sent, Share
 from jaxoverlap.lagom import Config, Outcome, Place
+from jaxoverlap.passes.replay import attention_s
 from jaxoverlap.passes.work import Matmul, Work
 from jaxoverlap.passes.worth import pair
 
@@ -282,8 +283,12 @@ class _Prices:
         """A kernel is bound by its matmuls or by its bytes, as in `passes/replay.py`."""
         matmuls = sum(self._matmul_s(m, beside) for m in work.matmuls)
         share = beside.share if beside else ALONE
-        memory = self.cost.memory_s(work.memory_bytes, beside=share) if work.memory_bytes else 0.0
-        return max(matmuls, memory)
+        if work.attention:
+            return attention_s(self.cost, work.attention, share)
+        if not work.memory_bytes:
+            return matmuls
+        moved, hard = work.memory_bytes, work.transcendentals
+        return max(matmuls, self.cost.memory_s(moved, transcendentals=hard, beside=share))
 
     def _matmul_s(self, m: Matmul, beside: _Beside | None) -> float:
         """A part of a matmul's time is memory's; the rest grows by waves, that by lost L2 and rate.

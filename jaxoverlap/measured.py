@@ -16,8 +16,9 @@ from importlib import resources
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 
 
 class FitError(msgspec.Struct, frozen=True):
@@ -75,17 +76,66 @@ class Matmuls(msgspec.Struct, frozen=True):
             + 2.0 * batch * m * n * k / self.flops_per_s
             + self.bytes_touched(m, n, k, batch) / self.bytes_per_s
         )
-        places = [_place(*at) for at in ((self.m, m * batch), (self.n, n), (self.k, k))]
-        strides = (len(self.n) * len(self.k), len(self.k), 1)
-        log_factor = 0.0
-        for corner in itertools.product((0, 1), repeat=3):
-            weight, index = 1.0, 0
-            for (low, share), up, stride in zip(places, corner, strides, strict=True):
-                weight *= share if up else 1 - share
-                index += (low + up) * stride
-            if weight:
-                log_factor += weight * self.log_factor[index]
-        return base * math.exp(log_factor)
+        return base * _factor((self.m, self.n, self.k), self.log_factor, (m * batch, n, k))
+
+
+class Attention(msgspec.Struct, frozen=True):
+    """Seconds of one kernel of attention under a causal mask, forward, of one dtype.
+
+    (launch + flops / peak + bytes / rate) * factor, the factor as `Matmuls` has it, over the
+    length of the sequence, heads (of all the batch) and their size. Two matmuls a head, of which
+    the mask takes half: 2 * heads * length^2 * size operations.
+
+    Attributes:
+        launch_s, flops_per_s, bytes_per_s: as those of `Matmuls`.
+        length, heads, head_size: the knots, rising.
+        log_factor: the table, length slowest and head_size fastest.
+        source: where the rows come from.
+        error: of the rows held back.
+        error_full: of kernels without a mask, which no part was fitted to; None if there are none.
+    """
+
+    launch_s: float
+    flops_per_s: float
+    bytes_per_s: float
+    length: tuple[int, ...]
+    heads: tuple[int, ...]
+    head_size: tuple[int, ...]
+    log_factor: tuple[float, ...]
+    source: str
+    error: FitError
+    error_full: FitError | None = None
+
+    def seconds(self, length: float, heads: int, head_size: int, times: float = 1.0) -> float:
+        """Alone on the chip.
+
+        Args:
+            times: as many operations, as of a kernel without a mask: at the same rate.
+        """
+        base = (
+            self.launch_s
+            + times * 2.0 * heads * length**2 * head_size / self.flops_per_s
+            + 8.0 * heads * length * head_size / self.bytes_per_s
+        )
+        knots = (self.length, self.heads, self.head_size)
+        return base * _factor(knots, self.log_factor, (length, heads, head_size))
+
+
+def _factor(
+    knots: Sequence[Sequence[int]], log_factor: Sequence[float], at: Sequence[float]
+) -> float:
+    """Looked up in a table over three dims, the first slowest."""
+    places = [_place(grid, x) for grid, x in zip(knots, at, strict=True)]
+    strides = (len(knots[1]) * len(knots[2]), len(knots[2]), 1)
+    found = 0.0
+    for corner in itertools.product((0, 1), repeat=3):
+        weight, index = 1.0, 0
+        for (low, share), up, stride in zip(places, corner, strides, strict=True):
+            weight *= share if up else 1 - share
+            index += (low + up) * stride
+        if weight:
+            found += weight * log_factor[index]
+    return math.exp(found)
 
 
 def _place(knots: Sequence[float], x: float) -> tuple[int, float]:
@@ -178,6 +228,7 @@ class Permutes(msgspec.Struct, frozen=True):
         channel_bytes_per_s: of one channel; 0 where permutes do not run on channels.
         bytes_per_s: of the link, in one direction.
         source: where these come from.
+        curve: seconds by bytes, in the place of these, where caches make it no line.
         error: of the rows they are fitted to (three numbers: none was held back); None if there
             are no rows.
     """
@@ -187,20 +238,48 @@ class Permutes(msgspec.Struct, frozen=True):
     bytes_per_s: float
     source: str
     error: FitError | None
+    curve: Curve | None = None
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """A memory-bound kernel: launch + bytes / rate.
+    """A kernel that is no matmul: launch + bytes / rate + transcendentals * seconds of one.
 
     Attributes:
         launch_s: of a kernel with nothing to do.
         bytes_per_s: read and written together.
         source: where these come from.
+        curve: seconds by bytes, in the place of launch and rate, where caches make it no line.
+        transcendental_s: of one exponential, tangent or root; 0 where they hide behind the bytes,
+            as on GPUs.
     """
 
     launch_s: float
     bytes_per_s: float
     source: str
+    curve: Curve | None = None
+    transcendental_s: float = 0.0
+
+
+class Skew(msgspec.Struct, frozen=True):
+    """How long a collective waits for the last device, where devices share cores.
+
+    Devices that computed for a while do not come to a collective together: a loop of collectives
+    alone, which the curves are measured by, does not show that.
+
+    Attributes:
+        compute_s: how long the devices computed since the last collective, rising.
+        wait_s: by the number of devices that take part: the wait after each of these.
+        source: where these come from.
+    """
+
+    compute_s: tuple[float, ...]
+    wait_s: dict[int, tuple[float, ...]]
+    source: str
+
+    def seconds(self, compute_s: float, size: int) -> float:
+        """Between measured computations by a straight line, from nothing after none."""
+        measured = next((n for n in sorted(self.wait_s) if n >= size), max(self.wait_s))
+        return float(np.interp(compute_s, (0.0, *self.compute_s), (0.0, *self.wait_s[measured])))
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,9 +290,11 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
         chip: the device's name: of `jaxoverlap.cluster`, or as JAX calls what was found here.
         date: when the rows were fitted.
         matmuls: by dtype, as HLO writes it ("fp8" for both of its kinds).
+        attention: of bf16; None if there are no rows.
         memory, collectives, permutes: see there.
         channels: the most channels that a collective runs on, each with an SM to itself; 0 where
             collectives take no SMs.
+        skew: how long collectives wait for the last device; None where each has cores of its own.
         here: what `--here` found: how many devices, on what host; None for a chip of the package.
     """
 
@@ -224,6 +305,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     collectives: Collectives
     permutes: Permutes
     channels: int
+    attention: Attention | None = None
+    skew: Skew | None = None
     here: Here | None = None
     format: int = FORMAT
 

@@ -10,7 +10,8 @@ Loops run iteration by iteration until one begins as it ended, with the same lef
 that follow are its repeats, and are counted, not run. Approximations: of a conditional the slowest
 branch runs; a while without a known trip count runs once, and is named; a collective that crosses
 NVLink domains takes the network only; collectives on two lanes do not slow each other; nothing but
-waiting slows the device's own launch of kernels.
+waiting slows the device's own launch of kernels; where devices share cores, what an iteration
+computed before its first collective is taken from the first iteration.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from jaxoverlap.cluster import Cluster
-from jaxoverlap.cost import ALONE, CostModel, Group, Share
+from jaxoverlap.cost import ALONE, PERMUTE, CostModel, Group, Share
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective, collectives
 from jaxoverlap.passes.groups import domains
 from jaxoverlap.passes.timeline import COMPUTE, NETWORK, NVLINK, Event, Repeat, Timeline
-from jaxoverlap.passes.work import FREE, Work, work
+from jaxoverlap.passes.work import FREE, Attention, Work, work
 
 UNKNOWN_TRIPS = "while without a known trip count"
 
@@ -64,6 +65,7 @@ class Prices:
         self.collectives = {(c.computation, c.name): c for c in collectives(module)}
         self.kernel_s = functools.cache(self._kernel_s)
         self.link = functools.cache(self._link)
+        self.group = functools.cache(self._group)
         self.works = functools.cache(self._works)
 
     def _works(self, computation: str) -> dict[str, tuple[Work, str, str]]:
@@ -79,37 +81,71 @@ class Prices:
         return found
 
     def _priced(self, asked: Work) -> Work:
-        """The work, or its bytes under the name of a matmul that the cost model does not know."""
+        """The work, or its bytes under the name of what the cost model does not know."""
         try:
             self.kernel_s(asked, ALONE)
         except ValueError:
-            strange = asked.matmuls[0]
-            name = asked.unknown or f"matmul of {strange.dtype}"
-            return Work((), asked.memory_bytes + sum(m.memory_bytes for m in asked.matmuls), name)
+            strange = asked.attention or asked.matmuls[0]
+            kind = "attention" if asked.attention else "matmul"
+            name = asked.unknown or f"{kind} of {strange.dtype}"
+            moved = asked.memory_bytes + sum(m.memory_bytes for m in asked.matmuls)
+            return Work((), moved, name, asked.transcendentals)
         return asked
 
     def _kernel_s(self, asked: Work, beside: Share) -> float:
-        """A kernel is bound by its matmuls or by its bytes, whichever takes longer."""
+        """A kernel is bound by its matmuls or by its bytes, whichever takes longer.
+
+        What was measured of attention has its bytes in it.
+        """
         cost = self._cost
         matmuls = sum(
             cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype, beside=beside)
             for m in asked.matmuls
         )
-        memory = cost.memory_s(asked.memory_bytes, beside=beside) if asked.memory_bytes else 0.0
-        return max(matmuls, memory)
+        if asked.attention:
+            return attention_s(cost, asked.attention, beside)
+        if not asked.memory_bytes:
+            return matmuls
+        moved, hard = asked.memory_bytes, asked.transcendentals
+        return max(matmuls, cost.memory_s(moved, transcendentals=hard, beside=beside))
+
+    def skew_s(self, c: Collective, computed_s: float) -> float:
+        """How long a collective waits for the last device."""
+        return self._cost.skew_s(computed_s, c.kind, self.group(c))
+
+    def _group(self, c: Collective) -> Group:
+        return group_of(c, self._module.num_devices, self._cost.cluster)
 
     def _link(self, c: Collective) -> tuple[str, float, Share]:
         """The lane of a collective, its seconds, and what it takes from kernels beside it."""
-        group = group_of(c, self._module.num_devices, self._cost.cluster)
+        group = self.group(c)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         lane = NETWORK if group.domains > 1 else NVLINK
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)
 
 
+def attention_s(cost: CostModel, a: Attention, beside: Share) -> float:
+    """Seconds of a kernel of fused attention.
+
+    Raises:
+        ValueError: as `CostModel.attention_s`.
+    """
+    return cost.attention_s(
+        a.queries,
+        a.keys,
+        a.heads,
+        a.head_size,
+        causal=a.causal,
+        backward=a.backward,
+        dtype=a.dtype,
+        beside=beside,
+    )
+
+
 def group_of(c: Collective, num_devices: int, cluster: Cluster) -> Group:
     """Who takes part in a collective of a module for so many devices, counted up from 0."""
     spread = domains(c.groups, num_devices, cluster.gpus_per_nvlink_domain)
-    size = 2 if c.kind == "collective-permute" else c.group_size
+    size = 2 if c.kind == PERMUTE else c.group_size
     in_a_host = domains(c.groups, num_devices, cluster.gpus_per_host) == 1
     # The option for copies comes with one communicator a ring (flags/rings.py).
     together = c.group_size if c.by_copy else None
@@ -153,7 +189,7 @@ class _Replay:
 
     def __init__(self, module: hlo.Module, prices: Prices):
         self.module, self.prices = module, prices
-        self.now = 0.0
+        self.now = self.met = 0.0  # met: when the devices last waited for each other
         self.lanes = {NVLINK: _Lane(), NETWORK: _Lane()}
         self.events: list[tuple[_Head, _Tail]] = []
         self.runs: list[int] = []
@@ -195,7 +231,7 @@ class _Replay:
                 left -= (change - self.now) / seconds
                 self.now = change
         alone = self.prices.kernel_s(asked, ALONE)
-        kind = "matmul" if asked.matmuls else "memory"
+        kind = "matmul" if asked.matmuls or asked.attention else "memory"
         head = (COMPUTE, kind, name, computation, began, self.now, alone)
         self.add(head, (source, op, asked, None))
 
@@ -216,6 +252,7 @@ class _Replay:
     def start(self, c: Collective) -> tuple[_Lane, float]:
         """Put a collective on its link; when it ends there."""
         name, seconds, share = self.prices.link(c)
+        seconds += self.prices.skew_s(c, self.now - self.met)
         lane = self.lanes[name]
         lane.land(self.now)
         begin = lane.flights[-1].end if lane.flights else self.now
@@ -233,7 +270,7 @@ class _Replay:
             c, end = f.collective, min(f.end, until)
             head = (COMPUTE, "wait", c.name, c.computation, self.now, end, end - self.now)
             self.add(head, (c.source, short_op(c.op_name), FREE, c))
-            self.now = end
+            self.now = self.met = end
 
     def finish(self) -> None:
         """Wait for all that is in flight."""
@@ -272,7 +309,7 @@ class _Replay:
             self.runs[place] *= repeat.times
         self.repeats.append(repeat)
         later = repeat.period_s * (repeat.times - 1)
-        self.now += later
+        self.now, self.met = self.now + later, self.met + later
         for lane in self.lanes.values():
             lane.flights = deque(
                 replace(f, begin=f.begin + later, end=f.end + later) for f in lane.flights
@@ -293,12 +330,12 @@ class _Replay:
 
     def conditional(self, computation: str, i: hlo.Instruction) -> None:
         """Run the slowest branch."""
-        now, counts = self.now, (len(self.events), len(self.repeats))
+        now, met, counts = self.now, self.met, (len(self.events), len(self.repeats))
         flights = {name: tuple(lane.flights) for name, lane in self.lanes.items()}
 
         def seconds(branch: str) -> float:
             self.computation(branch)
-            taken, self.now = self.now - now, now
+            taken, self.now, self.met = self.now - now, now, met
             del self.events[counts[0] :], self.runs[counts[0] :], self.repeats[counts[1] :]
             for name, lane in self.lanes.items():
                 lane.flights = deque(flights[name])

@@ -132,7 +132,8 @@ class _Walk:
             return Task(seconds=seconds)
         if kernel := self._prices.works(computation).get(instruction.name):
             work, *_ = kernel
-            return Task(seconds=self._prices.kernel_s(work, ALONE), is_matmul=bool(work.matmuls))
+            is_matmul = bool(work.matmuls or work.attention)
+            return Task(seconds=self._prices.kernel_s(work, ALONE), is_matmul=is_matmul)
         return Task()
 
 

@@ -1,4 +1,4 @@
-"""What one HLO instruction asks of a device: matmuls, and bytes of its memory.
+"""What one HLO instruction asks of a device: matmuls, attention, and bytes of its memory.
 
 Values only, no seconds: `jaxoverlap/cost.py` prices them. A fusion is one kernel, so what passes
 between its instructions touches no memory; only its parameters and results do, and of these only
@@ -29,8 +29,13 @@ _MEMORY_OPS = """
     round-nearest-even rsqrt scatter select select-and-scatter shift-left shift-right-arithmetic
     shift-right-logical sign sine slice sqrt subtract tan tanh transpose xor
 """
+_TRANSCENDENTAL_OPS = """
+    atan2 cbrt cosine erf exponential exponential-minus-one log log-plus-one logistic power rsqrt
+    sine sqrt tan tanh
+"""
 _FREE = frozenset(_FREE_OPS.split())  # XLA:GPU runs no kernel for these
 _MEMORY = frozenset(_MEMORY_OPS.split())  # one kernel, bound by the bytes that it moves
+_TRANSCENDENTAL = frozenset(_TRANSCENDENTAL_OPS.split())
 _SLICES = ("dynamic-slice", "slice", "gather")  # read of their first operand what they return
 _UPDATES = ("dynamic-update-slice", "scatter")  # write into their first operand
 _FREE_CALLS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin")
@@ -72,6 +77,42 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """One kernel of fused attention; `dtype` of the queries, as HLO writes it.
+
+    Attributes:
+        queries, keys: lengths.
+        heads: of all the batch.
+        head_size: of a query's vector.
+        causal: whether half of the scores are masked, and not computed.
+        backward: whether it is the gradient's.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    head_size: int
+    causal: bool = False
+    backward: bool = False
+    dtype: str = "bf16"
+
+    @property
+    def flops(self) -> int:
+        """Of two matmuls of the scores' size forward, five backward; half under a causal mask.
+
+        FlashAttention-2 (Dao 2023), section 4.1, counts so.
+        """
+        matmuls = 5 if self.backward else 2
+        flops = 2 * matmuls * self.heads * self.queries * self.keys * self.head_size
+        return flops // 2 if self.causal else flops
+
+    def __str__(self) -> str:
+        mask, way = ("causal " if self.causal else ""), (" backward" if self.backward else "")
+        sizes = f"{self.heads} heads of {self.head_size}, {self.queries} x {self.keys}"
+        return f"{mask}attention{way}, {sizes} {self.dtype}"
+
+
+@dataclass(frozen=True)
 class Work:
     """What one kernel does; all zero where none runs.
 
@@ -81,11 +122,16 @@ class Work:
             and nothing else.
         unknown: the name of what this does not know, an opcode or a custom call's target. Its
             bytes are those of its operands and results, the least that it can cost.
+        transcendentals: exponentials, tangents, roots and the like, one for each element. They hide
+            behind the bytes on a GPU, and do not on a CPU.
+        attention: fused, if the kernel is that.
     """
 
     matmuls: tuple[Matmul, ...] = ()
     memory_bytes: int = 0
     unknown: str = ""
+    transcendentals: int = 0
+    attention: Attention | None = None
 
 
 FREE = Work()
@@ -110,14 +156,16 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
     if opcode == "convolution":
         return Work(matmuls=(_convolution(instruction, shapes, "forward"),))
     if HOST_SPACE in instruction.shape:
-        return Work((), _touched(instruction, shapes), f"{opcode} to or from the host's memory")
+        touched = _touched(instruction, shapes)
+        return Work((), touched, f"{opcode} to or from the host's memory")
     if opcode == "fusion" or opcode.endswith("-start"):
         bodies = [module.body(name) for name in instruction.called]
         if len(bodies) == 1:  # of a start: the one kernel that runs beside the others
             return _fusion(module, bodies[0])
         opcode = opcode.removesuffix("-start")  # copy-start has no computation
-    known = opcode in _MEMORY
-    return Work((), _unfused(instruction, shapes), "" if known else opcode)
+    hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
+    unknown = "" if opcode in _MEMORY else opcode
+    return Work((), _unfused(instruction, shapes), unknown, hard)
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
@@ -158,11 +206,12 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
             inside = work(module, i, shapes)
             matmuls += inside.matmuls
             unknown = unknown or inside.unknown
-    return Work(tuple(matmuls), _fusion_bytes(body), unknown)
+    memory_bytes, hard = _fusion_traffic(body)
+    return Work(tuple(matmuls), memory_bytes, unknown, hard)
 
 
-def _fusion_bytes(body: Sequence[hlo.Instruction]) -> int:
-    """Bytes of memory that a fused computation reads and writes.
+def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int]:
+    """Bytes of memory that a fused computation reads and writes, and its transcendentals.
 
     How many elements of each value are needed follows from the results backwards. An update of a
     parameter is taken to be in place, as XLA:GPU compiles it where it can.
@@ -175,16 +224,18 @@ def _fusion_bytes(body: Sequence[hlo.Instruction]) -> int:
         updated = _updated_in_place(result, by_name)
         written += sum(map(hlo.shape_bytes, updated)) if updated else hlo.shape_bytes(result.shape)
         need[result.name] = _elements(result.shape)
-    read = 0.0
+    read = hard = 0.0
     for i in reversed(body):
         total = _elements(i.shape)
         wanted = min(need[i.name], total)
         if i.opcode == "parameter":
             read += hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
+        if i.opcode in _TRANSCENDENTAL:
+            hard += wanted
         for place, name in enumerate(i.operands):
             if name in by_name and i.opcode != "tuple":
                 need[name] += _needed(i, place, wanted, total, by_name)
-    return round(read) + written
+    return round(read) + written, round(hard)
 
 
 def _needed(
@@ -293,21 +344,19 @@ def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: s
 
 
 def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> Work:
-    """Flash attention by cuDNN: two matmuls of scores' size forward, five backward.
-
-    FlashAttention-2 (Dao 2023), section 4.1, counts so, and half of both under a causal mask. The
-    scores never leave the chip, which a matmul of their shape would be charged for: the matmuls
-    count as one in the shape of a cube, with as many operations.
-    """
+    """Flash attention by cuDNN. XLA gives its scores' shape: batch, heads, queries, keys."""
     scores = _SCORES.search(instruction.line)
     if scores is None:
         return Work((), _touched(instruction, shapes), target)
+    *heads, queries, keys = (int(d) for d in re.findall(r"\d+", scores.group(1)))
     query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
-    head_dim = hlo.dims(query)[-1]
-    products = math.prod(int(d) for d in re.findall(r"\d+", scores.group(1))) * head_dim
-    products *= 5 if "Backward" in target else 2
-    if '"mask_type":"CAUSAL"' in instruction.line:
-        products //= 2
-    side = round(products ** (1 / 3))
-    cube = Matmul(side, side, side, dtype=query.partition("[")[0])
-    return Work((cube,), _touched(instruction, shapes))
+    kernel = Attention(
+        queries=queries,
+        keys=keys,
+        heads=math.prod(heads),
+        head_size=hlo.dims(query)[-1],
+        causal='"mask_type":"CAUSAL"' in instruction.line,
+        backward="Backward" in target,
+        dtype=query.partition("[")[0],
+    )
+    return Work(memory_bytes=_touched(instruction, shapes), attention=kernel)

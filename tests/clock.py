@@ -12,7 +12,9 @@ from jaxoverlap.cost import ALONE, Group, Share
 class Clock:
     """A matmul of 1024 cubed, 2 MB of memory, a megabyte over NVLink: one second each.
 
-    A byte over the network takes four times as long. Beside a collective matmuls run at
+    A million transcendentals take a second, and so does a million of attention's scores. With
+    `skew`, collectives wait for as long a part of what was computed before them. A byte over the
+    network takes four times as long. Beside a collective matmuls run at
     1 / (1 + sms), what is bound by memory at 1 / (1 + memory_bytes_per_s).
     """
 
@@ -20,14 +22,26 @@ class Clock:
     sms: float = 0.0
     memory: float = 0.0
     speedup: float = 1.0  # of the links
+    skew: float = 0.0
 
     def matmul_s(self, m, n, k, *, batch=1, dtype="bf16", beside=ALONE):
         if dtype == "f64":
             raise ValueError("no matmuls of f64 were measured")
         return batch * m * n * k / 1024**3 * (1 + beside.sms)
 
-    def memory_s(self, num_bytes, *, beside=ALONE):
-        return num_bytes / 2e6 * (1 + beside.memory_bytes_per_s)
+    def memory_s(self, num_bytes, *, transcendentals=0, beside=ALONE):
+        return num_bytes / 2e6 * (1 + beside.memory_bytes_per_s) + transcendentals / 1e6
+
+    def attention_s(
+        self, queries, keys, heads, head_size, *, causal, backward, dtype="bf16", beside=ALONE
+    ):
+        if dtype == "f8e4m3fn":
+            raise ValueError("no attention of float8 was measured")
+        scores = heads * queries * keys / 1e6 * (0.5 if causal else 1.0)
+        return scores * (2.5 if backward else 1.0) * (1 + beside.sms)
+
+    def skew_s(self, computed_s, kind, group: Group):
+        return self.skew * computed_s
 
     def collective_s(self, kind, bytes_moved, group: Group):
         return bytes_moved / 1e6 * (4 if group.domains > 1 else 1) / self.speedup

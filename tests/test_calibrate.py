@@ -100,7 +100,8 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(here, "M_SIZES", (8, 16, 64))
     monkeypatch.setattr(here, "NK_SIZES", (16, 32, 64))
     monkeypatch.setattr(here, "_ELEMENTS", (64, 256, 1024))
-    monkeypatch.setattr(here, "_REPEATS", 1)
+    monkeypatch.setattr(here, "_ROUNDS", 2)
+    monkeypatch.setattr(here, "_KERNEL_ROWS", (8, 16))
     monkeypatch.setattr(here, "_TARGET_S", 1e-4)
     monkeypatch.setattr(here, "_group_sizes", lambda devices: [devices])
     path = tmp_path / "here.json"
@@ -113,5 +114,36 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
         assert model.collective_s(kind, 4096, cost.Group(devices)) > 0
         assert model.share(kind, 4096, cost.Group(devices)) == cost.ALONE
+    assert model.memory_s(4096, transcendentals=10**6) >= model.memory_s(4096) > 0
+    assert model.skew_s(1.0, "collective-permute", cost.Group(2)) >= 0
     with pytest.raises(ValueError, match="no matmuls of fp8"):
         model.matmul_s(1, 1, 1, dtype="fp8")
+    with pytest.raises(ValueError, match="no attention of bf16"):
+        model.attention_s(128, 128, 8, 64)
+
+
+def test_attention_is_fitted_and_a_kernel_without_a_mask_only_tested():
+    random = np.random.default_rng(2)
+    length, heads, size = (random.choice(c, 2000) for c in ((64, 1024, 8192), (1, 64), (64, 128)))
+    seconds = 5e-6 + 2.0 * heads * length**2 * size / 5e14
+    rows = fit.MatmulRows(length.astype(float), heads.astype(float), size.astype(float), seconds)
+    twice = fit.MatmulRows(rows.m, rows.n, rows.k, 5e-6 + 2 * (seconds - 5e-6))
+    found = fit.fit_attention(rows, twice, 3e12, "made up")
+    assert found.error.mean < 0.05
+    assert found.error_full and found.error_full.rows == 2000 and found.error_full.mean < 0.15
+    assert found.seconds(1024, 64, 128) == pytest.approx(
+        5e-6 + 2 * 64 * 1024**2 * 128 / 5e14, rel=0.05
+    )
+
+
+def test_a_row_that_took_too_long_moves_a_fit_less_than_one_that_took_too_short():
+    rows = _rows()
+    off = []
+    for times in (3.0, 1 / 3.0):
+        disturbed = rows.seconds.copy()
+        disturbed[::4] *= times
+        made = fit.MatmulRows(rows.m, rows.n, rows.k, disturbed)
+        table = fit.fit_matmuls(made, RATES, "", fit.M_KNOTS, fit.NK_KNOTS)
+        want = 1.3 * (3e-6 + 2e9 / 8e14 + 6e6 / 3e12)
+        off.append(abs(math.log(table.seconds(1000, 1000, 1000) / want)))
+    assert off[0] < off[1]

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap import nccl
+from jaxoverlap import measured, nccl
 from jaxoverlap.cluster import Link, chips, parse_cluster
 from jaxoverlap.cost import ALONE, Channels, Group, Share, cost_model
 
@@ -203,3 +204,39 @@ def test_a_permute_by_copy_has_the_link_and_takes_no_sms():
     assert H100.collective_s("collective-permute", moved, alone) < H100.collective_s(
         "collective-permute", moved, Group(2)
     )
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_attention_grows_with_what_it_computes(name):
+    model, sizes = MODELS[name], (4096, 4096, 32, 128)
+    causal = model.attention_s(*sizes, causal=True)
+    assert 1.5 < model.attention_s(*sizes) / causal < 2
+    assert 2 < model.attention_s(*sizes, causal=True, backward=True) / causal < 2.5
+    assert model.attention_s(8192, 4096, 32, 128) > model.attention_s(*sizes)
+    assert model.attention_s(*sizes, causal=True, dtype="f16") == causal
+    flops = 2 * 32 * 4096**2 * 128
+    assert 0.2 < flops / causal / model.cluster.chip.bf16_flops_per_s < 1
+    assert model.attention_s(*sizes, beside=Share(sms=model.cluster.chip.num_sms / 2)) > 1.5 * (
+        model.attention_s(*sizes)
+    )
+
+
+def test_attention_that_was_not_measured_is_refused():
+    with pytest.raises(ValueError, match=r"no attention of f32.*bf16 and f16"):
+        H100.attention_s(128, 128, 1, 64, dtype="f32")
+    with pytest.raises(ValueError, match="dims above 0"):
+        H100.attention_s(0, 128, 1, 64)
+
+
+def test_transcendentals_hide_behind_the_bytes_on_a_gpu():
+    assert H100.memory_s(1 << 20, transcendentals=1 << 18) == H100.memory_s(1 << 20)
+    assert H100.skew_s(1.0, "all-gather", Group(8)) == 0
+
+
+def test_a_curve_takes_the_place_of_launch_and_rate():
+    curve = measured.Curve((1e3, 1e6), (1e-5, 1e-3))
+    memory = measured.Memory(1e-5, 1e9, "", curve=curve, transcendental_s=1e-9)
+    tables = msgspec.structs.replace(H100.tables, memory=memory)
+    model = dataclasses.replace(H100, tables=tables)
+    assert model.memory_s(1e6) == pytest.approx(1e-3)
+    assert model.memory_s(1e6, transcendentals=10**6) == pytest.approx(2e-3)

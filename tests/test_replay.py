@@ -59,6 +59,32 @@ def test_a_synchronous_collective_holds_the_kernels():
     near(times(f"{hop('h')}, {flag}", gemm("a"), done("h")), 2, 1, 1, 1)
 
 
+def test_devices_that_share_cores_wait_for_the_last_one():
+    near(times(gemm("a"), sync("h"), gemm("b"), skew=0.5), 3.5, 2, 1.5, 1.5)
+    near(times(gemm("a"), sync("h"), sync("i"), skew=0.5), 3.5, 1, 2.5, 2.5)  # once
+    near(times(hop("h"), gemm("a"), done("h"), skew=0.5), 1, 1, 1, 0)  # nothing computed before
+
+
+ATTENTION = (
+    '%a = (bf16[1,1000,1,64]{3,1,2,0}, u8[0]{0}) custom-call(%q, %q, %q), custom_call_target="'
+    '__cudnn$fmhaSoftmax", backend_config={"intermediate_tensor_shape":{"dimensions":["1","1",'
+    '"1000","1000"]},"mask_type":"CAUSAL"}'
+)
+
+
+def test_attention_has_a_price_of_its_own_and_hides_a_hop():
+    query = "%q = bf16[1,1000,1,64]{3,2,1,0} parameter(0)"
+    near(times(query, hop("h"), ATTENTION, done("h")), 1, 0.5, 1, 0.5)
+    near(times(query, hop("h"), ATTENTION, done("h"), sms=1), 1, 0.5, 1, 0)
+
+
+def test_attention_that_the_cost_model_does_not_know_is_named():
+    query = "%q = f8e4m3fn[1,1000,1,64]{3,2,1,0} parameter(0)"
+    got = times(query, ATTENTION)
+    assert got.unknown == {"attention of f8e4m3fn": 1}
+    assert got.step_s > 0
+
+
 def test_a_link_carries_one_collective_at_a_time():
     got = times(hop("h"), hop("i"), gemm("a"), done("h"), done("i"))
     near(got, 2, 1, 2, 1)

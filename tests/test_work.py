@@ -109,7 +109,8 @@ def test_flash_attention_has_the_operations_of_its_matmuls(target, matmuls, mask
         f'custom_call_target="__cudnn$fmha{target}", backend_config={{{config}}}',
     )
     flops = matmuls * 2 * 2 * 8 * 1024 * 1024 * 128 / (2 if mask == "CAUSAL" else 1)
-    assert sum(m.flops for m in got.matmuls) == pytest.approx(flops, rel=2e-3)
+    assert got.attention and got.attention.flops == flops
+    assert (got.attention.heads, got.attention.head_size) == (16, 128)
     assert got.memory_bytes == 4 * 2 * 2 * 1024 * 8 * 128
     assert not got.unknown
 
@@ -269,3 +270,17 @@ def test_what_goes_to_the_host_is_named():
 def test_what_is_not_known_inside_a_fusion_is_named():
     got = fused(X, '%m = f32[1000,1000]{1,0} custom-call(%x), custom_call_target="mine"')
     assert got == Work((), 8 * MB, "mine")
+
+
+def test_transcendentals_are_counted_by_the_elements_that_are_needed():
+    got = fused(
+        "%a = f32[1000,1000]{1,0} parameter(0)",
+        "%t = f32[1000,1000]{1,0} tanh(%a)",
+        "%s = f32[10,1000]{1,0} slice(%t), slice={[0:10], [0:1000]}",
+        "%r = f32[10,1000]{1,0} rsqrt(%s)",
+        "ROOT %m = f32[10,1000]{1,0} multiply(%r, %s)",
+    )
+    assert got.transcendentals == 20_000
+    assert got.memory_bytes == 2 * 4 * 10_000
+    assert of(X, "%e = f32[1000,1000]{1,0} exponential(%x)").transcendentals == 10**6
+    assert of(X, "%e = f32[1000,1000]{1,0} negate(%x)").transcendentals == 0

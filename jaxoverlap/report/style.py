@@ -44,7 +44,8 @@ def detail(event: Event) -> str:
         where = f"{c.kind} of {c.group_size} devices, {human_bytes(c.bytes_moved)} sent by each"
         ring = f", {c.ring}" if c.ring else ""
         return f"waits for {where}{ring}" if event.kind == "wait" else f"{where}{ring}"
-    parts = [str(matmul) for matmul in event.work.matmuls]
+    asked = event.work
+    parts = [str(kernel) for kernel in (*asked.matmuls, asked.attention) if kernel]
     if event.work.memory_bytes:
         parts.append(f"{human_bytes(event.work.memory_bytes)} of memory")
     if event.work.unknown:
