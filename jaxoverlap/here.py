@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +31,7 @@ NK_SIZES = (32, 128, 512)
 DTYPES = ("f32", "bf16")
 _ELEMENTS = tuple(1 << p for p in range(8, 21, 3))  # of float32, on each device
 _ROUNDS = 11
+_RUNS_OF_DIFFERENCES = 5  # a round: what is found from differences of noisy times needs more
 _TARGET_S = 0.02  # how long a loop should run: by far longer than its program takes to start
 # Of the matmuls before a collective that show how long it waits for the last device.
 _KERNEL_ROWS, _KERNEL_SIZE = (64, 256, 1024), 128
@@ -78,7 +80,8 @@ def tables_here(
     for turn in range(_ROUNDS):
         advance(f"round {turn + 1} of {_ROUNDS}")
         for key, clock in clocks.items():
-            taken[key].append(clock())
+            runs = _RUNS_OF_DIFFERENCES if key[0] in ("kernel", "skew") else 1
+            taken[key].append(statistics.median(clock() for _ in range(runs)))
         each_round()
     return _fit(date, {key: np.array(rounds) for key, rounds in taken.items()})
 
