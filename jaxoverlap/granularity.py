@@ -26,10 +26,9 @@ from jaxoverlap.passes.replay import group_of
 from jaxoverlap.passes.rings import Member, Ring
 from jaxoverlap.passes.timeline import Timeline
 from jaxoverlap.passes.work import Work
-from jaxoverlap.passes.worth import chunk, whole
+from jaxoverlap.passes.worth import SLICES, chunk, whole
 from jaxoverlap.plan import Plan, Variant
 
-_SLICES = (2, 4)
 _FINER = 2  # times as many pieces as devices
 
 
@@ -62,16 +61,15 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
     """A ring as a communication and a computation.
 
     Args:
-        ring: of dtypes that have a price.
+        ring: of dtypes that have a price, as a ring of hops.
         source: "file:line" of its first matmul.
         group: the devices along its axis.
     """
     layout, runs = ring.first, ring.members[0].dot.runs
     devices, rows = layout.ring.axis_size, layout.chunk()
-    usual = ring.variant.style if ring.variant.style not in ("plain", "sliced") else "one_way"
     ways = {1: Variant("plain")}
-    ways |= {n: Variant("sliced", n) for n in _SLICES if n < devices and rows % n == 0}
-    ways |= {devices * n: Variant(usual, n) for n in (1, _FINER) if rows % n == 0}
+    ways |= {n: Variant("sliced", n) for n in SLICES if n < devices and rows % n == 0}
+    ways |= {devices * n: Variant(ring.variant.style, n) for n in (1, _FINER) if rows % n == 0}
     sent = traffic(layout)[layout.ring.axis]
     space = Space(chunk_bytes=(CHUNK_BYTES,), pieces=tuple(sorted(ways)))
     kind = ring.kind.replace("_", "-")
@@ -88,9 +86,7 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
 def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[Work, ...]:
     """Of one piece: each member's matmul, and what is copied for it."""
     chunks = [chunk(member, pieces, arrives) for member in members]
-    return tuple(
-        work for m, copied in chunks for work in (Work((m,)), Work(memory_bytes=copied)) if copied
-    )
+    return tuple(work for m, copied in chunks for work in (Work((m,)), Work(memory_bytes=copied)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ waits (Hu, Operations Research 9, 1961).
 
 from __future__ import annotations
 
+import functools
 import heapq
 from bisect import insort
 from collections import Counter
@@ -72,6 +73,27 @@ class Problem:
     tasks: tuple[Task, ...]
     buffer_bytes: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
+
+    # What every rule asks, worked out once.
+
+    @functools.cached_property
+    def users(self) -> list[list[int]]:
+        """Of each task those that need it."""
+        found: list[list[int]] = [[] for _ in self.tasks]
+        for index, task in enumerate(self.tasks):
+            for need in set(task.needs):
+                found[need].append(index)
+        return found
+
+    @functools.cached_property
+    def deadlines(self) -> list[float]:
+        """By when each task has to have run, in seconds of compute."""
+        return _deadlines(self.tasks, self.users, _compute_before(self.tasks))
+
+    @functools.cached_property
+    def paths(self) -> list[float]:
+        """Seconds of the longest path from each task to the end."""
+        return _paths(self.tasks, self.users)
 
 
 @dataclass(frozen=True)
@@ -206,15 +228,10 @@ class _Scheduler:
         self._tasks, self._rule = problem.tasks, rule
         self._clock, self._memory = _Clock(), _Memory(problem)
         self._missing = [len(set(task.needs)) for task in self._tasks]
-        self._users: list[list[int]] = [[] for _ in self._tasks]
-        for index, task in enumerate(self._tasks):
-            for need in set(task.needs):
-                self._users[need].append(index)
-        self._before = _compute_before(self._tasks)
-        self._deadline = _deadlines(self._tasks, self._users, self._before)
+        self._users, self._deadline = problem.users, problem.deadlines
         self._rank: Sequence[float] = range(len(self._tasks))  # who computes first: the least
         if rule.turn == "path":
-            self._rank = [-seconds for seconds in _paths(self._tasks, self._users)]
+            self._rank = [-seconds for seconds in problem.paths]
         self._computed = 0.0
         self._starts: list[tuple[float, int]] = []  # those that are ready, the most urgent first
         self._ready: list[int] = []  # those that compute, the first to run first

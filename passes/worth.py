@@ -44,7 +44,8 @@ from jaxoverlap.passes.sites import SIDES, Split
 from jaxoverlap.passes.work import Matmul
 from jaxoverlap.plan import Variant
 
-_SLICED, _SLICES = ("all_gather", "reduce_scatter"), (2, 4)
+SLICES = (2, 4)  # that a whole collective may go in
+_SLICED = ("all_gather", "reduce_scatter")
 _HLO_DTYPES = {
     "bfloat16": "bf16",
     "float16": "f16",
@@ -111,7 +112,7 @@ class Prices:
         known = [(dot, matmul) for dot, matmul in others if self._prices(dot)]
         beside_s = sum(self._matmul_s(_kernel(dot, m, local_sizes(m))) for dot, m in known)
         best, best_s = 1, self.plain_s(ring)
-        for slices in _SLICES:
+        for slices in SLICES:
             hidden = beside_s >= 2 * self._collective_s(ring, best)
             seconds = self.sliced_s(ring, slices)
             if hidden or ring.first.chunk() % slices or seconds >= best_s:
