@@ -6,13 +6,16 @@ python -m benchmarks.pods --only 7b-h100-64        # one step
 Every row is a step compiled for a pod by XLA's GPU compiler, and its schedule simulated
 (`jaxoverlap.simulate`): nothing was timed on a GPU. Plain steps have Megatron's constraints and the
 compiler's defaults. Each compile is a child process of its own, so that a compiler that aborts, or
-does not end, is a row and not the end. Needs no GPU.
+does not end, is a row and not the end. What compiling took is with the kernels of the rows before
+at hand (kernels.py). Needs no GPU.
 """
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,8 +24,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.pod_step import in_child, write_rows
+from benchmarks.pods.kernels import Kernels
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import STEPS
+from jaxoverlap.cluster import parse_cluster
 
 CHILD_S = 300  # the longest that one compile may take
 
@@ -45,9 +50,9 @@ def main(
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
     wanted = [(step, row) for step in only or STEPS for row in STEPS[step].rows]
     found: dict[Job, Row] = {}
-    with _progress() as progress:
+    with tempfile.TemporaryDirectory() as folder, _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        for job, row in done(wanted, jobs, compile_in_child):
+        for job, row in done(wanted, jobs, partial(compile_in_child, Kernels(Path(folder)))):
             found[job] = {"step": job[0], "row": job[1], "pod": STEPS[job[0]].pod, **row}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
             write_rows(out, [found[job] for job in wanted if job in found])
@@ -68,8 +73,9 @@ def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterato
             yield pending[future], future.result()
 
 
-def compile_in_child(job: Job) -> Row:
-    return in_child("benchmarks.pods", *job, timeout_s=CHILD_S)
+def compile_in_child(kernels: Kernels, job: Job) -> Row:
+    with kernels.for_child(parse_cluster(STEPS[job[0]].pod).chip.name) as flag:
+        return in_child("benchmarks.pods", *job, timeout_s=CHILD_S, xla_flags=flag)
 
 
 def child(step: str, row: str) -> Row:
