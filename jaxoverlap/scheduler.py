@@ -100,7 +100,7 @@ def _row(name: str, order: Order) -> tuple[str, ...]:
         str(len(order.names)),
         _ms(before.seconds),
         _ms(after.seconds),
-        f"{before.bare} → {after.bare}",
+        f"{len(before.bare)} → {len(after.bare)}",
         human_bytes(before.peak_bytes),
         human_bytes(after.peak_bytes),
     )

@@ -122,26 +122,27 @@ class Outcome:
     Attributes:
         seconds: from the first task to the end of the last, collectives included.
         peak_bytes: the most that is live at a time; operands of the computation not counted.
-        bare: collectives with no matmul between start and done.
+        bare: starts of collectives with no matmul before their done.
     """
 
     seconds: float
     peak_bytes: int
-    bare: int
+    bare: tuple[int, ...]
 
 
 def outcome(problem: Problem, order: Sequence[int]) -> Outcome:
     """Seconds and peak memory of an order. Each lane carries one collective at a time."""
     clock, memory = _Clock(), _Memory(problem)
-    matmuls, bare, at = 0, 0, dict[int, int]()
+    matmuls, bare, at = 0, list[int](), dict[int, int]()
     for index in order:
         task = problem.tasks[index]
         clock.run(index, task)
         memory.run(task)
         matmuls += task.is_matmul
         at[index] = matmuls
-        bare += task.awaits is not None and at[task.awaits] == matmuls
-    return Outcome(max(clock.now, *clock.busy_until.values(), 0.0), memory.peak, bare)
+        if task.awaits is not None and at[task.awaits] == matmuls:
+            bare.append(task.awaits)
+    return Outcome(max(clock.now, *clock.busy_until.values(), 0.0), memory.peak, tuple(bare))
 
 
 def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
@@ -155,6 +156,16 @@ def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
 def list_schedule(problem: Problem, rule: Rule) -> list[int]:
     """An order of the problem's tasks, by a rule; every task after those that it needs."""
     return list(_late(problem, _Scheduler(problem, rule).anchors()))
+
+
+def earlier(problem: Problem, order: Sequence[int], start: int) -> list[int]:
+    """An order with one start, and what it needs, before the last matmul in front of it."""
+    anchors = [index for index in order if problem.tasks[index].anchored]
+    front = anchors[: anchors.index(start)]
+    matmuls = [at for at, index in enumerate(front) if problem.tasks[index].is_matmul]
+    at = matmuls[-1] if matmuls else 0
+    rest = [index for index in anchors[at:] if index != start]
+    return list(_late(problem, [*front[:at], start, *rest]))
 
 
 def _late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:

@@ -17,10 +17,12 @@ from jaxoverlap.passes.list_schedule import (
     Rule,
     Task,
     Turn,
+    earlier,
     list_schedule,
     live_bytes,
     outcome,
 )
+from jaxoverlap.passes.schedule import best
 
 UNBOUND = 10**12
 TURNS: tuple[Turn, ...] = get_args(Turn)
@@ -91,14 +93,28 @@ def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
     compute_s = sum(task.seconds for task in problem.tasks)
     assert found.seconds >= compute_s
     assert found.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
+    assert all(is_order(problem, earlier(problem, order, bare)) for bare in found.bare)
 
 
 def test_a_start_comes_before_the_matmul_that_can_hide_it():
     xla = of(compute(5), start(5), done(1), compute(1, 2))
-    assert outcome(xla, range(4)) == Outcome(11, 0, 1)
+    assert outcome(xla, range(4)) == Outcome(11, 0, (1,))
     order = list_schedule(xla, RULES[0])
     assert order == [1, 0, 2, 3]
-    assert outcome(xla, order) == Outcome(6, 0, 0)
+    assert outcome(xla, order) == Outcome(6, 0, ())
+
+
+def test_what_only_other_kernels_hide_starts_before_a_matmul_where_that_costs_nothing():
+    """Started as early as it could be, the gather takes the link from the hop."""
+    made, kernel = Task((), 1), Task((2,), 3)
+    late = (start(20), *(compute(5, 6) for _ in range(10)), done(7), compute(1, *range(8, 19)))
+    xla = of(made, start(2, 0), compute(5), kernel, done(1), Task((3, 4), 1), compute(1, 5), *late)
+    leads = [list_schedule(xla, Rule({"wire": lead}, "first", 8, UNBOUND)) for lead in (2.0, 1e9)]
+    held, eager = (outcome(xla, order) for order in leads)
+    compute_s = sum(task.seconds for task in xla.tasks)
+    assert held == Outcome(compute_s, 0, (1,)) and eager.seconds > compute_s
+    assert earlier(xla, leads[0], 1)[:3] == [0, 1, 2]
+    assert best(xla, UNBOUND, 8)[1] == Outcome(compute_s, 0, ())
 
 
 def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_says_so():
