@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -86,12 +87,18 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
     )
 
 
-def compile_job(job: Job, devices: Sequence[Any]) -> Compiled:
-    """Compile for devices of the job's platform, which are counted from 0."""
+def compile_job(job: Job, devices: Sequence[Any], kernels: Path | None = None) -> Compiled:
+    """Compile for devices of the job's platform, which are counted from 0.
+
+    Args:
+        kernels: a file from which XLA takes GPU kernels, and into which it puts new ones.
+    """
     by_id = sorted(devices, key=lambda device: device.id)
     assert [device.id for device in by_id] == [*range(len(by_id))]
     devices = [by_id[place] for place in job.places]
     options = xla_client.CompileOptions.ParseFromString(job.options)
+    if kernels:
+        options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = str(kernels)
     with mlir.make_ir_context():
         module = ir.Module.parse(job.module)
         executable: Any = compiler.backend_compile_and_load(

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxoverlap._kernels import Kernels
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, changed, moves, seeds, settings
 from jaxoverlap.granularity import Granularity
 from jaxoverlap.passes.errors import RewriteError
@@ -89,6 +90,7 @@ class Search:
         model: the unified model of the step, from what the rules made of it.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         show: called with each result, in order.
+        kernels: that the candidates share, if any.
         workers: children at a time.
         tried: all results, in order.
         complete: whether the search ended by itself.
@@ -101,6 +103,7 @@ class Search:
     deadline: float
     model: Callable[[Tried], Granularity] = lambda rules: Granularity()
     show: Callable[[Tried], None] = lambda tried: None
+    kernels: Kernels | None = None
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
     tried: list[Tried] = field(default_factory=list)
     complete: bool = False
@@ -180,7 +183,9 @@ class Search:
     def _attempt(self, request: Request, deadline: float) -> Trial | Failure | None:
         """The result of a candidate; nothing, if it could not begin in time."""
         left = deadline - time.monotonic()
-        return attempt(request, self.kept, min(left, _TIMEOUT_S)) if left > 0 else None
+        if left <= 0:
+            return None
+        return attempt(request, self.kept, min(left, _TIMEOUT_S), self.kernels)
 
     def _lowered(self, candidate: Candidate) -> Ready | Failure:
         """A candidate that cannot be rewritten is no result; the rules' own error is the user's."""

@@ -6,6 +6,7 @@ parent does. What was tried is kept in a folder, under a hash of all that it dep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -29,6 +30,7 @@ import msgspec
 from jaxoverlap import _jobs, pods
 from jaxoverlap._files import write_atomically
 from jaxoverlap._jobs import Job
+from jaxoverlap._kernels import Kernels
 from jaxoverlap.cost import CostModel
 from jaxoverlap.passes.audit import audit
 from jaxoverlap.passes.timeline import Timeline
@@ -120,16 +122,20 @@ def package_hash() -> bytes:
     return found.digest()
 
 
-def attempt(request: Request, kept: Path, timeout_s: float) -> Trial | Failure:
+def attempt(
+    request: Request, kept: Path, timeout_s: float, kernels: Kernels | None = None
+) -> Trial | Failure:
     """Try a candidate in a child process, unless its result is kept already.
 
     Args:
         kept: a folder of results, which is there.
+        kernels: of candidates for the same chip.
     """
     path = kept / f"{request.key}.json"
     if (known := _read(path)) is not None:
         return known
-    result = _in_child(request, _schedule_in(kept, request), timeout_s)
+    with kernels.lent() if kernels else contextlib.nullcontext() as file:
+        result = _in_child(request, _schedule_in(kept, request), file, timeout_s)
     if not (isinstance(result, Failure) and result.again):
         write_atomically(path, msgspec.json.encode(result).decode())
     return result
@@ -152,8 +158,10 @@ def _read(path: Path) -> Trial | Failure | None:
         return None
 
 
-def _in_child(request: Request, schedule: Path, timeout_s: float) -> Trial | Failure:
-    payload = pickle.dumps((request, schedule))
+def _in_child(
+    request: Request, schedule: Path, kernels: Path | None, timeout_s: float
+) -> Trial | Failure:
+    payload = pickle.dumps((request, schedule, kernels))
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
             [sys.executable, "-m", "jaxoverlap.trial"],
@@ -215,20 +223,21 @@ def _environment(job: Job) -> Mapping[str, str]:
 # -- in the child ---------------------------------------------------------------------------------
 
 
-def compiled(request: Request, schedule: Path) -> Trial | Failure:
+def compiled(request: Request, schedule: Path, kernels: Path | None) -> Trial | Failure:
     """Compile, audit and simulate a candidate in this process.
 
     Args:
         schedule: where its scheduled module goes.
+        kernels: a file of them, if any.
     """
     job, ordering, cluster = request.job, request.ordering, request.cost.cluster
     devices = pods.devices(cluster) if job.platform == "cuda" else jax.devices()
     try:
         if ordering is None:
-            done, frames = _jobs.compile_job(job, devices), None
+            done, frames = _jobs.compile_job(job, devices, kernels), None
         else:
             with ordering.compiling() as scheduling:
-                done = _jobs.compile_job(job, devices)
+                done = _jobs.compile_job(job, devices, kernels)
             frames = scheduling.report.frames
     except jax.errors.JaxRuntimeError as error:
         return Failure(why=str(error).splitlines()[0])
@@ -261,9 +270,9 @@ def _waited(step: Timeline) -> tuple[Waited, ...]:
 
 def _main() -> None:
     size = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    request, schedule = pickle.loads(sys.stdin.buffer.read(size))
+    request, schedule, kernels = pickle.loads(sys.stdin.buffer.read(size))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    print(msgspec.json.encode(compiled(request, schedule)).decode(), flush=True)
+    print(msgspec.json.encode(compiled(request, schedule, kernels)).decode(), flush=True)
 
 
 def _end_with_parent() -> None:

@@ -17,10 +17,9 @@ from jax.sharding import AxisType
 from benchmarks.plain_gpt import Sizes, plain_mlp
 from benchmarks.pod_step import in_child
 from benchmarks.pods import rows as r
-from benchmarks.pods.__main__ import done
+from benchmarks.pods.__main__ import done, kernels
 from benchmarks.pods.child import measure
 from benchmarks.pods.hand_ring import hand_mlp
-from benchmarks.pods.kernels import Kernels
 from benchmarks.pods.presets import PRESETS, accepted
 from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, ROWS, SCHEDULED, STEPS, Step
 from jaxoverlap.cluster import parse_cluster
@@ -203,23 +202,9 @@ def test_a_child_has_flags_in_front_of_those_of_the_environment(
     assert in_child("x", python=python, xla_flags="--a=b") == {"flags": "--a=b --of=users"}
 
 
-def test_each_child_has_the_kernels_of_those_before_it(tmp_path: Path):
-    kernels = Kernels(tmp_path)
-
-    def child(chip: str, adds: str, beside: str = "") -> str:
-        """What a child of this chip finds; another ends while it runs, if any."""
-        with kernels.for_child(chip) as flag:
-            file = Path(flag.removeprefix("--xla_gpu_kernel_cache_file="))
-            found = file.read_text() if file.exists() else ""
-            if beside:
-                child(chip, beside)
-            file.write_text(found + adds)
-        assert not file.exists()
-        return found
-
-    assert [child("h100", "a"), child("h100", "b"), child("a100", "c")] == ["", "a", ""]
-    assert child("h100", "d", beside="long") == "ab"
-    assert child("h100", "") == "ablong", "the larger file"
+def test_steps_for_one_chip_share_their_kernels(tmp_path: Path):
+    found = kernels(tmp_path)
+    assert found["7b-h100-8"] is found["moe-h100-64"] is not found["7b-a100-64"]
 
 
 def test_rows_come_as_they_are_finished():

@@ -89,7 +89,9 @@ WAYS = dict.fromkeys(("two_way", "one_way", "one_way x 2", "sliced x 2", "plain"
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
-    monkeypatch.setattr(the_search, "attempt", lambda request, kept, timeout_s: request.result)
+    monkeypatch.setattr(
+        the_search, "attempt", lambda request, kept, timeout_s, kernels: request.result
+    )
 
 
 def search(

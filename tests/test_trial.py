@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import _jobs, trial
+from jaxoverlap._kernels import Kernels
 from jaxoverlap.cost import cost_model
 from jaxoverlap.scheduler import Scheduler, ordering_for
 from jaxoverlap.trial import Failure, Request, Trial, attempt
@@ -75,6 +76,18 @@ class TestPods:
         assert {w.ring for w in found.waited} == {"all_gather_matmul.0", "matmul_reduce_scatter.1"}
         text = trial.schedule_of(request_, tmp_path)
         assert jaxoverlap.simulate(text, POD).step_s == found.step_s
+
+    def test_kernels_that_are_there_change_nothing(self, request_, tmp_path):
+        kernels = Kernels(tmp_path / "kernels")
+        first, again = tmp_path / "first", tmp_path / "again"
+        first.mkdir()
+        again.mkdir()
+        made = attempt(request_, first, 300, kernels)
+        assert attempt(request_, again, 300, kernels) == made and isinstance(made, Trial)
+        kept = [path.read_bytes() for path in (tmp_path / "kernels").iterdir()]
+        assert len(kept) == 1 and b"fusion" in kept[0]
+        text = trial.schedule_of(request_, again)
+        assert text == trial.schedule_of(request_, first)
 
     def test_what_was_tried_is_not_tried_again(self, request_, tmp_path, monkeypatch):
         known = Failure(why="known")

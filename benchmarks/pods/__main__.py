@@ -7,7 +7,7 @@ Every row is a step compiled for a pod by XLA's GPU compiler, and its schedule s
 (`jaxoverlap.simulate`): nothing was timed on a GPU. Plain steps have Megatron's constraints and the
 compiler's defaults. Each compile is a child process of its own, so that a compiler that aborts, or
 does not end, is a row and not the end. What compiling took is with the kernels of the rows before
-at hand (kernels.py). Needs no GPU.
+at hand (jaxoverlap/_kernels.py). Needs no GPU.
 """
 
 import json
@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.pod_step import in_child, write_rows
-from benchmarks.pods.kernels import Kernels
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import STEPS
+from jaxoverlap._kernels import Kernels
 from jaxoverlap.cluster import parse_cluster
 
 CHILD_S = 300  # the longest that one compile may take
@@ -52,7 +52,7 @@ def main(
     found: dict[Job, Row] = {}
     with tempfile.TemporaryDirectory() as folder, _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        for job, row in done(wanted, jobs, partial(compile_in_child, Kernels(Path(folder)))):
+        for job, row in done(wanted, jobs, partial(compile_in_child, kernels(Path(folder)))):
             found[job] = {"step": job[0], "row": job[1], "pod": STEPS[job[0]].pod, **row}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
             write_rows(out, [found[job] for job in wanted if job in found])
@@ -73,8 +73,16 @@ def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterato
             yield pending[future], future.result()
 
 
-def compile_in_child(kernels: Kernels, job: Job) -> Row:
-    with kernels.for_child(parse_cluster(STEPS[job[0]].pod).chip.name) as flag:
+def kernels(folder: Path) -> dict[str, Kernels]:
+    """Of each step; those for one chip share them."""
+    chips = {name: parse_cluster(step.pod).chip.name for name, step in STEPS.items()}
+    found = {chip: Kernels(folder / chip) for chip in set(chips.values())}
+    return {name: found[chip] for name, chip in chips.items()}
+
+
+def compile_in_child(known: dict[str, Kernels], job: Job) -> Row:
+    with known[job[0]].lent() as file:
+        flag = f"--xla_gpu_kernel_cache_file={file}"
         return in_child("benchmarks.pods", *job, timeout_s=CHILD_S, xla_flags=flag)
 
 
