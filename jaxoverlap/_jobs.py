@@ -87,7 +87,7 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
     )
 
 
-def compile_job(job: Job, devices: Sequence[Any], kernels: Path | None = None) -> Compiled:
+def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> Compiled:
     """Compile for devices of the job's platform, which are counted from 0.
 
     Args:
@@ -97,8 +97,7 @@ def compile_job(job: Job, devices: Sequence[Any], kernels: Path | None = None) -
     assert [device.id for device in by_id] == [*range(len(by_id))]
     devices = [by_id[place] for place in job.places]
     options = xla_client.CompileOptions.ParseFromString(job.options)
-    if kernels:
-        options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = str(kernels)
+    options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = str(kernels)
     with mlir.make_ir_context():
         module = ir.Module.parse(job.module)
         executable: Any = compiler.backend_compile_and_load(

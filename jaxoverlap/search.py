@@ -90,7 +90,7 @@ class Search:
         model: the unified model of the step, from what the rules made of it.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         show: called with each result, in order.
-        kernels: that the candidates share, if any.
+        kernels: that the candidates share.
         workers: children at a time.
         tried: all results, in order.
         complete: whether the search ended by itself.
@@ -103,7 +103,7 @@ class Search:
     deadline: float
     model: Callable[[Tried], Granularity] = lambda rules: Granularity()
     show: Callable[[Tried], None] = lambda tried: None
-    kernels: Kernels | None = None
+    kernels: Kernels = field(default_factory=Kernels)
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
     tried: list[Tried] = field(default_factory=list)
     complete: bool = False

@@ -6,7 +6,6 @@ parent does. What was tried is kept in a folder, under a hash of all that it dep
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gzip
 import hashlib
@@ -134,8 +133,9 @@ def attempt(
     path = kept / f"{request.key}.json"
     if (known := _read(path)) is not None:
         return known
-    with kernels.lent() if kernels else contextlib.nullcontext() as file:
-        result = _in_child(request, _schedule_in(kept, request), file, timeout_s)
+    with (kernels or Kernels()).lent() as loan:
+        result = _in_child(request, _schedule_in(kept, request), loan.file, timeout_s)
+        loan.ended_well = isinstance(result, Trial)
     if not (isinstance(result, Failure) and result.again):
         write_atomically(path, msgspec.json.encode(result).decode())
     return result
@@ -158,9 +158,7 @@ def _read(path: Path) -> Trial | Failure | None:
         return None
 
 
-def _in_child(
-    request: Request, schedule: Path, kernels: Path | None, timeout_s: float
-) -> Trial | Failure:
+def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float) -> Trial | Failure:
     payload = pickle.dumps((request, schedule, kernels))
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
@@ -223,12 +221,12 @@ def _environment(job: Job) -> Mapping[str, str]:
 # -- in the child ---------------------------------------------------------------------------------
 
 
-def compiled(request: Request, schedule: Path, kernels: Path | None) -> Trial | Failure:
+def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure:
     """Compile, audit and simulate a candidate in this process.
 
     Args:
         schedule: where its scheduled module goes.
-        kernels: a file of them, if any.
+        kernels: where XLA finds and keeps some.
     """
     job, ordering, cluster = request.job, request.ordering, request.cost.cluster
     devices = pods.devices(cluster) if job.platform == "cuda" else jax.devices()

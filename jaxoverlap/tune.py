@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from rich.console import Console
 
 from jaxoverlap import clock
 from jaxoverlap._files import opened, sealed, write_atomically
-from jaxoverlap._kernels import Kernels
 from jaxoverlap._text import WIDTH
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, seeds, ways
 from jaxoverlap.channels import CoTuned, co_tune
@@ -158,8 +156,7 @@ def _searched(
         candidates = _without_a_model(subject)
         tried = tuple(Attempt(name=c.name) for c in candidates)
         return _report(_Steps(subject, console).time(candidates), tried, None), True
-    shown = progress(tuning.budget_s, console=console)
-    with tempfile.TemporaryDirectory() as folder, shown as show:
+    with progress(tuning.budget_s, console=console) as show:
         deadline = time.monotonic() + tuning.budget_s
         search = Search(
             subject.lower,
@@ -169,7 +166,6 @@ def _searched(
             deadline,
             model=lambda rules: _model(subject, rules, trials),
             show=show,
-            kernels=Kernels(Path(folder)),
         )
         best = search.run()
     tried = tuple(_attempt(t, taken=t is best) for t in search.tried)

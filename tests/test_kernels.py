@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jaxoverlap._kernels import Kernels
 
 
-def child(kernels: Kernels, adds: str, beside: str = "") -> str:
-    """What a child finds; another ends while it runs, if any."""
-    with kernels.lent() as file:
-        found = file.read_text() if file.exists() else ""
+def child(kernels: Kernels, adds: str, *, beside: str = "", ended_well: bool = True) -> str:
+    """What a child finds; another ends while it runs, if any. It writes if it adds something."""
+    with kernels.lent() as loan:
+        found = loan.file.read_text() if loan.file.exists() else ""
         if beside:
             child(kernels, beside)
         if adds:
-            file.write_text(found + adds)
-    assert not file.exists()
+            loan.file.write_text(found + adds)
+        loan.ended_well = ended_well
+    assert not loan.file.exists()
     return found
 
 
-def test_each_child_has_the_kernels_of_those_before_it(tmp_path: Path):
-    kernels = Kernels(tmp_path / "new")
+def test_each_child_has_the_kernels_of_those_before_it():
+    kernels = Kernels()
     assert [child(kernels, adds) for adds in ("a", "b", "")] == ["", "a", "ab"]
     assert child(kernels, "") == "ab", "a child that makes none takes none away"
 
 
-def test_of_two_at_a_time_the_larger_file_is_kept(tmp_path: Path):
-    kernels = Kernels(tmp_path)
-    assert child(kernels, "a", beside="long") == ""
-    assert child(kernels, "") == "long"
-    assert [path.name for path in tmp_path.iterdir()] == ["kernels"]
+def test_those_of_children_that_ran_side_by_side_are_put_together():
+    kernels = Kernels()
+    assert [child(kernels, "a"), child(kernels, "b", beside="c")] == ["", "a"]
+    assert child(kernels, "d") == "abac"
+    assert child(kernels, "") == "abacd"
+
+
+def test_what_a_child_wrote_that_did_not_end_well_is_not_read_again():
+    kernels = Kernels()
+    child(kernels, "a")
+    assert child(kernels, "b", ended_well=False) == "a"
+    assert child(kernels, "") == "a"

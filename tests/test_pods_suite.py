@@ -202,8 +202,8 @@ def test_a_child_has_flags_in_front_of_those_of_the_environment(
     assert in_child("x", python=python, xla_flags="--a=b") == {"flags": "--a=b --of=users"}
 
 
-def test_steps_for_one_chip_share_their_kernels(tmp_path: Path):
-    found = kernels(tmp_path)
+def test_steps_for_one_chip_share_their_kernels():
+    found = kernels()
     assert found["7b-h100-8"] is found["moe-h100-64"] is not found["7b-a100-64"]
 
 

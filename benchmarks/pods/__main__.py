@@ -12,7 +12,6 @@ at hand (jaxoverlap/_kernels.py). Needs no GPU.
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -50,9 +49,9 @@ def main(
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
     wanted = [(step, row) for step in only or STEPS for row in STEPS[step].rows]
     found: dict[Job, Row] = {}
-    with tempfile.TemporaryDirectory() as folder, _progress() as progress:
+    with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        for job, row in done(wanted, jobs, partial(compile_in_child, kernels(Path(folder)))):
+        for job, row in done(wanted, jobs, partial(compile_in_child, kernels())):
             found[job] = {"step": job[0], "row": job[1], "pod": STEPS[job[0]].pod, **row}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
             write_rows(out, [found[job] for job in wanted if job in found])
@@ -73,17 +72,19 @@ def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterato
             yield pending[future], future.result()
 
 
-def kernels(folder: Path) -> dict[str, Kernels]:
+def kernels() -> dict[str, Kernels]:
     """Of each step; those for one chip share them."""
     chips = {name: parse_cluster(step.pod).chip.name for name, step in STEPS.items()}
-    found = {chip: Kernels(folder / chip) for chip in set(chips.values())}
+    found = {chip: Kernels() for chip in chips.values()}
     return {name: found[chip] for name, chip in chips.items()}
 
 
 def compile_in_child(known: dict[str, Kernels], job: Job) -> Row:
-    with known[job[0]].lent() as file:
-        flag = f"--xla_gpu_kernel_cache_file={file}"
-        return in_child("benchmarks.pods", *job, timeout_s=CHILD_S, xla_flags=flag)
+    with known[job[0]].lent() as loan:
+        flag = f"--xla_gpu_kernel_cache_file={loan.file}"
+        row = in_child("benchmarks.pods", *job, timeout_s=CHILD_S, xla_flags=flag)
+        loan.ended_well = "error" not in row
+        return row
 
 
 def child(step: str, row: str) -> Row:
