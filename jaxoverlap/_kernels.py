@@ -33,22 +33,21 @@ class Kernels:
     """Those of one chip and one version of XLA: it finds a kernel by what it computes alone."""
 
     def __init__(self) -> None:
-        # What children wrote that ran side by side. Each is a map in protobuf's format, of which
-        # two, one behind the other, are one that has both.
-        self._maps: tuple[bytes, ...] = ()
-        self._lock = Lock()
+        self._known, self._lock = b"", Lock()
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[Loan]:
-        """All that is known, for one child; what it adds is known afterwards."""
+        """All that is known, for one child; what it adds is known afterwards.
+
+        Of two children side by side the one that wrote more counts. Their files cannot be put
+        together: XLA refuses one in which a kernel has two names.
+        """
         with tempfile.TemporaryDirectory() as folder:
-            loan, known = Loan(Path(folder) / "kernels"), self._maps
-            if known:
-                loan.file.write_bytes(b"".join(known))
+            loan = Loan(Path(folder) / "kernels")
+            if self._known:
+                loan.file.write_bytes(self._known)
             yield loan
-            if not loan.ended_well or not loan.file.exists():
-                return
-            written = loan.file.read_bytes()
-            if written != b"".join(known):
+            if loan.ended_well and loan.file.exists():
+                written = loan.file.read_bytes()
                 with self._lock:
-                    self._maps = (written, *(one for one in self._maps if one not in known))
+                    self._known = max(self._known, written, key=len)

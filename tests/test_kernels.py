@@ -24,11 +24,10 @@ def test_each_child_has_the_kernels_of_those_before_it():
     assert child(kernels, "") == "ab", "a child that makes none takes none away"
 
 
-def test_those_of_children_that_ran_side_by_side_are_put_together():
+def test_of_children_side_by_side_the_one_that_wrote_more_counts():
     kernels = Kernels()
-    assert [child(kernels, "a"), child(kernels, "b", beside="c")] == ["", "a"]
-    assert child(kernels, "d") == "abac"
-    assert child(kernels, "") == "abacd"
+    assert child(kernels, "a", beside="long") == ""
+    assert child(kernels, "") == "long"
 
 
 def test_what_a_child_wrote_that_did_not_end_well_is_not_read_again():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import stat
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from jax.sharding import AxisType
 from benchmarks.plain_gpt import Sizes, plain_mlp
 from benchmarks.pod_step import in_child
 from benchmarks.pods import rows as r
-from benchmarks.pods.__main__ import done, kernels
+from benchmarks.pods.__main__ import dealt, done, kernels
 from benchmarks.pods.child import measure
 from benchmarks.pods.hand_ring import hand_mlp
 from benchmarks.pods.presets import PRESETS, accepted
@@ -202,9 +203,17 @@ def test_a_child_has_flags_in_front_of_those_of_the_environment(
     assert in_child("x", python=python, xla_flags="--a=b") == {"flags": "--a=b --of=users"}
 
 
-def test_steps_for_one_chip_share_their_kernels():
-    found = kernels()
-    assert found["7b-h100-8"] is found["moe-h100-64"] is not found["7b-a100-64"]
+def test_steps_for_one_chip_share_their_kernels_in_each_lane():
+    wanted = [(step, row) for step in STEPS for row in STEPS[step].rows]
+    lanes = dealt(wanted, 2)
+    assert sorted(lanes[0] + lanes[1]) == sorted(wanted)
+    of = [{step for step, _ in lane} for lane in lanes]
+    assert not of[0] & of[1] and abs(len(lanes[0]) - len(lanes[1])) <= 2
+    found = kernels(lanes)
+    for one, other in itertools.combinations(STEPS, 2):
+        alike = parse_cluster(STEPS[one].pod).chip == parse_cluster(STEPS[other].pod).chip
+        together = any({one, other} <= lane for lane in of)
+        assert (found[one] is found[other]) == (alike and together)
 
 
 def test_rows_come_as_they_are_finished():

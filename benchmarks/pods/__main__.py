@@ -12,9 +12,11 @@ at hand (jaxoverlap/_kernels.py). Needs no GPU.
 
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,10 +50,12 @@ def main(
     if unknown := set(only or ()) - set(STEPS):
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
     wanted = [(step, row) for step in only or STEPS for row in STEPS[step].rows]
+    lanes = dealt(wanted, jobs)
+    turns = [job for together in zip_longest(*lanes) for job in together if job]
     found: dict[Job, Row] = {}
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        for job, row in done(wanted, jobs, partial(compile_in_child, kernels())):
+        for job, row in done(turns, jobs, partial(compile_in_child, kernels(lanes))):
             found[job] = {"step": job[0], "row": job[1], "pod": STEPS[job[0]].pod, **row}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
             write_rows(out, [found[job] for job in wanted if job in found])
@@ -64,6 +68,17 @@ def main(
         raise typer.Exit(1)
 
 
+def dealt(wanted: list[Job], lanes: int) -> list[list[Job]]:
+    """Jobs in so many lists of about one length, all of a step in one.
+
+    What runs side by side then has few kernels in common, and those that one finds the next has.
+    """
+    found: list[list[Job]] = [[] for _ in range(lanes)]
+    for _, jobs in groupby(wanted, key=lambda job: job[0]):
+        min(found, key=len).extend(jobs)
+    return found
+
+
 def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterator[tuple[Job, Row]]:
     """Rows as they are finished, `at_once` at a time."""
     with ThreadPoolExecutor(at_once) as threads:
@@ -72,11 +87,14 @@ def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterato
             yield pending[future], future.result()
 
 
-def kernels() -> dict[str, Kernels]:
-    """Of each step; those for one chip share them."""
-    chips = {name: parse_cluster(step.pod).chip.name for name, step in STEPS.items()}
-    found = {chip: Kernels() for chip in chips.values()}
-    return {name: found[chip] for name, chip in chips.items()}
+def kernels(lanes: list[list[Job]]) -> dict[str, Kernels]:
+    """Of each step; those for one chip share them, in each of the lanes."""
+    found: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
+    return {
+        step: found[lane, parse_cluster(STEPS[step].pod).chip.name]
+        for lane, jobs in enumerate(lanes)
+        for step, _ in jobs
+    }
 
 
 def compile_in_child(known: dict[str, Kernels], job: Job) -> Row:
