@@ -119,6 +119,24 @@ class TestPods:
         assert not list(tmp_path.glob("*.json"))
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp_path, again: bool):
+    job = _jobs.Job(b"", b"", "cpu", (0,))
+    refused, fine, lent = Failure(why="two names", again=again), Failure(why="no"), list[bool]()
+
+    def in_child(request, schedule, file, timeout_s):
+        lent.append(file.exists())
+        return refused if file.exists() else fine
+
+    monkeypatch.setattr(trial, "_in_child", in_child)
+    kernels = Kernels()
+    with kernels.lent() as loan:
+        loan.file.write_bytes(b"kernels")
+        loan.ended_well = True
+    found = attempt(Request(job, cost_model(POD), None), tmp_path, 60, kernels)
+    assert (found, lent) == ((refused, [True]) if again else (fine, [True, False]))
+
+
 @pytest.mark.parametrize("ends", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
     """As by a check that fails in the compiler, and by a machine that is out of memory."""
