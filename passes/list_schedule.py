@@ -145,6 +145,16 @@ def outcome(problem: Problem, order: Sequence[int]) -> Outcome:
     return Outcome(max(clock.now, *clock.busy_until.values(), 0.0), memory.peak, tuple(bare))
 
 
+def on_the_way(problem: Problem, order: Sequence[int]) -> int:
+    """The most collectives of an order on their way at a time, on a link or waiting for it."""
+    clock, most = _Clock(), 0
+    for index in order:
+        clock.run(index, problem.tasks[index])
+        if problem.tasks[index].flight:
+            most = max(most, sum(arrives > clock.now for arrives in clock.arrives.values()))
+    return most
+
+
 def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
     """What is live while each task of an order runs, and what it needs beside."""
     memory = _Memory(problem)

@@ -28,6 +28,7 @@ from jaxoverlap.passes.list_schedule import (
     Turn,
     earlier,
     list_schedule,
+    on_the_way,
     outcome,
 )
 from jaxoverlap.passes.replay import Prices
@@ -168,7 +169,8 @@ def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence
     chosen = cheapest(found)
     for start in chosen[1].bare:
         order = earlier(problem, chosen[0], start)
-        chosen = cheapest([chosen, (order, outcome(problem, order))])
+        if on_the_way(problem, order) <= in_flight:
+            chosen = cheapest([chosen, (order, outcome(problem, order))])
     return chosen
 
 

@@ -20,6 +20,7 @@ from jaxoverlap.passes.list_schedule import (
     earlier,
     list_schedule,
     live_bytes,
+    on_the_way,
     outcome,
 )
 from jaxoverlap.passes.schedule import best
@@ -115,6 +116,18 @@ def test_what_only_other_kernels_hide_starts_before_a_matmul_where_that_costs_no
     assert held == Outcome(compute_s, 0, (1,)) and eager.seconds > compute_s
     assert earlier(xla, leads[0], 1)[:3] == [0, 1, 2]
     assert best(xla, UNBOUND, 8)[1] == Outcome(compute_s, 0, ())
+
+
+def test_a_start_is_not_put_earlier_where_too_many_would_be_on_their_way():
+    """The hop can hide under the first matmul, but then another one is still on the other link."""
+    other, kernel = start(5, lane="slow"), Task((1, 2), 5)
+    problem = of(other, compute(5), done(0), start(2), kernel, done(3), Task((4, 5), 1))
+    order = range(7)
+    assert outcome(problem, order).bare == (3,) and on_the_way(problem, order) == 1
+    assert on_the_way(problem, earlier(problem, order, 3)) == 2
+    alone, both = best(problem, UNBOUND, 1), best(problem, UNBOUND, 2)
+    assert on_the_way(problem, alone[0]) == 1 and len(alone[1].bare) == 1
+    assert both[1] == Outcome(alone[1].seconds, 0, ())
 
 
 def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_says_so():
