@@ -205,9 +205,11 @@ class _Replay:
         if i.opcode in _STEPS:
             _STEPS[i.opcode](self, computation, i)
         elif found:
-            due[i.name] = self.start(found)
-            if not found.asynchronous:
-                self.wait(*due[i.name])
+            flight = self.start(found)
+            if found.asynchronous:
+                due[i.name] = flight
+            else:
+                self.wait(*flight)
         elif i.operands and i.operands[0] in due:
             until = due.pop(i.operands[0])
             if i.opcode.endswith("-update"):

@@ -17,9 +17,9 @@ def gemm(name: str) -> str:
     )
 
 
-def copy(name: str) -> str:
+def copy(name: str, of: str = "m") -> str:
     """A second of memory: a megabyte read and written."""
-    return f"%{name} = s8[1000000]{{0}} copy(%m)"
+    return f"%{name} = s8[1000000]{{0}} copy(%{of})"
 
 
 def hop(name: str, seconds: float = 1, pairs: str = PAIRS) -> str:

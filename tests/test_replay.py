@@ -55,6 +55,7 @@ def test_what_a_kernel_does_not_cover_is_exposed():
 
 def test_a_synchronous_collective_holds_the_kernels():
     near(times(sync("h"), gemm("a")), 2, 1, 1, 1)
+    near(times(sync("h"), copy("c", of="h")), 2, 1, 1, 1)  # reads what was sent
     flag = 'backend_config={"collective_backend_config":{"is_sync":true}}'
     near(times(f"{hop('h')}, {flag}", gemm("a"), done("h")), 2, 1, 1, 1)
 
