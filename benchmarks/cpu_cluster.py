@@ -4,8 +4,8 @@ python -m benchmarks.cpu_cluster                 # calibrates and times the trai
 
 The trainers' steps, plain and overlapped, run on eight simulated CPU devices. What `python -m
 jaxoverlap.calibrate --here` measures is measured in the same minutes, round by round, and each step
-is held against its simulation by those tables. No table is fitted to a step. Let nothing else run
-on the machine meanwhile.
+is held against its simulation by those tables. Nothing is fitted to a trainer's step. Let nothing
+else run on the machine meanwhile.
 """
 
 import datetime

@@ -183,7 +183,12 @@ class CostModel:
         return frozenset(measured) | {d for d, (of, _) in _DTYPES.items() if of in measured}
 
     def memory_s(
-        self, num_bytes: float, *, transcendentals: int = 0, beside: Share = ALONE
+        self,
+        num_bytes: float,
+        *,
+        transcendentals: int = 0,
+        transposed_bytes: float = 0,
+        beside: Share = ALONE,
     ) -> float:
         """Seconds of a kernel that is no matmul, with its launch.
 
@@ -191,6 +196,7 @@ class CostModel:
             num_bytes: that it reads and writes.
             transcendentals: elements that it takes an exponential, a tangent, a root of. They take
                 no time of their own on a GPU; on a CPU as long as was measured.
+            transposed_bytes: that it reads along one dim and writes along another. Likewise.
         """
         memory = self.tables.memory
         if memory.curve:
@@ -198,7 +204,8 @@ class CostModel:
         else:
             rate = min(memory.bytes_per_s, self._memory_left(beside))
             moving_s = memory.launch_s + num_bytes / rate
-        return moving_s + transcendentals * memory.transcendental_s
+        hard_s = transcendentals * memory.transcendental_s
+        return moving_s + hard_s + transposed_bytes * memory.transposed_s
 
     def collective_s(
         self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None

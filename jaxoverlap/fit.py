@@ -14,7 +14,17 @@ from scipy.optimize import minimize
 from scipy.sparse.linalg import spsolve
 
 from jaxoverlap import nccl
-from jaxoverlap.measured import Attention, Collectives, Curve, FitError, Matmuls, Permutes
+from jaxoverlap.measured import (
+    Attention,
+    Collectives,
+    Curve,
+    FitError,
+    InAStep,
+    Matmuls,
+    Permutes,
+    Skew,
+    Tables,
+)
 
 SEED = 20
 HELD_BACK = 0.2  # of the rows: they say how good the fit is, and have no part in it
@@ -27,6 +37,7 @@ _SMOOTHNESS = 0.1  # weight of the table's second differences
 LENGTH_KNOTS = (64, 128, 512, 2048, 8192, 16384)
 HEADS_KNOTS = (1, 8, 32, 128, 512, 4096)
 HEAD_SIZE_KNOTS = (64, 128, 256)
+_SLICES = 50  # of time, that are tried
 _BEND = 0.02  # of log seconds: errors above it count by size, not by square
 
 
@@ -305,6 +316,76 @@ def fit_permutes(rows: Sequence[CollectiveRow], source: str) -> Permutes:
     found = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
     latency_s, channel, link = (_short(x) for x in np.exp(found.x))
     return Permutes(latency_s, channel, link, source, error(predicted(found.x), seconds))
+
+
+def fit_skew(
+    computed_s: np.ndarray, waited_s: np.ndarray, sizes: Sequence[int], source: str
+) -> Skew:
+    """The slice of time that all sizes have in common, and the longest wait of each.
+
+    Least squares, the slice no shorter and no longer than what was computed.
+
+    Args:
+        computed_s: rising, of [points].
+        waited_s: of [sizes, points], noise and all: below zero too.
+        sizes: of the groups.
+    """
+
+    def most_s(slice_s: float) -> np.ndarray:
+        share = -np.expm1(-computed_s / slice_s)
+        return np.maximum(waited_s @ share / (share @ share), 0.0)
+
+    def loss(slice_s: float) -> float:
+        found = np.outer(most_s(slice_s), -np.expm1(-computed_s / slice_s))
+        return float(np.square(found - waited_s).sum())
+
+    slice_s = min(np.geomspace(computed_s[0], computed_s[-1], _SLICES).tolist(), key=loss)
+    most = {size: _short(s) for size, s in zip(sizes, most_s(slice_s), strict=True)}
+    return Skew(_short(slice_s), most, source)
+
+
+def in_a_step(tables: Tables, times: InAStep) -> Tables:
+    """Tables of loops, with all times as in a step."""
+    memory, permutes, skew = tables.memory, tables.permutes, tables.skew
+    assert tables.here and memory.curve and permutes.curve and skew
+    waits = times.collectives
+    curves = {
+        kind: {size: _longer(curve, waits) for size, curve in sizes.items()}
+        for kind, sizes in tables.collectives.curves.items()
+    }
+    change = msgspec.structs.replace
+    return change(
+        tables,
+        matmuls={
+            dtype: change(
+                table,
+                launch_s=table.launch_s * times.matmuls,
+                flops_per_s=table.flops_per_s / times.matmuls,
+                bytes_per_s=table.bytes_per_s / times.matmuls,
+            )
+            for dtype, table in tables.matmuls.items()
+        },
+        memory=change(
+            memory,
+            launch_s=memory.launch_s * times.memory,
+            bytes_per_s=memory.bytes_per_s / times.memory,
+            curve=_longer(memory.curve, times.memory),
+            transcendental_s=memory.transcendental_s * times.memory,
+        ),
+        collectives=change(tables.collectives, curves=curves),
+        permutes=change(
+            permutes,
+            latency_s=permutes.latency_s * waits,
+            bytes_per_s=permutes.bytes_per_s / waits,
+            curve=_longer(permutes.curve, waits),
+        ),
+        skew=change(skew, most_s={size: s * waits for size, s in skew.most_s.items()}),
+        here=change(tables.here, in_a_step=times),
+    )
+
+
+def _longer(curve: Curve, times: float) -> Curve:
+    return Curve(curve.bytes_moved, tuple(times * s for s in curve.seconds))
 
 
 def _channels(row: CollectiveRow) -> int:

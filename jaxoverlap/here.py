@@ -22,22 +22,26 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxoverlap import fit
+from jaxoverlap import fit, in_a_step
 from jaxoverlap.cost import PERMUTE
-from jaxoverlap.measured import Curve, Here, Memory, Permutes, Skew, Tables
+from jaxoverlap.measured import Curve, Here, InAStep, Memory, Permutes, Skew, Tables
 
 M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
 NK_SIZES = (32, 128, 512)
 DTYPES = ("f32", "bf16")
 _ELEMENTS = tuple(1 << p for p in range(8, 21, 3))  # of float32, on each device
-_ROUNDS = 11
-_RUNS_OF_DIFFERENCES = 5  # a round: what is found from differences of noisy times needs more
+_ROUNDS = 21
+_RUNS = {"kernel": 5, "skew": 5, "step": 3}  # in a round, of what gives differences of noisy times
 _TARGET_S = 0.02  # how long a loop should run: by far longer than its program takes to start
-# Of the matmuls before a collective that show how long it waits for the last device.
-_KERNEL_ROWS, _KERNEL_SIZE = (64, 256, 1024), 128
-# A kernel of a step does not find all its operands in the nearest cache: those that are timed take
-# turns among as many sets of arrays as a transformer's layer has weights.
-_SETS = 6
+# How many matmuls stand before a collective, to show how long it waits for the last device.
+_RUNS_BEFORE, _KERNEL_SIZE = (1, 2, 4, 8), 128
+# In a step a core runs other kernels, of other devices too, before it sees an array again: what is
+# timed takes turns among so many bytes on each device, which no core's own cache holds.
+_FOOTPRINT_BYTES = 1 << 20
+# Of batches of matrices, as in attention; of activations, as for a weight's gradient.
+_SETS_TRANSPOSED = 2  # a step transposes what it has just written
+_TRANSPOSED_ROWS, _TRANSPOSED = (64, 128, 512), _ELEMENTS[2:4]
+_MOST_SETS = 48  # of arrays, each of which is a kernel to compile
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
@@ -80,7 +84,7 @@ def tables_here(
     for turn in range(_ROUNDS):
         advance(f"round {turn + 1} of {_ROUNDS}")
         for key, clock in clocks.items():
-            runs = _RUNS_OF_DIFFERENCES if key[0] in ("kernel", "skew") else 1
+            runs = _RUNS.get(key[0], 1)
             taken[key].append(statistics.median(clock() for _ in range(runs)))
         each_round()
     return _fit(date, {key: np.array(rounds) for key, rounds in taken.items()})
@@ -98,7 +102,7 @@ def _fit(date: str, taken: Taken) -> Tables:
         rates = fit.fit_rates(rows, float(width), float(width))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, M_SIZES, NK_SIZES)
     rows = list(_collective_rows(taken))
-    return Tables(
+    tables = Tables(
         chip=devices[0].device_kind,
         date=date,
         matmuls=matmuls,
@@ -111,8 +115,11 @@ def _fit(date: str, taken: Taken) -> Tables:
             devices=len(devices),
             platform=devices[0].platform,
             versions=f"jax {jax.__version__}, Python {platform.python_version()}",
+            in_a_step=InAStep(1.0, 1.0, 1.0),
         ),
     )
+    steps = {key: float(np.median(taken["step", *key])) for key in in_a_step.STEPS}
+    return in_a_step.in_a_step(steps, tables)
 
 
 # -- what is timed --------------------------------------------------------------------------------
@@ -122,25 +129,33 @@ def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
     """What is timed, by name, and how its program is made."""
     devices = len(jax.devices())
     for dtype, m, n, k in itertools.product(DTYPES, M_SIZES, NK_SIZES, NK_SIZES):
-        shapes = ((m, k), (k, n), (m, n)) * _SETS
-        make = partial(_clock, _matmuls, shapes, _NAMES[dtype], devices, each=_SETS)
+        sets = _sets((m * k + k * n + m * n) * np.dtype(_NAMES[dtype]).itemsize)
+        shapes = ((m, k), (k, n), (m, n)) * sets
+        make = partial(_clock, _matmuls, shapes, _NAMES[dtype], devices, each=sets)
         yield (dtype, m, n, k), make
     for (name, apply), count in itertools.product(_KERNELS.items(), _ELEMENTS):
-        body = partial(_kernels, apply)
-        make = partial(_clock, body, ((count,),), jnp.float32, devices, each=_SETS)
+        body, sets = partial(_kernels, apply), _sets(4 * count)
+        make = partial(_clock, body, ((count,),) * sets, jnp.float32, devices, each=sets)
         yield (name, count), make
+    for rows, count in itertools.product(_TRANSPOSED_ROWS, _TRANSPOSED):
+        columns, sets = min(rows, _TRANSPOSED_ROWS[1], count // rows), _SETS_TRANSPOSED
+        body, shape = partial(_kernels, _transpose), (count // (rows * columns), rows, columns)
+        make = partial(_clock, body, (shape,) * sets, jnp.float32, devices, each=sets)
+        yield ("transposed", rows, count), make
     for (kind, (body, lengths, _)), count in itertools.product(_COLLECTIVES.items(), _ELEMENTS):
         # XLA:CPU lets a permute wait for all devices, however few it joins.
         for size in [devices] if kind == PERMUTE else _group_sizes(devices):
             shapes = tuple((length,) for length in lengths(count, size))
             yield (kind, count, size), partial(_clock, body, shapes, jnp.float32, size)
-    for rows in _KERNEL_ROWS:
-        nothing = partial(_after_a_kernel, lambda x: (x,))
-        shapes = ((rows, _KERNEL_SIZE), (_KERNEL_SIZE,) * 2, (rows, _KERNEL_SIZE), (_ELEMENTS[0],))
-        yield ("kernel", rows), partial(_clock, nothing, shapes, jnp.float32, devices)
+    for key in in_a_step.STEPS:
+        yield ("step", *key), partial(in_a_step.clock, *key)
+    shapes = (*((_KERNEL_SIZE,) * 2,) * 3, (_ELEMENTS[0],))
+    for runs in _RUNS_BEFORE:
+        nothing = partial(_after_kernels, runs, lambda x: (x,))
+        yield ("kernel", runs), partial(_clock, nothing, shapes, jnp.float32, devices)
         for size in _group_sizes(devices):
-            both = partial(_after_a_kernel, _reduce)
-            yield ("skew", rows, size), partial(_clock, both, shapes, jnp.float32, size)
+            both = partial(_after_kernels, runs, _reduce)
+            yield ("skew", runs, size), partial(_clock, both, shapes, jnp.float32, size)
 
 
 def _matmuls(*carry: jax.Array) -> tuple[jax.Array, ...]:
@@ -153,17 +168,28 @@ def _matmuls(*carry: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(carried)
 
 
-def _kernels(apply: Callable[[jax.Array], jax.Array], x: jax.Array) -> tuple[jax.Array]:
-    """Kernels one after the other, with nothing that fuses them."""
-    for _ in range(_SETS):
-        x = lax.optimization_barrier(apply(x))
-    return (x,)
+def _kernels(apply: Callable[..., jax.Array], *carry: jax.Array) -> tuple[jax.Array, ...]:
+    """Kernels of arrays of their own, each of which waits for the last one's result."""
+    carried = list(carry)
+    for place in range(len(carry)):
+        x, before = lax.optimization_barrier((carried[place], carried[place - 1]))
+        carried[place] = apply(x, before.reshape(-1)[0])
+    return tuple(carried)
 
 
-_KERNELS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "bytes": lambda x: x * 0.5 + 1.0,
-    "transcendental": jnp.tanh,
+def _transpose(x: jax.Array, before: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x * 0.5 + before, 1, 2).reshape(x.shape)
+
+
+_KERNELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "bytes": lambda x, before: x * 0.5 + before,
+    "transcendental": lambda x, before: jnp.tanh(x) + before,
 }
+
+
+def _sets(num_bytes: int) -> int:
+    """How many sets of arrays take turns, each of so many bytes."""
+    return min(max(_FOOTPRINT_BYTES // num_bytes, 2), _MOST_SETS)
 
 
 def _permute(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -206,19 +232,24 @@ def _group_sizes(devices: int) -> list[int]:
 
 
 def _memory(taken: Taken) -> Memory:
-    """A curve by bytes; what a transcendental adds, by the larger half of the sizes."""
+    """A curve by bytes; what is added by a transcendental (of the larger sizes), by a transpose."""
     moved = tuple(8.0 * count for count in _ELEMENTS)  # a float32 read, one written
     simple, hard = (
         np.array([np.median(taken[name, count]) for count in _ELEMENTS]) for name in _KERNELS
     )
     more_s = ((hard - simple) / _ELEMENTS)[len(_ELEMENTS) // 2 :]
     curve = Curve(moved, tuple(simple.tolist()))
+    turned_s = (
+        (np.median(taken["transposed", rows, count]) - curve.at(8.0 * count)) / (8.0 * count)
+        for rows, count in itertools.product(_TRANSPOSED_ROWS, _TRANSPOSED)
+    )
     return Memory(
         launch_s=curve.floor_s,
         bytes_per_s=curve.bytes_per_s,
         source=_SOURCE,
         curve=curve,
         transcendental_s=max(float(np.median(more_s)), 0.0),
+        transposed_s=max(float(np.median(list(turned_s))), 0.0),
     )
 
 
@@ -238,24 +269,34 @@ def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:
 
 
 def _skew(taken: Taken) -> Skew:
-    """What a kernel and a small all-reduce take together more than alone."""
-    computed = [float(np.median(taken["kernel", rows])) for rows in _KERNEL_ROWS]
-    waited = {}
-    for size in _group_sizes(len(jax.devices())):
-        alone_s = np.median(taken["all-reduce", _ELEMENTS[0], size])
-        more = (taken["skew", r, size] - taken["kernel", r] for r in _KERNEL_ROWS)
-        waited[size] = tuple(max(float(np.median(m) - alone_s), 0.0) for m in more)
-    return Skew(tuple(computed), waited, _SOURCE)
+    """By what matmuls and a small all-reduce take together more than alone."""
+    sizes = _group_sizes(len(jax.devices()))
+    computed_s = np.array([np.median(taken["kernel", runs]) for runs in _RUNS_BEFORE])
+    waited_s = np.array(
+        [
+            [np.median(taken["skew", runs, size] - taken["kernel", runs]) for runs in _RUNS_BEFORE]
+            - np.median(taken["all-reduce", _ELEMENTS[0], size])
+            for size in sizes
+        ]
+    )
+    return fit.fit_skew(computed_s, waited_s, sizes, _SOURCE)
 
 
 # -- the clock ------------------------------------------------------------------------------------
 
 
-def _after_a_kernel(body: Body, a: Any, b: Any, _: Any, x: Any, *rest: Any) -> tuple[Any, ...]:
-    """A matmul that waits for the last run of `body`, then the next one, which waits for it."""
-    a = a.at[0, 0].set(x[0])
-    product = jnp.dot(a, b)
-    return a, b, product, *body(x.at[0].set(product[0, 0]), *rest)
+def _after_kernels(
+    runs: int, body: Body, a: jax.Array, b: jax.Array, last: jax.Array, x: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Matmuls that wait for the last run of `body`, then the next one, which waits for them.
+
+    Always of the same arrays: what caches do to them would hide the wait.
+    """
+    last = last.at[0, 0].set(x[0])
+    for _ in range(runs):
+        a = a.at[0, 0].set(last[0, 0])
+        last = jnp.dot(a, b)
+    return a, b, last, *body(x.at[0].set(last[0, 0]))
 
 
 def _clock(body: Body, shapes: Shapes, dtype: Any, group: int, *, each: int = 1) -> Clock:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from jaxoverlap import nccl
 from jaxoverlap.cost import ALONE, PERMUTE, Channels, CostModel, Group, Sent, Share
 from jaxoverlap.lagom import Config, Outcome, Place
-from jaxoverlap.passes.replay import attention_s
+from jaxoverlap.passes.replay import attention_s, memory_s
 from jaxoverlap.passes.work import Matmul, Work
 from jaxoverlap.passes.worth import pair
 
@@ -287,8 +287,7 @@ class _Prices:
             return attention_s(self.cost, work.attention, share)
         if not work.memory_bytes:
             return matmuls
-        moved, hard = work.memory_bytes, work.transcendentals
-        return max(matmuls, self.cost.memory_s(moved, transcendentals=hard, beside=share))
+        return max(matmuls, memory_s(self.cost, work, share))
 
     def _matmul_s(self, m: Matmul, beside: _Beside | None) -> float:
         """A part of a matmul's time is memory's; the rest grows by waves, that by lost L2 and rate.

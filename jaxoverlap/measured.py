@@ -16,7 +16,6 @@ from importlib import resources
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 FORMAT = 2
 
@@ -242,7 +241,7 @@ class Permutes(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """A kernel that is no matmul: launch + bytes / rate + transcendentals * seconds of one.
+    """A kernel that is no matmul: launch + bytes / rate, and what it does to them.
 
     Attributes:
         launch_s: of a kernel with nothing to do.
@@ -251,6 +250,8 @@ class Memory(msgspec.Struct, frozen=True):
         curve: seconds by bytes, in the place of launch and rate, where caches make it no line.
         transcendental_s: of one exponential, tangent or root; 0 where they hide behind the bytes,
             as on GPUs.
+        transposed_s: of one byte that is transposed, more than of another; 0 where tiles hide it,
+            as on GPUs.
     """
 
     launch_s: float
@@ -258,28 +259,31 @@ class Memory(msgspec.Struct, frozen=True):
     source: str
     curve: Curve | None = None
     transcendental_s: float = 0.0
+    transposed_s: float = 0.0
 
 
 class Skew(msgspec.Struct, frozen=True):
     """How long a collective waits for the last device, where devices share cores.
 
     Devices that computed for a while do not come to a collective together: a loop of collectives
-    alone, which the curves are measured by, does not show that.
+    alone, which the curves are measured by, does not show that. The wait grows with what they
+    computed since they last met, up to about the slice of time that a thread is given:
+    most * (1 - exp(-computed / slice)).
 
     Attributes:
-        compute_s: how long the devices computed since the last collective, rising.
-        wait_s: by the number of devices that take part: the wait after each of these.
+        slice_s: see there.
+        most_s: by the number of devices that take part.
         source: where these come from.
     """
 
-    compute_s: tuple[float, ...]
-    wait_s: dict[int, tuple[float, ...]]
+    slice_s: float
+    most_s: dict[int, float]
     source: str
 
     def seconds(self, compute_s: float, size: int) -> float:
-        """Between measured computations by a straight line, from nothing after none."""
-        measured = next((n for n in sorted(self.wait_s) if n >= size), max(self.wait_s))
-        return float(np.interp(compute_s, (0.0, *self.compute_s), (0.0, *self.wait_s[measured])))
+        """For other numbers of devices that of the next larger one measured, or of the largest."""
+        measured = next((n for n in sorted(self.most_s) if n >= size), max(self.most_s))
+        return self.most_s[measured] * -math.expm1(-compute_s / self.slice_s)
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,11 +322,27 @@ class Here(msgspec.Struct, frozen=True):
         devices: that ran at once.
         platform: JAX's name of it.
         versions: of jax and python.
+        in_a_step: what the tables have in them, to be of a step.
     """
 
     devices: int
     platform: str
     versions: str
+    in_a_step: InAStep
+
+
+class InAStep(msgspec.Struct, frozen=True):
+    """How many times longer each kind takes in a step than in a loop of nothing else.
+
+    Attributes:
+        memory: kernels bound by memory.
+        matmuls: see there.
+        collectives: permutes too, and the wait for the last device.
+    """
+
+    memory: float
+    matmuls: float
+    collectives: float
 
 
 # A chip whose matmuls and collectives are another's: the same die, measured once.

@@ -25,6 +25,7 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)"?\}')
 _ARRAY = re.compile(r"(\w+?)\[([\d,<=]*)\]")
+_LAYOUT = re.compile(r"\]\{([\d,]+)[:}]")
 _DONATED = re.compile(r"\{(\d*)\}: \(\d+, \{\}, \w+-alias\)")
 _CUT = "it seems to be cut short; give the whole text"
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -236,6 +237,18 @@ def dims(array: str) -> tuple[int, ...]:
     """The dims of one array's text: "bf16[8,128]" has (8, 128)."""
     inside = array.partition("[")[2].partition("]")[0]
     return tuple(int(dim.lstrip("<=")) for dim in inside.split(",") if dim)
+
+
+@functools.lru_cache(maxsize=65536)
+def fastest_dim(shape: str) -> int | None:
+    """The dim of an array along which its elements lie side by side, dims of one left out.
+
+    The last, where the text has no layout; None if no dim is longer than one.
+    """
+    sizes = dims(shape)
+    layout = _LAYOUT.search(shape)
+    order = [int(d) for d in layout.group(1).split(",")] if layout else range(len(sizes))[::-1]
+    return next((d for d in order if sizes[d] > 1), None)
 
 
 def _array_bytes(dtype: str, dims: str) -> int:

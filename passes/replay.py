@@ -89,7 +89,7 @@ class Prices:
             kind = "attention" if asked.attention else "matmul"
             name = asked.unknown or f"{kind} of {strange.dtype}"
             moved = asked.memory_bytes + sum(m.memory_bytes for m in asked.matmuls)
-            return Work((), moved, name, asked.transcendentals)
+            return replace(asked, matmuls=(), memory_bytes=moved, unknown=name, attention=None)
         return asked
 
     def _kernel_s(self, asked: Work, beside: Share) -> float:
@@ -106,8 +106,7 @@ class Prices:
             return attention_s(cost, asked.attention, beside)
         if not asked.memory_bytes:
             return matmuls
-        moved, hard = asked.memory_bytes, asked.transcendentals
-        return max(matmuls, cost.memory_s(moved, transcendentals=hard, beside=beside))
+        return max(matmuls, memory_s(cost, asked, beside))
 
     def skew_s(self, c: Collective, computed_s: float) -> float:
         """How long a collective waits for the last device."""
@@ -122,6 +121,16 @@ class Prices:
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         lane = NETWORK if group.domains > 1 else NVLINK
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)
+
+
+def memory_s(cost: CostModel, asked: Work, beside: Share) -> float:
+    """Seconds that a kernel's bytes take, and what it does to them."""
+    return cost.memory_s(
+        asked.memory_bytes,
+        transcendentals=asked.transcendentals,
+        transposed_bytes=asked.transposed_bytes,
+        beside=beside,
+    )
 
 
 def attention_s(cost: CostModel, a: Attention, beside: Share) -> float:

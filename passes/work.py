@@ -125,6 +125,8 @@ class Work:
         transcendentals: exponentials, tangents, roots and the like, one for each element. They hide
             behind the bytes on a GPU, and do not on a CPU.
         attention: fused, if the kernel is that.
+        transposed_bytes: that are read along one dim and written along another. A GPU turns them in
+            tiles, at its memory's rate; a CPU does not.
     """
 
     matmuls: tuple[Matmul, ...] = ()
@@ -132,6 +134,7 @@ class Work:
     unknown: str = ""
     transcendentals: int = 0
     attention: Attention | None = None
+    transposed_bytes: int = 0
 
 
 FREE = Work()
@@ -165,7 +168,8 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
         opcode = opcode.removesuffix("-start")  # copy-start has no computation
     hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
     unknown = "" if opcode in _MEMORY else opcode
-    return Work((), _unfused(instruction, shapes), unknown, hard)
+    turned = _transposed(instruction, shapes) * 2 * hlo.shape_bytes(instruction.shape)
+    return Work((), _unfused(instruction, shapes), unknown, hard, None, turned)
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
@@ -206,17 +210,18 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
             inside = work(module, i, shapes)
             matmuls += inside.matmuls
             unknown = unknown or inside.unknown
-    memory_bytes, hard = _fusion_traffic(body)
-    return Work(tuple(matmuls), memory_bytes, unknown, hard)
+    memory_bytes, hard, turned = _fusion_traffic(body)
+    return Work(tuple(matmuls), memory_bytes, unknown, hard, None, turned)
 
 
-def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int]:
-    """Bytes of memory that a fused computation reads and writes, and its transcendentals.
+def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int, int]:
+    """Bytes that a fused computation reads and writes, its transcendentals, bytes transposed.
 
     How many elements of each value are needed follows from the results backwards. An update of a
     parameter is taken to be in place, as XLA:GPU compiles it where it can.
     """
     by_name = {i.name: i for i in body}
+    shapes = {i.name: i.shape for i in body}
     results = _results(body[-1], by_name)
     need: dict[str, float] = defaultdict(float)
     written = 0
@@ -224,7 +229,7 @@ def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int]:
         updated = _updated_in_place(result, by_name)
         written += sum(map(hlo.shape_bytes, updated)) if updated else hlo.shape_bytes(result.shape)
         need[result.name] = _elements(result.shape)
-    read = hard = 0.0
+    read = hard = turned = 0.0
     for i in reversed(body):
         total = _elements(i.shape)
         wanted = min(need[i.name], total)
@@ -232,10 +237,23 @@ def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int]:
             read += hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
         if i.opcode in _TRANSCENDENTAL:
             hard += wanted
+        if _transposed(i, shapes):
+            turned += 2 * hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
         for place, name in enumerate(i.operands):
             if name in by_name and i.opcode != "tuple":
                 need[name] += _needed(i, place, wanted, total, by_name)
-    return round(read) + written, round(hard)
+    return round(read) + written, round(hard), round(turned)
+
+
+def _transposed(i: hlo.Instruction, shapes: Mapping[str, str]) -> bool:
+    """Whether it writes along another dim than it reads along."""
+    if i.opcode not in ("transpose", "copy"):
+        return False
+    read = hlo.fastest_dim(operand_shape(shapes, i.operands[0]))
+    written = hlo.fastest_dim(i.shape)
+    if i.opcode == "transpose" and written is not None:  # which dim of the operand that is
+        written = int(re.findall(r"\d+", i.attribute("dimensions"))[written])
+    return None not in (read, written) and read != written
 
 
 def _needed(

@@ -29,7 +29,7 @@ class Clock:
             raise ValueError("no matmuls of f64 were measured")
         return batch * m * n * k / 1024**3 * (1 + beside.sms)
 
-    def memory_s(self, num_bytes, *, transcendentals=0, beside=ALONE):
+    def memory_s(self, num_bytes, *, transcendentals=0, transposed_bytes=0, beside=ALONE):
         return num_bytes / 2e6 * (1 + beside.memory_bytes_per_s) + transcendentals / 1e6
 
     def attention_s(

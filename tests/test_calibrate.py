@@ -1,13 +1,15 @@
 """Fits on rows that are made up, so that what they should find is known; then the command."""
 
 import importlib.metadata
+import itertools
 import math
 
 import msgspec
 import numpy as np
 import pytest
 
-from jaxoverlap import calibrate, cost, fit, here, measured, xla_table
+from jaxoverlap import calibrate, cost, fit, here, in_a_step, measured, xla_table
+from jaxoverlap.passes.replay import replay
 
 RATES = fit.Rates(3e-6, 8e14, 3e12, 2.0, 2.0)
 
@@ -101,9 +103,16 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(here, "NK_SIZES", (16, 32, 64))
     monkeypatch.setattr(here, "_ELEMENTS", (64, 256, 1024))
     monkeypatch.setattr(here, "_ROUNDS", 2)
-    monkeypatch.setattr(here, "_KERNEL_ROWS", (8, 16))
+    monkeypatch.setattr(here, "_MOST_SETS", 2)
+    monkeypatch.setattr(here, "_TRANSPOSED", (1024,))
+    monkeypatch.setattr(here, "_RUNS_BEFORE", (1, 2))
     monkeypatch.setattr(here, "_TARGET_S", 1e-4)
     monkeypatch.setattr(here, "_group_sizes", lambda devices: [devices])
+    steps = tuple((how, (16, 32, 1)) for how, _ in in_a_step.STEPS[::2])
+    monkeypatch.setattr(in_a_step, "STEPS", steps)
+    # That steps take longer than their kernels is not certain where steps are as small as this.
+    times = measured.InAStep(2.0, 3.0, 4.0)
+    monkeypatch.setattr(in_a_step, "in_a_step", lambda _, loops: fit.in_a_step(loops, times))
     path = tmp_path / "here.json"
     calibrate.main(["--here", str(path)])
     assert "f32 matmuls" in capsys.readouterr().out
@@ -116,6 +125,7 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
         assert model.share(kind, 4096, cost.Group(devices)) == cost.ALONE
     assert model.memory_s(4096, transcendentals=10**6) >= model.memory_s(4096) > 0
     assert model.skew_s(1.0, "collective-permute", cost.Group(2)) >= 0
+    assert model.tables.here and model.tables.here.in_a_step == times
     with pytest.raises(ValueError, match="no matmuls of fp8"):
         model.matmul_s(1, 1, 1, dtype="fp8")
     with pytest.raises(ValueError, match="no attention of bf16"):
@@ -147,3 +157,51 @@ def test_a_row_that_took_too_long_moves_a_fit_less_than_one_that_took_too_short(
         want = 1.3 * (3e-6 + 2e9 / 8e14 + 6e6 / 3e12)
         off.append(abs(math.log(table.seconds(1000, 1000, 1000) / want)))
     assert off[0] < off[1]
+
+
+def test_the_wait_for_the_last_device_is_found_under_noise():
+    computed_s = np.array([3e-4, 6e-4, 12e-4, 24e-4])
+    skew = measured.Skew(8e-4, {2: 1e-4, 8: 5e-4}, "")
+    waited_s = np.array([[skew.seconds(s, size) for s in computed_s] for size in (2, 8)])
+    noise = np.random.default_rng(0).normal(scale=2e-5, size=waited_s.shape)
+    got = fit.fit_skew(computed_s, waited_s + noise, (2, 8), "made up")
+    for size, second in itertools.product((2, 8), (2e-4, 1e-3, 1e-2)):
+        assert got.seconds(second, size) == pytest.approx(skew.seconds(second, size), abs=6e-5)
+    assert fit.fit_skew(computed_s, -waited_s, (2, 8), "").most_s == {2: 0.0, 8: 0.0}
+
+
+def _loops() -> measured.Tables:
+    """Tables as of loops, of nothing in particular."""
+    curve = measured.Curve((1e3, 1e7), (1e-6, 1e-3))
+    permutes = measured.Permutes(1e-4, 0.0, 1e10, "", None, curve)
+    gathers = {kind: {2: curve, 8: curve} for kind in ("all-gather", "reduce-scatter")}
+    h100 = measured.packaged("h100-sxm")
+    assert h100 is not None
+    return msgspec.structs.replace(
+        h100,
+        matmuls={"f32": msgspec.structs.replace(h100.matmuls["bf16"], launch_s=1e-2)},
+        memory=measured.Memory(1e-6, 1e10, "", curve, 1e-9),
+        collectives=msgspec.structs.replace(h100.collectives, curves=gathers),
+        permutes=permutes,
+        channels=0,
+        skew=measured.Skew(1e-3, {2: 1e-4, 8: 5e-4}, ""),
+        here=measured.Here(8, "cpu", "", measured.InAStep(1.0, 1.0, 1.0)),
+    )
+
+
+def test_what_takes_longer_in_a_step_is_found_from_steps_that_do():
+    loops, times = _loops(), measured.InAStep(3.0, 1.25, 0.75)
+    longer = in_a_step.cost_of(fit.in_a_step(loops, times))
+    steps = [(how, (16, 32, 2)) for how, _ in in_a_step.STEPS[::2]]
+    taken = {key: replay(in_a_step.module(*key), longer).step_s for key in steps}
+    got = in_a_step.in_a_step(taken, loops).here
+    assert got
+    found = got.in_a_step.memory, got.in_a_step.matmuls, got.in_a_step.collectives
+    assert found == pytest.approx((3.0, 1.25, 0.75), rel=1e-6)
+    with pytest.raises(ValueError, match=r"steps of alone took less.*measure again"):
+        in_a_step.in_a_step({**taken, steps[1]: 1e-9}, loops)
+
+
+def test_a_measured_step_runs_on_and_on():
+    clock = in_a_step.clock(in_a_step.RINGS, (16, 32, 1))
+    assert clock() > 0 and clock() > 0

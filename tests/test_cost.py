@@ -228,15 +228,17 @@ def test_attention_that_was_not_measured_is_refused():
         H100.attention_s(0, 128, 1, 64)
 
 
-def test_transcendentals_hide_behind_the_bytes_on_a_gpu():
-    assert H100.memory_s(1 << 20, transcendentals=1 << 18) == H100.memory_s(1 << 20)
+def test_transcendentals_and_transposes_hide_behind_the_bytes_on_a_gpu():
+    hard = H100.memory_s(1 << 20, transcendentals=1 << 18, transposed_bytes=1 << 20)
+    assert hard == H100.memory_s(1 << 20)
     assert H100.skew_s(1.0, "all-gather", Group(8)) == 0
 
 
 def test_a_curve_takes_the_place_of_launch_and_rate():
     curve = measured.Curve((1e3, 1e6), (1e-5, 1e-3))
-    memory = measured.Memory(1e-5, 1e9, "", curve=curve, transcendental_s=1e-9)
+    memory = measured.Memory(1e-5, 1e9, "", curve, transcendental_s=1e-9, transposed_s=2e-9)
     tables = msgspec.structs.replace(H100.tables, memory=memory)
     model = dataclasses.replace(H100, tables=tables)
     assert model.memory_s(1e6) == pytest.approx(1e-3)
     assert model.memory_s(1e6, transcendentals=10**6) == pytest.approx(2e-3)
+    assert model.memory_s(1e6, transposed_bytes=10**6) == pytest.approx(3e-3)

@@ -206,7 +206,7 @@ X = "%x = f32[1000,1000]{1,0} parameter(0)"
 @pytest.mark.parametrize(
     ("line", "memory_bytes"),
     [
-        ("%c = f32[1000,1000]{0,1} copy(%x)", 8 * MB),
+        ("%c = f32[1000,1000]{1,0} copy(%x)", 8 * MB),
         ("%s = f32[10,1000]{1,0} slice(%x), slice={[0:10], [0:1000]}", 80_000),
         ("%g = f32[5,1000]{1,0} gather(%x, %x), offset_dims={1}", 40_000),
         ("%d = f32[1000,1000]{1,0} dynamic-update-slice(%x, %u, %i, %i)", 8000),
@@ -284,3 +284,29 @@ def test_transcendentals_are_counted_by_the_elements_that_are_needed():
     assert got.memory_bytes == 2 * 4 * 10_000
     assert of(X, "%e = f32[1000,1000]{1,0} exponential(%x)").transcendentals == 10**6
     assert of(X, "%e = f32[1000,1000]{1,0} negate(%x)").transcendentals == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "transposed"),
+    [
+        ("%c = f32[1000,1000]{0,1} copy(%x)", True),
+        ("%t = f32[1000,1000]{1,0} transpose(%x), dimensions={1,0}", True),
+        ("%t = f32[1000,1000]{0,1} transpose(%x), dimensions={1,0}", False),  # a bitcast
+        ("%c = f32[1000,1000]{1,0} copy(%x)", False),
+    ],
+)
+def test_what_is_read_along_one_dim_and_written_along_another(line: str, transposed: bool):
+    assert of(X, line).transposed_bytes == (8 * MB if transposed else 0)
+    assert fused(X, line.replace("%", "ROOT %", 1)).transposed_bytes == of(X, line).transposed_bytes
+
+
+def test_only_the_bytes_that_are_needed_are_transposed():
+    got = fused(
+        "%a = f32[4,1,1000,1000]{3,2,1,0} parameter(0)",
+        "%n = f32[4,1,1000,1000]{3,2,1,0} negate(%a)",
+        "%h = f32[1,4,1000,1000]{3,2,1,0} transpose(%n), dimensions={1,0,2,3}",  # of heads
+        "%t = f32[1,4,1000,1000]{2,3,1,0} transpose(%h), dimensions={0,1,3,2}",
+        "%c = f32[1,4,1000,1000]{3,2,1,0} copy(%t)",
+        "ROOT %s = f32[1,1,1000,1000]{3,2,1,0} slice(%c), slice={[0:1], [0:1], [0:1000], [0:1000]}",
+    )
+    assert got == Work(memory_bytes=8 * MB, transposed_bytes=8 * MB)
