@@ -9,6 +9,7 @@ medians are taken, since steps are compared by medians. Let nothing else run on 
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 import statistics
 import time
@@ -38,10 +39,10 @@ _RUNS_BEFORE, _KERNEL_SIZE = (1, 2, 4, 8), 128
 # In a step a core runs other kernels, of other devices too, before it sees an array again: what is
 # timed takes turns among so many bytes on each device, which no core's own cache holds.
 _FOOTPRINT_BYTES = 1 << 20
+_MOST_SETS = 16  # of arrays, each of which is a kernel to compile and to load
 # Of batches of matrices, as in attention; of activations, as for a weight's gradient.
 _SETS_TRANSPOSED = 2  # a step transposes what it has just written
 _TRANSPOSED_ROWS, _TRANSPOSED = (64, 128, 512), _ELEMENTS[2:4]
-_MOST_SETS = 48  # of arrays, each of which is a kernel to compile
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
@@ -118,8 +119,13 @@ def _fit(date: str, taken: Taken) -> Tables:
             in_a_step=InAStep(1.0, 1.0, 1.0),
         ),
     )
-    steps = {key: float(np.median(taken["step", *key])) for key in in_a_step.STEPS}
-    return in_a_step.in_a_step(steps, tables)
+    steps = {key: float(np.median(taken["step", *key])) for key in _steps()}
+    return in_a_step.in_a_step(steps, tables) if steps else tables
+
+
+def _steps() -> tuple[in_a_step.Key, ...]:
+    """The steps to time: of devices that share cores and caches."""
+    return in_a_step.STEPS if jax.devices()[0].platform == "cpu" else ()
 
 
 # -- what is timed --------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
         for size in [devices] if kind == PERMUTE else _group_sizes(devices):
             shapes = tuple((length,) for length in lengths(count, size))
             yield (kind, count, size), partial(_clock, body, shapes, jnp.float32, size)
-    for key in in_a_step.STEPS:
+    for key in _steps():
         yield ("step", *key), partial(in_a_step.clock, *key)
     shapes = (*((_KERNEL_SIZE,) * 2,) * 3, (_ELEMENTS[0],))
     for runs in _RUNS_BEFORE:
@@ -189,7 +195,7 @@ _KERNELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 def _sets(num_bytes: int) -> int:
     """How many sets of arrays take turns, each of so many bytes."""
-    return min(max(_FOOTPRINT_BYTES // num_bytes, 2), _MOST_SETS)
+    return min(math.ceil(_FOOTPRINT_BYTES / num_bytes), _MOST_SETS)
 
 
 def _permute(x: jax.Array) -> tuple[jax.Array, ...]:

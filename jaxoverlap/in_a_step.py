@@ -6,6 +6,8 @@ collectives keeps all devices at one place; in a step some compute while others 
 that they share. What all that is worth is measured on steps of our own: layers of kernels bound by
 memory and nothing else, an MLP on each device by itself, and the same MLP with weights split over
 two devices and tokens over the others, its collectives whole and as rings.
+
+For devices that share a host's cores and caches. On a GPU steps this small are bound by launches.
 """
 
 from __future__ import annotations
@@ -35,7 +37,6 @@ MEMORY, ALONE, WHOLE, RINGS = "memory", "alone", "whole", "rings"
 _FOUND_BY = {"memory": (MEMORY,), "matmuls": (ALONE,), "collectives": (WHOLE, RINGS)}
 _AS_IN_LOOPS = InAStep(1.0, 1.0, 1.0)
 _HIDDEN = 128  # features, on a device
-_DATA = 2  # devices that a weight is split over
 _SPEC = PartitionSpec(("data", "model"))
 _RATE, _DECAY, _DECAY_SQUARES, _TINY = 1e-3, 0.9, 0.99, 1e-6
 
@@ -193,7 +194,7 @@ def _arguments(how: str, size: Size) -> tuple[State, jax.Array]:
     if how != MEMORY:
         shapes = [(features, _HIDDEN), (_HIDDEN, features)]
     if split:
-        shapes = [(rows // _DATA, columns) for rows, columns in shapes]
+        shapes = [(rows // mesh.shape["data"], columns) for rows, columns in shapes]
     weights, moments, squares = (
         [tuple(array(fill, *shape) for shape in shapes) for _ in range(layers)]
         for fill in (0.01, 0.0, 0.0)
@@ -203,4 +204,6 @@ def _arguments(how: str, size: Size) -> tuple[State, jax.Array]:
 
 
 def _mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()).reshape(_DATA, -1), ("data", "model"))
+    devices = jax.devices()
+    data = 1 if len(devices) % 2 else 2
+    return Mesh(np.array(devices).reshape(data, -1), ("data", "model"))

@@ -334,6 +334,8 @@ class Here(msgspec.Struct, frozen=True):
 class InAStep(msgspec.Struct, frozen=True):
     """How many times longer each kind takes in a step than in a loop of nothing else.
 
+    One where devices have cores of their own: there it was not measured.
+
     Attributes:
         memory: kernels bound by memory.
         matmuls: see there.

@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import math
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -202,6 +203,12 @@ def test_what_takes_longer_in_a_step_is_found_from_steps_that_do():
         in_a_step.in_a_step({**taken, steps[1]: 1e-9}, loops)
 
 
-def test_a_measured_step_runs_on_and_on():
-    clock = in_a_step.clock(in_a_step.RINGS, (16, 32, 1))
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_measured_step_runs_on_and_on(monkeypatch, count: int):
+    devices = jax.devices()[:count]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    in_a_step._compiled.cache_clear()
+    clock = in_a_step.clock(in_a_step.RINGS, (24, 32, 1))
     assert clock() > 0 and clock() > 0
+    assert in_a_step.module(in_a_step.RINGS, (24, 32, 1)).num_devices == count
+    in_a_step._compiled.cache_clear()
