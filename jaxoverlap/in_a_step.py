@@ -25,10 +25,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoverlap import fit, ring
+from jaxoverlap import measured_for, ring
 from jaxoverlap.cost import CostModel
 from jaxoverlap.measured import InAStep, Tables
-from jaxoverlap.measured_for import cluster_here
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.replay import replay
 from jaxoverlap.passes.timeline import COMPUTE
@@ -85,14 +84,14 @@ def in_a_step(taken: Mapping[Key, float], loops: Tables) -> Tables:
                 "known: something else ran on this machine; measure again, with nothing else on it"
             )
         times = msgspec.structs.replace(times, **{kind: left / simulated})
-        tables = fit.in_a_step(loops, times)
+        tables = measured_for.in_a_step(loops, times)
     return tables
 
 
 def cost_of(tables: Tables) -> CostModel:
     """The cost model of this machine."""
     assert tables.here
-    return CostModel(cluster_here(tables, tables.here), tables)
+    return CostModel(measured_for.cluster_here(tables, tables.here), tables)
 
 
 def module(how: str, size: Size) -> hlo.Module:

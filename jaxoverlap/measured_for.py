@@ -1,11 +1,11 @@
-"""Tables for a chip that was not measured itself, and a cluster for tables of this machine."""
+"""Tables for what was not measured itself, and a cluster for tables of this machine."""
 
 from __future__ import annotations
 
 import msgspec
 
 from jaxoverlap.cluster import Chip, Cluster, Link, chips
-from jaxoverlap.measured import Here, Tables
+from jaxoverlap.measured import Curve, Here, InAStep, Tables
 
 
 def with_memory_of(chip: Chip, tables: Tables) -> Tables:
@@ -20,6 +20,50 @@ def with_memory_of(chip: Chip, tables: Tables) -> Tables:
     }
     memory = msgspec.structs.replace(tables.memory, bytes_per_s=tables.memory.bytes_per_s * faster)
     return msgspec.structs.replace(tables, matmuls=scaled, memory=memory)
+
+
+def in_a_step(tables: Tables, times: InAStep) -> Tables:
+    """Tables of loops, with all times as in a step."""
+    memory, permutes, skew = tables.memory, tables.permutes, tables.skew
+    assert tables.here and memory.curve and permutes.curve and skew
+    waits = times.collectives
+    curves = {
+        kind: {size: _longer(curve, waits) for size, curve in sizes.items()}
+        for kind, sizes in tables.collectives.curves.items()
+    }
+    change = msgspec.structs.replace
+    return change(
+        tables,
+        matmuls={
+            dtype: change(
+                table,
+                launch_s=table.launch_s * times.matmuls,
+                flops_per_s=table.flops_per_s / times.matmuls,
+                bytes_per_s=table.bytes_per_s / times.matmuls,
+            )
+            for dtype, table in tables.matmuls.items()
+        },
+        memory=change(
+            memory,
+            launch_s=memory.launch_s * times.memory,
+            bytes_per_s=memory.bytes_per_s / times.memory,
+            curve=_longer(memory.curve, times.memory),
+            transcendental_s=memory.transcendental_s * times.memory,
+        ),
+        collectives=change(tables.collectives, curves=curves),
+        permutes=change(
+            permutes,
+            latency_s=permutes.latency_s * waits,
+            bytes_per_s=permutes.bytes_per_s / waits,
+            curve=_longer(permutes.curve, waits),
+        ),
+        skew=change(skew, most_s={size: s * waits for size, s in skew.most_s.items()}),
+        here=change(tables.here, in_a_step=times),
+    )
+
+
+def _longer(curve: Curve, times: float) -> Curve:
+    return Curve(curve.bytes_moved, tuple(times * s for s in curve.seconds))
 
 
 def cluster_here(tables: Tables, here: Here) -> Cluster:

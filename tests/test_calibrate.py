@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxoverlap import calibrate, cost, fit, here, in_a_step, measured, xla_table
+from jaxoverlap import calibrate, cost, fit, here, in_a_step, measured, measured_for, xla_table
 from jaxoverlap.passes.replay import replay
 
 RATES = fit.Rates(3e-6, 8e14, 3e12, 2.0, 2.0)
@@ -113,7 +113,9 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(in_a_step, "STEPS", steps)
     # That steps take longer than their kernels is not certain where steps are as small as this.
     times = measured.InAStep(2.0, 3.0, 4.0)
-    monkeypatch.setattr(in_a_step, "in_a_step", lambda _, loops: fit.in_a_step(loops, times))
+    monkeypatch.setattr(
+        in_a_step, "in_a_step", lambda _, loops: measured_for.in_a_step(loops, times)
+    )
     path = tmp_path / "here.json"
     calibrate.main(["--here", str(path)])
     assert "f32 matmuls" in capsys.readouterr().out
@@ -192,7 +194,7 @@ def _loops() -> measured.Tables:
 
 def test_what_takes_longer_in_a_step_is_found_from_steps_that_do():
     loops, times = _loops(), measured.InAStep(3.0, 1.25, 0.75)
-    longer = in_a_step.cost_of(fit.in_a_step(loops, times))
+    longer = in_a_step.cost_of(measured_for.in_a_step(loops, times))
     steps = [(how, (16, 32, 2)) for how, _ in in_a_step.STEPS[::2]]
     taken = {key: replay(in_a_step.module(*key), longer).step_s for key in steps}
     got = in_a_step.in_a_step(taken, loops).here

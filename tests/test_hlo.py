@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxoverlap.passes.hlo import Instruction, array_shapes, parse, shape_bytes
+from jaxoverlap.passes.hlo import Instruction, array_shapes, fastest_dim, parse, shape_bytes
 
 HEAD = "HloModule jit_train_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, num_partitions=8\n"
 
@@ -322,6 +322,22 @@ def test_bytes_of_a_shape(shape: str, expected: int):
 )
 def test_bytes_of_odd_shapes(shape: str, expected: int):
     assert shape_bytes(shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("f32[8,4]{1,0}", 1),
+        ("f32[8,4]{0,1}", 0),
+        ("f32[8,4]", 1),
+        ("f32[8,4,1]{2,0,1:T(8,128)S(5)}", 0),  # along a dim of one nothing lies
+        ("f32[8,1]{1,0}", 0),
+        ("f32[1,1]{1,0}", None),
+        ("f32[]", None),
+    ],
+)
+def test_the_dim_along_which_elements_lie_side_by_side(shape: str, expected: int | None):
+    assert fastest_dim(shape) == expected
 
 
 # -- sources ----------------------------------------------------------------------------------------
