@@ -5,7 +5,6 @@ Each compile runs in a child process, so that a compiler that aborts is a row an
 
 import datetime
 import json
-import os
 import subprocess
 import sys
 import time
@@ -100,26 +99,10 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def in_child(
-    benchmark: str,
-    *arguments: str,
-    python: str = sys.executable,
-    timeout_s: float | None = None,
-    xla_flags: str = "",
-) -> dict[str, Any]:
-    """What `python -m BENCHMARK child ARGUMENTS` prints last, as JSON; {"error"} if it failed.
-
-    Args:
-        xla_flags: in front of those of the environment.
-    """
+def in_child(benchmark: str, *arguments: str, python: str = sys.executable) -> dict[str, Any]:
+    """What `python -m BENCHMARK child ARGUMENTS` prints last, as JSON; {"error"} if it failed."""
     command = [python, "-m", benchmark, "child", *arguments]
-    env = {**os.environ, "XLA_FLAGS": f"{xla_flags} {os.environ.get('XLA_FLAGS', '')}".strip()}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=env
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {timeout_s:.0f} s"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"error": how_it_ended(done.returncode, done.stderr)}
     return json.loads(done.stdout.splitlines()[-1])

@@ -190,19 +190,6 @@ def test_a_child_that_dies_is_a_row(tmp_path: Path, does: str, error: str):
     assert in_child("benchmarks.pods", python=python_that(tmp_path, does)) == {"error": error}
 
 
-def test_a_child_that_does_not_end_is_a_row(tmp_path: Path):
-    python = python_that(tmp_path, "time.sleep(60)")
-    assert in_child("x", python=python, timeout_s=1) == {"error": "stopped after 1 s"}
-
-
-def test_a_child_has_flags_in_front_of_those_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("XLA_FLAGS", "--of=users")
-    python = python_that(tmp_path, """print('{"flags": "' + os.environ["XLA_FLAGS"] + '"}')""")
-    assert in_child("x", python=python, xla_flags="--a=b") == {"flags": "--a=b --of=users"}
-
-
 def test_steps_for_one_chip_share_their_kernels_in_each_lane():
     wanted = [(step, row) for step in STEPS for row in STEPS[step].rows]
     lanes = dealt(wanted, 2)

@@ -10,8 +10,6 @@ does not end, is a row and not the end. What compiling took is with the kernels 
 at hand (jaxoverlap/_kernels.py). Needs no GPU.
 """
 
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -24,7 +22,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.pod_step import in_child, write_rows
+from benchmarks.forks import import_first, in_fork
+from benchmarks.pod_step import write_rows
+from benchmarks.pods.child import measured
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import STEPS
 from jaxoverlap._kernels import Kernels
@@ -52,6 +52,7 @@ def main(
     wanted = [(step, row) for step in only or STEPS for row in STEPS[step].rows]
     lanes = dealt(wanted, jobs)
     turns = [job for together in zip_longest(*lanes) for job in together if job]
+    import_first(["benchmarks.pods.__main__"])
     found: dict[Job, Row] = {}
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
@@ -100,16 +101,9 @@ def kernels(lanes: list[list[Job]]) -> dict[str, Kernels]:
 def compile_in_child(known: dict[str, Kernels], job: Job) -> Row:
     with known[job[0]].lent() as loan:
         flag = f"--xla_gpu_kernel_cache_file={loan.file}"
-        row = in_child("benchmarks.pods", *job, timeout_s=CHILD_S, xla_flags=flag)
+        row = in_fork(measured, *job, timeout_s=CHILD_S, xla_flags=flag)
         loan.ended_well = "error" not in row
         return row
-
-
-def child(step: str, row: str) -> Row:
-    """Compile one row: what a child process does."""
-    from benchmarks.pods.child import measure
-
-    return measure(STEPS[step], row)
 
 
 def _progress() -> Progress:
@@ -118,7 +112,4 @@ def _progress() -> Progress:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        print(json.dumps(child(*sys.argv[2:])))
-    else:
-        app()
+    app()

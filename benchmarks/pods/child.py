@@ -8,12 +8,17 @@ from typing import Any
 import jaxoverlap
 from benchmarks.pod_step import provenance
 from benchmarks.pods.presets import accepted
-from benchmarks.pods.suite import OVERLAPPED, PRESET_ROWS, SCHEDULED, Step
+from benchmarks.pods.suite import OVERLAPPED, PRESET_ROWS, SCHEDULED, STEPS, Step
 from jaxoverlap._jobs import peak_bytes
 from jaxoverlap.pods import compiler_options
 from jaxoverlap.simulate import Simulation
 
 Row = dict[str, Any]
+
+
+def measured(step: str, row: str) -> Row:
+    """As `measure`, of a step of the suite."""
+    return measure(STEPS[step], row)
 
 
 def measure(step: Step, row: str) -> Row:

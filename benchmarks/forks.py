@@ -1,0 +1,60 @@
+"""Work in child processes that find Python's modules imported: forks of a server that has them.
+
+Importing JAX and what goes with it takes a process two seconds and more. The server does that once,
+and nothing else: no compiler, no devices and no flags of XLA's, which each fork reads for itself.
+"""
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxoverlap.trial import how_it_ended
+
+_FORKS = multiprocessing.get_context("forkserver")
+
+Row = dict[str, Any]
+
+
+def import_first(modules: Iterable[str]) -> None:
+    """What the server imports. To be called before the first fork."""
+    _FORKS.set_forkserver_preload(list(modules))
+
+
+def in_fork(work: Callable[..., Row], *arguments: Any, timeout_s: float, xla_flags: str) -> Row:
+    """What `work` returns for these arguments, in a fork; {"error"} if it failed.
+
+    Args:
+        work: a function of a module, and not of a main one.
+        xla_flags: in front of those of the environment.
+    """
+    mine, theirs = _FORKS.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("r", errors="replace") as stderr, mine:
+        given = theirs, stderr.name, xla_flags, work, arguments
+        fork = _FORKS.Process(target=_run, args=given)
+        fork.start()
+        theirs.close()
+        try:
+            found = mine.recv() if mine.poll(timeout_s) else None
+        except EOFError:  # it ended without a word
+            fork.join()
+            return {"error": how_it_ended(fork.exitcode or 0, stderr.read())}
+        if found is None:
+            fork.kill()
+        fork.join()
+        return {"error": f"stopped after {timeout_s:.0f} s"} if found is None else found
+
+
+def _run(
+    answer: Connection,
+    stderr: str,
+    xla_flags: str,
+    work: Callable[..., Row],
+    arguments: tuple[Any, ...],
+) -> None:
+    """In the fork. What aborts writes to the file, not to Python's stderr."""
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    os.environ["XLA_FLAGS"] = f"{xla_flags} {os.environ.get('XLA_FLAGS', '')}".strip()
+    answer.send(work(*arguments))
