@@ -329,12 +329,15 @@ def fit_skew(
         sizes: of the groups.
     """
 
+    def shares(slice_s: float) -> np.ndarray:
+        return -np.expm1(-computed_s / slice_s)
+
     def most_s(slice_s: float) -> np.ndarray:
-        share = -np.expm1(-computed_s / slice_s)
+        share = shares(slice_s)
         return np.maximum(waited_s @ share / (share @ share), 0.0)
 
     def loss(slice_s: float) -> float:
-        found = np.outer(most_s(slice_s), -np.expm1(-computed_s / slice_s))
+        found = np.outer(most_s(slice_s), shares(slice_s))
         return float(np.square(found - waited_s).sum())
 
     slice_s = min(np.geomspace(computed_s[0], computed_s[-1], _SLICES).tolist(), key=loss)

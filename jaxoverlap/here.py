@@ -116,7 +116,7 @@ def _fit(date: str, taken: Taken) -> Tables:
             devices=len(devices),
             platform=devices[0].platform,
             versions=f"jax {jax.__version__}, Python {platform.python_version()}",
-            in_a_step=InAStep(1.0, 1.0, 1.0),
+            in_a_step=InAStep(),
         ),
     )
     steps = {key: float(np.median(taken["step", *key])) for key in _steps()}

@@ -30,11 +30,15 @@ from jaxoverlap.cost import CostModel
 from jaxoverlap.measured import InAStep, Tables
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.replay import replay
-from jaxoverlap.passes.timeline import COMPUTE
+from jaxoverlap.passes.timeline import COMPUTE, Timeline
 
 MEMORY, ALONE, WHOLE, RINGS = "memory", "alone", "whole", "rings"
-_FOUND_BY = {"memory": (MEMORY,), "matmuls": (ALONE,), "collectives": (WHOLE, RINGS)}
-_AS_IN_LOOPS = InAStep(1.0, 1.0, 1.0)
+# What is found, of which events of a timeline, from which steps.
+_FOUND = (
+    ("memory", "memory", (MEMORY,)),
+    ("matmuls", "matmul", (ALONE,)),
+    ("collectives", "wait", (WHOLE, RINGS)),
+)
 _HIDDEN = 128  # features, on a device
 _SPEC = PartitionSpec(("data", "model"))
 _RATE, _DECAY, _DECAY_SQUARES, _TINY = 1e-3, 0.9, 0.99, 1e-6
@@ -72,12 +76,12 @@ def in_a_step(taken: Mapping[Key, float], loops: Tables) -> Tables:
     Raises:
         ValueError: if a step took less than what is known of it.
     """
-    times, tables = _AS_IN_LOOPS, loops
-    for kind, hows in _FOUND_BY.items():
-        cost = cost_of(tables)
-        parts = {key: _parts(module(*key), cost) for key in taken if key[0] in hows}
-        simulated = sum(part[kind] for part in parts.values())
-        left = sum(taken[key] - sum(p.values()) for key, p in parts.items()) + simulated
+    times, tables = InAStep(), loops
+    for kind, events, hows in _FOUND:
+        cost, keys = cost_of(tables), [key for key in taken if key[0] in hows]
+        steps = [replay(module(*key), cost) for key in keys]
+        simulated = sum(_seconds(step, events) for step in steps)
+        left = simulated + sum(taken[k] - s.step_s for k, s in zip(keys, steps, strict=True))
         if left <= 0:
             raise ValueError(
                 f"the steps of {' and '.join(hows)} took less than the kernels in them that are "
@@ -101,13 +105,9 @@ def module(how: str, size: Size) -> hlo.Module:
     return hlo.parse(text)
 
 
-def _parts(step: hlo.Module, cost: CostModel) -> dict[str, float]:
-    """The simulated seconds of a step, by kind."""
-    events = [e for e in replay(step, cost).events if e.lane == COMPUTE]
-    kinds = {"memory": "memory", "matmuls": "matmul", "collectives": "wait"}
-    return {
-        kind: sum(e.seconds for e in events if e.kind == theirs) for kind, theirs in kinds.items()
-    }
+def _seconds(step: Timeline, kind: str) -> float:
+    """Of all events of a kind on the compute lane."""
+    return sum(e.seconds for e in step.events if e.lane == COMPUTE and e.kind == kind)
 
 
 # -- the steps ------------------------------------------------------------------------------------
@@ -140,8 +140,6 @@ _LAYERS: dict[str, Callable[..., jax.Array]] = {
     WHOLE: _whole,
     RINGS: _rings,
 }
-
-
 STEPS: tuple[Key, ...] = tuple(itertools.product(_LAYERS, _SIZES))  # those that are timed
 
 

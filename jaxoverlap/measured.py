@@ -342,9 +342,9 @@ class InAStep(msgspec.Struct, frozen=True):
         collectives: permutes too, and the wait for the last device.
     """
 
-    memory: float
-    matmuls: float
-    collectives: float
+    memory: float = 1.0
+    matmuls: float = 1.0
+    collectives: float = 1.0
 
 
 # A chip whose matmuls and collectives are another's: the same die, measured once.

@@ -169,7 +169,7 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
     hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
     unknown = "" if opcode in _MEMORY else opcode
     turned = _transposed(instruction, shapes) * 2 * hlo.shape_bytes(instruction.shape)
-    return Work((), _unfused(instruction, shapes), unknown, hard, None, turned)
+    return Work((), _unfused(instruction, shapes), unknown, hard, transposed_bytes=turned)
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
@@ -210,18 +210,19 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
             inside = work(module, i, shapes)
             matmuls += inside.matmuls
             unknown = unknown or inside.unknown
-    memory_bytes, hard, turned = _fusion_traffic(body)
-    return Work(tuple(matmuls), memory_bytes, unknown, hard, None, turned)
+    memory_bytes, hard, turned = _fusion_traffic(body, shapes)
+    return Work(tuple(matmuls), memory_bytes, unknown, hard, transposed_bytes=turned)
 
 
-def _fusion_traffic(body: Sequence[hlo.Instruction]) -> tuple[int, int, int]:
+def _fusion_traffic(
+    body: Sequence[hlo.Instruction], shapes: Mapping[str, str]
+) -> tuple[int, int, int]:
     """Bytes that a fused computation reads and writes, its transcendentals, bytes transposed.
 
     How many elements of each value are needed follows from the results backwards. An update of a
     parameter is taken to be in place, as XLA:GPU compiles it where it can.
     """
     by_name = {i.name: i for i in body}
-    shapes = {i.name: i.shape for i in body}
     results = _results(body[-1], by_name)
     need: dict[str, float] = defaultdict(float)
     written = 0

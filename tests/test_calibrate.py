@@ -188,7 +188,7 @@ def _loops() -> measured.Tables:
         permutes=permutes,
         channels=0,
         skew=measured.Skew(1e-3, {2: 1e-4, 8: 5e-4}, ""),
-        here=measured.Here(8, "cpu", "", measured.InAStep(1.0, 1.0, 1.0)),
+        here=measured.Here(8, "cpu", "", measured.InAStep()),
     )
 
 
