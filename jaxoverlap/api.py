@@ -15,10 +15,11 @@ from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
+from jaxoverlap.passes.errors import own_faults
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import FSDP, Plan, Variant
-from jaxoverlap.rewritten import Rewritten, agree, rewritten, subject_of, tell, warn
-from jaxoverlap.road import OnError, Options, begin, travel
+from jaxoverlap.rewritten import Rewritten, agree, rewritten, subject_of, tell, travelled, warn
+from jaxoverlap.road import OnError, Options, begin
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
 from jaxoverlap.tune import Tuning, tuned
@@ -81,7 +82,8 @@ def overlap(
 
         step = jaxoverlap.overlap(train_step)
 
-    or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`.
+    or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`. Where the step runs
+    on one device, on no mesh or on two, it runs as it is, and a warning says so once.
 
     Args:
         fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
@@ -90,8 +92,9 @@ def overlap(
         cluster: the GPUs that the step is for, as "chip:hosts x GPUs a host"; the step's mesh must
             have as many devices. Default: the devices of the mesh, whatever they are.
         skip: source lines ("gpt.py:88") whose matmuls are to be left alone.
-        on_error: what to do when the rewrite fails on a step: "raise", or "plain" to run the
-            step as it is and warn once.
+        on_error: what to do when the rewrite fails on a step, for whatever reason: "raise", or
+            "plain" to run the step as it is and warn once of each failure. What the step itself
+            raises, and mistakes in these arguments, are raised all the same.
         granularity: how the pieces of every collective travel: a `Variant`, or its name, as in
             "two_way", "direct x 2" (two slices a chunk), "sliced x 4" (no ring: the whole
             collective in four slices) or "plain" (left alone); or one by source line, as in
@@ -245,6 +248,7 @@ class Overlapped:
         self._options = options
         self._tuning = tuning
         self._seen: dict[Hashable, Rewritten] = {}
+        self._told: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -295,6 +299,8 @@ class Overlapped:
             return self._jitted(*args, **kwargs)
         call = _compat.infer(self._jitted, args, kwargs)
         found = self._agreed(call, args, kwargs)
+        if found.params is found.source:  # the step as it is: jit's own errors are its best
+            return self._jitted(*args, **kwargs)
         if not _compat.at_top_level():
             flat = _compat.bind_jit(call.flat, found.inner)
         elif found.ordering is None:
@@ -307,9 +313,12 @@ class Overlapped:
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call = _compat.infer(self._jitted, args, kwargs)
         found = self._rewritten(call, args, kwargs)
-        plan = found.plan or travel(self._jitted, call, args, kwargs, self._options).plan
+        if found.error is not None:
+            raise found.error
+        plan = found.plan or travelled(self._jitted, call, args, kwargs, self._options).plan
         traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), found.inner)
-        return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
+        with own_faults(plan.step):
+            return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = _compat.infer(self._jitted, args, kwargs)
@@ -331,11 +340,14 @@ class Overlapped:
         if key not in self._seen:
             if len(self._seen) >= _MAX_SEEN:
                 self._seen.pop(next(iter(self._seen)))
-            found = rewritten(self._jitted, call, args, kwargs, self._planned(call, args, kwargs))
-            unasked = self._options.plan is None and self._tuning is None
-            if found.plan and not found.plan.decisions and unasked:
-                warn(f"overlap() changes nothing in {call.params['name']}:\n{found.plan}")
+            find_plan = None
+            if self._tuning is not None:
+                find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
+            found = rewritten(self._jitted, call, args, kwargs, self._options, find_plan)
             self._seen[key] = found
+            if found.notice and found.notice.topic not in self._told:
+                self._told.add(found.notice.topic)
+                warn(found.notice.text)
         return self._seen[key]
 
     def _agreed(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
@@ -348,17 +360,6 @@ class Overlapped:
         if found.stand is not None:
             found = self._seen[_key(call)] = agree(found, self._options)
         return found
-
-    def _planned(self, call: _compat.Call, args: tuple, kwargs: dict) -> Options:
-        """The options as they are; or those of the plan that is found now."""
-        if self._tuning is None:
-            return self._options
-        return Options.of(
-            self._tuned(call, args, kwargs, self._tuning),
-            cluster=self._options.cluster,
-            on_error=self._options.on_error,
-            agree_within_s=self._options.agree_within_s,
-        )
 
     def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""

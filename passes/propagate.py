@@ -48,8 +48,7 @@ def propagate(traced: jax.stages.Traced, jaxpr: Any) -> Mapping[Any, Shardings]:
 def unreadable(traced: jax.stages.Traced, error: Exception) -> RewriteError:
     """What to raise where Shardy fails on a step."""
     return RewriteError(
-        f"could not read the shardings of {traced.fun_name}: {type(error).__name__}: {error}. "
-        "To run the step as it is, pass on_error='plain' to overlap()"
+        f"could not read the shardings of {traced.fun_name}: {type(error).__name__}: {error}"
     )
 
 
