@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, overload
@@ -82,8 +83,8 @@ def overlap(
 
         step = jaxoverlap.overlap(train_step)
 
-    or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`. Where the step runs
-    on one device, on no mesh or on two, it runs as it is, and a warning says so once.
+    or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`. Where a step
+    runs on one device, on no mesh or on two, it stays as it is, and a warning says so once.
 
     Args:
         fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
@@ -247,7 +248,8 @@ class Overlapped:
         self._jitted: Any = self._found.jitted
         self._options = options
         self._tuning = tuning
-        self._seen: dict[Hashable, Rewritten] = {}
+        self._seen: _compat.Cache[Rewritten] = _compat.Cache()
+        self._lock = threading.RLock()  # one thread at a time decides what a signature becomes
         self._told: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
 
@@ -260,6 +262,10 @@ class Overlapped:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._fn, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, shallow or deep, and pickles are new steps: they decide for themselves."""
+        return Overlapped, (self._fn, self._options, self._tuning)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
@@ -288,6 +294,11 @@ class Overlapped:
         Where the mesh spans processes, all have to come here or call the step.
         """
         return arguments_reach(self._found, self._lower, args, kwargs)
+
+    def clear_cache(self) -> None:
+        """Forget all that was traced, decided and compiled, as `clear_cache` of a jit does."""
+        self._seen.cache_clear()
+        self._jitted.clear_cache()
 
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
         return self._tuned(_compat.infer(self._jitted, args, kwargs), args, kwargs, tuning)
@@ -337,28 +348,35 @@ class Overlapped:
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
         key = _key(call)
-        if key not in self._seen:
-            if len(self._seen) >= _MAX_SEEN:
-                self._seen.pop(next(iter(self._seen)))
+        if (found := self._seen.get(key)) is not None:
+            return found
+        with self._lock:
+            if (found := self._seen.get(key)) is not None:
+                return found
             find_plan = None
             if self._tuning is not None:
                 find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
             found = rewritten(self._jitted, call, args, kwargs, self._options, find_plan)
-            self._seen[key] = found
+            self._seen.put(key, found, at_most=_MAX_SEEN)
             if found.notice and found.notice.topic not in self._told:
                 self._told.add(found.notice.topic)
                 warn(found.notice.text)
-        return self._seen[key]
+        return found
 
     def _agreed(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """The same, once all processes are about to compile it."""
-        try:
-            found = self._rewritten(call, args, kwargs)
-        except Exception as error:
-            tell(call, error, self._options)
-            raise
-        if found.stand is not None:
-            found = self._seen[_key(call)] = agree(found, self._options)
+        found = self._seen.get(_key(call))
+        if found is not None and found.stand is None:
+            return found
+        with self._lock:
+            try:
+                found = self._rewritten(call, args, kwargs)
+            except Exception as error:
+                tell(call, error, self._options)
+                raise
+            if found.stand is not None:
+                found = agree(found, self._options)
+                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
         return found
 
     def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
@@ -379,4 +397,5 @@ class Overlapped:
 def _key(call: _compat.Call) -> Hashable:
     """What tells a signature and its shardings from others."""
     params = call.params
-    return id(params["jaxpr"]), params["ctx_mesh"], *map(_compat.bound_sharding, call.flat)
+    # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
+    return params["jaxpr"], params["ctx_mesh"], *map(_compat.placement, call.flat)
