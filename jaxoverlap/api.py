@@ -15,10 +15,11 @@ from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
+from jaxoverlap.passes.partitioned import partitioned
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import FSDP, Plan, Variant
 from jaxoverlap.rewritten import Rewritten, agree, rewritten, subject_of, tell, warn
-from jaxoverlap.road import OnError, Options, begin, travel
+from jaxoverlap.road import OnError, Options, begin, mesh_of, travel
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
 from jaxoverlap.tune import Tuning, tuned
@@ -308,8 +309,9 @@ class Overlapped:
         call = _compat.infer(self._jitted, args, kwargs)
         found = self._rewritten(call, args, kwargs)
         plan = found.plan or travel(self._jitted, call, args, kwargs, self._options).plan
-        traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), found.inner)
-        return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
+        traced = self._jitted.trace(*args, **kwargs)
+        after = partitioned(traced, found.inner["jaxpr"], mesh_of(call), ask=False)
+        return msgspec.structs.replace(plan, remaining=remaining(after.module, plan.mesh))
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = _compat.infer(self._jitted, args, kwargs)
