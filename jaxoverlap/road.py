@@ -14,6 +14,7 @@ from jaxoverlap.cost import CostModel, Group, cost_model, has_cost_model
 from jaxoverlap.granularity import Site, site_of
 from jaxoverlap.made_for import check, cluster_for, followed, made_for
 from jaxoverlap.passes.decide import decide, source_of
+from jaxoverlap.passes.errors import UserError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.lookups import lookups, scatter
@@ -295,7 +296,7 @@ def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
     if cluster is not None and mesh.size != cluster.num_devices:
-        raise ValueError(
+        raise UserError(
             f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
             f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
             "size, or name the cluster that the mesh is for"
