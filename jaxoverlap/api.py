@@ -13,12 +13,23 @@ import msgspec
 
 from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
+from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
+from jaxoverlap.never_slower import predicted
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import FSDP, Plan, Variant
-from jaxoverlap.rewritten import Rewritten, agree, rewritten, subject_of, tell, warn
-from jaxoverlap.road import OnError, Options, begin, travel
+from jaxoverlap.pods import is_pod
+from jaxoverlap.rewritten import (
+    Rewritten,
+    agree,
+    decided,
+    rewritten,
+    rival_of,
+    subject_of,
+    tell,
+)
+from jaxoverlap.road import OnError, Options, begin, mesh_of, travel
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
 from jaxoverlap.tune import Tuning, tuned
@@ -42,6 +53,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
     agree_within_s: float = ...,
+    never_slower: bool = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -56,6 +68,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
     agree_within_s: float = ...,
+    never_slower: bool = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -69,6 +82,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
     agree_within_s: float = 20.0,
+    never_slower: bool = True,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -108,6 +122,9 @@ def overlap(
         agree_within_s: where the mesh spans processes, how long the first that comes to the step,
             or to `lower`, waits there for the last: none compiles before all are about to compile
             the same. If they are not, or one does not come, all raise `DisagreementError`.
+        never_slower: where the GPUs' prices are known, compile the step as it is too, in a child
+            process, and take what is faster by simulation; warn if that is not what has the rings.
+            `Compiled.speedup` has both. False compiles the overlapped step alone, as does `plan`.
 
     Raises:
         ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
@@ -131,6 +148,8 @@ def overlap(
         raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
     if not agree_within_s > 0:
         raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
+    if not isinstance(never_slower, bool):
+        raise ValueError(f"never_slower={never_slower!r}: expected True or False")
     tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
@@ -153,6 +172,7 @@ def overlap(
             fsdp=fsdp or "prefetch",
             schedule=schedule,
             agree_within_s=agree_within_s,
+            never_slower=never_slower,
         )
     if fn is None:
         return lambda fn: Overlapped(fn, options, tuning)
@@ -294,8 +314,9 @@ class Overlapped:
         if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
             return self._jitted(*args, **kwargs)
         call = _compat.infer(self._jitted, args, kwargs)
-        found = self._agreed(call, args, kwargs)
-        if not _compat.at_top_level():
+        outermost = _compat.at_top_level()
+        found = (self._decided if outermost else self._agreed)(call, args, kwargs)
+        if not outermost:
             flat = _compat.bind_jit(call.flat, found.inner)
         elif found.ordering is None:
             flat = _compat.bind_jit(call.flat, found.params)
@@ -318,12 +339,23 @@ class Overlapped:
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = _compat.infer(self._jitted, args, kwargs)
-        found = self._agreed(call, args, kwargs)
+        found = self._decided(call, args, kwargs)
         ordering, params = found.ordering, found.params
         if ordering:
             params = ordering.named(params)
         lowered = _compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
-        return Lowered(lowered, found.plan, self._found, found.cluster, ordering)
+        rival = None
+        if found.undecided and not any(map(_compat.is_tracer, call.flat)):
+            rival = rival_of(self._jitted, call, args, kwargs, found, self._options)
+        return Lowered(
+            lowered,
+            found.plan,
+            self._found,
+            found.cluster,
+            ordering,
+            rival=rival,
+            speedup=found.speedup or predicted(found.plan),
+        )
 
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
@@ -347,6 +379,18 @@ class Overlapped:
             raise
         if found.stand is not None:
             found = self._seen[_key(call)] = agree(found, self._options)
+        return found
+
+    def _decided(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+        """The same, with rings or without, as is faster on the GPUs that are here.
+
+        For a pod both are compiled when it is compiled: see `Lowered.compile`.
+        """
+        found = self._agreed(call, args, kwargs)
+        traced = any(map(_compat.is_tracer, call.flat))
+        if found.undecided and not traced and not is_pod(mesh_of(call)):
+            found = decided(self._jitted, call, args, kwargs, found, self._options)
+            self._seen[_key(call)] = found
         return found
 
     def _planned(self, call: _compat.Call, args: tuple, kwargs: dict) -> Options:
