@@ -24,7 +24,7 @@ from jaxoverlap.never_slower import DECIDED_WITHIN_S, Rival
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.mesh import NoMeshError
 from jaxoverlap.plan import Plan, Schedule
-from jaxoverlap.road import Options, Start, Travelled, begin, mesh_of, sites_of, travel
+from jaxoverlap.road import Options, Start, Travelled, mesh_of, sites_of, travel
 from jaxoverlap.scheduler import Ordering, ordering_for
 from jaxoverlap.search import Ready
 from jaxoverlap.speedup import Speedup, Way
@@ -44,7 +44,8 @@ class Rewritten:
         cluster: that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
         stand: what the processes have still to agree on; None where they have, or there is one.
-        undecided: whether it has still to be held against the step as it is.
+        cost: of its cluster, where that is known.
+        undecided: whether it has still to be held against the step as it is, by that cost.
         speedup: what came of that, where it was done before any compilation.
     """
 
@@ -55,6 +56,7 @@ class Rewritten:
     cluster: Cluster | None = None
     ordering: Ordering | None = None
     stand: Stand | None = None
+    cost: CostModel | None = None
     undecided: bool = False
     speedup: Speedup | None = None
 
@@ -101,6 +103,7 @@ def rewritten(
         cluster=done.cluster,
         ordering=ordering,
         stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
+        cost=done.cost,
         undecided=bool(done.cost and options.never_slower and not options.plan)
         and is_gpu(done.mesh),
     )
@@ -154,11 +157,8 @@ def rival_of(
     Args:
         jitted, call, args, kwargs, options: as it was rewritten with.
     """
-    assert found.plan is not None
-    start, traced = begin(call, options), jitted.trace(*args, **kwargs)
-    cost = start.cost
-    assert cost is not None
-    rings = found.plan
+    assert found.plan is not None and found.cost is not None
+    rings, cost, traced = found.plan, found.cost, jitted.trace(*args, **kwargs)
 
     @functools.cache
     def made(way: Way) -> Rewritten:
@@ -169,7 +169,7 @@ def rival_of(
         return _lowered(traced, new), new
 
     def request(way: Way, compiler_options: Mapping[str, Any] | None) -> Request:
-        return _request(*lowered(way), start.mesh, cost, compiler_options)
+        return _request(*lowered(way), mesh_of(call), cost, compiler_options)
 
     return Rival(rings.step, rings, cost, options.schedule is not None, lowered, request)
 

@@ -6,6 +6,7 @@ parent does. What was tried is kept in a folder, under a hash of all that it dep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -192,6 +193,9 @@ def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float)
             stopped = stop.finished.is_set()
             stop.cancel()
             code = child.wait()
+            child.stdout.close()
+            with contextlib.suppress(BrokenPipeError):  # of what it did not read
+                child.stdin.close()
         if code == 0:
             return msgspec.json.decode(answer.splitlines()[-1], type=Trial | Failure)
         return _failure(code, stopped, timeout_s, said)
