@@ -54,7 +54,7 @@ class Options:
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
         plan: the plan that all of these come from.
-        agree_within_s: as in `overlap`.
+        agree_within_s, never_slower: as in `overlap`.
     """
 
     cluster: Cluster | None = None
@@ -69,6 +69,7 @@ class Options:
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
     agree_within_s: float = 20.0
+    never_slower: bool = True
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Options:
