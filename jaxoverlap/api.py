@@ -14,13 +14,26 @@ import msgspec
 
 from jaxoverlap import _compat
 from jaxoverlap._inside import Found, arguments_reach, find_jit
+from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
+from jaxoverlap.never_slower import predicted
 from jaxoverlap.passes.errors import own_faults
+from jaxoverlap.passes.partitioned import partitioned
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import FSDP, Plan, Variant
-from jaxoverlap.rewritten import Rewritten, agree, rewritten, subject_of, tell, travelled, warn
-from jaxoverlap.road import OnError, Options, begin
+from jaxoverlap.pods import is_pod
+from jaxoverlap.rewritten import (
+    Rewritten,
+    agree,
+    decided,
+    rewritten,
+    rival_of,
+    subject_of,
+    tell,
+    travelled,
+)
+from jaxoverlap.road import OnError, Options, begin, mesh_of
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
 from jaxoverlap.tune import Tuning, tuned
@@ -44,6 +57,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
     agree_within_s: float = ...,
+    never_slower: bool = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -58,6 +72,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
     agree_within_s: float = ...,
+    never_slower: bool = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -71,6 +86,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
     agree_within_s: float = 20.0,
+    never_slower: bool = True,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -112,6 +128,9 @@ def overlap(
         agree_within_s: where the mesh spans processes, how long the first that comes to the step,
             or to `lower`, waits there for the last: none compiles before all are about to compile
             the same. If they are not, or one does not come, all raise `DisagreementError`.
+        never_slower: where the GPUs' prices are known, compile the step as it is too, in a child
+            process, and take what is faster by simulation; warn if that is not what has the rings.
+            `Compiled.speedup` has both. False compiles the overlapped step alone, as does `plan`.
 
     Raises:
         ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
@@ -135,6 +154,8 @@ def overlap(
         raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
     if not agree_within_s > 0:
         raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
+    if not isinstance(never_slower, bool):
+        raise ValueError(f"never_slower={never_slower!r}: expected True or False")
     tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
@@ -157,6 +178,7 @@ def overlap(
             fsdp=fsdp or "prefetch",
             schedule=schedule,
             agree_within_s=agree_within_s,
+            never_slower=never_slower,
         )
     if fn is None:
         return lambda fn: Overlapped(fn, options, tuning)
@@ -309,10 +331,11 @@ class Overlapped:
         if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
             return self._jitted(*args, **kwargs)
         call = _compat.infer(self._jitted, args, kwargs)
-        found = self._agreed(call, args, kwargs)
+        outermost = _compat.at_top_level()
+        found = (self._decided if outermost else self._agreed)(call, args, kwargs)
         if found.params is found.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
-        if not _compat.at_top_level():
+        if not outermost:
             flat = _compat.bind_jit(call.flat, found.inner)
         elif found.ordering is None:
             flat = _compat.bind_jit(call.flat, found.params)
@@ -327,9 +350,10 @@ class Overlapped:
         if found.error is not None:
             raise found.error
         plan = found.plan or travelled(self._jitted, call, args, kwargs, self._options).plan
-        traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), found.inner)
+        traced = self._jitted.trace(*args, **kwargs)
         with own_faults(plan.step):
-            return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
+            after = partitioned(traced, found.inner["jaxpr"], mesh_of(call), ask=False)
+            return msgspec.structs.replace(plan, remaining=remaining(after.module, plan.mesh))
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = _compat.infer(self._jitted, args, kwargs)
@@ -338,12 +362,23 @@ class Overlapped:
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = _compat.infer(self._jitted, args, kwargs)
-        found = self._agreed(call, args, kwargs)
+        found = self._decided(call, args, kwargs)
         ordering, params = found.ordering, found.params
         if ordering:
             params = ordering.named(params)
         lowered = _compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
-        return Lowered(lowered, found.plan, self._found, found.cluster, ordering)
+        rival = None
+        if found.undecided and not any(map(_compat.is_tracer, call.flat)):
+            rival = rival_of(self._jitted, call, args, kwargs, found, self._options)
+        return Lowered(
+            lowered,
+            found.plan,
+            self._found,
+            found.cluster,
+            ordering,
+            rival=rival,
+            speedup=found.speedup or predicted(found.plan),
+        )
 
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
@@ -378,6 +413,21 @@ class Overlapped:
                 found = agree(found, self._options)
                 self._seen.put(_key(call), found, at_most=_MAX_SEEN)
         return found
+
+    def _decided(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+        """The same, with rings or without, as is faster on the GPUs that are here.
+
+        For a pod both are compiled when it is compiled: see `Lowered.compile`.
+        """
+        found = self._agreed(call, args, kwargs)
+        if not found.undecided or any(map(_compat.is_tracer, call.flat)) or is_pod(mesh_of(call)):
+            return found
+        with self._lock:
+            found = self._agreed(call, args, kwargs)
+            if found.undecided:
+                found = decided(self._jitted, call, args, kwargs, found, self._options)
+                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
+            return found
 
     def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
