@@ -25,7 +25,7 @@ import functools
 import math
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Spec = tuple[tuple[str, ...], ...]
@@ -50,7 +50,7 @@ class Einsum:
     lhs: str
     rhs: str
     out: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int] = field(hash=False)  # equal ones count, though they have no hash
 
     def __str__(self) -> str:
         return f"{self.lhs},{self.rhs}->{self.out}"
@@ -184,7 +184,7 @@ class Matmul:
     rhs: Spec
     out: Spec
     itemsize: tuple[int, int, int]
-    axis_sizes: Mapping[str, int]
+    axis_sizes: Mapping[str, int] = field(hash=False)
 
     def spec(self, side: Side) -> Spec:
         """The sharding of one operand or of the result."""
