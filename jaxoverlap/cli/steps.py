@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Axes, Pod, Step, target
+from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
 from jaxoverlap.passes.audit import Audit
 from jaxoverlap.passes.audit import audit as audited
 from jaxoverlap.passes.timeline import Timeline
@@ -19,12 +19,14 @@ _Plain = Annotated[bool, typer.Option("--plain", help="Do the same with the step
 
 
 @command
-def explain(step: Step, *, pod: Pod, axes: Axes, json: Json = False) -> int:
+def explain(
+    step: Step, *, pod: Pod, axes: Axes, processes: Processes = None, json: Json = False
+) -> int:
     """What becomes of each matmul of a step, and why; compiles nothing.
 
     Exit code 1 if nothing becomes a ring.
     """
-    of = target(step, pod, axes)
+    of = target(step, with_processes(pod, processes), axes)
     plan = of.overlapped.explain(*of.args)
     say(plan.to_json() if json else str(plan))
     return OK if plan.decisions else NO
@@ -36,6 +38,7 @@ def audit(
     *,
     pod: Pod,
     axes: Axes,
+    processes: Processes = None,
     plain: _Plain = False,
     at_least: Annotated[
         float, typer.Option(help="Share of the rings' hops that has to be covered.", min=0, max=1)
@@ -46,7 +49,7 @@ def audit(
 
     Exit code 1 if a smaller share of the hops than --at-least is covered.
     """
-    of = target(step, pod, axes)
+    of = target(step, with_processes(pod, processes), axes)
     audits = {"overlapped": of.compile().audit()}
     if plain:
         audits["plain"] = audited(of.compile_plain())
@@ -71,6 +74,7 @@ def simulate(
     *,
     pod: Pod,
     axes: Axes,
+    processes: Processes = None,
     plain: _Plain = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
@@ -81,6 +85,7 @@ def simulate(
     for path in (html, svg, perfetto):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+    pod = with_processes(pod, processes)
     of = target(step, pod, axes)
     steps = {"overlapped": of.compile().simulate(pod)}
     if plain:
