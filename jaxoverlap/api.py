@@ -11,7 +11,7 @@ from typing import Any, overload
 import jax
 import msgspec
 
-from jaxoverlap import _compat
+from jaxoverlap import _compat, hosts
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
@@ -239,6 +239,7 @@ class Overlapped:
                 "function. What wraps a jitted function goes around overlap(): "
                 "nnx.cached_partial(overlap(step), model)"
             )
+        hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
         self._found = found or Found(jax.jit(fn), lambda new: new)
         self._jitted: Any = self._found.jitted
