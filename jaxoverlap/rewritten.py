@@ -21,10 +21,11 @@ from jaxoverlap.cost import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.made_for import facts_of
 from jaxoverlap.never_slower import DECIDED_WITHIN_S, Rival
+from jaxoverlap.options import Options
 from jaxoverlap.passes.errors import RewriteError, own_faults
 from jaxoverlap.passes.mesh import MeshError, NoMeshError
 from jaxoverlap.plan import Plan, Schedule
-from jaxoverlap.road import Options, Start, Travelled, mesh_of, sites_of, travel
+from jaxoverlap.road import Start, Travelled, mesh_of, sites_of, travel
 from jaxoverlap.scheduler import Ordering, ordering_for
 from jaxoverlap.search import Ready
 from jaxoverlap.speedup import Speedup, Way
