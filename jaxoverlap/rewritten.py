@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -21,8 +21,8 @@ from jaxoverlap.cost import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.made_for import facts_of
 from jaxoverlap.never_slower import DECIDED_WITHIN_S, Rival
-from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.mesh import NoMeshError
+from jaxoverlap.passes.errors import RewriteError, own_faults
+from jaxoverlap.passes.mesh import MeshError, NoMeshError
 from jaxoverlap.plan import Plan, Schedule
 from jaxoverlap.road import Options, Start, Travelled, mesh_of, sites_of, travel
 from jaxoverlap.scheduler import Ordering, ordering_for
@@ -30,6 +30,18 @@ from jaxoverlap.search import Ready
 from jaxoverlap.speedup import Speedup, Way
 from jaxoverlap.trial import Request
 from jaxoverlap.tune import Subject
+
+
+class Notice(NamedTuple):
+    """Something that the user is to be told, once a step.
+
+    Attributes:
+        topic: what it is about; of several notices on one topic the first is told.
+        text: what to say.
+    """
+
+    topic: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,8 @@ class Rewritten:
         cost: of its cluster, where that is known.
         undecided: whether it has still to be held against the step as it is, by that cost.
         speedup: what came of that, where it was done before any compilation.
+        notice: why nothing is overlapped; None where something is, or nothing was asked for.
+        error: why there is no plan; None where there is one, or where another process failed.
     """
 
     plan: Plan | None
@@ -59,33 +73,103 @@ class Rewritten:
     cost: CostModel | None = None
     undecided: bool = False
     speedup: Speedup | None = None
+    notice: Notice | None = None
+    error: MeshError | RewriteError | None = None
 
 
 def rewritten(
-    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any,
+    call: _compat.Call,
+    args: tuple,
+    kwargs: dict,
+    options: Options,
+    find_plan: Callable[[], Plan] | None = None,
 ) -> Rewritten:
-    """Rewrite a step for arguments like these, or leave it plain where `options` allow that.
+    """Rewrite a step for arguments like these; or leave it as it is.
+
+    It stays as it is where it does not run on one mesh of several devices, and where the rewrite
+    fails, if `options` allow that.
+
+    Args:
+        jitted, call, args, kwargs: the step, and how it is called.
+        options: what was asked for.
+        find_plan: finds the plan to follow, which then says most of `options`.
 
     Raises:
-        ValueError, RewriteError: as `travel`.
+        UserError: as `travel`; a MeshError only if a plan is given, which is for one mesh.
+        RewriteError: if the rewrite fails, unless `options` allow that.
+        ValueError, DisagreementError: as `find_plan`.
     """
     params, name = call.params, call.params["name"]
     try:
-        done = travel(jitted, call, args, kwargs, options)
-    except NoMeshError:
-        if not any(map(_compat.is_tracer, call.flat)):
+        if find_plan is not None:
+            with own_faults(name, ValueError, DisagreementError):
+                options = _following(find_plan(), options)
+        return _rewritten(jitted, call, args, kwargs, options)
+    except MeshError as error:
+        if options.plan is not None:
             raise
-        warn(
-            f"{name} runs without overlap: it is called under jit, grad or vmap, where the "
-            "shardings of its arguments are not known. Overlap the outermost function, or "
-            "give the step in_shardings or sharding constraints"
-        )
-        return _plain(params)
+        return replace(_plain(params), notice=_no_mesh(call, error), error=error)
     except RewriteError as error:
         if options.on_error == "raise":
             raise
-        warn(f"{name} runs without overlap: {error}")
-        return replace(_plain(params), stand=_failed(call, error, plain=True))
+        text = f"{name} runs without overlap: {error.without_plain}"
+        stand = _failed(call, error, plain=True)
+        return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
+
+
+def _following(plan: Plan, options: Options) -> Options:
+    """The options that follow a plan, with what no plan says."""
+    return Options.of(
+        plan,
+        cluster=options.cluster,
+        on_error=options.on_error,
+        agree_within_s=options.agree_within_s,
+    )
+
+
+def _no_mesh(call: _compat.Call, error: MeshError) -> Notice:
+    """Why a step on no mesh, on two or on one device runs as it is."""
+    text = str(error)
+    if isinstance(error, NoMeshError) and any(map(_compat.is_tracer, call.flat)):
+        text = (
+            f"{call.params['name']} is called under jit, grad or vmap, where the shardings of its "
+            "arguments are not known. Overlap the outermost function, or give the step "
+            "in_shardings or sharding constraints"
+        )
+    return Notice("no mesh", f"overlap() changes nothing: {text}")
+
+
+def travelled(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Travelled:
+    """The step at the end of the road; whatever fails there unexpectedly is a RewriteError.
+
+    Raises:
+        UserError, RewriteError: as `travel`.
+        Exception: what the step itself raises when it is lowered, as it comes.
+    """
+    try:
+        with own_faults(call.params["name"]):
+            return travel(jitted, call, args, kwargs, options)
+    except RewriteError as error:
+        failed = error
+    jitted.trace(*args, **kwargs).lower()  # where the step is at fault, the error is its own
+    raise failed
+
+
+def _rewritten(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Rewritten:
+    """A step with its rings, and all that it is compiled with."""
+    done = travelled(jitted, call, args, kwargs, options)
+    with own_faults(call.params["name"]):
+        return _arrived(call, done, options)
+
+
+def _arrived(call: _compat.Call, done: Travelled, options: Options) -> Rewritten:
+    """What becomes of a step that is at the end of the road."""
+    params, name = call.params, call.params["name"]
     own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
     ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
     at = ordering and ordering.options
@@ -106,7 +190,13 @@ def rewritten(
         cost=done.cost,
         undecided=bool(done.cost and options.never_slower and not options.plan)
         and is_gpu(done.mesh),
+        notice=None if plan.decisions or options.plan else _no_ring(name, plan),
     )
+
+
+def _no_ring(name: str, plan: Plan) -> Notice:
+    """What to say of a step on a mesh in which nothing becomes a ring."""
+    return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
 
 
 def _as_it_is(call: _compat.Call, mesh: Mesh) -> Rewritten:
@@ -208,8 +298,7 @@ def _without_rings(
 ) -> Rewritten:
     """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
     plan = rings.left_alone(rings.schedule if way == "reordered" else None)
-    plain = Options.of(plan, cluster=options.cluster, agree_within_s=options.agree_within_s)
-    return rewritten(jitted, call, args, kwargs, plain)
+    return rewritten(jitted, call, args, kwargs, _following(plan, options))
 
 
 # -- to be tuned ----------------------------------------------------------------------------------
