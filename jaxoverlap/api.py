@@ -12,7 +12,7 @@ from typing import Any, overload
 import jax
 import msgspec
 
-from jaxoverlap import _compat
+from jaxoverlap import _compat, hosts
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
@@ -265,6 +265,7 @@ class Overlapped:
                 "function. What wraps a jitted function goes around overlap(): "
                 "nnx.cached_partial(overlap(step), model)"
             )
+        hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
         self._found = found or Found(jax.jit(fn), lambda new: new)
         self._jitted: Any = self._found.jitted
@@ -420,15 +421,14 @@ class Overlapped:
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
         found = self._agreed(call, args, kwargs)
-        traced = any(map(_compat.is_tracer, call.flat))
-        if not found.undecided or traced or is_pod(mesh_of(call)):
+        if not found.undecided or any(map(_compat.is_tracer, call.flat)) or is_pod(mesh_of(call)):
             return found
         with self._lock:
             found = self._agreed(call, args, kwargs)
             if found.undecided:
                 found = decided(self._jitted, call, args, kwargs, found, self._options)
                 self._seen.put(_key(call), found, at_most=_MAX_SEEN)
-        return found
+            return found
 
     def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""

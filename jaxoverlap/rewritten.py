@@ -56,11 +56,11 @@ class Rewritten:
         cluster: that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
         stand: what the processes have still to agree on; None where they have, or there is one.
+        notice: why nothing is overlapped; None where something is, or nothing was asked for.
+        error: why there is no plan; None where there is one, or where another process failed.
         cost: of its cluster, where that is known.
         undecided: whether it has still to be held against the step as it is, by that cost.
         speedup: what came of that, where it was done before any compilation.
-        notice: why nothing is overlapped; None where something is, or nothing was asked for.
-        error: why there is no plan; None where there is one, or where another process failed.
     """
 
     plan: Plan | None
@@ -70,11 +70,11 @@ class Rewritten:
     cluster: Cluster | None = None
     ordering: Ordering | None = None
     stand: Stand | None = None
+    notice: Notice | None = None
+    error: MeshError | RewriteError | None = None
     cost: CostModel | None = None
     undecided: bool = False
     speedup: Speedup | None = None
-    notice: Notice | None = None
-    error: MeshError | RewriteError | None = None
 
 
 def rewritten(
@@ -187,10 +187,10 @@ def _arrived(call: _compat.Call, done: Travelled, options: Options) -> Rewritten
         cluster=done.cluster,
         ordering=ordering,
         stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
+        notice=None if plan.decisions or options.plan else _no_ring(name, plan),
         cost=done.cost,
         undecided=bool(done.cost and options.never_slower and not options.plan)
         and is_gpu(done.mesh),
-        notice=None if plan.decisions or options.plan else _no_ring(name, plan),
     )
 
 

@@ -153,12 +153,10 @@ def _asked(body: Body) -> Iterator[tuple[Any, _Asked]]:
             yield (body.index, place), around.asked(eqn.invars[0], eqn.invars[2], eqn.outvars[0])
     for dot in body.dots:
         readable = not dot.inside or (dot.manual and dot.manual.automatic)
-        if (
-            readable
-            and dot.eqn.primitive.name == "dot_general"
-            and dot.eqn.outvars[0] in around.live
-        ):
-            yield dot.index, around.asked(*dot.eqn.invars, dot.eqn.outvars[0])
+        out = dot.eqn.outvars[0]
+        if readable and dot.eqn.primitive.name == "dot_general" and out in around.live:
+            lhs, rhs = dot.eqn.invars
+            yield dot.index, around.asked(lhs, rhs, out)
 
 
 class _Around:

@@ -9,10 +9,10 @@ and what reads the sum. Where everything up to the next matmuls goes row by row,
 stay scattered, and those matmuls gather it in rings of their own: as sequence parallelism has it
 (Korthikanti et al., arXiv 2205.05198), but found and not asked for.
 
-What goes row by row XLA's partitioner knows. The sums are constrained to be scattered, XLA is asked
-again, the step is decided on again, and `exposure` tells which of the two is better. It counts what no
-matmul hides twice: a value that was saved whole for the backward pass is now gathered again there,
-in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
+XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, XLA is asked
+again, the step is decided on again, and `exposure` tells which of the two is better. It counts
+bytes twice that no matmul hides: a value that was saved whole for the backward pass is now gathered
+again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
 """
 
 from __future__ import annotations
