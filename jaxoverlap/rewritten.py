@@ -299,8 +299,7 @@ def _without_rings(
 ) -> Rewritten:
     """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
     plan = rings.left_alone(rings.schedule if way == "reordered" else None)
-    plain = Options.of(plan, cluster=options.cluster, agree_within_s=options.agree_within_s)
-    return rewritten(jitted, call, args, kwargs, plain)
+    return rewritten(jitted, call, args, kwargs, _following(plan, options))
 
 
 # -- to be tuned ----------------------------------------------------------------------------------
