@@ -1,8 +1,8 @@
 """Chips, links and clusters: what the compiler and the cost model need to know of the hardware.
 
 A cluster is named by a string: chip, hosts, GPUs a host. `parse_cluster("h100-sxm:8x8")` is eight
-hosts of eight, each with one JAX process for its eight GPUs; "h100-sxm:8x8/8" has eight processes on
-each host, one for each GPU, as SLURM starts them. Nothing here needs JAX.
+hosts of eight, each with one JAX process for its eight GPUs; "h100-sxm:8x8/8" has eight processes
+on each host, one for each GPU, as SLURM starts them. Nothing here needs JAX.
 
 Two kinds of numbers stand here. Facts: core counts, memory, caches and clocks are those of the
 GPU target configurations that XLA keeps for compiling without a GPU (openxla/xla,

@@ -220,7 +220,7 @@ def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
 
 def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
     """How many different ones there are along each axis, at most."""
-    found = np.frompyfunc(of, 1, 1)(mesh.devices)
+    found = np.vectorize(of, otypes=[object])(mesh.devices)
     return {
         axis: max(len(set(line)) for line in np.moveaxis(found, i, -1).reshape(-1, size).tolist())
         for i, (axis, size) in enumerate(mesh.shape.items())

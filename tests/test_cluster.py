@@ -36,7 +36,9 @@ def test_processes_share_a_hosts_gpus():
     assert cluster.num_devices == 32
     one = parse_cluster("h100-sxm:4x8")
     assert (one.processes_per_host, one.gpus_per_process) == (1, 8)
-    assert parse_cluster("h100-sxm:4x8/1") == one and str(parse_cluster("h100-sxm:4x8/1")) == str(one)
+    assert parse_cluster("h100-sxm:4x8/1") == one and str(parse_cluster("h100-sxm:4x8/1")) == str(
+        one
+    )
     assert cluster != one
     assert dataclasses.replace(one, processes_per_host=2) == cluster
 

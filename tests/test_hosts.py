@@ -93,7 +93,9 @@ def test_what_all_have_said_is_read_once(store):
 
 def test_one_that_does_not_say_is_named(store):
     store["jaxoverlap/hosts/0"] = "a"
-    with pytest.raises(jaxoverlap.DisagreementError, match=r"process 2, 3 did not say .* host") as e:
+    with pytest.raises(
+        jaxoverlap.DisagreementError, match=r"process 2, 3 did not say .* host"
+    ) as e:
         hosts.hosts_of(range(4), within_s=0.05)
     assert "overlap(agree_within_s=)" in str(e.value) and "h100-sxm:8x8/8" in str(e.value)
     assert hosts.hosts_of((0, 1), within_s=0.05) == {0: "a", 1: "a"}  # nobody else's matter
@@ -181,7 +183,9 @@ def test_a_named_cluster_says_what_is_a_process():
 
 def test_a_cluster_cannot_have_in_one_process_what_is_in_many():
     for name, found in (("2x4", 4), ("2x4/2", 2), ("2x4/4", 1)):
-        assert processes_of_one(mesh_of((2, 4), [1] * 8), parse_cluster(f"h100-sxm:{name}")) == found
+        assert (
+            processes_of_one(mesh_of((2, 4), [1] * 8), parse_cluster(f"h100-sxm:{name}")) == found
+        )
     assert processes_of_one(mesh_of((2, 4), [4] * 2), parse_cluster("h100-sxm:2x4/4")) == 1
 
 

@@ -45,7 +45,12 @@ def _chips() -> None:
     ]
     numbers = ("memory GB", "bf16 TFLOP/s", "NVLink GB/s", "network GB/s", "GPUs a rack")
     columns = ("chip", "CUDA's name", *numbers)
-    show_table("chips; a cluster is CHIP:HOSTSxGPUS, or CHIP:HOSTSxGPUS/PROCESSES_A_HOST", columns, rows, right=numbers)
+    show_table(
+        "chips; a cluster is CHIP:HOSTSxGPUS, or CHIP:HOSTSxGPUS/PROCESSES_A_HOST",
+        columns,
+        rows,
+        right=numbers,
+    )
     presets = [(p.name, p.about, p.chip) for p in PRESETS.values()]
     show_table("presets, for `jaxoverlap flags`", ("preset", "machines", "chip"), presets)
 
