@@ -128,7 +128,7 @@ _described: dict[Any, Cluster] = {}  # by the client of its devices: each pod ha
 
 
 def pod_of(mesh: Mesh) -> Cluster | None:
-    """The pod of a mesh's devices, with its chip's own links; None if they are no pod's."""
+    """The pod that a mesh is of, with its chip's own links; None for a mesh of other devices."""
     return _described.get(mesh.devices.flat[0].client)
 
 

@@ -13,10 +13,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Chip, Cluster, chips
 from jaxoverlap.hosts import WITHIN_S, hosts_of
+from jaxoverlap.passes.errors import UserError
 from jaxoverlap.pods import pod_of
 
 
-class NoMeshError(ValueError):
+class MeshError(UserError):
+    """A step that does not run on one mesh of several devices: none of it can be overlapped."""
+
+
+class NoMeshError(MeshError):
     """A step none of whose shardings names a mesh."""
 
 
@@ -32,7 +37,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
 
     Raises:
         NoMeshError: if there is none.
-        ValueError: if there are two, or if it has one device.
+        MeshError: if there are two, or if it has one device.
     """
     named = (map(_compat.bound_sharding, arguments), parameters, _constraints(jaxpr))
     meshes = {mesh for source in named for mesh in _meshes(source)}
@@ -45,7 +50,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
         )
     if len(meshes) > 1:
         shown = " and ".join(sorted(str(dict(m.shape)) for m in meshes))
-        raise ValueError(
+        raise MeshError(
             f"{name} uses {len(meshes)} meshes ({shown}); expected one for the step: the same "
             "axes, axis types and order of devices everywhere"
         )
@@ -56,7 +61,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
 
 def _check(name: str, mesh: Mesh) -> None:
     if mesh.size == 1:
-        raise ValueError(
+        raise MeshError(
             f"{name} runs on a mesh of one device ({dict(mesh.shape)}): there is nothing to "
             "overlap. Use more devices, or leave overlap() off"
         )
@@ -220,7 +225,7 @@ def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
 
 def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
     """How many different ones there are along each axis, at most."""
-    found = np.vectorize(of, otypes=[object])(mesh.devices)
+    found = np.array([*map(of, mesh.devices.flat)], object).reshape(mesh.devices.shape)
     return {
         axis: max(len(set(line)) for line in np.moveaxis(found, i, -1).reshape(-1, size).tolist())
         for i, (axis, size) in enumerate(mesh.shape.items())

@@ -30,7 +30,7 @@ Processes = Annotated[
     int | None,
     typer.Option(
         "--processes-per-host",
-        help="JAX processes on each host, as in h100-sxm:8x8/8, if not 1: SLURM starts one a GPU.",
+        help="JAX processes on each host, as in h100-sxm:8x8/8; default one. SLURM starts one a GPU.",
         min=1,
     ),
 ]
@@ -53,9 +53,10 @@ class Target:
         """The step, overlapped."""
         return overlap(self.step, cluster=self.pod)
 
-    def compile(self) -> Compiled:
-        """The overlapped step, compiled for the pod."""
-        return self.overlapped.lower(*self.args).compile()
+    def compile(self, *, keep_rings: bool = False) -> Compiled:
+        """The overlapped step, compiled for the pod; with its rings, even where they lose."""
+        step = overlap(self.step, cluster=self.pod, never_slower=not keep_rings)
+        return step.lower(*self.args).compile()
 
     def compile_plain(self) -> jax.stages.Compiled:
         """The step as it is, compiled for the pod.
