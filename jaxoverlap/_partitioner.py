@@ -157,7 +157,7 @@ def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
         return None
     try:
         (spec,) = parse_flatten_op_sharding(tiles, AbstractMesh(tuple(axes.values()), tuple(axes)))
-    except ValueError:  # part of an axis
+    except (ValueError, AssertionError):  # part of an axis
         return None
     dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec]
     if len(dims) > aval.ndim:  # a random key is an array of words

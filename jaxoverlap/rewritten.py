@@ -147,11 +147,11 @@ def travelled(
     """The step at the end of the road; whatever fails there unexpectedly is a RewriteError.
 
     Raises:
-        UserError, RewriteError: as `travel`.
+        UserError, RewriteError, DisagreementError: as `travel`.
         Exception: what the step itself raises when it is lowered, as it comes.
     """
     try:
-        with own_faults(call.params["name"]):
+        with own_faults(call.params["name"], DisagreementError):
             return travel(jitted, call, args, kwargs, options)
     except RewriteError as error:
         failed = error

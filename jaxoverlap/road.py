@@ -108,6 +108,7 @@ def travel(
         ValueError: if it has two, or one that does not fit the cluster; if a plan was made for
             something else, or cannot be followed.
         RewriteError: if a pass fails.
+        DisagreementError: as `begin`.
     """
     start = begin(call, options)
     if options.plan and options.plan.plain:
@@ -177,7 +178,7 @@ def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
             "size, or name the cluster that the mesh is for"
         )
     if cluster is not None and is_gpu(mesh) and (found := processes_of_one(mesh, cluster)) > 1:
-        raise ValueError(
+        raise UserError(
             f"{name} runs on a mesh where {cluster.gpus_per_process} GPUs that cluster {cluster} "
             f"has in one process are in {found}, which cannot copy from each other: say after a "
             "slash how many processes a host runs, as in 'h100-sxm:8x8/8', or in "

@@ -80,6 +80,8 @@ def test_pods_gives_meshes_that_fit():
     meshes = run_json("pods", "gb200:18x4")["meshes"]
     assert all(m["data"] * m["model"] == 72 for m in meshes)
     assert {"data": 1, "model": 72} in meshes
+    assert "NVLink among 8 (hosts of it: 1; 1 a process)" in run("pods", "h100-sxm:8x8/8")
+    assert run_json("pods", "h100-sxm:8x8/2")["processes_per_host"] == 2
 
 
 # -- steps ------------------------------------------------------------------------------------------
@@ -144,6 +146,20 @@ def test_simulate_prints():
     assert "on h100-sxm:1x4: step " in shown and "longest exposed" in shown
 
 
+@needs_plugin
+@pods
+def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
+    shown = run("explain", "tests.build_step", *POD, "--processes-per-host", "4")
+    assert "The cluster is taken to be h100-sxm:1x4/4 (hosts x GPUs / processes a host)" in shown
+    mesh = ("--mesh", "tp=4")
+    assert shown == run("explain", "tests.build_step", "--pod", "h100-sxm:1x4/4", *mesh)
+    for command, *more in (("audit",), ("simulate", "--plain")):
+        option = run_json(command, "tests.build_step", *POD, *more, "--processes-per-host", "4")
+        slash = run_json(command, "tests.build_step", "--pod", "h100-sxm:1x4/4", *mesh, *more)
+        host = run_json(command, "tests.build_step", *POD, *more, "--processes-per-host", "1")
+        assert option == slash != host
+
+
 # -- mistakes and failures --------------------------------------------------------------------------
 
 
@@ -158,6 +174,19 @@ def test_simulate_prints():
         (("explain", "tests.build_step", "--pod", "h100-sxm:1x4", "--mesh", "tp"), "--mesh 'tp'"),
         (("explain", "tests.build_step", "--pod", "h100-sxm:1x4"), "Missing option '--mesh'"),
         (("audit", "tests.build_step", *POD, "--at-least", "2"), "--at-least"),
+        (("explain", "x", *POD, "--processes-per-host", "3"), "3 processes on a host of 4 GPUs"),
+        (("audit", "x", *POD, "--processes-per-host", "0"), "--processes-per-host"),
+        (
+            (
+                *("simulate", "x", "--pod", "h100-sxm:1x8/8", "--mesh", "tp=8"),
+                *("--processes-per-host", "2"),
+            ),
+            "h100-sxm:1x8/8 has 8 processes on each host, and --processes-per-host says 2",
+        ),
+        (
+            ("tune", "x", "--mesh", "tp=8", "--measure", "--processes-per-host", "8"),
+            "--processes-per-host is of a --pod",
+        ),
         (("simulate", "x", *POD, "--html", "/no/such/folder/x.html"), "there is no folder"),
     ],
 )
