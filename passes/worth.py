@@ -30,7 +30,7 @@ the chunk over it may hide behind something else, and the collective that is lef
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,7 +107,7 @@ class Prices:
         return max(whole_s / 2 - (whole_s - self._waits_s(ring)), 0.0)
 
     def chosen(
-        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[tuple[Dot, sites.Matmul]]]
+        self, ring: Ring, usual: Variant, others: Callable[[], float]
     ) -> tuple[Variant, str]:
         """How a ring's pieces travel, and why so if not as usual.
 
@@ -118,7 +118,7 @@ class Prices:
         Args:
             ring: the ring.
             usual: how its pieces travel if nothing else is known.
-            others: gives the matmuls that the collective could hide behind.
+            others: gives the seconds of the matmuls that the collective could hide behind.
         """
         why = self.loss(ring, usual)
         if not why:
@@ -129,10 +129,8 @@ class Prices:
         slices = self._slices(ring, others()) if ring.kind in _SLICED else 1
         return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
-    def _slices(self, ring: Ring, others: Iterable[tuple[Dot, sites.Matmul]]) -> int:
+    def _slices(self, ring: Ring, beside_s: float) -> int:
         """How many slices a collective goes in: more while little hides what of it stays bare."""
-        known = [(dot, matmul) for dot, matmul in others if self._prices(dot)]
-        beside_s = sum(self._matmul_s(_kernel(dot, m, local_sizes(m))) for dot, m in known)
         best, best_s = 1, self._matmuls_s(ring) + self._waits_s(ring)
         for slices in SLICES:
             hidden = beside_s >= 2 * self._collective_s(ring, best)
@@ -155,10 +153,6 @@ class Prices:
         cut_s = self._cut_s(ring, slices, sums=False)
         chunk_s, slice_s = cut_s / slices, self._collective_s(ring, slices)
         return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
-
-    def plain_s(self, ring: Ring) -> float:
-        """Seconds of a ring's matmuls after the whole collective, or before it; of one run."""
-        return self._collective_s(ring) + self._matmuls_s(ring)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
@@ -188,6 +182,12 @@ class Prices:
         """Seconds of one of a member's chunks, with the copies that cutting needs."""
         matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums)
         return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
+
+    def local_s(self, dot: Dot, matmul: sites.Matmul) -> float:
+        """Seconds of what one device does of a matmul, in one piece; 0 if it has no price."""
+        if not self._prices(dot):
+            return 0.0
+        return self._matmul_s(_kernel(dot, matmul, local_sizes(matmul)))
 
     def _matmul_s(self, m: Matmul) -> float:
         return self.cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
