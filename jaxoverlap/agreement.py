@@ -208,9 +208,9 @@ def _facts(store: Store, where: str, first: _Head, other: _Head) -> Iterator[str
 
 
 class _Given(msgspec.Struct):
-    """What process 0 leaves for the others."""
+    """What one process leaves for the others."""
 
-    plan: str = ""
+    text: str = ""
     failed: str = ""
 
 
@@ -229,27 +229,48 @@ def agreed(make: Callable[[], Plan], *, within_s: float = 3600.0) -> Plan:
     """
     if jax.process_count() == 1:
         return make()
-    store, where = _store(), _next("plan", tuple(range(jax.process_count())))
-    if jax.process_index() == 0:
+    everyone = tuple(range(jax.process_count()))
+    text = handed(lambda: make().to_json(), "plan", everyone, within_s=within_s)
+    return Plan.from_json(text)
+
+
+def handed(
+    make: Callable[[], str], what: str, processes: tuple[int, ...], *, within_s: float
+) -> str:
+    """A text that the first of some processes makes, in all of them.
+
+    Args:
+        make: called in the first alone, while the others wait.
+        what: the text is.
+        processes: this one among them; none, if there is but one.
+        within_s: how long they wait.
+
+    Raises:
+        DisagreementError, Exception: as `agreed`.
+    """
+    if not processes:
+        return make()
+    store, where, first = _store(), _next(what, processes), processes[0]
+    if jax.process_index() == first:
         try:
-            plan = make()
+            text = make()
         except BaseException as error:
             _give(store, where, _Given(failed=f"{type(error).__name__}: {error}"))
             raise
-        _give(store, where, _Given(plan=plan.to_json()))
-        return plan
-    given = msgspec.json.decode(_awaited(store, where, within_s), type=_Given)
+        _give(store, where, _Given(text=text))
+        return text
+    given = msgspec.json.decode(_awaited(store, where, what, first, within_s), type=_Given)
     if given.failed:
-        raise DisagreementError(f"process 0 made no plan, as it failed: {given.failed}")
-    return Plan.from_json(given.plan)
+        raise DisagreementError(f"process {first} made no {what}, as it failed: {given.failed}")
+    return given.text
 
 
 def _give(store: Store, where: str, given: _Given) -> None:
     store.key_value_set(where, msgspec.json.encode(given).decode())
 
 
-def _awaited(store: Store, where: str, within_s: float) -> str:
-    """What process 0 leaves, as soon as it does."""
+def _awaited(store: Store, where: str, what: str, first: int, within_s: float) -> str:
+    """What the first process leaves, as soon as it does."""
     end = time.monotonic() + within_s
     while (left := end - time.monotonic()) > 0:
         try:
@@ -258,8 +279,8 @@ def _awaited(store: Store, where: str, within_s: float) -> str:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
     raise DisagreementError(
-        f"process 0 gave no plan within {within_s:g} s; process {jax.process_index()} waited. Give "
-        "it longer, in agreed(within_s=), or see what became of it"
+        f"process {first} gave no {what} within {within_s:g} s; process {jax.process_index()} "
+        "waited. Give it longer, in agreed(within_s=), or see what became of it"
     )
 
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.decide import letters_of, source_of
+from jaxoverlap.passes.errors import UserError
 from jaxoverlap.passes.fingerprint import fingerprint, memory_text
 from jaxoverlap.passes.jaxprs import dots
 from jaxoverlap.passes.mesh import axis_domains, cluster_of
@@ -117,7 +118,7 @@ def check(
         ValueError: with all that differs.
     """
     if plan.made_for is None:
-        raise ValueError(
+        raise UserError(
             "the plan does not say which step it was made for: take one that explain() or tune() "
             "gave, and change that"
         )
@@ -129,7 +130,7 @@ def check(
         differ += [f"{what}: {_two(*short)}", *inside]
     if differ:
         lines = "".join(f"\n  {line}" for line in differ)
-        raise ValueError(
+        raise UserError(
             f"the plan was made for something else than {name} as it is here; this differs:{lines}"
             "\nTune again, or give the plan that was made for this"
         )
@@ -249,7 +250,7 @@ def followed(plan: Plan, done: Plan) -> Plan:
             lines.append(f"{what}: {_two(then, now)}")
     if lines:
         shown = "".join(f"\n  {line}" for line in _first(lines, "matmuls"))
-        raise ValueError(
+        raise UserError(
             f"the plan cannot be followed on {done.step}; this came out otherwise:{shown}\n"
             "Tune again; a plan changed by hand has to be one that explain() could give"
         )

@@ -14,6 +14,7 @@ from jaxoverlap.cost import CostModel, Group, cost_model, has_cost_model
 from jaxoverlap.granularity import Site, site_of
 from jaxoverlap.made_for import check, cluster_for, followed, made_for
 from jaxoverlap.passes.decide import decide, source_of
+from jaxoverlap.passes.errors import UserError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.lookups import lookups, scatter
@@ -27,8 +28,9 @@ from jaxoverlap.passes.mesh import (
     find_mesh,
     unread,
 )
+from jaxoverlap.passes.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.prefetch import prefetch
-from jaxoverlap.passes.propagate import Shardings, propagate
+from jaxoverlap.passes.results import open_results, pin_results
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.passes.rings import Ring
 from jaxoverlap.passes.scattered import Decide, Outcome, Point, scatter_sums, with_sums_scattered
@@ -52,7 +54,7 @@ class Options:
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
         plan: the plan that all of these come from.
-        agree_within_s: as in `overlap`.
+        agree_within_s, never_slower: as in `overlap`.
     """
 
     cluster: Cluster | None = None
@@ -67,6 +69,7 @@ class Options:
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
     agree_within_s: float = 20.0
+    never_slower: bool = True
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Options:
@@ -170,7 +173,9 @@ def travel(
         outcome = decided(jaxpr, {})
     else:
         traced = jitted.trace(*args, **kwargs)
-        outcome = _outcome(traced, jaxpr, decided, mesh, costs, options)
+        plain = partitioned(traced, jaxpr, mesh)
+        jaxpr = pin_results(jaxpr, open_results(call.params, plain.results, mesh), mesh)
+        outcome = _outcome(traced, jaxpr, plain, decided, mesh, costs, options)
     rewritten, prefetched = outcome.rewritten, 0
     if options.fsdp == "prefetch":
         rewritten, prefetched = prefetch(rewritten, outcome.gathered)
@@ -228,20 +233,19 @@ def mesh_of(call: _compat.Call) -> Mesh:
 def _outcome(
     traced: Any,
     jaxpr: Any,
+    plain: Picture,
     decided: Decide,
     mesh: Mesh,
     costs: Mapping[str, float],
     options: Options,
 ) -> Outcome:
     """What is decided: with the sums scattered that are asked for, or as leaves less exposed."""
-    shardings = propagate(traced, jaxpr)
     if options.sums is None:
-        return scatter_sums(traced, decided(jaxpr, shardings), decided, mesh, costs)
+        return scatter_sums(traced, decided(jaxpr, plain.shardings), decided, mesh, costs)
     where = {s.site: Point(s.dim, s.axes) for s in options.sums}
-    scattered = None
-    if where:
-        scattered = with_sums_scattered(traced, jaxpr, shardings, where, decided, mesh)
-    return scattered or decided(jaxpr, shardings)
+    if not where:
+        return decided(jaxpr, plain.shardings)
+    return with_sums_scattered(traced, jaxpr, plain.shardings, where, decided, mesh)
 
 
 def _decided(
@@ -293,7 +297,7 @@ def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
     if cluster is not None and mesh.size != cluster.num_devices:
-        raise ValueError(
+        raise UserError(
             f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
             f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
             "size, or name the cluster that the mesh is for"

@@ -11,9 +11,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster, chips
+from jaxoverlap.passes.errors import UserError
 
 
-class NoMeshError(ValueError):
+class MeshError(UserError):
+    """A step that does not run on one mesh of several devices: none of it can be overlapped."""
+
+
+class NoMeshError(MeshError):
     """A step none of whose shardings names a mesh."""
 
 
@@ -29,7 +34,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
 
     Raises:
         NoMeshError: if there is none.
-        ValueError: if there are two, or if it has one device.
+        MeshError: if there are two, or if it has one device.
     """
     named = (map(_compat.bound_sharding, arguments), parameters, _constraints(jaxpr))
     meshes = {mesh for source in named for mesh in _meshes(source)}
@@ -42,7 +47,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
         )
     if len(meshes) > 1:
         shown = " and ".join(sorted(str(dict(m.shape)) for m in meshes))
-        raise ValueError(
+        raise MeshError(
             f"{name} uses {len(meshes)} meshes ({shown}); expected one for the step: the same "
             "axes, axis types and order of devices everywhere"
         )
@@ -53,7 +58,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
 
 def _check(name: str, mesh: Mesh) -> None:
     if mesh.size == 1:
-        raise ValueError(
+        raise MeshError(
             f"{name} runs on a mesh of one device ({dict(mesh.shape)}): there is nothing to "
             "overlap. Use more devices, or leave overlap() off"
         )

@@ -12,10 +12,18 @@ from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
 from jaxoverlap.cli.target import Axes, Pod, Step, target
 from jaxoverlap.passes.audit import Audit
 from jaxoverlap.passes.audit import audit as audited
-from jaxoverlap.passes.timeline import Timeline
+from jaxoverlap.simulate import Simulation
 from jaxoverlap.simulate import simulate as simulated
 
 _Plain = Annotated[bool, typer.Option("--plain", help="Do the same with the step as it is.")]
+_KeepRings = Annotated[
+    bool,
+    typer.Option(
+        "--keep-rings",
+        help="Compile the overlapped step alone, and not what is faster by simulation, that or the "
+        "step without rings.",
+    ),
+]
 
 
 @command
@@ -37,6 +45,7 @@ def audit(
     pod: Pod,
     axes: Axes,
     plain: _Plain = False,
+    keep_rings: _KeepRings = False,
     at_least: Annotated[
         float, typer.Option(help="Share of the rings' hops that has to be covered.", min=0, max=1)
     ] = 0.0,
@@ -47,7 +56,7 @@ def audit(
     Exit code 1 if a smaller share of the hops than --at-least is covered.
     """
     of = target(step, pod, axes)
-    audits = {"overlapped": of.compile().audit()}
+    audits = {"overlapped": of.compile(keep_rings=keep_rings).audit()}
     if plain:
         audits["plain"] = audited(of.compile_plain())
     if json:
@@ -62,7 +71,7 @@ def audit(
 
 def _coverage(audit: Audit) -> dict[str, Any]:
     sums = {"all": audit.total, "hops": audit.hops, "rest": audit.rest}
-    return {**sums, "collectives": audit.collectives}
+    return {**sums, "collectives": audit.collectives, "speedup": audit.speedup}
 
 
 @command
@@ -72,6 +81,7 @@ def simulate(
     pod: Pod,
     axes: Axes,
     plain: _Plain = False,
+    keep_rings: _KeepRings = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
@@ -82,7 +92,7 @@ def simulate(
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
     of = target(step, pod, axes)
-    steps = {"overlapped": of.compile().simulate(pod)}
+    steps = {"overlapped": of.compile(keep_rings=keep_rings).simulate(pod)}
     if plain:
         steps["plain"] = simulated(of.compile_plain(), pod)
     overlapped, other = steps["overlapped"], steps.get("plain")
@@ -101,7 +111,7 @@ def simulate(
     return OK
 
 
-def _seconds(step: Timeline) -> dict[str, Any]:
+def _seconds(step: Simulation) -> dict[str, Any]:
     names = ("step_s", "compute_s", "slowdown_s", "exposed_s", "communication_s", "bound_s")
     return {
         "module": step.module,
@@ -109,4 +119,5 @@ def _seconds(step: Timeline) -> dict[str, Any]:
         "link_s": step.link_s,
         "unknown": step.unknown,
         "spent": msgspec.to_builtins(step.spent),
+        "speedup": step.speedup,
     }

@@ -44,9 +44,10 @@ class Target:
         """The step, overlapped."""
         return overlap(self.step, cluster=self.pod)
 
-    def compile(self) -> Compiled:
-        """The overlapped step, compiled for the pod."""
-        return self.overlapped.lower(*self.args).compile()
+    def compile(self, *, keep_rings: bool = False) -> Compiled:
+        """The overlapped step, compiled for the pod; with its rings, even where they lose."""
+        step = overlap(self.step, cluster=self.pod, never_slower=not keep_rings)
+        return step.lower(*self.args).compile()
 
     def compile_plain(self) -> jax.stages.Compiled:
         """The step as it is, compiled for the pod.
