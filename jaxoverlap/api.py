@@ -12,7 +12,7 @@ from typing import Any, overload
 import jax
 import msgspec
 
-from jaxoverlap import _compat
+from jaxoverlap import _compat, hosts
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
@@ -265,6 +265,7 @@ class Overlapped:
                 "function. What wraps a jitted function goes around overlap(): "
                 "nnx.cached_partial(overlap(step), model)"
             )
+        hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
         self._found = found or Found(jax.jit(fn), lambda new: new)
         self._jitted: Any = self._found.jitted

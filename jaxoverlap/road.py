@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster
 from jaxoverlap.cost import CostModel, Group, cost_model, has_cost_model
+from jaxoverlap.flags import is_gpu
 from jaxoverlap.granularity import Site, site_of
 from jaxoverlap.made_for import check, cluster_for, followed, made_for
 from jaxoverlap.passes.decide import decide, source_of
@@ -26,6 +27,7 @@ from jaxoverlap.passes.mesh import (
     cluster_of,
     explicit_axes,
     find_mesh,
+    processes_of_one,
     unread,
 )
 from jaxoverlap.passes.partitioned import Picture, Shardings, partitioned
@@ -134,8 +136,12 @@ def begin(call: _compat.Call, options: Options) -> Start:
         NoMeshError: if the step has no mesh.
         ValueError: if it has two, or one that does not fit the cluster; if the plan was made for
             something else.
+        DisagreementError: if the cluster is not named, and a process of the mesh does not say on
+            which host it runs.
     """
     params, jaxpr, mesh = call.params, flatten(call.params["jaxpr"]), mesh_of(call)
+    if options.cluster is None:
+        cluster_of(mesh, options.agree_within_s)  # waits for the processes, once
     named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
     _check_cluster(params["name"], mesh, named)
     origin = made_for(call, mesh, named)
@@ -288,7 +294,7 @@ def _decided(
 
 def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
     """Who takes part in a collective along each mesh axis; permutes in one process are copies."""
-    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh)
+    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh, cluster)
     return {
         axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)
         for axis, size in mesh.shape.items()
@@ -301,4 +307,11 @@ def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
             f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
             f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
             "size, or name the cluster that the mesh is for"
+        )
+    if cluster is not None and is_gpu(mesh) and (found := processes_of_one(mesh, cluster)) > 1:
+        raise ValueError(
+            f"{name} runs on a mesh where {cluster.gpus_per_process} GPUs that cluster {cluster} "
+            f"has in one process are in {found}, which cannot copy from each other: say after a "
+            "slash how many processes a host runs, as in 'h100-sxm:8x8/8', or in "
+            f"Cluster(processes_per_host=); here {cluster.processes_per_host * found}"
         )

@@ -19,16 +19,22 @@ from dataclasses import dataclass, replace
 from jaxoverlap.cost import ALONE, PERMUTE, CostModel
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.audit import Collective
-from jaxoverlap.passes.list_schedule import Flight, Problem, Rule, Task, list_schedule, outcome
+from jaxoverlap.passes.list_schedule import (
+    Flight,
+    Problem,
+    Rule,
+    Task,
+    Turn,
+    list_schedule,
+    outcome,
+)
 from jaxoverlap.passes.remaining import moved
 from jaxoverlap.passes.replay import attention_s, group_of
 from jaxoverlap.passes.timeline import NETWORK, NVLINK
 from jaxoverlap.passes.work import Work, work
 
-_RULES = tuple(
-    Rule({NVLINK: lead, NETWORK: lead}, turn, 8, 1 << 62)
-    for lead, turn in ((2.0, "path"), (float("inf"), "path"), (2.0, "first"))
-)
+_LEADS: tuple[tuple[float, Turn], ...] = ((2.0, "path"), (math.inf, "path"), (2.0, "first"))
+_RULES = tuple(Rule({NVLINK: a, NETWORK: a}, turn, 8, 1 << 62) for a, turn in _LEADS)
 _LOOPS = ("while", "call", "conditional")
 _FREE = (
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "reshape", "opt-barrier"),
@@ -254,4 +260,3 @@ _COLLECTIVES = (
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
 )
-assert math

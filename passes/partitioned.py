@@ -153,12 +153,10 @@ def _asked(body: Body) -> Iterator[tuple[Any, _Asked]]:
             yield (body.index, place), around.asked(eqn.invars[0], eqn.invars[2], eqn.outvars[0])
     for dot in body.dots:
         readable = not dot.inside or (dot.manual and dot.manual.automatic)
-        if (
-            readable
-            and dot.eqn.primitive.name == "dot_general"
-            and dot.eqn.outvars[0] in around.live
-        ):
-            yield dot.index, around.asked(*dot.eqn.invars, dot.eqn.outvars[0])
+        out = dot.eqn.outvars[0]
+        if readable and dot.eqn.primitive.name == "dot_general" and out in around.live:
+            lhs, rhs = dot.eqn.invars
+            yield dot.index, around.asked(lhs, rhs, out)
 
 
 class _Around:
@@ -223,10 +221,15 @@ def _with_probes(
     wanted = dict.fromkeys(v for one in asked.values() for v in _variables(one.variables()))
     tags = {id(dot.eqn): str(dot.index) for dot in body.dots if dot.index in asked}
     made = {v for eqn in body.eqns for v in eqn.outvars}
-    first = body.eqns[0]
-    eqns = [_partitioner.probe(v, v, answers, mesh, first) for v in wanted if v not in made]
+    manual = body.dots[0].manual if body.dots else None
+    axes = manual.automatic if manual else mesh.shape
+
+    def probe(v: Any, like: Any) -> Any:
+        return _partitioner.probe(v, v, answers, axes, like)
+
+    eqns = [probe(v, body.eqns[0]) for v in wanted if v not in made]
     for eqn in body.eqns:
         tag = tags.get(id(eqn))
         eqns.append(_compat.with_tag(eqn, **{TAG: tag}) if tag else eqn)
-        eqns += [_partitioner.probe(v, v, answers, mesh, eqn) for v in eqn.outvars if v in wanted]
+        eqns += [probe(v, eqn) for v in eqn.outvars if v in wanted]
     return eqns
