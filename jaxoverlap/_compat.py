@@ -518,3 +518,12 @@ def accepts_option(name: str, value: str, device: Any) -> bool:
 def key_value_store() -> Any:
     """The store of `jax.distributed`, of which all processes are clients; None without that."""
     return distributed.global_state.client
+
+
+def started_processes() -> tuple[int, int]:
+    """The number of this process and how many `jax.distributed` started; (0, 1) without that.
+
+    Unlike `jax.process_count`, this starts no backend, after which nothing could be initialized.
+    """
+    state = distributed.global_state
+    return state.process_id or 0, state.num_processes or 1

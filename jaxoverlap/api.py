@@ -12,12 +12,13 @@ from typing import Any, overload
 import jax
 import msgspec
 
-from jaxoverlap import _compat
+from jaxoverlap import _compat, hosts
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.never_slower import predicted
+from jaxoverlap.options import OnError, Options
 from jaxoverlap.passes.errors import own_faults
 from jaxoverlap.passes.partitioned import partitioned
 from jaxoverlap.passes.remaining import remaining
@@ -33,7 +34,7 @@ from jaxoverlap.rewritten import (
     tell,
     travelled,
 )
-from jaxoverlap.road import OnError, Options, begin, mesh_of
+from jaxoverlap.road import begin, mesh_of
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
 from jaxoverlap.tune import Tuning, tuned
@@ -265,6 +266,7 @@ class Overlapped:
                 "function. What wraps a jitted function goes around overlap(): "
                 "nnx.cached_partial(overlap(step), model)"
             )
+        hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
         self._found = found or Found(jax.jit(fn), lambda new: new)
         self._jitted: Any = self._found.jitted

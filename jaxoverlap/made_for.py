@@ -156,9 +156,9 @@ def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
         yield f"devices: {_two(wanted.devices, found.devices)}"
     if wanted.cluster != found.cluster:
         line = f"cluster: {_two(wanted.cluster or 'not known', found.cluster or 'not known')}"
-        # Devices tell their host by their process, and there may be one for each GPU.
-        hint = "; if it is that one, name it in overlap(cluster=)"
-        yield line + hint if wanted.cluster and wanted.devices == found.devices else line
+        if wanted.cluster and wanted.devices == found.devices:
+            line += "; if it is that one, name it in overlap(cluster=)"
+        yield line
     elif wanted.domains != found.domains and plan.mesh.keys() == mesh.shape.keys():
         yield f"NVLink domains along each axis: {_two(wanted.domains, found.domains)}"
 

@@ -26,6 +26,7 @@ from jaxoverlap.decisions import (
 )
 from jaxoverlap.nccl_tuner import ChannelRow
 from jaxoverlap.plan_table import (
+    cluster_lines,
     count_lines,
     entry_table,
     mesh_text,
@@ -294,11 +295,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def summary(self) -> str:
         """What there is to say of it beside the table of its matmuls."""
         settings = (self._compiled(), self._nccl(), self._predicted(), self._measured())
+        origin = self.made_for
         return "\n".join(
             (
                 *count_lines(self.entries),
                 *prefetched_lines(self.prefetched),
                 *map(scattered_line, self.scattered),
+                *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),
             )
         )

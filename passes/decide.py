@@ -65,6 +65,7 @@ def decide(
     granularity: Granularity = None,
     choices: Mapping[int, Variant] | None = None,
     alone: Collection[int] = (),
+    rejected: Mapping[int, str] | None = None,
     prefetch: bool = False,
     costs: Mapping[str, float] | None = None,
     prices: Prices | None = None,
@@ -82,6 +83,7 @@ def decide(
             for which that does not pay, by `prices`, are left alone.
         choices: how the pieces of single rings are to travel, by site; it wins over all others.
         alone: the sites of matmuls that have no part in any ring.
+        rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
         prefetch: gather the weights of a scan before any ring.
         costs: of a byte along each mesh axis, from `mesh.axis_costs`.
         prices: of rings on the cluster, if that is known.
@@ -97,7 +99,8 @@ def decide(
     wishes = Wishes(skip, granularity, choices or {}, alone)
     wishes.check({index: source_of(matmuls[index]) for index in sorted(matmuls)})
 
-    dear: dict[int, str] = {}  # why the matmuls of rings that are not made are left alone
+    # Site -> reason, for matmuls whose ring was rejected.
+    dear = {site: LEFT_PLAIN + why for site, why in (rejected or {}).items()}
 
     def read(dot: Dot) -> Matmul | str:
         return unread or refusal(dot, wishes) or dear.get(dot.index) or known(dot.index)

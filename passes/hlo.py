@@ -166,7 +166,7 @@ def parse_partitioned(text: str, num_devices: int) -> Module:
 
 
 def _counted(module: Module, computation: str, loop: Instruction) -> Instruction:
-    """A while with its trips written in, where its condition is `i < constant` and i starts at 0."""
+    """A while with its trips written in, where it runs from 0 up to a constant."""
     trips = loop.trip_count or _trips(module, computation, loop)
     if trips is None or loop.trip_count:
         return loop

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Axes, Pod, Step, target
+from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
 from jaxoverlap.passes.audit import Audit
 from jaxoverlap.passes.audit import audit as audited
 from jaxoverlap.simulate import Simulation
@@ -27,12 +27,14 @@ _KeepRings = Annotated[
 
 
 @command
-def explain(step: Step, *, pod: Pod, axes: Axes, json: Json = False) -> int:
+def explain(
+    step: Step, *, pod: Pod, axes: Axes, processes: Processes = None, json: Json = False
+) -> int:
     """What becomes of each matmul of a step, and why; compiles nothing.
 
     Exit code 1 if nothing becomes a ring.
     """
-    of = target(step, pod, axes)
+    of = target(step, with_processes(pod, processes), axes)
     plan = of.overlapped.explain(*of.args)
     say(plan.to_json() if json else str(plan))
     return OK if plan.decisions else NO
@@ -44,6 +46,7 @@ def audit(
     *,
     pod: Pod,
     axes: Axes,
+    processes: Processes = None,
     plain: _Plain = False,
     keep_rings: _KeepRings = False,
     at_least: Annotated[
@@ -55,7 +58,7 @@ def audit(
 
     Exit code 1 if a smaller share of the hops than --at-least is covered.
     """
-    of = target(step, pod, axes)
+    of = target(step, with_processes(pod, processes), axes)
     audits = {"overlapped": of.compile(keep_rings=keep_rings).audit()}
     if plain:
         audits["plain"] = audited(of.compile_plain())
@@ -80,6 +83,7 @@ def simulate(
     *,
     pod: Pod,
     axes: Axes,
+    processes: Processes = None,
     plain: _Plain = False,
     keep_rings: _KeepRings = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
@@ -91,6 +95,7 @@ def simulate(
     for path in (html, svg, perfetto):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+    pod = with_processes(pod, processes)
     of = target(step, pod, axes)
     steps = {"overlapped": of.compile(keep_rings=keep_rings).simulate(pod)}
     if plain:
