@@ -1,13 +1,15 @@
 """What overlap() takes to trace and rewrite a step whose layers are written out, by its length.
 
 A multilayer perceptron with FSDP and tensor parallelism, its gradients and its parameters' update:
-six matmuls a layer. Plain is the trace of the jitted step. Asking is XLA's partitioner, with the
-lowering that it needs. The rest is this package's own: it is to grow with the step, and no faster.
+six matmuls a layer. Plain is the trace of the jitted step. Asking is what XLA's partitioner takes,
+with the lowering that it needs and the reading of its answers; pricing, what the answers cost on
+the cluster. The rest is to trace, decide and rewrite: it is to grow with the step, and no faster.
 Seconds are of this process's CPU time, so that what else runs on the machine counts little.
 
     python -m benchmarks.unrolled [matmuls ...]
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,11 +22,20 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _partitioner, overlap
+from jaxoverlap import _partitioner, overlap, ways
 from jaxoverlap._text import table
+from jaxoverlap.passes import hlo
 
 LENGTHS = (60, 120, 240, 480, 960)
 CLUSTERS = (None, "h100-sxm:1x8")  # all that can be a ring is one; rings have prices
+
+
+PARTS = (
+    (jax.stages.Traced, "lower", "asking"),
+    (_partitioner, "ask", "asking"),
+    (hlo, "parse_partitioned", "asking"),
+    (ways, "estimate", "pricing"),
+)
 
 
 class Row(NamedTuple):
@@ -36,6 +47,7 @@ class Row(NamedTuple):
         rings: that it got.
         plain_s: of the plain step's trace.
         asked_s: of XLA's answers.
+        priced_s: of their prices.
         own_s: of all else.
     """
 
@@ -44,6 +56,7 @@ class Row(NamedTuple):
     rings: int
     plain_s: float
     asked_s: float
+    priced_s: float
     own_s: float
 
 
@@ -64,10 +77,10 @@ def build(matmuls: int, mesh: Mesh) -> tuple[Any, tuple[Any, Any]]:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
     def struct(shape: tuple[int, int], *spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at(*spec))
 
-    layer = struct((1024, 4096), "data", "model"), struct((4096, 1024), "model", "data")
-    return jax.jit(train_step), ([layer] * (matmuls // 6), struct((4096, 1024), "data", None))
+    layer = struct((8192, 32768), "data", "model"), struct((32768, 8192), "model", "data")
+    return jax.jit(train_step), ([layer] * (matmuls // 6), struct((32768, 8192), "data", None))
 
 
 def measured(matmuls: int, cluster: str | None, mesh: Mesh) -> Row:
@@ -76,33 +89,45 @@ def measured(matmuls: int, cluster: str | None, mesh: Mesh) -> Row:
     start = time.process_time()
     step.trace(*args)
     traced = time.process_time()
-    asked = [0.0]
-
-    def timed(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                asked[0] += time.process_time() - began
-
-        return call
-
+    spent = {"asking": 0.0, "pricing": 0.0}
     overlapped = overlap(step, cluster=cluster, never_slower=False)
-    lower, ask = timed(jax.stages.Traced.lower), timed(_partitioner.ask)
-    with (
-        mock.patch.object(jax.stages.Traced, "lower", lower),
-        mock.patch.object(_partitioner, "ask", ask),
-    ):
+    with contextlib.ExitStack() as stack:
+        for where, name, what in PARTS:
+            timed = _timed(getattr(where, name), what, spent)
+            stack.enter_context(mock.patch.object(where, name, timed))
         rewritten = overlapped.trace(*args)
-    own_s = time.process_time() - traced - asked[0]
+    own_s = time.process_time() - traced - sum(spent.values())
     names = [eqn.primitive.name for eqn in rewritten.jaxpr.eqns]
-    return Row(matmuls, cluster, names.count("shard_map"), traced - start, asked[0], own_s)
+    rings = names.count("shard_map")
+    return Row(matmuls, cluster, rings, traced - start, spent["asking"], spent["pricing"], own_s)
+
+
+def _timed(fn: Callable[..., Any], what: str, spent: dict[str, float]) -> Callable[..., Any]:
+    """A function whose CPU seconds are added up, less those that are added within."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began, before = time.process_time(), sum(spent.values())
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            within = sum(spent.values()) - before
+            spent[what] += time.process_time() - began - within
+
+    return call
 
 
 def shown(rows: Iterable[Row]) -> str:
     """The rows as a table."""
-    columns = ("matmuls", "cluster", "rings", "plain", "asking XLA", "the rest", "a matmul")
+    columns = (
+        "matmuls",
+        "cluster",
+        "rings",
+        "plain",
+        "asking XLA",
+        "pricing",
+        "the rest",
+        "a matmul",
+    )
     cells = (
         (
             str(row.matmuls),
@@ -110,6 +135,7 @@ def shown(rows: Iterable[Row]) -> str:
             str(row.rings),
             f"{row.plain_s:.2f} s",
             f"{row.asked_s:.2f} s",
+            f"{row.priced_s:.2f} s",
             f"{row.own_s:.2f} s",
             f"{row.own_s / row.matmuls * 1e3:.1f} ms",
         )

@@ -216,7 +216,12 @@ class Matmul:
     @functools.cached_property
     def splits(self) -> tuple[Split | Refusal, ...]:
         """How each mesh axis that shards the matmul shares its work."""
-        return tuple(split(self, axis) for axis in self.axes())
+        return _splits(self, self.axes())
+
+
+@functools.lru_cache(maxsize=1024)  # layers are alike; meshes may differ in their axes' order
+def _splits(matmul: Matmul, axes: tuple[str, ...]) -> tuple[Split | Refusal, ...]:
+    return tuple(split(matmul, axis) for axis in axes)
 
 
 def split(matmul: Matmul, axis: str) -> Split | Refusal:
