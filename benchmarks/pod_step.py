@@ -54,7 +54,8 @@ def compile_on(function: Any, args: tuple[Any, ...], mesh: Any, pod: str, step: 
     its seconds of CPU time hardly.
     """
     if step == "overlapped":
-        function, options = jaxoverlap.overlap(function, cluster=pod), options_for(mesh)
+        function = jaxoverlap.overlap(function, cluster=pod, never_slower=False)
+        options = options_for(mesh)
     else:
         options = pods.compiler_options() if step == "plain" else options_for(mesh)
     began = time.perf_counter()

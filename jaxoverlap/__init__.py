@@ -24,6 +24,7 @@ from jaxoverlap.plan import (
 from jaxoverlap.pods import PodsUnavailableError, pod_mesh
 from jaxoverlap.scheduler import Scheduled, Scheduler
 from jaxoverlap.simulate import Simulation, simulate
+from jaxoverlap.speedup import Speedup
 from jaxoverlap.stages import Compiled, Lowered
 from jaxoverlap.tune import Tuning
 
@@ -52,6 +53,7 @@ __all__ = [
     "Scheduler",
     "Simulation",
     "Skip",
+    "Speedup",
     "Tuning",
     "Variant",
     "agreed",

@@ -8,13 +8,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api, api_util, config, core, distributed, flattree, pjit, source_info_util
+from jax._src import (
+    api,
+    api_util,
+    config,
+    core,
+    distributed,
+    flattree,
+    pjit,
+    source_info_util,
+    util,
+)
 from jax._src import shard_map as shard_maps
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -53,6 +63,41 @@ def infer(jitted: Any, args: tuple, kwargs: dict) -> Call:
     return Call(params.params, flat, params.out_tree)
 
 
+class Cache[V]:
+    """Values by key, which `jax.clear_caches()` forgets with all that JAX remembers.
+
+    Oldest first. JAX holds it by a weak reference.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, V] = {}
+        util.register_cache(self, "jaxoverlap.overlap")
+
+    def get(self, key: Hashable) -> V | None:
+        """The value of a key, if there is one."""
+        return self._values.get(key)
+
+    def put(self, key: Hashable, value: V, *, at_most: int) -> None:
+        """Remember a value, and no more than so many."""
+        self._values[key] = value
+        while len(self._values) > at_most:
+            self._values.pop(next(iter(self._values)))
+
+    # What JAX asks of a cache.
+
+    def cache_clear(self) -> None:
+        """Forget all."""
+        self._values.clear()
+
+    def cache_info(self) -> str:
+        """How much is remembered."""
+        return f"{len(self._values)} signatures"
+
+    def cache_keys(self) -> list[Hashable]:
+        """The keys, oldest first."""
+        return list(self._values)
+
+
 def at_top_level() -> bool:
     """Whether nothing is being traced: a jit called here may have compiler options."""
     return core.trace_ctx.is_top_level()
@@ -73,6 +118,22 @@ def bound_sharding(argument: Any) -> Any:
     if is_tracer(argument) or not getattr(argument, "committed", True):
         return None
     return getattr(argument, "sharding", None)
+
+
+def placement(argument: Any) -> Hashable:
+    """What the sharding does that an argument is bound to: alike for P("x") and P("x", None).
+
+    None where an argument is bound to none.
+    """
+    sharding = bound_sharding(argument)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    mesh, spec = sharding.mesh, sharding.spec
+    entries = [(e,) if isinstance(e, str) else e or () for e in spec]
+    dims = [tuple(a for a in e if a in mesh.shape and mesh.shape[a] > 1) for e in entries]
+    while dims and not dims[-1]:
+        dims.pop()
+    return mesh, tuple(dims), spec.unreduced, spec.reduced, sharding.memory_kind
 
 
 def bind_jit(flat: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -423,3 +484,12 @@ def accepts_option(name: str, value: str, device: Any) -> bool:
 def key_value_store() -> Any:
     """The store of `jax.distributed`, of which all processes are clients; None without that."""
     return distributed.global_state.client
+
+
+def started_processes() -> tuple[int, int]:
+    """The number of this process and how many `jax.distributed` started; (0, 1) without that.
+
+    Unlike `jax.process_count`, this starts no backend, after which nothing could be initialized.
+    """
+    state = distributed.global_state
+    return state.process_id or 0, state.num_processes or 1

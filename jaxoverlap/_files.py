@@ -11,6 +11,11 @@ from typing import Any
 import msgspec
 
 
+def kept_folder() -> Path:
+    """The folder in the user's cache for what is kept from run to run; it need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoverlap"
+
+
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a file so that a kill at any moment leaves the old one or the new one.
 

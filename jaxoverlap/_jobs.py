@@ -61,7 +61,8 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
     if given["host_callbacks"]:
         raise ValueError(
             "the step calls back into Python (io_callback, pure_callback or debug.print), and "
-            "only a step without callbacks can be compiled elsewhere: take them out to tune it"
+            "only a step without callbacks can be compiled by another process: take them out to "
+            "tune it, or to hold it against plain"
         )
     devices = list(lowering._device_list)
     propagated = pxla.get_prop_to_input_output(

@@ -1,10 +1,11 @@
-"""Tables and units for the terminal."""
+"""Tables, units and warnings for the terminal."""
 
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from rich import box
 from rich.console import Console
@@ -49,3 +50,8 @@ def human_bytes(count: float) -> str:
 def short_source(file: str, line: int) -> str:
     """A source line as tables show it: folder/file.py:line."""
     return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line, however deep in this package it shows."""
+    warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))

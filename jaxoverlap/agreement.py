@@ -11,51 +11,19 @@ import hashlib
 import itertools
 import socket
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap import _compat
+from jaxoverlap._store import DisagreementError, Store, awaited, store_of_processes
 from jaxoverlap.plan import Plan
 from jaxoverlap.pods import is_pod
 
 _SHOWN = 8  # processes of a hash, and differences
-_POLL_S = 2.0  # how long a wait may keep a Ctrl-C
-
-
-class Store(Protocol):
-    """The key-value store of `jax.distributed`, of which all processes are clients.
-
-    What takes longer than its timeout, in milliseconds, raises a JaxRuntimeError.
-    """
-
-    def key_value_set(self, key: str, value: str) -> None:
-        """Leave a value."""
-        ...
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Wait for a value."""
-        ...
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """All keys that are there now below a key, which ends in "/", and their values."""
-        ...
-
-    def wait_at_barrier(
-        self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]
-    ) -> None:
-        """Wait until these processes are all here; the timeout runs from the first one's coming."""
-        ...
-
-
-class DisagreementError(RuntimeError):
-    """The processes are not about to run one program, or one of them is missing."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +80,7 @@ def meet(stand: Stand, within_s: float) -> bool:
         DisagreementError: in every process: if one does not come, two are not about to compile the
             same, or one has failed and not all may run the step as it is.
     """
-    store, where = _store(), _next("agree", stand.processes)
+    store, where = store_of_processes(), _next("agree", stand.processes)
     me = jax.process_index()
     digest = hashlib.sha256(msgspec.json.encode(sorted(stand.facts.items()))).hexdigest()
     head = _Head(me, socket.gethostname(), digest, stand.failed, stand.plain)
@@ -208,9 +176,9 @@ def _facts(store: Store, where: str, first: _Head, other: _Head) -> Iterator[str
 
 
 class _Given(msgspec.Struct):
-    """What process 0 leaves for the others."""
+    """What one process leaves for the others."""
 
-    plan: str = ""
+    text: str = ""
     failed: str = ""
 
 
@@ -229,41 +197,53 @@ def agreed(make: Callable[[], Plan], *, within_s: float = 3600.0) -> Plan:
     """
     if jax.process_count() == 1:
         return make()
-    store, where = _store(), _next("plan", tuple(range(jax.process_count())))
-    if jax.process_index() == 0:
+    everyone = tuple(range(jax.process_count()))
+    text = handed(lambda: make().to_json(), "plan", everyone, within_s=within_s)
+    return Plan.from_json(text)
+
+
+def handed(
+    make: Callable[[], str], what: str, processes: tuple[int, ...], *, within_s: float
+) -> str:
+    """A text that the first of some processes makes, in all of them.
+
+    Args:
+        make: called in the first alone, while the others wait.
+        what: the text is.
+        processes: this one among them; none, if there is but one.
+        within_s: how long they wait.
+
+    Raises:
+        DisagreementError, Exception: as `agreed`.
+    """
+    if not processes:
+        return make()
+    store, where, first = store_of_processes(), _next(what, processes), processes[0]
+    if jax.process_index() == first:
         try:
-            plan = make()
+            text = make()
         except BaseException as error:
             _give(store, where, _Given(failed=f"{type(error).__name__}: {error}"))
             raise
-        _give(store, where, _Given(plan=plan.to_json()))
-        return plan
-    given = msgspec.json.decode(_awaited(store, where, within_s), type=_Given)
+        _give(store, where, _Given(text=text))
+        return text
+    left = awaited(store, where, within_s)
+    if left is None:
+        raise DisagreementError(
+            f"process {first} gave no {what} within {within_s:g} s; process {jax.process_index()} "
+            "waited. Give it longer, in agreed(within_s=), or see what became of it"
+        )
+    given = msgspec.json.decode(left, type=_Given)
     if given.failed:
-        raise DisagreementError(f"process 0 made no plan, as it failed: {given.failed}")
-    return Plan.from_json(given.plan)
+        raise DisagreementError(f"process {first} made no {what}, as it failed: {given.failed}")
+    return given.text
 
 
 def _give(store: Store, where: str, given: _Given) -> None:
     store.key_value_set(where, msgspec.json.encode(given).decode())
 
 
-def _awaited(store: Store, where: str, within_s: float) -> str:
-    """What process 0 leaves, as soon as it does."""
-    end = time.monotonic() + within_s
-    while (left := end - time.monotonic()) > 0:
-        try:
-            return store.blocking_key_value_get(where, max(round(min(left, _POLL_S) * 1e3), 1))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-    raise DisagreementError(
-        f"process 0 gave no plan within {within_s:g} s; process {jax.process_index()} waited. Give "
-        "it longer, in agreed(within_s=), or see what became of it"
-    )
-
-
-# -- the store ------------------------------------------------------------------------------------
+# -- where they meet ------------------------------------------------------------------------------
 
 _lock = threading.Lock()
 _turns: dict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
@@ -278,13 +258,3 @@ def _next(what: str, processes: tuple[int, ...]) -> str:
         turn = next(_turns[what, processes])
     group = hashlib.sha256(repr(processes).encode()).hexdigest()[:8]
     return f"jaxoverlap/{what}/{group}/{turn}"
-
-
-def _store() -> Store:
-    store = _compat.key_value_store()
-    if store is None:
-        raise DisagreementError(
-            f"{jax.process_count()} processes, but jax.distributed was not initialized, so they "
-            "cannot agree on a program: call jax.distributed.initialize() first"
-        )
-    return store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import types
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, overload
@@ -11,14 +12,28 @@ from typing import Any, overload
 import jax
 import msgspec
 
-from jaxoverlap import _compat
+from jaxoverlap import _compat, hosts
 from jaxoverlap._inside import Found, arguments_reach, find_jit
+from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
+from jaxoverlap.never_slower import predicted
+from jaxoverlap.passes.errors import own_faults
+from jaxoverlap.passes.partitioned import partitioned
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.plan import FSDP, Plan, Variant
-from jaxoverlap.rewritten import Rewritten, agree, rewritten, subject_of, tell, warn
-from jaxoverlap.road import OnError, Options, begin, travel
+from jaxoverlap.pods import is_pod
+from jaxoverlap.rewritten import (
+    Rewritten,
+    agree,
+    decided,
+    rewritten,
+    rival_of,
+    subject_of,
+    tell,
+    travelled,
+)
+from jaxoverlap.road import OnError, Options, begin, mesh_of
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
 from jaxoverlap.tune import Tuning, tuned
@@ -42,6 +57,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
     agree_within_s: float = ...,
+    never_slower: bool = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -56,6 +72,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
     agree_within_s: float = ...,
+    never_slower: bool = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -69,6 +86,7 @@ def overlap(
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
     agree_within_s: float = 20.0,
+    never_slower: bool = True,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -81,7 +99,8 @@ def overlap(
 
         step = jaxoverlap.overlap(train_step)
 
-    or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`.
+    or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`. Where a step
+    runs on one device, on no mesh or on two, it stays as it is, and a warning says so once.
 
     Args:
         fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
@@ -90,8 +109,9 @@ def overlap(
         cluster: the GPUs that the step is for, as "chip:hosts x GPUs a host"; the step's mesh must
             have as many devices. Default: the devices of the mesh, whatever they are.
         skip: source lines ("gpt.py:88") whose matmuls are to be left alone.
-        on_error: what to do when the rewrite fails on a step: "raise", or "plain" to run the
-            step as it is and warn once.
+        on_error: what to do when the rewrite fails on a step, for whatever reason: "raise", or
+            "plain" to run the step as it is and warn once of each failure. What the step itself
+            raises, and mistakes in these arguments, are raised all the same.
         granularity: how the pieces of every collective travel: a `Variant`, or its name, as in
             "two_way", "direct x 2" (two slices a chunk), "sliced x 4" (no ring: the whole
             collective in four slices) or "plain" (left alone); or one by source line, as in
@@ -108,6 +128,9 @@ def overlap(
         agree_within_s: where the mesh spans processes, how long the first that comes to the step,
             or to `lower`, waits there for the last: none compiles before all are about to compile
             the same. If they are not, or one does not come, all raise `DisagreementError`.
+        never_slower: where the GPUs' prices are known, compile the step as it is too, in a child
+            process, and take what is faster by simulation; warn if that is not what has the rings.
+            `Compiled.speedup` has both. False compiles the overlapped step alone, as does `plan`.
 
     Raises:
         ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
@@ -131,6 +154,8 @@ def overlap(
         raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
     if not agree_within_s > 0:
         raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
+    if not isinstance(never_slower, bool):
+        raise ValueError(f"never_slower={never_slower!r}: expected True or False")
     tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
@@ -153,6 +178,7 @@ def overlap(
             fsdp=fsdp or "prefetch",
             schedule=schedule,
             agree_within_s=agree_within_s,
+            never_slower=never_slower,
         )
     if fn is None:
         return lambda fn: Overlapped(fn, options, tuning)
@@ -239,12 +265,15 @@ class Overlapped:
                 "function. What wraps a jitted function goes around overlap(): "
                 "nnx.cached_partial(overlap(step), model)"
             )
+        hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
         self._found = found or Found(jax.jit(fn), lambda new: new)
         self._jitted: Any = self._found.jitted
         self._options = options
         self._tuning = tuning
-        self._seen: dict[Hashable, Rewritten] = {}
+        self._seen: _compat.Cache[Rewritten] = _compat.Cache()
+        self._lock = threading.RLock()  # one thread at a time decides what a signature becomes
+        self._told: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -256,6 +285,10 @@ class Overlapped:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._fn, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies, shallow or deep, and pickles are new steps: they decide for themselves."""
+        return Overlapped, (self._fn, self._options, self._tuning)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
@@ -285,6 +318,11 @@ class Overlapped:
         """
         return arguments_reach(self._found, self._lower, args, kwargs)
 
+    def clear_cache(self) -> None:
+        """Forget all that was traced, decided and compiled, as `clear_cache` of a jit does."""
+        self._seen.cache_clear()
+        self._jitted.clear_cache()
+
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
         return self._tuned(_compat.infer(self._jitted, args, kwargs), args, kwargs, tuning)
 
@@ -294,8 +332,11 @@ class Overlapped:
         if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
             return self._jitted(*args, **kwargs)
         call = _compat.infer(self._jitted, args, kwargs)
-        found = self._agreed(call, args, kwargs)
-        if not _compat.at_top_level():
+        outermost = _compat.at_top_level()
+        found = (self._decided if outermost else self._agreed)(call, args, kwargs)
+        if found.params is found.source:  # the step as it is: jit's own errors are its best
+            return self._jitted(*args, **kwargs)
+        if not outermost:
             flat = _compat.bind_jit(call.flat, found.inner)
         elif found.ordering is None:
             flat = _compat.bind_jit(call.flat, found.params)
@@ -307,9 +348,13 @@ class Overlapped:
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call = _compat.infer(self._jitted, args, kwargs)
         found = self._rewritten(call, args, kwargs)
-        plan = found.plan or travel(self._jitted, call, args, kwargs, self._options).plan
-        traced = _compat.traced_with(self._jitted.trace(*args, **kwargs), found.inner)
-        return msgspec.structs.replace(plan, remaining=remaining(traced.lower(), plan.mesh))
+        if found.error is not None:
+            raise found.error
+        plan = found.plan or travelled(self._jitted, call, args, kwargs, self._options).plan
+        traced = self._jitted.trace(*args, **kwargs)
+        with own_faults(plan.step):
+            after = partitioned(traced, found.inner["jaxpr"], mesh_of(call), ask=False)
+            return msgspec.structs.replace(plan, remaining=remaining(after.module, plan.mesh))
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = _compat.infer(self._jitted, args, kwargs)
@@ -318,47 +363,72 @@ class Overlapped:
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = _compat.infer(self._jitted, args, kwargs)
-        found = self._agreed(call, args, kwargs)
+        found = self._decided(call, args, kwargs)
         ordering, params = found.ordering, found.params
         if ordering:
             params = ordering.named(params)
         lowered = _compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
-        return Lowered(lowered, found.plan, self._found, found.cluster, ordering)
+        rival = None
+        if found.undecided and not any(map(_compat.is_tracer, call.flat)):
+            rival = rival_of(self._jitted, call, args, kwargs, found, self._options)
+        return Lowered(
+            lowered,
+            found.plan,
+            self._found,
+            found.cluster,
+            ordering,
+            rival=rival,
+            speedup=found.speedup or predicted(found.plan),
+        )
 
     def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
         key = _key(call)
-        if key not in self._seen:
-            if len(self._seen) >= _MAX_SEEN:
-                self._seen.pop(next(iter(self._seen)))
-            found = rewritten(self._jitted, call, args, kwargs, self._planned(call, args, kwargs))
-            unasked = self._options.plan is None and self._tuning is None
-            if found.plan and not found.plan.decisions and unasked:
-                warn(f"overlap() changes nothing in {call.params['name']}:\n{found.plan}")
-            self._seen[key] = found
-        return self._seen[key]
+        if (found := self._seen.get(key)) is not None:
+            return found
+        with self._lock:
+            if (found := self._seen.get(key)) is not None:
+                return found
+            find_plan = None
+            if self._tuning is not None:
+                find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
+            found = rewritten(self._jitted, call, args, kwargs, self._options, find_plan)
+            self._seen.put(key, found, at_most=_MAX_SEEN)
+            if found.notice and found.notice.topic not in self._told:
+                self._told.add(found.notice.topic)
+                warn(found.notice.text)
+        return found
 
     def _agreed(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """The same, once all processes are about to compile it."""
-        try:
-            found = self._rewritten(call, args, kwargs)
-        except Exception as error:
-            tell(call, error, self._options)
-            raise
-        if found.stand is not None:
-            found = self._seen[_key(call)] = agree(found, self._options)
+        found = self._seen.get(_key(call))
+        if found is not None and found.stand is None:
+            return found
+        with self._lock:
+            try:
+                found = self._rewritten(call, args, kwargs)
+            except Exception as error:
+                tell(call, error, self._options)
+                raise
+            if found.stand is not None:
+                found = agree(found, self._options)
+                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
         return found
 
-    def _planned(self, call: _compat.Call, args: tuple, kwargs: dict) -> Options:
-        """The options as they are; or those of the plan that is found now."""
-        if self._tuning is None:
-            return self._options
-        return Options.of(
-            self._tuned(call, args, kwargs, self._tuning),
-            cluster=self._options.cluster,
-            on_error=self._options.on_error,
-            agree_within_s=self._options.agree_within_s,
-        )
+    def _decided(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+        """The same, with rings or without, as is faster on the GPUs that are here.
+
+        For a pod both are compiled when it is compiled: see `Lowered.compile`.
+        """
+        found = self._agreed(call, args, kwargs)
+        if not found.undecided or any(map(_compat.is_tracer, call.flat)) or is_pod(mesh_of(call)):
+            return found
+        with self._lock:
+            found = self._agreed(call, args, kwargs)
+            if found.undecided:
+                found = decided(self._jitted, call, args, kwargs, found, self._options)
+                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
+            return found
 
     def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
@@ -378,4 +448,5 @@ class Overlapped:
 def _key(call: _compat.Call) -> Hashable:
     """What tells a signature and its shardings from others."""
     params = call.params
-    return id(params["jaxpr"]), params["ctx_mesh"], *map(_compat.bound_sharding, call.flat)
+    # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
+    return params["jaxpr"], params["ctx_mesh"], *map(_compat.placement, call.flat)

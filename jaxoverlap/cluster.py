@@ -1,7 +1,8 @@
 """Chips, links and clusters: what the compiler and the cost model need to know of the hardware.
 
 A cluster is named by a string: chip, hosts, GPUs a host. `parse_cluster("h100-sxm:8x8")` is eight
-hosts of eight. Nothing here needs JAX.
+hosts of eight, each with one JAX process for its eight GPUs; "h100-sxm:8x8/8" has eight processes on
+each host, one for each GPU, as SLURM starts them. Nothing here needs JAX.
 
 Two kinds of numbers stand here. Facts: core counts, memory, caches and clocks are those of the
 GPU target configurations that XLA keeps for compiling without a GPU (openxla/xla,
@@ -92,7 +93,16 @@ class Cluster:
     """Equal hosts of equal GPUs. `str(cluster)` gives back the string it was parsed from.
 
     Devices are counted host by host: device `i` is GPU `i % gpus_per_host` of host
-    `i // gpus_per_host`. Of links that were replaced the string says nothing.
+    `i // gpus_per_host`; and within a host process by process. Of links that were replaced the
+    string says nothing.
+
+    Attributes:
+        chip: the GPUs.
+        num_hosts: of the cluster.
+        gpus_per_host: of each host.
+        nvlink, network: a GPU's links.
+        processes_per_host: JAX processes on each host, which share its GPUs evenly. A GPU copies
+            from another of its own process; what goes to another process, NCCL sends.
     """
 
     chip: Chip
@@ -100,6 +110,7 @@ class Cluster:
     gpus_per_host: int
     nvlink: Link
     network: Link
+    processes_per_host: int = 1
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.gpus_per_host < 1:
@@ -107,14 +118,26 @@ class Cluster:
                 f"cluster {str(self)!r} has {self.num_hosts} hosts of {self.gpus_per_host} GPUs: "
                 "give at least one of each"
             )
+        if self.processes_per_host < 1 or self.gpus_per_host % self.processes_per_host:
+            raise ValueError(
+                f"cluster {str(self)!r} has {self.processes_per_host} processes on a host of "
+                f"{self.gpus_per_host} GPUs: expected a number that divides these, such as 1 for "
+                f"one process a host or {self.gpus_per_host} for one a GPU"
+            )
 
     def __str__(self) -> str:
-        return f"{self.chip.name}:{self.num_hosts}x{self.gpus_per_host}"
+        processes = f"/{self.processes_per_host}" if self.processes_per_host != 1 else ""
+        return f"{self.chip.name}:{self.num_hosts}x{self.gpus_per_host}{processes}"
 
     @property
     def num_devices(self) -> int:
         """GPUs in all."""
         return self.num_hosts * self.gpus_per_host
+
+    @property
+    def gpus_per_process(self) -> int:
+        """GPUs of one JAX process: devices k·n to k·n + n - 1 are one process's."""
+        return self.gpus_per_host // self.processes_per_host
 
     @property
     def hosts_per_nvlink_domain(self) -> int:
@@ -223,7 +246,9 @@ _GB200 = replace(  # the network, as DGX GB200: also one ConnectX-7 of 400 Gb/s 
     source=f"openxla/xla@300ec95ab85f {_SPECS}/gb200.txtpb; NVIDIA Blackwell data sheet",
 )
 _CHIPS = {c.name: c for c in (_A100_40, _A100_80, _H100, _H200, _B200, _GB200)}
-_FORM = re.compile(r"(?P<chip>[^:\s]+):(?P<hosts>-?\d+)x(?P<gpus>-?\d+)", re.ASCII)
+_FORM = re.compile(
+    r"(?P<chip>[^:\s]+):(?P<hosts>-?\d+)x(?P<gpus>-?\d+)(?:/(?P<processes>-?\d+))?", re.ASCII
+)
 
 
 def chips() -> tuple[Chip, ...]:
@@ -234,16 +259,19 @@ def chips() -> tuple[Chip, ...]:
 def parse_cluster(text: str) -> Cluster:
     """The cluster that a string such as "h100-sxm:8x8" names: chip, hosts, GPUs a host.
 
-    Its links are those of the chip.
+    After a slash stands how many JAX processes each host runs, if more than one, as in
+    "h100-sxm:8x8/8". Its links are those of the chip.
 
     Raises:
-        ValueError: The string has another form, the chip is unknown, or a count is not positive.
+        ValueError: The string has another form, the chip is unknown, a count is not positive, or
+            the processes cannot share a host's GPUs evenly.
     """
     form = _FORM.fullmatch(text)
     if form is None:
         raise ValueError(
             f"cannot read {text!r} as a cluster: write CHIP:HOSTSxGPUS_A_HOST, for instance "
-            "'h100-sxm:8x8' for eight hosts of eight GPUs"
+            "'h100-sxm:8x8' for eight hosts of eight GPUs, or 'h100-sxm:8x8/8' where each host "
+            "runs eight processes"
         )
     chip = _CHIPS.get(form["chip"])
     if chip is None:
@@ -252,4 +280,7 @@ def parse_cluster(text: str) -> Cluster:
         raise ValueError(
             f"unknown chip {form['chip']!r} in {text!r}: {hint}Known are {', '.join(_CHIPS)}"
         )
-    return Cluster(chip, int(form["hosts"]), int(form["gpus"]), chip.nvlink, chip.network)
+    processes = int(form["processes"] or 1)
+    return Cluster(
+        chip, int(form["hosts"]), int(form["gpus"]), chip.nvlink, chip.network, processes
+    )

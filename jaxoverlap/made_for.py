@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.decide import letters_of, source_of
+from jaxoverlap.passes.errors import UserError
 from jaxoverlap.passes.fingerprint import fingerprint, memory_text
 from jaxoverlap.passes.jaxprs import dots
 from jaxoverlap.passes.mesh import axis_domains, cluster_of
@@ -117,7 +118,7 @@ def check(
         ValueError: with all that differs.
     """
     if plan.made_for is None:
-        raise ValueError(
+        raise UserError(
             "the plan does not say which step it was made for: take one that explain() or tune() "
             "gave, and change that"
         )
@@ -129,7 +130,7 @@ def check(
         differ += [f"{what}: {_two(*short)}", *inside]
     if differ:
         lines = "".join(f"\n  {line}" for line in differ)
-        raise ValueError(
+        raise UserError(
             f"the plan was made for something else than {name} as it is here; this differs:{lines}"
             "\nTune again, or give the plan that was made for this"
         )
@@ -155,9 +156,9 @@ def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
         yield f"devices: {_two(wanted.devices, found.devices)}"
     if wanted.cluster != found.cluster:
         line = f"cluster: {_two(wanted.cluster or 'not known', found.cluster or 'not known')}"
-        # Devices tell their host by their process, and there may be one for each GPU.
-        hint = "; if it is that one, name it in overlap(cluster=)"
-        yield line + hint if wanted.cluster and wanted.devices == found.devices else line
+        if wanted.cluster and wanted.devices == found.devices:
+            line += "; if it is that one, name it in overlap(cluster=)"
+        yield line
     elif wanted.domains != found.domains and plan.mesh.keys() == mesh.shape.keys():
         yield f"NVLink domains along each axis: {_two(wanted.domains, found.domains)}"
 
@@ -249,7 +250,7 @@ def followed(plan: Plan, done: Plan) -> Plan:
             lines.append(f"{what}: {_two(then, now)}")
     if lines:
         shown = "".join(f"\n  {line}" for line in _first(lines, "matmuls"))
-        raise ValueError(
+        raise UserError(
             f"the plan cannot be followed on {done.step}; this came out otherwise:{shown}\n"
             "Tune again; a plan changed by hand has to be one that explain() could give"
         )

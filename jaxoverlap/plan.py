@@ -26,6 +26,7 @@ from jaxoverlap.decisions import (
 )
 from jaxoverlap.nccl_tuner import ChannelRow
 from jaxoverlap.plan_table import (
+    cluster_lines,
     count_lines,
     entry_table,
     mesh_text,
@@ -184,7 +185,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         predictions: of the simulation; None if there was none.
         measured: on the hardware; None if it was not.
         tried: what the tuning tried, in order; empty for a plan that was not tuned.
-        plain: whether the step is left as it is: nothing else was faster.
+        plain: whether the step is left as it is: nothing else was faster. The scheduler pass may
+            give it another order.
         made_for: the step that it is for; None for one that no step gave.
         remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
     """
@@ -222,6 +224,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """How the pieces of each ring travel, by the site that the ring is named after."""
         rings = (d for d in self.decisions if d.num_chunks > 1 and d.site == d.ring)
         return {d.site: d.variant for d in rings}
+
+    def left_alone(self, schedule: Schedule | None = None) -> Plan:
+        """The plan to leave the same step as it is.
+
+        Args:
+            schedule: the scheduler pass that it is compiled with all the same.
+        """
+        why = "left alone: the step as it is is faster"
+        entries = tuple(
+            Skip(site=e.site, source=e.source, einsum=e.einsum, runs=e.runs, reason=why)
+            if isinstance(e, Decision)
+            else e
+            for e in self.entries
+        )
+        return msgspec.structs.replace(
+            self,
+            plain=True,
+            entries=entries,
+            prefetched=0,
+            scattered=(),
+            sums=(),
+            schedule=schedule,
+            xla_options={},
+        )
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -269,11 +295,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def summary(self) -> str:
         """What there is to say of it beside the table of its matmuls."""
         settings = (self._compiled(), self._nccl(), self._predicted(), self._measured())
+        origin = self.made_for
         return "\n".join(
             (
                 *count_lines(self.entries),
                 *prefetched_lines(self.prefetched),
                 *map(scattered_line, self.scattered),
+                *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),
             )
         )
@@ -285,13 +313,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def _compiled(self) -> str:
-        if self.plain:
-            return "  The step is left as it is: nothing else was faster."
         options = len(self.xla_options)
         used = [f"{options} XLA option{'s' * (options > 1)}"] if options else []
         if at := self.schedule:
             used.append(f"the scheduler pass (slack {at.slack:g}, {at.in_flight} in flight)")
-        return f"  Compiled with {' and '.join(used)}." if used else ""
+        compiled = f"  Compiled with {' and '.join(used)}." if used else ""
+        if not self.plain:
+            return compiled
+        return f"  The step is left as it is: nothing else was faster.{compiled[1:]}"
 
     def _nccl(self) -> str:
         said = [f"{name}={value}" for name, value in self.nccl.env.items()]

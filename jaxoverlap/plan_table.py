@@ -80,6 +80,24 @@ def prefetched_lines(prefetched: int) -> list[str]:
     return [f"  {prefetched} gathers of scanned weights run one step of their scan ahead."]
 
 
+def cluster_lines(cluster: str | None, domains: Mapping[str, int]) -> list[str]:
+    """For which GPUs a plan was decided, where these are known.
+
+    Args:
+        cluster: as `parse_cluster` takes it.
+        domains: over how many NVLink domains each axis spreads.
+    """
+    if cluster is None:
+        return []
+    links = ", ".join(
+        f"{axis} {'the network' if spread > 1 else 'NVLink'}" for axis, spread in domains.items()
+    )
+    return [
+        f"  The cluster is taken to be {cluster} (hosts x GPUs / processes a host): {links}. "
+        "If it is another, name it in overlap(cluster=)."
+    ]
+
+
 def _idle_lines(skips: Sequence[Skip]) -> list[str]:
     """The matmuls with nothing to overlap, a line a reason."""
     by_reason: dict[str, list[Skip]] = {}

@@ -16,6 +16,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -117,11 +118,28 @@ def devices(pod: Cluster) -> tuple[Any, ...]:
     Raises:
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
-    domains = pod.num_hosts // pod.hosts_per_nvlink_domain
-    # Partitions, hosts in each, GPUs in each: a partition is what NVLink joins, and XLA schedules
-    # collectives that leave one differently.
-    topology = f"{domains}x{pod.hosts_per_nvlink_domain}x{pod.gpus_per_host}"
-    return _devices(target_config(pod.chip), topology)
+    described = replace(pod, nvlink=pod.chip.nvlink, network=pod.chip.network)
+    found = _devices(described)
+    _described[found[0].client] = described
+    return found
+
+
+_described: dict[Any, Cluster] = {}  # by the client of its devices: each pod has one of its own
+
+
+def pod_of(mesh: Mesh) -> Cluster | None:
+    """The pod that a mesh is of, with its chip's own links; None for a mesh of other devices."""
+    return _described.get(mesh.devices.flat[0].client)
+
+
+def topology_of(pod: Cluster) -> str:
+    """XLA's word for a pod: partitions, what it calls hosts in each, GPUs in each of those.
+
+    A partition is what NVLink joins, and XLA schedules collectives that leave one differently. A
+    host is a process of its own to XLA: on a machine that runs eight there are eight.
+    """
+    hosts = pod.hosts_per_nvlink_domain
+    return f"{pod.num_hosts // hosts}x{hosts * pod.processes_per_host}x{pod.gpus_per_process}"
 
 
 def is_pod(mesh: Mesh) -> bool:
@@ -141,7 +159,7 @@ def compiler_options() -> dict[str, str]:
     Raises:
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
-    device = _devices(target_config(chips()[0]), "1x1x1")[0]
+    device = devices(parse_cluster(f"{chips()[0].name}:1x1"))[0]
     return {n: v for n, v in _WANTED_OPTIONS.items() if _compat.accepts_option(n, v, device)}
 
 
@@ -177,8 +195,8 @@ def _check_axes(pod: Cluster, axes: Mapping[str, int]) -> None:
 
 
 @functools.cache  # equal pods share their devices, so that meshes made of them are equal
-def _devices(target: str, topology: str) -> tuple[Any, ...]:
-    """The devices of a topology, "NVLink domains x hosts a domain x GPUs a host"."""
+def _devices(pod: Cluster) -> tuple[Any, ...]:
+    target, topology = target_config(pod.chip), topology_of(pod)
     module = _plugin()
     try:
         with contextlib.nullcontext() if _has_gpu() else _cuda_check_skipped():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -15,18 +14,34 @@ from jax.sharding import Mesh
 
 from jaxoverlap import _compat, pods
 from jaxoverlap._jobs import job_of
-from jaxoverlap.agreement import DisagreementError, Stand, meet, processes_of
+from jaxoverlap._text import warn
+from jaxoverlap.agreement import DisagreementError, Stand, handed, meet, processes_of
 from jaxoverlap.cluster import Cluster
+from jaxoverlap.cost import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.made_for import facts_of
-from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.passes.mesh import NoMeshError
+from jaxoverlap.never_slower import DECIDED_WITHIN_S, Rival
+from jaxoverlap.passes.errors import RewriteError, own_faults
+from jaxoverlap.passes.mesh import MeshError, NoMeshError
 from jaxoverlap.plan import Plan, Schedule
 from jaxoverlap.road import Options, Start, Travelled, mesh_of, sites_of, travel
 from jaxoverlap.scheduler import Ordering, ordering_for
 from jaxoverlap.search import Ready
+from jaxoverlap.speedup import Speedup, Way
 from jaxoverlap.trial import Request
 from jaxoverlap.tune import Subject
+
+
+class Notice(NamedTuple):
+    """Something that the user is to be told, once a step.
+
+    Attributes:
+        topic: what it is about; of several notices on one topic the first is told.
+        text: what to say.
+    """
+
+    topic: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,11 @@ class Rewritten:
         cluster: that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
         stand: what the processes have still to agree on; None where they have, or there is one.
+        notice: why nothing is overlapped; None where something is, or nothing was asked for.
+        error: why there is no plan; None where there is one, or where another process failed.
+        cost: of its cluster, where that is known.
+        undecided: whether it has still to be held against the step as it is, by that cost.
+        speedup: what came of that, where it was done before any compilation.
     """
 
     plan: Plan | None
@@ -50,33 +70,106 @@ class Rewritten:
     cluster: Cluster | None = None
     ordering: Ordering | None = None
     stand: Stand | None = None
+    notice: Notice | None = None
+    error: MeshError | RewriteError | None = None
+    cost: CostModel | None = None
+    undecided: bool = False
+    speedup: Speedup | None = None
 
 
 def rewritten(
-    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any,
+    call: _compat.Call,
+    args: tuple,
+    kwargs: dict,
+    options: Options,
+    find_plan: Callable[[], Plan] | None = None,
 ) -> Rewritten:
-    """Rewrite a step for arguments like these, or leave it plain where `options` allow that.
+    """Rewrite a step for arguments like these; or leave it as it is.
+
+    It stays as it is where it does not run on one mesh of several devices, and where the rewrite
+    fails, if `options` allow that.
+
+    Args:
+        jitted, call, args, kwargs: the step, and how it is called.
+        options: what was asked for.
+        find_plan: finds the plan to follow, which then says most of `options`.
 
     Raises:
-        ValueError, RewriteError: as `travel`.
+        UserError: as `travel`; a MeshError only if a plan is given, which is for one mesh.
+        RewriteError: if the rewrite fails, unless `options` allow that.
+        ValueError, DisagreementError: as `find_plan`.
     """
     params, name = call.params, call.params["name"]
     try:
-        done = travel(jitted, call, args, kwargs, options)
-    except NoMeshError:
-        if not any(map(_compat.is_tracer, call.flat)):
+        if find_plan is not None:
+            with own_faults(name, ValueError, DisagreementError):
+                options = _following(find_plan(), options)
+        return _rewritten(jitted, call, args, kwargs, options)
+    except MeshError as error:
+        if options.plan is not None:
             raise
-        warn(
-            f"{name} runs without overlap: it is called under jit, grad or vmap, where the "
-            "shardings of its arguments are not known. Overlap the outermost function, or "
-            "give the step in_shardings or sharding constraints"
-        )
-        return _plain(params)
+        return replace(_plain(params), notice=_no_mesh(call, error), error=error)
     except RewriteError as error:
         if options.on_error == "raise":
             raise
-        warn(f"{name} runs without overlap: {error}")
-        return replace(_plain(params), stand=_failed(call, error, plain=True))
+        text = f"{name} runs without overlap: {error.without_plain}"
+        stand = _failed(call, error, plain=True)
+        return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
+
+
+def _following(plan: Plan, options: Options) -> Options:
+    """The options that follow a plan, with what no plan says."""
+    return Options.of(
+        plan,
+        cluster=options.cluster,
+        on_error=options.on_error,
+        agree_within_s=options.agree_within_s,
+    )
+
+
+def _no_mesh(call: _compat.Call, error: MeshError) -> Notice:
+    """Why a step on no mesh, on two or on one device runs as it is."""
+    text = str(error)
+    if isinstance(error, NoMeshError) and any(map(_compat.is_tracer, call.flat)):
+        text = (
+            f"{call.params['name']} is called under jit, grad or vmap, where the shardings of its "
+            "arguments are not known. Overlap the outermost function, or give the step "
+            "in_shardings or sharding constraints"
+        )
+    return Notice("no mesh", f"overlap() changes nothing: {text}")
+
+
+def travelled(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Travelled:
+    """The step at the end of the road; whatever fails there unexpectedly is a RewriteError.
+
+    Raises:
+        UserError, RewriteError: as `travel`.
+        Exception: what the step itself raises when it is lowered, as it comes.
+    """
+    try:
+        with own_faults(call.params["name"]):
+            return travel(jitted, call, args, kwargs, options)
+    except RewriteError as error:
+        failed = error
+    jitted.trace(*args, **kwargs).lower()  # where the step is at fault, the error is its own
+    raise failed
+
+
+def _rewritten(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Rewritten:
+    """A step with its rings, and all that it is compiled with."""
+    done = travelled(jitted, call, args, kwargs, options)
+    with own_faults(call.params["name"]):
+        return _arrived(call, done, options)
+
+
+def _arrived(call: _compat.Call, done: Travelled, options: Options) -> Rewritten:
+    """What becomes of a step that is at the end of the road."""
+    params, name = call.params, call.params["name"]
     own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
     ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
     at = ordering and ordering.options
@@ -94,7 +187,16 @@ def rewritten(
         cluster=done.cluster,
         ordering=ordering,
         stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
+        notice=None if plan.decisions or options.plan else _no_ring(name, plan),
+        cost=done.cost,
+        undecided=bool(done.cost and options.never_slower and not options.plan)
+        and is_gpu(done.mesh),
     )
+
+
+def _no_ring(name: str, plan: Plan) -> Notice:
+    """What to say of a step on a mesh in which nothing becomes a ring."""
+    return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
 
 
 def _as_it_is(call: _compat.Call, mesh: Mesh) -> Rewritten:
@@ -134,6 +236,72 @@ def _ordering(name: str, done: Travelled, options: Options) -> Ordering | None:
     return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
 
 
+# -- never slower ---------------------------------------------------------------------------------
+
+
+def rival_of(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
+) -> Rival:
+    """What an undecided step is held against: itself without rings.
+
+    Args:
+        jitted, call, args, kwargs, options: as it was rewritten with.
+    """
+    assert found.plan is not None and found.cost is not None
+    rings, cost, traced = found.plan, found.cost, jitted.trace(*args, **kwargs)
+
+    @functools.cache
+    def made(way: Way) -> Rewritten:
+        return _without_rings(jitted, call, args, kwargs, rings, way, options)
+
+    def lowered(way: Way) -> tuple[jax.stages.Lowered, Rewritten]:
+        new = found if way == "overlapped" else made(way)
+        return _lowered(traced, new), new
+
+    def request(way: Way, compiler_options: Mapping[str, Any] | None) -> Request:
+        return _request(*lowered(way), mesh_of(call), cost, compiler_options)
+
+    return Rival(rings.step, rings, cost, options.schedule is not None, lowered, request)
+
+
+def decided(
+    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
+) -> Rewritten:
+    """An undecided step for GPUs that are here, with rings or without: what is faster.
+
+    Children compile both for the GPUs' description before this process compiles either; of many
+    processes those of process 0, for all.
+    """
+    rival = rival_of(jitted, call, args, kwargs, found, options)
+    said = handed(
+        lambda: msgspec.json.encode(rival.decided_in_children()).decode(),
+        "choice between rings and none",
+        processes_of(mesh_of(call)),
+        within_s=DECIDED_WITHIN_S,
+    )
+    speedup = msgspec.json.decode(said, type=Speedup)
+    if speedup.taken == "overlapped":
+        return replace(found, undecided=False, speedup=speedup)
+    warn(speedup.warning(rival.step))
+    new = _without_rings(jitted, call, args, kwargs, rival.plan, speedup.taken, options)
+    return replace(new, stand=None, speedup=speedup)
+
+
+def _without_rings(
+    jitted: Any,
+    call: _compat.Call,
+    args: tuple,
+    kwargs: dict,
+    rings: Plan,
+    way: Way,
+    options: Options,
+) -> Rewritten:
+    """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
+    plan = rings.left_alone(rings.schedule if way == "reordered" else None)
+    plain = Options.of(plan, cluster=options.cluster, agree_within_s=options.agree_within_s)
+    return rewritten(jitted, call, args, kwargs, plain)
+
+
 # -- to be tuned ----------------------------------------------------------------------------------
 
 
@@ -152,17 +320,12 @@ def subject_of(
         new = _as_it_is(call, start.mesh)
         if options is not None:
             new = rewritten(jitted, call, args, kwargs, options)
-        params = new.ordering.named(new.params) if new.ordering else new.params
-        traced = _compat.traced_with(jitted.trace(*args, **kwargs), params)
-        return traced.lower(), new
+        return _lowered(jitted.trace(*args, **kwargs), new), new
 
     def lower(options: Options | None) -> Ready:
         stage, new = lowered(options)
         assert start.cost is not None
-        # A child does not see the GPUs: it compiles for their description, as for a pod.
-        there = is_gpu(start.mesh) and not pods.is_pod(start.mesh)
-        job = job_of(stage, pods.compiler_options() if there else None)
-        return Ready(Request(job, start.cost, new.ordering), new.plan)
+        return Ready(_request(stage, new, start.mesh, start.cost), new.plan)
 
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)
@@ -180,6 +343,32 @@ def subject_of(
         cost=start.cost,
         memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
     )
+
+
+def _lowered(traced: jax.stages.Traced, new: Rewritten) -> jax.stages.Lowered:
+    """A rewritten step, lowered under the name that its scheduler pass looks for."""
+    params = new.ordering.named(new.params) if new.ordering else new.params
+    return _compat.traced_with(traced, params).lower()
+
+
+def _request(
+    stage: jax.stages.Lowered,
+    new: Rewritten,
+    mesh: Mesh,
+    cost: CostModel,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Request:
+    """What a child needs to compile and simulate a lowered step.
+
+    A child does not see the GPUs: it compiles for their description, as for a pod.
+
+    Raises:
+        ValueError: if the step calls back into Python.
+    """
+    there = is_gpu(mesh) and not pods.is_pod(mesh)
+    described = pods.compiler_options() if there else {}
+    job = job_of(stage, {**described, **(compiler_options or {})})
+    return Request(job, cost, new.ordering)
 
 
 # -- many processes -------------------------------------------------------------------------------
@@ -233,8 +422,3 @@ def tell(call: _compat.Call, error: Exception, options: Options) -> None:
     if stand is not None:
         with contextlib.suppress(DisagreementError):  # what failed here says more
             meet(stand, options.agree_within_s)
-
-
-def warn(message: str) -> None:
-    """Warn at the user's line, however deep in this package it shows."""
-    warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parent),))

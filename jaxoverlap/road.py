@@ -11,9 +11,11 @@ from jax.sharding import Mesh
 from jaxoverlap import _compat
 from jaxoverlap.cluster import Cluster
 from jaxoverlap.cost import CostModel, Group, cost_model, has_cost_model
+from jaxoverlap.flags import is_gpu
 from jaxoverlap.granularity import Site, site_of
 from jaxoverlap.made_for import check, cluster_for, followed, made_for
 from jaxoverlap.passes.decide import decide, source_of
+from jaxoverlap.passes.errors import UserError
 from jaxoverlap.passes.flatten import flatten
 from jaxoverlap.passes.jaxprs import bodies
 from jaxoverlap.passes.lookups import lookups, scatter
@@ -25,10 +27,12 @@ from jaxoverlap.passes.mesh import (
     cluster_of,
     explicit_axes,
     find_mesh,
+    processes_of_one,
     unread,
 )
+from jaxoverlap.passes.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.prefetch import prefetch
-from jaxoverlap.passes.propagate import Shardings, propagate
+from jaxoverlap.passes.results import open_results, pin_results
 from jaxoverlap.passes.rewrite import rewrite
 from jaxoverlap.passes.rings import Ring
 from jaxoverlap.passes.scattered import Decide, Outcome, Point, scatter_sums, with_sums_scattered
@@ -52,7 +56,7 @@ class Options:
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
         plan: the plan that all of these come from.
-        agree_within_s: as in `overlap`.
+        agree_within_s, never_slower: as in `overlap`.
     """
 
     cluster: Cluster | None = None
@@ -67,6 +71,7 @@ class Options:
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
     agree_within_s: float = 20.0
+    never_slower: bool = True
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Options:
@@ -131,8 +136,12 @@ def begin(call: _compat.Call, options: Options) -> Start:
         NoMeshError: if the step has no mesh.
         ValueError: if it has two, or one that does not fit the cluster; if the plan was made for
             something else.
+        DisagreementError: if the cluster is not named, and a process of the mesh does not say on
+            which host it runs.
     """
     params, jaxpr, mesh = call.params, flatten(call.params["jaxpr"]), mesh_of(call)
+    if options.cluster is None:
+        cluster_of(mesh, options.agree_within_s)  # waits for the processes, once
     named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
     _check_cluster(params["name"], mesh, named)
     origin = made_for(call, mesh, named)
@@ -170,7 +179,9 @@ def travel(
         outcome = decided(jaxpr, {})
     else:
         traced = jitted.trace(*args, **kwargs)
-        outcome = _outcome(traced, jaxpr, decided, mesh, costs, options)
+        plain = partitioned(traced, jaxpr, mesh)
+        jaxpr = pin_results(jaxpr, open_results(call.params, plain.results, mesh), mesh)
+        outcome = _outcome(traced, jaxpr, plain, decided, mesh, costs, options)
     rewritten, prefetched = outcome.rewritten, 0
     if options.fsdp == "prefetch":
         rewritten, prefetched = prefetch(rewritten, outcome.gathered)
@@ -228,20 +239,19 @@ def mesh_of(call: _compat.Call) -> Mesh:
 def _outcome(
     traced: Any,
     jaxpr: Any,
+    plain: Picture,
     decided: Decide,
     mesh: Mesh,
     costs: Mapping[str, float],
     options: Options,
 ) -> Outcome:
     """What is decided: with the sums scattered that are asked for, or as leaves less exposed."""
-    shardings = propagate(traced, jaxpr)
     if options.sums is None:
-        return scatter_sums(traced, decided(jaxpr, shardings), decided, mesh, costs)
+        return scatter_sums(traced, decided(jaxpr, plain.shardings), decided, mesh, costs)
     where = {s.site: Point(s.dim, s.axes) for s in options.sums}
-    scattered = None
-    if where:
-        scattered = with_sums_scattered(traced, jaxpr, shardings, where, decided, mesh)
-    return scattered or decided(jaxpr, shardings)
+    if not where:
+        return decided(jaxpr, plain.shardings)
+    return with_sums_scattered(traced, jaxpr, plain.shardings, where, decided, mesh)
 
 
 def _decided(
@@ -284,7 +294,7 @@ def _decided(
 
 def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
     """Who takes part in a collective along each mesh axis; permutes in one process are copies."""
-    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh)
+    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh, cluster)
     return {
         axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)
         for axis, size in mesh.shape.items()
@@ -293,8 +303,15 @@ def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
     if cluster is not None and mesh.size != cluster.num_devices:
-        raise ValueError(
+        raise UserError(
             f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
             f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
             "size, or name the cluster that the mesh is for"
+        )
+    if cluster is not None and is_gpu(mesh) and (found := processes_of_one(mesh, cluster)) > 1:
+        raise ValueError(
+            f"{name} runs on a mesh where {cluster.gpus_per_process} GPUs that cluster {cluster} "
+            f"has in one process are in {found}, which cannot copy from each other: say after a "
+            "slash how many processes a host runs, as in 'h100-sxm:8x8/8', or in "
+            f"Cluster(processes_per_host=); here {cluster.processes_per_host * found}"
         )

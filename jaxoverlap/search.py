@@ -194,7 +194,7 @@ class Search:
         except RewriteError as error:
             if candidate.name == RULES:
                 raise
-            return Failure(why=f"RewriteError: {error}")
+            return Failure(why=f"RewriteError: {error.what}")
 
     @property
     def best(self) -> Tried:

@@ -15,6 +15,7 @@ from jaxoverlap.passes import hlo
 from jaxoverlap.passes.replay import replay
 from jaxoverlap.passes.strays import Stray, strays
 from jaxoverlap.passes.timeline import Spent, Timeline
+from jaxoverlap.speedup import Speedup
 
 _SHOWN = 10  # rows of a printed table
 _WORTH = 0.001  # of a step: what is exposed for less is not worth a line of advice
@@ -28,10 +29,12 @@ class Simulation(Timeline):
         cluster: that it is for.
         strays: the collectives that are no hops of a ring, longest exposed first, each with what
             a sharding constraint can do about it.
+        speedup: how it stands beside the step as it is, where `overlap` held it against that.
     """
 
     cluster: Cluster
     strays: tuple[Stray, ...]
+    speedup: Speedup | None = None
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write all events, loops unrolled, as a trace that ui.perfetto.dev opens."""
@@ -46,13 +49,18 @@ class Simulation(Timeline):
 
         Hovering tells op, bytes, time and source line. The page needs nothing but itself.
         """
-        report.write_page(path, self._beside(plain), title=f"{self.module} on {self.cluster}")
+        said = f": {self.speedup}" if self.speedup else ""
+        title = f"{self.module} on {self.cluster}{said}"
+        report.write_page(path, self._beside(plain), title=title)
 
     def _beside(self, plain: Timeline | None) -> dict[str, Timeline]:
-        return {"plain": plain, "overlapped": self} if plain else {self.module: self}
+        name = self.speedup.name if self.speedup else "overlapped"
+        return {"plain": plain, name: self} if plain else {self.module: self}
 
     def __str__(self) -> str:
         parts = [report.headline(f"{self.module} on {self.cluster}", self)]
+        if self.speedup:
+            parts.append(str(self.speedup))
         if self.unknown:
             named = ", ".join(f"{name} ({runs}x)" for name, runs in self.unknown.items())
             parts.append(f"not known, counted by their bytes: {named}")

@@ -6,6 +6,7 @@ parent does. What was tried is kept in a folder, under a hash of all that it dep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -61,6 +62,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
         peak_bytes: that a device needs, arguments and outputs included.
         hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
         waited: longest exposed first.
+        unknown: what the simulation does not know, and how often a step runs it.
     """
 
     step_s: float
@@ -72,6 +74,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     hops: int
     hops_covered: int
     waited: tuple[Waited, ...]
+    unknown: Mapping[str, int] = {}
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -131,7 +134,8 @@ def attempt(
         kernels: of candidates for the same chip.
     """
     path = kept / f"{request.key}.json"
-    if (known := _read(path)) is not None:
+    known, there = _read(path), _schedule_in(kept, request).exists()
+    if isinstance(known, Failure) or (known is not None and there):
         return known
     with (kernels or Kernels()).lent() as loan:
         borrowed = loan.file.exists()
@@ -161,11 +165,15 @@ def _read(path: Path) -> Trial | Failure | None:
         return None
 
 
+# The child may have to look for this package where the parent found it, on a path of its own.
+_PROGRAM = "import sys; sys.path.append(sys.argv[1]); from jaxoverlap import trial; trial.main()"
+
+
 def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float) -> Trial | Failure:
     payload = pickle.dumps((request, schedule, kernels))
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(
-            [sys.executable, "-m", "jaxoverlap.trial"],
+            [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[1])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -185,6 +193,9 @@ def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float)
             stopped = stop.finished.is_set()
             stop.cancel()
             code = child.wait()
+            child.stdout.close()
+            with contextlib.suppress(BrokenPipeError):  # of what it did not read
+                child.stdin.close()
         if code == 0:
             return msgspec.json.decode(answer.splitlines()[-1], type=Trial | Failure)
         return _failure(code, stopped, timeout_s, said)
@@ -255,6 +266,7 @@ def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure
         hops=hops.count,
         hops_covered=hops.covered,
         waited=_waited(step),
+        unknown=step.unknown,
     )
 
 
@@ -269,7 +281,8 @@ def _waited(step: Timeline) -> tuple[Waited, ...]:
     return tuple(sorted(waited, key=lambda w: -w.exposed_s))
 
 
-def _main() -> None:
+def main() -> None:
+    """What a child does: read a request from stdin, write the result to stdout."""
     size = int.from_bytes(sys.stdin.buffer.read(8), "big")
     request, schedule, kernels = pickle.loads(sys.stdin.buffer.read(size))
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -279,7 +292,3 @@ def _main() -> None:
 def _end_with_parent() -> None:
     os.read(sys.stdin.fileno(), 1)  # no lock, which Python would want when it ends
     os._exit(1)
-
-
-if __name__ == "__main__":
-    _main()

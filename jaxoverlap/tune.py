@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 
 from jaxoverlap import clock
-from jaxoverlap._files import opened, sealed, write_atomically
+from jaxoverlap._files import kept_folder, opened, sealed, write_atomically
 from jaxoverlap._text import WIDTH
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, seeds, ways
 from jaxoverlap.channels import CoTuned, co_tune
@@ -24,13 +24,11 @@ from jaxoverlap.cost import CostModel
 from jaxoverlap.granularity import Granularity, Site, granularity
 from jaxoverlap.plan import (
     Attempt,
-    Decision,
     MadeFor,
     Measured,
     Nccl,
     Plan,
     Predictions,
-    Skip,
 )
 from jaxoverlap.road import Options
 from jaxoverlap.search import Lower, Search, Tried
@@ -68,7 +66,7 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Where to keep what was tried."""
         if self.cache is not None:
             return Path(self.cache)
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoverlap"
+        return kept_folder()
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -210,28 +208,7 @@ def _plan_of(best: Tried, tried: Sequence[Tried]) -> Plan:
     rules = next(t.plan for t in tried if t.candidate.name == RULES)
     if rules is None:
         raise ValueError(f"the step is not rewritten: {tried[1].result}; there is nothing to tune")
-    return left_alone(rules)
-
-
-def left_alone(rules: Plan) -> Plan:
-    """The plan to leave a step as it is, from another plan of that step."""
-    why = "left alone: the step as it is is faster"
-    entries = tuple(
-        Skip(site=e.site, source=e.source, einsum=e.einsum, runs=e.runs, reason=why)
-        if isinstance(e, Decision)
-        else e
-        for e in rules.entries
-    )
-    return msgspec.structs.replace(
-        rules,
-        plain=True,
-        entries=entries,
-        prefetched=0,
-        scattered=(),
-        sums=(),
-        schedule=None,
-        xla_options={},
-    )
+    return rules.left_alone()
 
 
 def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
@@ -337,7 +314,7 @@ def _report(
     plan, rules = timed[best].plan, timed[RULES].plan
     if plan is None:
         assert rules is not None
-        plan = left_alone(rules)
+        plan = rules.left_alone()
     devices = jax.devices()
     measured = Measured(
         step_s=timed[best].seconds,

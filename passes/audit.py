@@ -18,6 +18,7 @@ from jaxoverlap._text import human_bytes, table
 from jaxoverlap.passes import hlo
 from jaxoverlap.passes.decide import PASSES
 from jaxoverlap.passes.groups import parties
+from jaxoverlap.speedup import Speedup
 
 _KINDS = (
     "all-gather",
@@ -119,10 +120,12 @@ class Audit:
     Attributes:
         module: the module's name.
         collectives: all of them.
+        speedup: how the step stands beside the step as it is, where `overlap` held it against that.
     """
 
     module: str
     collectives: tuple[Collective, ...]
+    speedup: Speedup | None = None
 
     @property
     def total(self) -> Coverage:
@@ -149,6 +152,7 @@ class Audit:
                 f"all collectives: {self.total}",
                 f"  ring hops:     {self.hops}",
                 f"  XLA's own:     {self.rest}",
+                *([str(self.speedup)] if self.speedup else ()),
             )
         )
 

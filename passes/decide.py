@@ -20,7 +20,7 @@ from jaxoverlap.decisions import LEFT_PLAIN, Decision, Skip, Variant
 from jaxoverlap.passes.beside import beside
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import traffic
-from jaxoverlap.passes.propagate import Shardings
+from jaxoverlap.passes.partitioned import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import Specs, share
 from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
@@ -73,7 +73,7 @@ def decide(
 
     Args:
         found: the step's bodies, from `jaxprs.bodies`.
-        shardings: its matmuls' shardings, from `propagate`.
+        shardings: its matmuls' shardings, from `partitioned`.
         axis_sizes: devices along each mesh axis.
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.

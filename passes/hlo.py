@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(|\{)")
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -141,6 +141,59 @@ def parse(text: str) -> Module:
             f"{head.split(',')[0]} is not scheduled: its text says nothing about what runs beside "
             "what. Take the text of a compiled executable"
         )
+    return _parsed(text)
+
+
+def parse_partitioned(text: str, num_devices: int) -> Module:
+    """Parse the text of a module that XLA has partitioned and not scheduled yet.
+
+    The order of its instructions says what needs what, and nothing about time. A while whose
+    condition counts up to a constant has its trips written in, as a scheduled module's has.
+
+    Args:
+        text: the module's.
+        num_devices: that it is for, which the text does not say.
+
+    Raises:
+        ValueError: if it is not the text of a whole HLO module.
+    """
+    module = replace(_parsed(text), num_devices=num_devices)
+    counted = {
+        name: tuple(_counted(module, name, i) if i.opcode == "while" else i for i in body)
+        for name, body in module.computations.items()
+    }
+    return replace(module, computations=counted)
+
+
+def _counted(module: Module, computation: str, loop: Instruction) -> Instruction:
+    """A while with its trips written in, where it runs from 0 up to a constant."""
+    trips = loop.trip_count or _trips(module, computation, loop)
+    if trips is None or loop.trip_count:
+        return loop
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return replace(loop, line=loop.line + known)
+
+
+def _trips(module: Module, computation: str, loop: Instruction) -> int | None:
+    condition = {i.name: i for i in module.body(loop.attribute("condition").lstrip("%"))}
+    root = next(i for i in condition.values() if i.is_root)
+    around = {i.name: i for i in module.body(computation)}
+    if root.opcode != "compare" or "direction=LT" not in root.line:
+        return None
+    index, bound = (condition[name] for name in root.operands)
+    place = re.search(r"index=(\d+)", index.line)
+    limit = re.search(r"constant\((\d+)\)", bound.line)
+    initial = around.get(loop.operands[0])
+    if not (place and limit and initial and initial.opcode == "tuple"):
+        return None
+    first = around[initial.operands[int(place.group(1))]]
+    while first.opcode in ("copy", "bitcast", "convert"):
+        first = around[first.operands[0]]
+    return int(limit.group(1)) if "constant(0)" in first.line else None
+
+
+def _parsed(text: str) -> Module:
+    head = text.split("\n", 1)[0]
     computations: dict[str, list[Instruction]] = {}
     entry, body, closed = "", [], True
     for line in text.splitlines():

@@ -76,7 +76,7 @@ def lookups(
 
     Args:
         found: the step's bodies.
-        shardings: from `propagate`, by (body, place).
+        shardings: from `partitioned`, by (body, place).
         mesh: its mesh.
         costs: of a byte along each axis.
     """

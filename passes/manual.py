@@ -37,7 +37,7 @@ from jaxoverlap.passes.jaxprs import Body, Dot, Manual
 from jaxoverlap.passes.manual_sites import Ring, Site, Sites, possible_rings
 from jaxoverlap.passes.manual_skips import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.order import Order
-from jaxoverlap.passes.propagate import Shardings
+from jaxoverlap.passes.partitioned import Shardings
 from jaxoverlap.passes.wishes import Granularity, Wishes
 
 
@@ -75,7 +75,7 @@ def decide_manual(
 
     Args:
         found: the step's bodies, from `jaxprs.bodies`.
-        shardings: from `propagate`: how its matmuls lie on axes that are automatic beside.
+        shardings: from `partitioned`: how its matmuls lie on axes that are automatic beside.
         skip, granularity, choices, alone: as in `decide.decide`.
 
     Returns:

@@ -11,7 +11,7 @@ from jaxoverlap import _compat
 from jaxoverlap.passes.decide import matmul_of, refusal
 from jaxoverlap.passes.jaxprs import Dot
 from jaxoverlap.passes.manual_sites import KINDS, Ring, Site, Sites, dim_of_sum, is_sum, is_view
-from jaxoverlap.passes.propagate import Shardings
+from jaxoverlap.passes.partitioned import Shardings
 from jaxoverlap.passes.sites import SIDES, Kind, Matmul, Refusal
 from jaxoverlap.passes.wishes import Wishes
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +11,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap import _compat
-from jaxoverlap.cluster import Cluster, chips
+from jaxoverlap.cluster import Chip, Cluster, chips
+from jaxoverlap.hosts import WITHIN_S, hosts_of
+from jaxoverlap.passes.errors import UserError
+from jaxoverlap.pods import pod_of
 
 
-class NoMeshError(ValueError):
+class MeshError(UserError):
+    """A step that does not run on one mesh of several devices: none of it can be overlapped."""
+
+
+class NoMeshError(MeshError):
     """A step none of whose shardings names a mesh."""
 
 
@@ -29,7 +37,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
 
     Raises:
         NoMeshError: if there is none.
-        ValueError: if there are two, or if it has one device.
+        MeshError: if there are two, or if it has one device.
     """
     named = (map(_compat.bound_sharding, arguments), parameters, _constraints(jaxpr))
     meshes = {mesh for source in named for mesh in _meshes(source)}
@@ -42,7 +50,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
         )
     if len(meshes) > 1:
         shown = " and ".join(sorted(str(dict(m.shape)) for m in meshes))
-        raise ValueError(
+        raise MeshError(
             f"{name} uses {len(meshes)} meshes ({shown}); expected one for the step: the same "
             "axes, axis types and order of devices everywhere"
         )
@@ -53,7 +61,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
 
 def _check(name: str, mesh: Mesh) -> None:
     if mesh.size == 1:
-        raise ValueError(
+        raise MeshError(
             f"{name} runs on a mesh of one device ({dict(mesh.shape)}): there is nothing to "
             "overlap. Use more devices, or leave overlap() off"
         )
@@ -105,17 +113,39 @@ def explicit_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
 
 
-def cluster_of(mesh: Mesh) -> Cluster | None:
+def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
     """The cluster of a mesh's devices, by what they say of themselves; None if they are not known.
 
-    They are taken to be numbered host by host.
+    A host is what its processes say it is (`jaxoverlap.hosts`). Devices are taken to be numbered
+    host by host.
+
+    Args:
+        mesh: the mesh.
+        within_s: how long to wait for processes that have not said yet where they run.
+
+    Raises:
+        DisagreementError: if one of them does not say in time.
     """
     devices = list(mesh.devices.flat)
-    chip = {c.device_name: c for c in chips()}.get(devices[0].device_kind)
-    hosts = len({device.process_index for device in devices})
-    if chip is None or len(devices) % hosts:
+    pod = pod_of(mesh)
+    chip = pod.chip if pod else _chip_of(mesh)
+    if chip is None:
         return None
-    return Cluster(chip, hosts, len(devices) // hosts, chip.nvlink, chip.network)
+    host = _hosts(mesh, within_s)
+    processes = Counter((host(device), device.process_index) for device in devices)
+    hosts = Counter(map(host, devices))
+    a_host = Counter(at for at, _ in processes)
+    if any(len(set(counts.values())) > 1 for counts in (processes, hosts, a_host)):
+        return None  # hosts or processes that are not alike
+    num_hosts = len(hosts)
+    return Cluster(
+        chip,
+        num_hosts,
+        len(devices) // num_hosts,
+        chip.nvlink,
+        chip.network,
+        len(processes) // num_hosts,
+    )
 
 
 def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
@@ -127,9 +157,11 @@ def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
     Args:
         mesh: the mesh.
         cluster: its GPUs, if named; else what its devices say of themselves counts.
+
+    Raises:
+        DisagreementError: as `cluster_of`.
     """
-    kinds = {c.device_name: c for c in chips()}
-    links = cluster or kinds.get(mesh.devices.flat[0].device_kind)
+    links = cluster or pod_of(mesh) or _chip_of(mesh)
     if links is None:
         return dict.fromkeys(mesh.axis_names, 1.0)
     network = links.nvlink.bandwidth_bytes_per_s / links.network.bandwidth_bytes_per_s
@@ -142,25 +174,58 @@ def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
 
     Args:
         mesh: the mesh.
-        cluster: its GPUs, if named; else a domain is what its devices say of themselves.
+        cluster: its GPUs, if named; else those of the pod; else each host is a domain.
+
+    Raises:
+        DisagreementError: as `cluster_of`.
     """
-
-    def domain(device: Any) -> int:
-        if cluster is not None:
-            return device.id // cluster.gpus_per_nvlink_domain
-        return hash((getattr(device, "slice_index", None), device.process_index))
-
-    return _spread(mesh, domain)
+    if cluster is not None:
+        return _spread(mesh, _block(mesh, cluster.gpus_per_nvlink_domain))
+    if pod := pod_of(mesh):
+        return _spread(mesh, lambda device: device.id // pod.gpus_per_nvlink_domain)
+    return _spread(mesh, _hosts(mesh))
 
 
-def axis_processes(mesh: Mesh) -> dict[str, int]:
-    """Over how many processes the devices along each axis spread."""
-    return _spread(mesh, lambda device: device.process_index)
+def axis_processes(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
+    """Over how many processes the devices along each axis spread; arguments as `axis_domains`."""
+    if cluster is None:
+        return _spread(mesh, lambda device: device.process_index)
+    return _spread(mesh, _block(mesh, cluster.gpus_per_process))
 
 
-def _spread(mesh: Mesh, of: Callable[[Any], int]) -> dict[str, int]:
+def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
+    """In how many processes GPUs are, at most, that the cluster has in one: 1 if it is right."""
+    block = _block(mesh, cluster.gpus_per_process)
+    found: dict[int, set[int]] = {}
+    for device in mesh.devices.flat:
+        found.setdefault(block(device), set()).add(device.process_index)
+    return max(map(len, found.values()))
+
+
+def _chip_of(mesh: Mesh) -> Chip | None:
+    """The GPU model that a mesh's devices call themselves."""
+    kind = mesh.devices.flat[0].device_kind
+    return next((chip for chip in chips() if chip.device_name == kind), None)
+
+
+def _hosts(mesh: Mesh, within_s: float = WITHIN_S) -> Callable[[Any], Hashable]:
+    """What gives each device of a mesh its host."""
+    if pod := pod_of(mesh):
+        return lambda device: device.id // pod.gpus_per_host
+    of = hosts_of({device.process_index for device in mesh.devices.flat}, within_s)
+    return lambda device: of[device.process_index]
+
+
+def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
+    """What gives each device of a mesh its group of `size`, in the order of their numbers."""
+    ids = sorted(device.id for device in mesh.devices.flat)
+    block = {number: place // size for place, number in enumerate(ids)}
+    return lambda device: block[device.id]
+
+
+def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
     """How many different ones there are along each axis, at most."""
-    found = np.vectorize(of, otypes=[np.int64])(mesh.devices)
+    found = np.frompyfunc(of, 1, 1)(mesh.devices)
     return {
         axis: max(len(set(line)) for line in np.moveaxis(found, i, -1).reshape(-1, size).tolist())
         for i, (axis, size) in enumerate(mesh.shape.items())

@@ -2,40 +2,87 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-import jax
-
-from jaxoverlap import _shardy
-from jaxoverlap._text import short_source
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.audit import Collective, collectives
+from jaxoverlap.passes.groups import axes_of
 from jaxoverlap.plan import Remaining
 
+_BY_PARTITIONER = 'is_spmd_generated="true"'
 
-def remaining(lowered: jax.stages.Lowered, axis_sizes: Mapping[str, int]) -> tuple[Remaining, ...]:
-    """What a partitioner will add to a lowered step, most bytes first; nothing is compiled.
 
-    These are Shardy's own answers to the step's shardings. XLA may do otherwise (combine several,
-    move one out of a loop): `audit()` of the compiled step shows what it did.
+def remaining(module: hlo.Module, axis_sizes: Mapping[str, int]) -> tuple[Remaining, ...]:
+    """The collectives that XLA's partitioner has put into a step, most bytes first.
+
+    Args:
+        module: the partitioned module.
+        axis_sizes: devices along each axis of its mesh.
     """
-    sums: dict[tuple[str, tuple[str, ...], str], list[int]] = {}
-    for implied in _shardy.implied_collectives(lowered):
-        devices = math.prod(axis_sizes[a] for a in implied.axes)
-        key = (implied.kind, implied.axes, short_source(implied.file, implied.line))
-        total = sums.setdefault(key, [0, 0])
-        total[0] += implied.runs
-        total[1] += implied.runs * _sent(implied.kind, implied.local_bytes, devices)
+    sums: dict[tuple[str, tuple[str, ...], str], list[int]] = defaultdict(lambda: [0, 0])
+    by_partitioner = {
+        (name, i.name)
+        for name, body in module.computations.items()
+        for i in body
+        if _BY_PARTITIONER in i.line
+    }
+    for c in moved(module):
+        if (c.computation, c.name) in by_partitioner:
+            axes = axes_of(c.groups, module.num_devices, axis_sizes)
+            total = sums[c.kind.replace("-", "_"), axes, c.source or _last(c.op_name)]
+            total[0] += c.runs
+            total[1] += c.runs * c.bytes_moved
     found = [
         Remaining(kind=kind, axes=axes, source=source, runs=runs, bytes_moved=sent)
         for (kind, axes, source), (runs, sent) in sums.items()
+        if sent
     ]
     return tuple(sorted(found, key=lambda r: (-r.bytes_moved, r.source)))
 
 
-def _sent(kind: str, result: int, n: int) -> int:
-    """Bytes that each device sends for a result of so many local bytes, by a ring."""
-    if kind == "all_reduce":
-        return 2 * result * (n - 1) // n
-    if kind == "reduce_scatter":
-        return result * (n - 1)
-    return result if kind == "collective_permute" else result * (n - 1) // n
+def _last(op_name: str) -> str:
+    """The end of an operation's path, for what has no source line."""
+    return op_name.rpartition("/")[2] or "<unknown>"
+
+
+def moved(module: hlo.Module) -> Iterator[Collective]:
+    """The collectives of a partitioned module; an all-reduce that is only sliced is a scatter."""
+    scattered = {
+        (name, reduced)
+        for name, body in module.computations.items()
+        for reduced in _scattered(body)
+    }
+    for c in collectives(module):
+        if (c.computation, c.name) in scattered:
+            c = replace(c, kind="reduce-scatter", bytes_moved=c.bytes_moved // 2)
+        yield c
+
+
+def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
+    """The all-reduces of which each device only cuts out its own part.
+
+    XLA:GPU makes a reduce-scatter of them later; so does every partitioner for which it matters.
+    """
+    users: dict[str, list[hlo.Instruction]] = defaultdict(list)
+    for i in body:
+        for operand in set(i.operands):
+            users[operand.partition("#")[0]].append(i)
+    for i in body:
+        if i.opcode != "all-reduce" or i.shape.startswith("("):
+            continue
+        whole = hlo.shape_bytes(i.shape)
+        parts = [_sliced(user, users) for user in users[i.name]]
+        sizes = {hlo.shape_bytes(part.shape) for part in parts if part is not None}
+        if parts and None not in parts and len(sizes) == 1 and sizes != {whole}:
+            yield i.name
+
+
+def _sliced(
+    user: hlo.Instruction, users: Mapping[str, list[hlo.Instruction]]
+) -> hlo.Instruction | None:
+    """The slice that a value is cut to, by where the device is; None if it is read whole."""
+    while user.opcode in ("reshape", "bitcast", "transpose") and len(users[user.name]) == 1:
+        (user,) = users[user.name]
+    return user if user.opcode == "dynamic-slice" else None

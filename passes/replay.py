@@ -155,10 +155,10 @@ def group_of(c: Collective, num_devices: int, cluster: Cluster) -> Group:
     """Who takes part in a collective of a module for so many devices, counted up from 0."""
     spread = domains(c.groups, num_devices, cluster.gpus_per_nvlink_domain)
     size = 2 if c.kind == PERMUTE else c.group_size
-    in_a_host = domains(c.groups, num_devices, cluster.gpus_per_host) == 1
-    # The option for copies comes with one communicator a ring (flags/rings.py).
-    together = c.group_size if c.by_copy else None
-    return Group(size, spread, c.by_copy and in_a_host, together)
+    in_a_process = domains(c.groups, num_devices, cluster.gpus_per_process) == 1
+    # Hops and copies come with the option for one communicator a ring (flags/rings.py).
+    together = c.group_size if c.by_copy or (c.kind == PERMUTE and c.ring) else None
+    return Group(size, spread, c.by_copy and in_a_process, together)
 
 
 def short_op(op_name: str) -> str:

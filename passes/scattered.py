@@ -9,16 +9,15 @@ and what reads the sum. Where everything up to the next matmuls goes row by row,
 stay scattered, and those matmuls gather it in rings of their own: as sequence parallelism has it
 (Korthikanti et al., arXiv 2205.05198), but found and not asked for.
 
-What goes row by row is Shardy's to know. The sums are constrained to be scattered, the step is
-propagated and decided on again, and `exposure` tells which of the two is better. It counts what no
-matmul hides twice: a value that was saved whole for the backward pass is now gathered again there,
-in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
+XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, XLA is asked
+again, the step is decided on again, and `exposure` tells which of the two is better. It counts
+bytes twice that no matmul hides: a value that was saved whole for the backward pass is now gathered
+again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,18 +25,18 @@ from typing import Any, NamedTuple
 
 import jax
 import msgspec
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxoverlap import _compat, _shardy
+from jaxoverlap import _compat
 from jaxoverlap.passes.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.layout import Layout, traffic
 from jaxoverlap.passes.lookups import Lookup, scatter
 from jaxoverlap.passes.mesh import explicit_axes
-from jaxoverlap.passes.propagate import Shardings, propagate, unreadable
+from jaxoverlap.passes.partitioned import Shardings, partitioned
 from jaxoverlap.passes.remaining import remaining
+from jaxoverlap.passes.results import constrained, dims_of, is_even
 from jaxoverlap.passes.rings import Ring, Sharing
-from jaxoverlap.passes.sites import Einsum, Spec
+from jaxoverlap.passes.sites import Einsum
 from jaxoverlap.plan import Decision, Remaining, Scattered, Skip
 
 
@@ -98,21 +97,18 @@ def scatter_sums(
         costs: of a byte along each mesh axis.
 
     Raises:
-        RewriteError: if Shardy or a ring fails on the step.
+        RewriteError: if XLA does not partition the step, or a ring fails on it.
     """
     where = points(first.sharings.values())
     if not where or explicit_axes(mesh):
         return first
     second = with_sums_scattered(traced, first.jaxpr, first.shardings, where, decide, mesh)
-    if second is None:
-        return first
     if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
         return first
 
     def cost(outcome: Outcome) -> float:
         becomes = scatter(outcome.rewritten, outcome.known, mesh)
-        params = _compat.with_jaxpr(_compat.traced_params(traced), becomes, {})
-        left = remaining(_compat.traced_with(traced, params).lower(), dict(mesh.shape))
+        left = remaining(partitioned(traced, becomes, mesh, ask=False).module, dict(mesh.shape))
         tables = [lookup.entry(mesh.shape) for lookup in outcome.known]
         return exposure(outcome.sharings.values(), (*left, *tables), costs)
 
@@ -128,8 +124,8 @@ def with_sums_scattered(
     where: Mapping[int, Point],
     decide: Decide,
     mesh: Mesh,
-) -> Outcome | None:
-    """What is decided for a step some of whose sums are scattered; None if that cannot be.
+) -> Outcome:
+    """What is decided for a step some of whose sums are scattered.
 
     Args:
         traced, jaxpr, shardings: the step, and how its matmuls lie as it is.
@@ -137,14 +133,10 @@ def with_sums_scattered(
         decide, mesh: as in `scatter_sums`.
 
     Raises:
-        RewriteError: if Shardy or a ring fails on the step.
+        RewriteError: if XLA does not partition the step, or a ring fails on it.
     """
-    results = result_specs(traced, mesh)
-    if results is None:
-        return None
-    pinned = pin_results(jaxpr, results, mesh)
-    scattered = propagate_scattered(traced, pinned, where, shardings, mesh)
-    return dataclasses.replace(decide(pinned, scattered), sums=where)
+    scattered = partitioned_scattered(traced, jaxpr, where, shardings, mesh)
+    return dataclasses.replace(decide(jaxpr, scattered), sums=where)
 
 
 def _explained(
@@ -169,39 +161,6 @@ def _explained(
 
 def _is_scatter(entry: Decision | Skip) -> bool:
     return isinstance(entry, Decision) and entry.kind == "matmul_reduce_scatter"
-
-
-def result_specs(traced: jax.stages.Traced, mesh: Mesh) -> Sequence[Spec | None] | None:
-    """How the results of a step lie; None for one that the jit itself says, or without dims.
-
-    Returns None if that cannot be said of them all.
-    """
-    params = _compat.traced_params(traced)
-    results = params["jaxpr"].outvars
-    free = [
-        not isinstance(sharding, jax.sharding.Sharding) and v.aval.ndim > 0
-        for sharding, v in zip(params["out_shardings"], results, strict=True)
-    ]
-    if not any(free):
-        return [None] * len(results)
-    try:
-        specs = _shardy.results(traced.lower())
-    except Exception as error:
-        raise unreadable(traced, error) from error
-    found = [spec if open else None for spec, open in zip(specs, free, strict=True)]
-    known = [
-        not open or (spec is not None and _even(v.aval.shape, spec, mesh))
-        for v, spec, open in zip(results, specs, free, strict=True)
-    ]
-    return found if all(known) else None
-
-
-def _even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:
-    """Whether a sharding is one of arrays of this shape, as a constraint has to be."""
-    if len(shape) != len(spec):  # a random key is an array of words
-        return False
-    parts = (math.prod(mesh.shape[a] for a in axes) for axes in spec)
-    return all(size % n == 0 for size, n in zip(shape, parts, strict=True))
 
 
 def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
@@ -247,7 +206,7 @@ def _rows(einsum: Einsum) -> str:
     return "".join(c for c in activation if c in einsum.out)
 
 
-def propagate_scattered(
+def partitioned_scattered(
     traced: jax.stages.Traced,
     jaxpr: Any,
     where: Mapping[int, Point],
@@ -260,19 +219,19 @@ def propagate_scattered(
     which a matmul shares its work.
 
     Args:
-        traced, jaxpr: the step, as for `propagate`.
+        traced, jaxpr: the step, as for `partitioned`.
         where: the matmuls whose sums are scattered, by their number, from `points`.
         shardings: of the matmuls, as they are now.
         mesh: the step's mesh.
 
     Raises:
-        RewriteError: if Shardy fails on the step.
+        RewriteError: if XLA does not partition the step.
     """
     shapes = {d.index: d.eqn.outvars[0].aval.shape for body in bodies(jaxpr) for d in body.dots}
     dims = {
-        i: _dims(read.out)
+        i: dims_of(read.out)
         for i, read in shardings.items()
-        if i in shapes and read.out is not None and _even(shapes[i], read.out, mesh)
+        if i in shapes and read.out is not None and is_even(shapes[i], read.out, mesh)
     }
     for index, point in where.items():
         dims[index] = [PartitionSpec.UNCONSTRAINED] * len(shapes[index])
@@ -288,7 +247,7 @@ def propagate_scattered(
             eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
         return eqns if wanted else None
 
-    found = propagate(traced, map_bodies(jaxpr, constrain))
+    found = partitioned(traced, map_bodies(jaxpr, constrain), mesh).shardings
     # The first that becomes of each result is our own constraint, which the step has not.
     return {
         (key[0], places[key]) if isinstance(key, tuple) else key: (
@@ -304,38 +263,7 @@ def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:
     """A matmul, and a constraint on its result."""
     (out,) = eqn.outvars
     own = _compat.like_var(out)
-    return [eqn.replace(outvars=[own]), *_constrained(own, out, dims, mesh, eqn)]
-
-
-def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
-    """A jaxpr whose results lie as they did, whatever becomes of what they are made from.
-
-    Args:
-        jaxpr: the jaxpr of a step.
-        results: how each of its results lies; None for one that need not be pinned.
-        mesh: the step's mesh.
-    """
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    eqns, outvars = list(jaxpr.eqns), []
-    for var, spec in zip(jaxpr.outvars, results, strict=True):
-        if spec is None or _compat.is_literal(var) or var not in made:
-            outvars.append(var)
-            continue
-        outvars.append(_compat.like_var(var))
-        eqns += _constrained(var, outvars[-1], _dims(spec), mesh, made[var])
-    return jaxpr.replace(eqns=eqns, outvars=outvars)
-
-
-def _dims(spec: Spec) -> list[Any]:
-    """What a `PartitionSpec` says of each dim."""
-    return [axes or None for axes in spec]
-
-
-def _constrained(value: Any, result: Any, dims: Sequence[Any], mesh: Mesh, like: Any) -> list[Any]:
-    """The equation that gives a value another sharding."""
-    sharding = NamedSharding(mesh, PartitionSpec(*dims))
-    constraint = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-    return _compat.inline(lambda x: [constraint(x)], [value], [result], like)
+    return [eqn.replace(outvars=[own]), *constrained(own, out, dims, mesh, eqn)]
 
 
 # -- which is better ------------------------------------------------------------------------------

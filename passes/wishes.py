@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from jaxoverlap.passes.errors import UserError
 from jaxoverlap.plan import Variant
 
 Granularity = Variant | Mapping[str, Variant] | None
@@ -37,7 +38,7 @@ class Wishes:
             ValueError: if one does not.
         """
         if strange := sorted({*self.choices, *self.alone} - sources.keys()):
-            raise ValueError(
+            raise UserError(
                 f"a choice for site {', '.join(map(str, strange))}: the step has {len(sources)} "
                 "matmuls, counted from 0"
             )
@@ -46,7 +47,7 @@ class Wishes:
         for option, line in named:
             if not any(_names(line, source) for source in sources.values()):
                 known = ", ".join(dict.fromkeys(sources.values())) or "none"
-                raise ValueError(
+                raise UserError(
                     f"{option}={line!r} names no line that writes a matmul; the step's matmuls "
                     f"are written at: {known}"
                 )

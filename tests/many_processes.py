@@ -1,4 +1,4 @@
-"""One of several processes that train together; run by test_agreement.py.
+"""One of several processes that train together; run by test_agreement.py and test_hosts.py.
 
 python -m tests.many_processes RANK PROCESSES PORT FOLDER SCENARIO...
 
@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import DisagreementError, Plan, api
+from jaxoverlap import DisagreementError, Plan, api, hosts
+from jaxoverlap.cluster import parse_cluster
+from jaxoverlap.passes import mesh as mesh_of_step
 from jaxoverlap.passes import rewrite
+from jaxoverlap.road import groups_of
 
 DEVICES, STEPS = 4, 3
 HIDDEN, FF, ROWS = 16, 32, 16
@@ -197,6 +201,50 @@ def two_plans(folder: Path, rank: int) -> Any:
     return train(jaxoverlap.overlap(make_step(make_mesh()), plan=folder / name))
 
 
+# -- hosts ----------------------------------------------------------------------------------------
+
+
+def on_hosts_as_they_are(folder: Path, rank: int) -> Any:
+    """CPU devices that pass for H100s, on the one host that all processes are on."""
+    mesh_of_step.chips = lambda: (replace(parse_cluster("h100-sxm:1x8").chip, device_name="cpu"),)
+    mesh = make_mesh()
+    plan = jaxoverlap.overlap(make_step(mesh)).explain(*abstract(mesh))
+    groups = groups_of(mesh, None)
+    return {
+        "cluster": str(mesh_of_step.cluster_of(mesh)),
+        "plan": plan.made_for and plan.made_for.cluster,
+        "said": str(plan),
+        "domains": {axis: group.domains for axis, group in groups.items()},
+        "by_copy": {axis: group.by_copy for axis, group in groups.items()},
+        "losses": train(jaxoverlap.overlap(make_step(mesh))),
+    }
+
+
+def on_hosts_of_two(folder: Path, rank: int) -> Any:
+    """The same, if processes 0 and 1 were on one host, and 2 and 3 on another."""
+    hosts.this_host = lambda: f"host {rank // 2}"
+    return on_hosts_as_they_are(folder, rank)
+
+
+def on_hosts_in_turn(folder: Path, rank: int) -> Any:
+    """The same, if processes were dealt to two hosts in turn, as `srun -m cyclic` does."""
+    hosts.this_host = lambda: f"host {rank % 2}"
+    return on_hosts_as_they_are(folder, rank)
+
+
+def says_its_host_late(folder: Path, rank: int) -> Any:
+    """One process comes when the other has given up; that one is then told at once."""
+    if rank == 1:
+        time.sleep(3)
+        return len(set(hosts.hosts_of((0, 1)).values()))
+    began = time.monotonic()
+    try:
+        hosts.hosts_of((0, 1), within_s=0.5)
+    except DisagreementError as error:
+        said, waited = str(error), time.monotonic() - began
+    return {"said": said, "waited": waited, "hosts": len(set(hosts.hosts_of((0, 1)).values()))}
+
+
 SCENARIOS: tuple[Callable[[Path, int], Any], ...] = (
     *(
         of_file,
@@ -208,6 +256,7 @@ SCENARIOS: tuple[Callable[[Path, int], Any], ...] = (
         refused_in_one,
     ),
     *(tuned, timed, absent, no_plan, late_plan, two_plans),
+    *(on_hosts_as_they_are, on_hosts_of_two, on_hosts_in_turn, says_its_host_late),
 )
 
 

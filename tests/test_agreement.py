@@ -176,7 +176,7 @@ def test_where_one_fails_all_learn(two):
 
 def test_where_one_refuses_its_plan_all_learn(two):
     other, refusing = rows(two, "refused_in_one", "error")
-    assert refusing.startswith("ValueError: the plan was made for something else than train_step")
+    assert refusing.startswith("UserError: the plan was made for something else than train_step")
     assert "process 1" in other and "the plan was made for something else" in other
 
 

@@ -114,27 +114,76 @@ def test_arguments_of_another_type(options):
 # -- meshes ---------------------------------------------------------------------------------------
 
 
-def test_a_step_without_a_mesh():
+def left_as_it_is(*parts: str, fn=matmul, args, on_error: str = "raise") -> None:
+    """The step runs as it is, however it is called; that is said once. explain() refuses."""
+    step, expected = overlap(fn, on_error=on_error), jax.jit(fn)(*args)
+    with pytest.raises(ValueError) as error:
+        overlap(fn).explain(*args)
+    with pytest.warns(UserWarning, match="changes nothing") as caught:
+        got = step(*args)
+    said = str(caught[0].message), str(error.value)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert all(part in text for part in parts for text in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*[a.astype(np.float16) for a in args])  # another signature
+        lowered = step.lower(*args)
+        assert lowered.plan is None
+        for again in (
+            step(*args),
+            lowered.compile()(*args),
+            step.trace(*args).lower().compile()(*args),
+        ):
+            np.testing.assert_array_equal(again, expected)
+    np.testing.assert_array_equal(got, expected)
+    assert got.sharding == expected.sharding
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+@pytest.mark.parametrize("kind", ["host", "anywhere", "one device"])
+def test_a_step_without_a_mesh(kind: str, on_error: str):
     x = np.ones((8, 8), np.float32)
-    refuse("matmul has no mesh", "Shard its arguments", args=(x, x))
-    refuse("matmul has no mesh", args=(jnp.asarray(x), jax.device_put(x, jax.devices()[0])))
+    place = {"host": np.asarray, "anywhere": jnp.asarray}
+    args = [place.get(kind, lambda x: jax.device_put(x, jax.devices()[1]))(x)] * 2
+    left_as_it_is("matmul has no mesh", "Shard its arguments", args=args, on_error=on_error)
 
 
-def test_a_mesh_of_one_device():
-    mesh = mesh_of(data=1, model=1)
-    args = [struct(8, 8, spec=("model",), mesh=mesh)] * 2
-    refuse("mesh of one device", "{'data': 1, 'model': 1}", "nothing to overlap", args=args)
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+def test_a_mesh_of_one_device(on_error: str):
+    x = jax.device_put(np.ones((8, 8), np.float32), on(mesh_of(data=1, model=1), "model"))
+    parts = ("mesh of one device", "{'data': 1, 'model': 1}", "nothing to overlap")
+    left_as_it_is(*parts, args=(x, x), on_error=on_error)
 
 
-def test_two_meshes():
-    other = mesh_of(model=8)
-    args = (struct(16, 32, spec=("model",)), struct(32, 64, spec=("model",), mesh=other))
-    refuse("2 meshes", "{'data': 2, 'model': 4} and {'model': 8}", "expected one", args=args)
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+def test_two_meshes_of_the_same_devices(on_error: str):
+    """A batch on a mesh of its own, beside parameters on another."""
+    other, ones = mesh_of(batch=8), np.ones((32, 32), np.float32)
+    args = (jax.device_put(ones, on(other, "batch")), jax.device_put(ones, on(MESH, "model")))
+    parts = ("2 meshes", "{'batch': 8} and {'data': 2, 'model': 4}", "expected one")
+    left_as_it_is(*parts, args=args, on_error=on_error)
 
     def constrained(x, w):
-        return lax.with_sharding_constraint(x @ w, on(other, "model"))
+        return lax.with_sharding_constraint(x @ w, on(other, "batch"))
 
-    refuse("2 meshes", fn=constrained)
+    args = [jax.device_put(ones, on(MESH, "model"))] * 2
+    left_as_it_is(*parts, fn=constrained, args=args, on_error=on_error)
+
+
+def test_meshes_of_other_devices_are_jits_own_error():
+    ones, mesh = np.ones((8, 8), np.float32), mesh_of(model=4)
+    args = (jax.device_put(ones, on(mesh, "model")), jax.device_put(ones, on(MESH, "model")))
+    with pytest.raises(ValueError, match="incompatible devices for jitted computation"):
+        jax.jit(matmul)(*args)
+    with pytest.raises(ValueError, match="incompatible devices"), pytest.warns(match="2 meshes"):
+        overlap(matmul)(*args)
+
+
+def test_a_plan_is_for_a_mesh():
+    plan = overlap(matmul).explain(*ARGS)
+    x = np.ones((16, 32), np.float32)
+    with pytest.raises(ValueError, match="matmul has no mesh"):
+        overlap(matmul, plan=plan, on_error="plain")(x, x.T)
 
 
 # -- matmuls that no ring fits: a reason each, and the step runs ----------------------------------

@@ -11,7 +11,13 @@ from jaxoverlap.cluster import Cluster, Link, chips, parse_cluster
 NAMES = [chip.name for chip in chips()]
 
 
-@pytest.mark.parametrize("text", ["h100-sxm:8x8", "gb200:18x4", "h100-sxm:1x8", "a100-sxm-40:1x3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("h100-sxm:8x8", "gb200:18x4", "h100-sxm:1x8", "a100-sxm-40:1x3"),
+        *("h100-sxm:8x8/8", "gb200:18x4/2", "a100-sxm-40:1x3/3"),
+    ],
+)
 def test_a_cluster_prints_as_it_was_written(text: str):
     cluster = parse_cluster(text)
     assert str(cluster) == text
@@ -24,9 +30,38 @@ def test_hosts_come_before_gpus():
     assert (cluster.num_hosts, cluster.gpus_per_host, cluster.num_devices) == (18, 4, 72)
 
 
+def test_processes_share_a_hosts_gpus():
+    cluster = parse_cluster("h100-sxm:4x8/2")
+    assert (cluster.processes_per_host, cluster.gpus_per_process) == (2, 4)
+    assert cluster.num_devices == 32
+    one = parse_cluster("h100-sxm:4x8")
+    assert (one.processes_per_host, one.gpus_per_process) == (1, 8)
+    assert parse_cluster("h100-sxm:4x8/1") == one and str(parse_cluster("h100-sxm:4x8/1")) == str(
+        one
+    )
+    assert cluster != one
+    assert dataclasses.replace(one, processes_per_host=2) == cluster
+
+
+@pytest.mark.parametrize("processes", [0, -1, 3, 16])
+def test_processes_share_them_evenly(processes: int):
+    with pytest.raises(ValueError, match=f"{processes} processes on a host of 8 .* divides these"):
+        parse_cluster(f"h100-sxm:2x8/{processes}")
+    with pytest.raises(ValueError, match="divides these"):
+        dataclasses.replace(parse_cluster("h100-sxm:2x8"), processes_per_host=processes)
+
+
+def test_nvlink_does_not_end_at_a_process():
+    assert parse_cluster("h100-sxm:8x8/8").gpus_per_nvlink_domain == 8
+    assert parse_cluster("gb200:18x4/4").gpus_per_nvlink_domain == 72
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "8x8", ":8x8", "h100-sxm", "h100-sxm:8", "h100-sxm:8x", "h100-sxm:8*8", "h100-sxm:8x8x8"],
+    [
+        *("", "8x8", ":8x8", "h100-sxm", "h100-sxm:8", "h100-sxm:8x", "h100-sxm:8*8"),
+        *("h100-sxm:8x8x8", "h100-sxm:8x8/", "h100-sxm:8x8/8/8", "h100-sxm:8/8"),
+    ],
 )
 def test_another_form_is_refused_with_an_example(text: str):
     with pytest.raises(ValueError, match=r"as a cluster.*'h100-sxm:8x8'") as error:
@@ -35,7 +70,7 @@ def test_another_form_is_refused_with_an_example(text: str):
 
 
 def test_only_plain_whole_numbers_count():
-    for counts in ("8.0x8", " 8x8", "8x8 ", "+8x8", "\u0668x8"):
+    for counts in ("8.0x8", " 8x8", "8x8 ", "+8x8", "\u0668x8", "8x8/ 8", "8x8/+8"):
         with pytest.raises(ValueError, match="as a cluster"):
             parse_cluster(f"h100-sxm:{counts}")
 

@@ -115,6 +115,20 @@ def test_a_plugin_that_does_not_load_says_why(monkeypatch):
         pods._register("jax_plugins.xla_cuda12")
 
 
+@pytest.mark.parametrize(
+    ("text", "topology"),
+    [
+        ("h100-sxm:8x8", "8x1x8"),
+        ("h100-sxm:8x8/8", "8x8x1"),
+        ("h100-sxm:8x8/2", "8x2x4"),
+        ("gb200:36x4", "2x18x4"),
+        ("gb200:36x4/4", "2x72x1"),
+    ],
+)
+def test_a_process_is_a_host_to_xla(text: str, topology: str):
+    assert pods.topology_of(parse_cluster(text)) == topology
+
+
 def _raises(error):
     def raising(*_):
         raise error
@@ -170,6 +184,9 @@ def test_target_config_has_the_chips_numbers(chip):
         ("h100-sxm:1x3", {"tp": 3}),
         ("h100-sxm:512x8", {"pp": 8, "fsdp": 64, "tp": 8}),
         ("h100-sxm:3x1", {"dp": 3, "one": 1}),
+        ("h100-sxm:2x8/8", {"dp": 2, "tp": 8}),
+        ("h100-sxm:2x8/2", {"dp": 2, "tp": 8}),
+        ("gb200:2x4/4", {"tp": 8}),
     ],
 )
 def test_devices_stand_in_row_major_order_host_by_host(text, axes):
@@ -181,7 +198,8 @@ def test_devices_stand_in_row_major_order_host_by_host(text, axes):
     devices = list(mesh.devices.flat)
     hosts = np.arange(cluster.num_devices) // cluster.gpus_per_host
     assert [d.id for d in devices] == list(range(cluster.num_devices))
-    assert [d.process_index for d in devices] == list(hosts)
+    processes = np.arange(cluster.num_devices) // cluster.gpus_per_process
+    assert [d.process_index for d in devices] == list(processes)
     # A device's coordinates begin with XLA's partition: the GPUs that NVLink joins.
     assert [d.coords[0] for d in devices] == list(hosts // cluster.hosts_per_nvlink_domain)
     assert {d.device_kind for d in devices} == {cluster.chip.device_name}
@@ -195,6 +213,7 @@ def test_equal_pods_give_equal_meshes():
     assert mesh == pod_mesh("h100-sxm:8x8", axes) == pod_mesh(parse_cluster("h100-sxm:8x8"), axes)
     assert hash(mesh) == hash(pod_mesh("h100-sxm:8x8", axes))
     assert mesh != pod_mesh("h200:8x8", axes)
+    assert mesh != pod_mesh("h100-sxm:8x8/8", axes)
     # Other axes over the same pod: other mesh, same devices.
     flat = pod_mesh("h100-sxm:8x8", {"x": 64})
     assert list(flat.devices.flat) == list(mesh.devices.flat)

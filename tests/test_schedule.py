@@ -41,7 +41,7 @@ def lower_matmul(mesh, lhs, rhs, out, *, dtype=jnp.bfloat16):
     x = jax.ShapeDtypeStruct((8, 2048, 4096), dtype, sharding=NamedSharding(mesh, lhs))
     w = jax.ShapeDtypeStruct((4096, 4096), dtype, sharding=NamedSharding(mesh, rhs))
     matmul = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, out))
-    return jaxoverlap.overlap(matmul).lower(x, w)
+    return jaxoverlap.overlap(matmul, never_slower=False).lower(x, w)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
@@ -70,7 +70,7 @@ def test_rings_in_manual_code_hide_their_hops():
         for shape, spec in zip(shapes, specs, strict=True)
     ]
     step = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.float32(mapped(*a)) ** 2), argnums=(0, 1, 2)))
-    lowered = jaxoverlap.overlap(step, granularity="one_way").lower(*args)
+    lowered = jaxoverlap.overlap(step, granularity="one_way", never_slower=False).lower(*args)
     assert len({d.ring for d in lowered.plan.decisions}) == 4
     hops = lowered.compile().audit().hops
     assert (hops.count, hops.covered, hops.synchronous) == (28, 28, 0)
@@ -103,7 +103,8 @@ def gpt():
     mesh = jaxoverlap.pod_mesh("h100-sxm:2x8", {"data": 2, "model": 8})
     step, args = make_step(config, mesh), abstract_args(config, mesh)
     plain = step.lower(*args).compile(compiler_options=pods.compiler_options())
-    overlapped = jaxoverlap.overlap(step, cluster="h100-sxm:2x8", granularity="one_way")
+    options = dict(granularity="one_way", never_slower=False)
+    overlapped = jaxoverlap.overlap(step, cluster="h100-sxm:2x8", **options)
     return plain, overlapped.lower(*args).compile()
 
 

@@ -48,7 +48,7 @@ def overlapped(schedule: jaxoverlap.Scheduler | None = SCHEDULER, name: str = "s
     """Lowered, with no rings, so that the gathers are XLA's to place."""
     step, args = fsdp(name)
     given = {"cluster": POD, "schedule": schedule, "granularity": "plain"} | options
-    return jaxoverlap.overlap(step, **given).lower(*args)
+    return jaxoverlap.overlap(step, never_slower=False, **given).lower(*args)
 
 
 def compiled(schedule: jaxoverlap.Scheduler | None = SCHEDULER, name: str = "step"):

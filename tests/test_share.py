@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Decision, _compat
-from jaxoverlap._shardy import Read
 from jaxoverlap.passes.decide import decide, matmul_of
 from jaxoverlap.passes.jaxprs import Body, bodies
 from jaxoverlap.passes.order import Order
+from jaxoverlap.passes.partitioned import Shardings as Read
 from jaxoverlap.passes.rings import Ring, Sharing
 from jaxoverlap.passes.share import share
 from tests.test_all_gather_matmul import error

@@ -58,7 +58,8 @@ class TestPods:
     def test_it_is_no_slower_than_what_overlap_does_unasked(self, found):
         plan, _ = found
         step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
-        rules = jaxoverlap.overlap(step, cluster=POD).lower(*args).compile().simulate()
+        unasked = jaxoverlap.overlap(step, cluster=POD, never_slower=False)
+        rules = unasked.lower(*args).compile().simulate()
         assert plan.predictions.step_s <= rules.step_s
 
     def test_the_second_time_nothing_is_lowered(self, found, monkeypatch):

@@ -30,7 +30,9 @@ def measure(step: Step, row: str) -> Row:
     options = None  # overlap() has its own
     if row in (OVERLAPPED, SCHEDULED):
         schedule = jaxoverlap.Scheduler() if row == SCHEDULED else None
-        function = jaxoverlap.overlap(plain, cluster=step.pod, schedule=schedule)
+        function = jaxoverlap.overlap(
+            plain, cluster=step.pod, schedule=schedule, never_slower=False
+        )
     elif row in PRESET_ROWS:
         options, refused = accepted(row.removeprefix("plain, "))
     else:

@@ -112,7 +112,8 @@ def pod(stranger: Stranger, mesh: Mesh, what: str) -> Row:
     if what == "plain":
         lowered, row, options = stranger.lower(stranger.step), {}, pods.compiler_options()
     else:
-        lowered = stranger.lower(jaxoverlap.overlap(stranger.step, cluster=POD))
+        overlapped = jaxoverlap.overlap(stranger.step, cluster=POD, never_slower=False)
+        lowered = stranger.lower(overlapped)
         row, options = summary(lowered.plan), options_for(mesh)
     compiled = lowered.compile(compiler_options=options)
     report = jaxoverlap.audit(compiled.as_text() or "")

@@ -45,7 +45,12 @@ def _chips() -> None:
     ]
     numbers = ("memory GB", "bf16 TFLOP/s", "NVLink GB/s", "network GB/s", "GPUs a rack")
     columns = ("chip", "CUDA's name", *numbers)
-    show_table("chips; a cluster is CHIP:HOSTSxGPUS", columns, rows, right=numbers)
+    show_table(
+        "chips; a cluster is CHIP:HOSTSxGPUS, or CHIP:HOSTSxGPUS/PROCESSES_A_HOST",
+        columns,
+        rows,
+        right=numbers,
+    )
     presets = [(p.name, p.about, p.chip) for p in PRESETS.values()]
     show_table("presets, for `jaxoverlap flags`", ("preset", "machines", "chip"), presets)
 
@@ -62,6 +67,7 @@ def _meshes(cluster: Cluster, json: bool) -> None:
         "devices": cluster.num_devices,
         "gpus_per_nvlink_domain": domain,
         "hosts_per_nvlink_domain": cluster.hosts_per_nvlink_domain,
+        "processes_per_host": cluster.processes_per_host,
         "meshes": meshes,
     }
     if json:
@@ -69,7 +75,7 @@ def _meshes(cluster: Cluster, json: bool) -> None:
         return
     say(
         f"{cluster}: {cluster.num_devices} GPUs, NVLink among {domain} "
-        f"(hosts of it: {cluster.hosts_per_nvlink_domain}).\n"
+        f"(hosts of it: {cluster.hosts_per_nvlink_domain}; {cluster.gpus_per_process} a process).\n"
         "The last axis of a mesh varies fastest: give it the parallelism that talks most, and at "
         "most so many GPUs. That fit:"
     )

@@ -9,22 +9,32 @@ import msgspec
 import typer
 
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Axes, Pod, Step, target
+from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
 from jaxoverlap.passes.audit import Audit
 from jaxoverlap.passes.audit import audit as audited
-from jaxoverlap.passes.timeline import Timeline
+from jaxoverlap.simulate import Simulation
 from jaxoverlap.simulate import simulate as simulated
 
 _Plain = Annotated[bool, typer.Option("--plain", help="Do the same with the step as it is.")]
+_KeepRings = Annotated[
+    bool,
+    typer.Option(
+        "--keep-rings",
+        help="Compile the overlapped step alone, and not what is faster by simulation, that or the "
+        "step without rings.",
+    ),
+]
 
 
 @command
-def explain(step: Step, *, pod: Pod, axes: Axes, json: Json = False) -> int:
+def explain(
+    step: Step, *, pod: Pod, axes: Axes, processes: Processes = None, json: Json = False
+) -> int:
     """What becomes of each matmul of a step, and why; compiles nothing.
 
     Exit code 1 if nothing becomes a ring.
     """
-    of = target(step, pod, axes)
+    of = target(step, with_processes(pod, processes), axes)
     plan = of.overlapped.explain(*of.args)
     say(plan.to_json() if json else str(plan))
     return OK if plan.decisions else NO
@@ -36,7 +46,9 @@ def audit(
     *,
     pod: Pod,
     axes: Axes,
+    processes: Processes = None,
     plain: _Plain = False,
+    keep_rings: _KeepRings = False,
     at_least: Annotated[
         float, typer.Option(help="Share of the rings' hops that has to be covered.", min=0, max=1)
     ] = 0.0,
@@ -46,8 +58,8 @@ def audit(
 
     Exit code 1 if a smaller share of the hops than --at-least is covered.
     """
-    of = target(step, pod, axes)
-    audits = {"overlapped": of.compile().audit()}
+    of = target(step, with_processes(pod, processes), axes)
+    audits = {"overlapped": of.compile(keep_rings=keep_rings).audit()}
     if plain:
         audits["plain"] = audited(of.compile_plain())
     if json:
@@ -62,7 +74,7 @@ def audit(
 
 def _coverage(audit: Audit) -> dict[str, Any]:
     sums = {"all": audit.total, "hops": audit.hops, "rest": audit.rest}
-    return {**sums, "collectives": audit.collectives}
+    return {**sums, "collectives": audit.collectives, "speedup": audit.speedup}
 
 
 @command
@@ -71,7 +83,9 @@ def simulate(
     *,
     pod: Pod,
     axes: Axes,
+    processes: Processes = None,
     plain: _Plain = False,
+    keep_rings: _KeepRings = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
@@ -81,8 +95,9 @@ def simulate(
     for path in (html, svg, perfetto):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+    pod = with_processes(pod, processes)
     of = target(step, pod, axes)
-    steps = {"overlapped": of.compile().simulate(pod)}
+    steps = {"overlapped": of.compile(keep_rings=keep_rings).simulate(pod)}
     if plain:
         steps["plain"] = simulated(of.compile_plain(), pod)
     overlapped, other = steps["overlapped"], steps.get("plain")
@@ -101,7 +116,7 @@ def simulate(
     return OK
 
 
-def _seconds(step: Timeline) -> dict[str, Any]:
+def _seconds(step: Simulation) -> dict[str, Any]:
     names = ("step_s", "compute_s", "slowdown_s", "exposed_s", "communication_s", "bound_s")
     return {
         "module": step.module,
@@ -109,4 +124,5 @@ def _seconds(step: Timeline) -> dict[str, Any]:
         "link_s": step.link_s,
         "unknown": step.unknown,
         "spent": msgspec.to_builtins(step.spent),
+        "speedup": step.speedup,
     }

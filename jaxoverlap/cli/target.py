@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import jax
@@ -15,6 +15,7 @@ import typer
 from jax.sharding import AxisType, Mesh
 
 from jaxoverlap.api import Overlapped, overlap
+from jaxoverlap.cluster import parse_cluster
 from jaxoverlap.pods import compiler_options, pod_mesh
 from jaxoverlap.stages import Compiled
 
@@ -25,6 +26,14 @@ _STEP_HELP = (
 )
 Step = Annotated[str, typer.Argument(help=_STEP_HELP)]
 Pod = Annotated[str, typer.Option(help="The GPUs, as in h100-sxm:8x8: chip, hosts, GPUs a host.")]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--processes-per-host",
+        help="JAX processes on each host, if not one, as in h100-sxm:8x8/8: SLURM starts one a GPU.",
+        min=1,
+    ),
+]
 Axes = Annotated[
     str,
     typer.Option("--mesh", help="Its axes, slowest first, as in data=8,model=8."),
@@ -44,9 +53,10 @@ class Target:
         """The step, overlapped."""
         return overlap(self.step, cluster=self.pod)
 
-    def compile(self) -> Compiled:
-        """The overlapped step, compiled for the pod."""
-        return self.overlapped.lower(*self.args).compile()
+    def compile(self, *, keep_rings: bool = False) -> Compiled:
+        """The overlapped step, compiled for the pod; with its rings, even where they lose."""
+        step = overlap(self.step, cluster=self.pod, never_slower=not keep_rings)
+        return step.lower(*self.args).compile()
 
     def compile_plain(self) -> jax.stages.Compiled:
         """The step as it is, compiled for the pod.
@@ -61,6 +71,24 @@ class Target:
             )
         step: Any = self.step if hasattr(self.step, "lower") else jax.jit(self.step)
         return step.lower(*self.args).compile(compiler_options=compiler_options())
+
+
+def with_processes(pod: str, processes: int | None) -> str:
+    """A pod's name with the processes of a host that an option says.
+
+    Raises:
+        ValueError: if the pod does not parse, its name says another number, or its hosts cannot
+            have so many.
+    """
+    if processes is None:
+        return pod
+    cluster = parse_cluster(pod)
+    if cluster.processes_per_host not in (1, processes):
+        raise ValueError(
+            f"{pod} has {cluster.processes_per_host} processes on each host, and "
+            f"--processes-per-host says {processes}: give one of the two"
+        )
+    return str(replace(cluster, processes_per_host=processes))
 
 
 def target(step: str, pod: str, axes: str) -> Target:

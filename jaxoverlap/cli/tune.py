@@ -9,7 +9,7 @@ import typer
 
 from jaxoverlap import api
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Axes, Step, target, target_here
+from jaxoverlap.cli.target import Axes, Processes, Step, target, target_here, with_processes
 from jaxoverlap.tune import Tuning
 
 _DEFAULT = Tuning()
@@ -24,6 +24,7 @@ def tune(
         typer.Option(help="The GPUs, as in h100-sxm:8x8; with --measure, what those here are."),
     ] = None,
     axes: Axes,
+    processes: Processes = None,
     budget: Annotated[
         float, typer.Option(help="Seconds after which no other candidate is tried.")
     ] = _DEFAULT.budget_s,
@@ -43,6 +44,10 @@ def tune(
     """
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}; make it first")
+    if pod is not None:
+        pod = with_processes(pod, processes)
+    elif processes is not None:
+        raise ValueError("--processes-per-host is of a --pod, which is not given: name both")
     if measure:
         of = target_here(step, pod, axes)
     elif pod is not None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jaxoverlap.cluster import parse_cluster
 from jaxoverlap.flags import networks as net
 from jaxoverlap.flags import sources as src
-from jaxoverlap.flags.rings import RINGS
+from jaxoverlap.flags.rings import BY_COPY, RINGS
 from jaxoverlap.flags.setting import Conflict, Preset, Setting
 
 # -- XLA's options --------------------------------------------------------------------------------
@@ -234,7 +235,8 @@ _OF_CHIP = {
 def preset(pod: str) -> Preset:
     """The preset of a name in `PRESETS`, or of a cluster such as "h100-sxm:8x8".
 
-    A cluster's network is taken to be that of NVIDIA's own systems of its chip.
+    A cluster's network is taken to be that of NVIDIA's own systems of its chip. With one process a
+    GPU no permute is a copy, and none is asked for.
 
     Raises:
         ValueError: if it is neither.
@@ -248,4 +250,8 @@ def preset(pod: str) -> Preset:
             f"unknown preset {pod!r}: {hint}Known are {', '.join(PRESETS)}, and clusters such as "
             "'h100-sxm:8x8'"
         )
-    return PRESETS[_OF_CHIP[parse_cluster(pod).chip.name]]
+    cluster = parse_cluster(pod)
+    found = PRESETS[_OF_CHIP[cluster.chip.name]]
+    if cluster.gpus_per_process > 1:
+        return found
+    return replace(found, settings=tuple(s for s in found.settings if s.name != BY_COPY))

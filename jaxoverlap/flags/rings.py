@@ -15,6 +15,7 @@ def _ring(name: str, value: str, reason: str) -> Setting:
     return Setting(name, value, reason, _TRIED)
 
 
+BY_COPY = "xla_gpu_collective_permute_mode"
 RINGS = (
     _ring(
         "xla_gpu_enable_latency_hiding_scheduler",
@@ -50,12 +51,12 @@ RINGS = (
         "reduce-scatter into the next step; ours stands right after its ring, with matmuls to come",
     ),
     _ring(
-        "xla_gpu_collective_permute_mode",
+        BY_COPY,
         "COLLECTIVES_PEER_MEMORY",
         "permutes between the GPUs of one process are copies by their copy engines, at the link's "
         "rate and with no SMs. NCCL gives a permute its 32 channels over the communicator's "
         "devices, four of 18 GB/s on a host of eight: rings would lose against its gathers. "
-        "Elsewhere they stay NCCL's",
+        "Between processes they stay NCCL's; with one process a GPU it is left out",
     ),
     _ring(
         "xla_gpu_collective_permute_connected_components",
@@ -74,6 +75,8 @@ def is_gpu(mesh: Mesh) -> bool:
 def options_for(mesh: Mesh, *, rings: bool = True) -> dict[str, str]:
     """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
 
+    Where each process has one GPU of the mesh no permute is a copy, and none is asked for.
+
     Args:
         mesh: the mesh.
         rings: whether the step has any; without them XLA's defaults are as good.
@@ -84,8 +87,9 @@ def options_for(mesh: Mesh, *, rings: bool = True) -> dict[str, str]:
     """
     if not is_gpu(mesh):
         return {}
-    devices = mesh.devices.flat
+    devices = list(mesh.devices.flat)
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
-    wanted = {s.name: s.value for s in RINGS} if rings else {}
+    together = len({device.process_index for device in devices}) < len(devices)
+    wanted = {s.name: s.value for s in RINGS if together or s.name != BY_COPY} if rings else {}
     known = {n: v for n, v in wanted.items() if _compat.accepts_option(n, v, mine)}
     return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

@@ -1,16 +1,19 @@
-"""The shardings that are read for each matmul: Shardy's, and never a guess."""
+"""The shardings that are read for each matmul: XLA's own, and never a guess."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import RewriteError, _shardy
-from jaxoverlap.passes.propagate import propagate
+from jaxoverlap import RewriteError, _partitioner
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.partitioned import partitioned
+from jaxoverlap.passes.remaining import remaining
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 MODEL, DATA, BOTH = ("model",), ("data",), ("data", "model")
@@ -37,7 +40,7 @@ ROWS, COLUMNS, WHOLE = (MODEL, ()), ((), MODEL), ((), ())
 def read_all(step, *args, **options) -> list:
     """All that is read of each matmul, in order; None for one that was not found."""
     traced = jax.jit(step, **options).trace(*args)
-    found = propagate(traced, traced.jaxpr)
+    found = partitioned(traced, traced.jaxpr, MESH).shardings
     return [found.get(i) for i in range(max(found, default=-1) + 1)]
 
 
@@ -229,7 +232,7 @@ OPERATIONS = {
     "transpose": lambda x: x.T.copy().T,
     "convert": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
 }
-# Lowered to CHLO, whose operations Shardy does not know; XLA turns them into others before it asks.
+# Lowered to CHLO, whose operations XLA turns into others before it partitions.
 CHLO = {
     "square": jnp.square,
     "erf": jax.scipy.special.erf,
@@ -280,7 +283,8 @@ def test_a_part_of_an_axis_is_none():
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((32, 16), "float32", sharding=NamedSharding(mesh, P("model")))
     w = jax.ShapeDtypeStruct((16, 8), "float32", sharding=NamedSharding(mesh, P()))
-    ((lhs, rhs, out),) = read(lambda x, w: x.reshape(2, 16, 16) @ w, x, w)
+    traced = jax.jit(lambda x, w: x.reshape(2, 16, 16) @ w).trace(x, w)
+    (lhs, rhs, out, *_) = partitioned(traced, traced.jaxpr, mesh).shardings[0]
     assert lhs is None and out is None
     assert rhs == WHOLE
 
@@ -295,19 +299,82 @@ def test_a_matmul_that_nobody_needs_is_missing():
 
 def test_a_step_without_matmuls():
     traced = jax.jit(jnp.sin).trace(X)
-    assert propagate(traced, traced.jaxpr) == {}
+    assert partitioned(traced, traced.jaxpr, MESH).shardings == {}
 
 
 def test_tags_leave_the_step_as_it_was():
     jitted = jax.jit(mlp)
     traced = jitted.trace(X, W, V)
     before = str(traced.jaxpr)
-    propagate(traced, traced.jaxpr)
+    partitioned(traced, traced.jaxpr, MESH)
     assert str(traced.jaxpr) == before
     assert "jaxoverlap_site" not in jitted.lower(X, W, V).as_text()
 
 
-def test_a_failure_of_shardy_is_named(monkeypatch):
-    monkeypatch.setattr(_shardy, "_PROPAGATION", "builtin.module(no-such-pass)")
-    with pytest.raises(RewriteError, match=r"(?s)shardings of mlp.*no-such-pass.*on_error='plain'"):
+def test_a_failure_of_the_partitioner_is_named(monkeypatch):
+    def ask(*_):
+        raise _partitioner.NoAnswerError("INTERNAL: no such pass")
+
+    monkeypatch.setattr(_partitioner, "ask", ask)
+    with pytest.raises(RewriteError, match=r"no answer about mlp: INTERNAL: no such pass"):
         read(mlp, X, W, V)
+
+
+# -- results, and what moves ----------------------------------------------------------------------
+
+
+def picture(step, *args, **options):
+    traced = jax.jit(step, **options).trace(*args)
+    return partitioned(traced, traced.jaxpr, MESH)
+
+
+def test_results_lie_as_the_compiled_step_gives_them():
+    def step(x, w):
+        y = x @ w
+        return y, y.sum(), jnp.sum(y, axis=1), {"x": x + 1}
+
+    args = (jax.device_put(np.ones(s.shape, np.float32), s.sharding) for s in (X, W))
+    given = jax.tree.leaves(jax.jit(step)(*args))
+    found = picture(step, X, W).results
+    assert len(found) == len(given)
+    for spec, array in zip(found, given, strict=True):
+        assert spec is not None
+        assert array.sharding.is_equivalent_to(at(*spec), array.ndim)
+
+
+REDUCED = """HloModule jit_step
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[16,32]) -> f32[SIZE,32] {
+  %x = f32[16,32]{1,0} parameter(0)
+  %i = s32[] constant(0)
+  %r = f32[16,32]{1,0} all-reduce(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum, frontend_attributes={is_spmd_generated="true"}
+  ROOT %s = f32[SIZE,32]{1,0} OPCODE
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("opcode", "size", "kind", "sent"),
+    [
+        ("dynamic-slice(%r, %i, %i), dynamic_slice_sizes={4,32}", 4, "reduce_scatter", 1536),
+        ("negate(%r)", 16, "all_reduce", 3072),
+    ],
+)
+def test_an_all_reduce_that_is_only_sliced_is_a_scatter(opcode, size, kind, sent):
+    text = REDUCED.replace("OPCODE", opcode).replace("SIZE", str(size))
+    (found,) = remaining(hlo.parse_partitioned(text, 8), dict(MESH.shape))
+    assert (found.kind, found.axes, found.bytes_moved) == (kind, MODEL, sent)
+
+
+def test_a_loop_counts_by_its_trips():
+    def step(x, w, v):
+        return lax.scan(lambda c, _: (mlp(c, w, v), None), x, None, length=5)[0]
+
+    moved = remaining(picture(step, X, W, V).module, dict(MESH.shape))
+    assert {(r.kind, r.runs) for r in moved} == {("all_gather", 5), ("all_reduce", 5)}

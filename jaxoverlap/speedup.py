@@ -1,0 +1,69 @@
+"""How an overlapped step stands beside the same step as it is, by simulation: one sentence."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Way = Literal["overlapped", "reordered", "plain"]
+_NAMES = {"overlapped": "overlapped", "reordered": "without rings", "plain": "as it is"}
+
+
+class Speedup(msgspec.Struct, frozen=True, kw_only=True):
+    """A compiled step beside the same step as it is; print it.
+
+    Attributes:
+        taken: how the step was compiled: "overlapped"; "reordered": without rings, in the scheduler
+            pass's order; or "plain": as it is.
+        step_s: simulated seconds of what was taken; None where that is not known.
+        plain_s: of the step as it is, by XLA's defaults; None where that is not known.
+        overlapped_s: of the step with rings; None where that is not known.
+        why: what spoke against the rings, or why nothing is known of plain; empty where neither is.
+        lost: which rules lost how much, where the rings were slower.
+    """
+
+    taken: Way
+    step_s: float | None
+    plain_s: float | None
+    overlapped_s: float | None = None
+    why: str = ""
+    lost: str = ""
+
+    @property
+    def times(self) -> float | None:
+        """How many times as fast as the step as it is; None where that is not known."""
+        if self.plain_s is None or self.step_s is None:
+            return None
+        return self.plain_s / self.step_s
+
+    @property
+    def name(self) -> str:
+        """What was taken, in words."""
+        return _NAMES[self.taken]
+
+    def __str__(self) -> str:
+        taken = self.name if self.step_s is None else f"{self.name} {milliseconds(self.step_s)}"
+        why = f" ({self.why})" if self.why else ""
+        if self.plain_s is None or self.times is None:
+            return taken + why
+        return f"plain {milliseconds(self.plain_s)} -> {taken}, {self.times:.2f} x{why}"
+
+    def warning(self, step: str) -> str:
+        """What to tell the user where the rings were not taken."""
+        instead = {
+            "reordered": "without rings, in the scheduler pass's order",
+            "plain": "as it is",
+        }[self.taken]
+        plain, taken = (milliseconds(s or 0.0) for s in (self.plain_s, self.step_s))
+        lost = f" What lost: {self.lost}." if self.lost else ""
+        return (
+            f"overlap() of {step} loses by simulation (plain {plain}, {self.why}): the step runs "
+            f"{instead} ({taken}).{lost} overlap(never_slower=False) keeps the rings"
+        )
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as a step's are shown: 10.2 ms."""
+    ms = seconds * 1e3
+    return f"{ms:.1f} ms" if ms >= 1 else f"{ms:.3g} ms"

@@ -1,0 +1,266 @@
+"""How often a step is traced, decided on and compiled: as often as jit's own; and what is forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoverlap import _compat, overlap, road
+
+MESH = jax.make_mesh((2, 4, 1), ("data", "model", "one"), axis_types=(AxisType.Auto,) * 3)
+
+
+def on(*spec: Any, **options: Any) -> NamedSharding:
+    return NamedSharding(MESH, P(*spec), **options)
+
+
+def put(shape: tuple[int, ...], *spec: Any) -> jax.Array:
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return jax.device_put(values, on(*spec))
+
+
+def product(x, w):
+    return lax.with_sharding_constraint(x @ w, on(None, "model"))
+
+
+ARGS = put((16, 32), "model"), put((32, 64), None, "model")
+
+
+@contextlib.contextmanager
+def compiles(name: str) -> Iterator[list[str]]:
+    """XLA's compilations of steps of a name, as jax logs them."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if f"Finished XLA compilation of jit({name})" in record.getMessage():
+                found.append(record.getMessage())
+
+    handler, logger = Handler(), logging.getLogger("jax")
+    logger.addHandler(handler)
+    jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
+    try:
+        yield found
+    finally:
+        jax.config.update("jax_log_compiles", False)
+        logger.removeHandler(handler)
+
+
+@pytest.fixture
+def decisions(monkeypatch) -> list[None]:
+    """One for each time that the road is travelled."""
+    calls: list[None] = []
+    travel = road.travel
+    monkeypatch.setattr(
+        "jaxoverlap.rewritten.travel", lambda *args: calls.append(None) or travel(*args)
+    )
+    return calls
+
+
+# -- results fed back -----------------------------------------------------------------------------
+
+
+def trained(wrap: Callable[[Any], Any], specs: dict[str, P]) -> tuple[int, int, list[Any]]:
+    """Traces and compilations of three steps, each on the results of the one before.
+
+    And the shardings of these, which the jit leaves open: they come back as XLA says them.
+    """
+    traces = []
+
+    @partial(jax.jit, donate_argnums=0)
+    def train_step(params, x):
+        traces.append(None)
+
+        def loss(params):
+            y = jnp.tanh(x @ params["w"])
+            return jnp.mean((y @ params["v"] + params["b"]) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+    shapes = {"w": (32, 64), "v": (64, 32), "b": (32,)}
+    params = {name: put(shape, *specs[name]) for name, shape in shapes.items()}
+    step, x = wrap(train_step), put((16, 32), "data", None)
+    with compiles("train_step") as found:
+        for _ in range(3):
+            params, _ = step(params, x)
+    return len(traces), len(found), jax.tree.leaves(jax.tree.map(lambda a: a.sharding, params))
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        {"w": P(None, "model"), "v": P("model", None), "b": P(None)},
+        {"w": P("data", "model"), "v": P(("model", "data"), None), "b": P()},
+        {"w": P("one", "model"), "v": P("model", "one"), "b": P("one")},
+    ],
+    ids=["None at the end", "two axes", "an axis of one device"],
+)
+def test_results_fed_back_are_no_new_signature(specs, decisions):
+    plain, ours = trained(lambda fn: fn, specs), trained(overlap, specs)
+    assert ours == plain
+    assert len(decisions) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (on("model"), on("model", None), True),
+        (on(("model",)), on("model"), True),
+        (on("one", "model"), on(None, "model"), True),
+        (on(("data", "one")), on("data"), True),
+        (on("one"), on(), True),
+        (on("model"), on(None, "model"), False),
+        (on(("data", "model")), on(("model", "data")), False),
+        (on("model"), on("model", memory_kind="pinned_host"), False),
+        (on("data"), NamedSharding(jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2]), P("data")), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shardings_are_told_apart_by_what_they_do(one, other, same: bool):
+    first, second = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=s) for s in (one, other))
+    assert (_compat.placement(first) == _compat.placement(second)) is same
+    if same:
+        assert hash(_compat.placement(first)) == hash(_compat.placement(second))
+        assert one.is_equivalent_to(other, 2)
+
+
+def test_what_is_bound_to_no_sharding_has_no_placement():
+    assert _compat.placement(np.ones(3)) is _compat.placement(jnp.ones(3)) is None
+    single = jax.device_put(np.ones(3), jax.devices()[1])
+    assert _compat.placement(single) == single.sharding
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+def test_six_threads_trace_decide_and_compile_once(decisions):
+    traces, start, results = [], threading.Barrier(6), []
+
+    def step(x, w):
+        traces.append(None)
+        time.sleep(0.05)
+        return product(x, w)
+
+    overlapped = overlap(step)
+
+    def call() -> None:
+        start.wait()
+        results.append(overlapped(*ARGS))
+
+    threads = [threading.Thread(target=call) for _ in range(6)]
+    with compiles("step") as found:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+    assert (len(traces), len(decisions), len(found)) == (1, 1, 1)
+    assert len(results) == 6
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_two_steps_that_call_each_other_do_not_wait_for_ever():
+    """Each thread is at its first call of one step, which calls the other."""
+    start, results = threading.Barrier(2), []
+
+    def inner(x, w, *, other):
+        start.wait(timeout=60)
+        return other(x, w) if other else product(x, w)
+
+    place = {"in_shardings": tuple(a.sharding for a in ARGS)}
+    leaves = [overlap(jax.jit(product, **place)) for _ in range(2)]
+    steps = [overlap(jax.jit(partial(inner, other=leaf), **place)) for leaf in leaves]
+    threads = [threading.Thread(target=lambda s=s: results.append(s(*ARGS))) for s in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert len(results) == 2
+
+
+# -- what is forgotten ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["the step's", "all of jax's"])
+def test_cleared_caches_keep_nothing(how: str, decisions):
+    traces = []
+
+    def step(x, w):
+        traces.append(None)
+        return product(x, w)
+
+    overlapped = overlap(step)
+    clear = overlapped.clear_cache if how == "the step's" else jax.clear_caches
+    for times in (1, 2):
+        with compiles("step") as found:
+            for _ in range(2):
+                overlapped(*ARGS)
+        assert (len(traces), len(decisions), len(found)) == (times, times, 1)
+        jaxpr = weakref.ref(_compat.traced_params(overlapped.trace(*ARGS))["jaxpr"])
+        assert "ppermute" in str(jaxpr())
+        clear()
+        gc.collect()
+        assert jaxpr() is None
+
+
+def test_a_step_that_nobody_holds_is_forgotten():
+    step = overlap(product)
+    step(*ARGS)
+    there = weakref.ref(step)
+    del step
+    gc.collect()
+    assert there() is None
+
+
+def test_jaxprs_that_lie_where_others_lay_are_not_mistaken(decisions):
+    """Each call has a jaxpr of its own, and the one before may be gone."""
+    factors = []
+
+    def step(x, w):
+        return product(x, w) * factors[-1]
+
+    overlapped = overlap(step)
+    for factor in range(1, 6):
+        factors.append(factor)
+        overlapped.clear_cache()
+        gc.collect()
+        np.testing.assert_allclose(overlapped(*ARGS), factor * product(*ARGS), rtol=1e-4, atol=1e-4)
+    assert len(decisions) == 5
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def module_step(x, w):
+    return product(x, w)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))],
+    ids=["copy", "deepcopy", "pickle"],
+)  # fmt: skip
+def test_a_step_that_has_run_can_be_copied(copied):
+    step = overlap(module_step, on_error="plain", granularity="two_way")
+    expected = step(*ARGS)
+    other = copied(step)
+    np.testing.assert_array_equal(other(*ARGS), expected)
+    assert other.explain(*ARGS) == step.explain(*ARGS)
+    assert other.__name__ == "module_step"
