@@ -13,10 +13,9 @@ import pytest
 import typer
 from jax.sharding import AxisType, Mesh
 
-import jaxoverlap
 from benchmarks.drawn import trainer
 from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names
-from benchmarks.drawn.drawing import CHIPS, draw, rough_bytes
+from benchmarks.drawn.drawing import CHIPS, PLACES, draw, rough_bytes
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.rows import (
     FALLBACK,
@@ -134,6 +133,22 @@ def _values(args: Any) -> Any:
     return jax.tree.map(value, args)
 
 
+def test_a_constrained_step_has_its_constraints():
+    everywhere = dataclasses.replace(SMALL, constrained=PLACES, attention="einsum", scan=False)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2)
+    for projection, extra in (("each", 2), ("headwise", 2), ("fused", 0)):
+        sketch = dataclasses.replace(everywhere, projection=projection, kv_heads=4)
+        counts = []
+        for constrained in (PLACES, ()):
+            built = trainer.build(dataclasses.replace(sketch, constrained=constrained), mesh)
+            counts.append(
+                str(built.function.trace(*built.args).jaxpr).count("sharding_constraint[")
+            )
+        # Of each layer: the stream twice, the hidden layer twice, attended, qkv; once the
+        # embedding and the logits; all again in the backward pass.
+        assert counts == [2 * (2 * (6 + extra) + 2), 0]
+
+
 def test_places_are_constrained_over_axes_that_there_are():
     for sketch in DRAWN:
         for place in sketch.constrained:
@@ -226,18 +241,10 @@ def test_what_did_not_compile_or_has_no_seconds_is_a_shortfall():
 def test_the_table_has_a_line_a_step():
     more = dict(rings=3, slices=1, left_plain=0, skipped=2)
     rows = [row("one", PLAIN, 1.0), row("one", OVERLAPPED, 0.5, **more), row("two", PLAIN, 1.0)]
-    rows.append(row("one", UNRINGED, 0.7))
+    rows += [row("one", UNRINGED, 0.7), row("one", FALLBACK, 0.5, taken="overlapped")]
     found = table(compared(rows))
     assert found.row_count == 2
     cells = {str(column.header): list(column.cells) for column in found.columns}
+    assert cells["taken"] == ["overlapped", ""]
     assert cells["ratio"] == ["0.500", ""] and cells["no rings"][0] == "700.0"
     assert cells["decided"][0] == "3 rings, 1 sliced, 2 skipped"
-
-
-def test_the_fallback_is_a_row_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
-    from benchmarks.drawn.child import has_fallback
-
-    monkeypatch.setattr(jaxoverlap, "overlap", lambda fn, *, never_slower=True: fn)
-    assert has_fallback()
-    monkeypatch.setattr(jaxoverlap, "overlap", lambda fn, *, skip=(): fn)
-    assert not has_fallback()

@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.drawn.child import has_fallback, measured
+from benchmarks.drawn.child import measured
 from benchmarks.drawn.named import NAMED
-from benchmarks.drawn.rows import FALLBACK, OVERLAPPED, PLAIN, UNRINGED, compared, table, verdicts
+from benchmarks.drawn.rows import ROWS, compared, table, verdicts
 from benchmarks.drawn.step import Step
 from benchmarks.drawn.steps import drawn_name, step_of
 from benchmarks.forks import import_first, in_fork
@@ -33,7 +33,7 @@ from benchmarks.strangers.__main__ import environment
 from benchmarks.strangers.cases import CASES
 from jaxoverlap._kernels import Kernels
 
-CHILD_S = 600  # the longest that one compile may take
+CHILD_S = 1200  # the longest that one row may take
 SEEDS = range(40)
 HELD_BACK = range(100_000, 100_040)
 
@@ -47,17 +47,18 @@ def main(
     seeds: Annotated[str, typer.Option(help="Only drawn steps, of seeds FIRST:END.")] = "",
     held_back: Annotated[bool, typer.Option(help="Only drawn steps, of other seeds.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
-    no_rings: Annotated[
-        bool, typer.Option(help="A row with all collectives whole, and the scheduler pass, too.")
-    ] = False,
+    row: Annotated[
+        list[str] | None, typer.Option(help=f"Only these rows: {', '.join(ROWS)}.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
         "out/drawn.jsonl"
     ),
 ) -> None:
     """Compile and simulate; exit 1 if a step is slower than it may be, or a compile fails."""
     steps = {name: _checked(name) for name in only or names(seeds, held_back)}
-    kinds = [PLAIN, OVERLAPPED, *[FALLBACK] * has_fallback(), *[UNRINGED] * no_rings]
-    wanted = [(name, kind) for name in steps for kind in kinds]
+    if unknown := set(row or ()) - set(ROWS):
+        raise typer.BadParameter(f"--row {', '.join(unknown)}: expected {', '.join(ROWS)}")
+    wanted = [(name, kind) for name in steps for kind in row or ROWS[:3]]
     lanes = dealt(wanted, jobs)
     known = kernels(lanes, {name: step.pod for name, step in steps.items()})
     import_first(["benchmarks.drawn.child"])
@@ -66,8 +67,8 @@ def main(
     found: dict[Job, Row] = {}
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        for job, row in done(turns, jobs, partial(compile_in_child, known, pythons)):
-            found[job] = _of_step(steps[job[0]]) | {"row": job[1], **row}
+        for job, made in done(turns, jobs, partial(compile_in_child, known, pythons)):
+            found[job] = _of_step(steps[job[0]]) | {"row": job[1], **made}
             progress.update(bar, advance=1, description=", ".join(job))
             write_rows(out, [found[job] for job in wanted if job in found])
     together = compared([found[job] for job in wanted])

@@ -5,7 +5,6 @@ python -m benchmarks.drawn.child child NAME ROW    # for steps that need another
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 import time
@@ -22,15 +21,11 @@ from jaxoverlap._jobs import peak_bytes
 from jaxoverlap.plan import Plan
 from jaxoverlap.pods import compiler_options
 from jaxoverlap.simulate import Simulation
+from jaxoverlap.speedup import Speedup
 
 LONGEST = 12  # collectives and kernels of a row that it keeps
 
 Row = dict[str, Any]
-
-
-def has_fallback() -> bool:
-    """Whether `overlap` can take the plain step where that is faster."""
-    return "never_slower" in inspect.signature(jaxoverlap.overlap).parameters
 
 
 def measured(name: str, row: str) -> Row:
@@ -43,20 +38,21 @@ def measured(name: str, row: str) -> Row:
     """
     step = step_of(name)
     mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
-    overlap: Any = jaxoverlap.overlap
-    with_fallback = {"never_slower": row == FALLBACK} if has_fallback() else {}
     built = step.build(mesh)
+    lowered: Any = None
     began = time.perf_counter()
     with built.context():
         if row == PLAIN:
-            plan, compiled = None, built.function.lower(*built.args).compile(compiler_options())
+            compiled: Any = built.function.lower(*built.args).compile(compiler_options())
         else:
-            granularity = "plain" if row == UNRINGED else None
-            overlapped = overlap(
-                built.function, cluster=step.pod, granularity=granularity, **with_fallback
+            overlapped: Any = jaxoverlap.overlap(
+                built.function,
+                cluster=step.pod,
+                granularity="plain" if row == UNRINGED else None,
+                never_slower=row == FALLBACK,
             )
             lowered = overlapped.lower(*built.args)
-            plan, compiled = lowered.plan, lowered.compile()
+            compiled = lowered.compile()
     compile_s = time.perf_counter() - began
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -66,7 +62,8 @@ def measured(name: str, row: str) -> Row:
         "peak_bytes": peak_bytes(memory),
         "chip_bytes": jaxoverlap.parse_cluster(step.pod).chip.memory_bytes,
         "compile_s": round(compile_s, 1),
-        **(decided(plan) if plan else {}),
+        **(decided(lowered.plan) if lowered and lowered.plan else {}),
+        **(held_against_plain(compiled.speedup) if row == FALLBACK else {}),
     }
 
 
@@ -115,6 +112,11 @@ def decided(plan: Plan) -> Row:
         "sums": len(plan.sums),
         "plan": str(plan),
     }
+
+
+def held_against_plain(speedup: Speedup) -> Row:
+    """Which way of compiling the step was taken, and what the rings lost."""
+    return {"taken": speedup.name, "speedup": str(speedup), "lost": speedup.lost}
 
 
 if __name__ == "__main__":

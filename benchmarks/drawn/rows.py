@@ -13,6 +13,7 @@ from benchmarks.pods.rows import notes, unfinished
 from jaxoverlap.passes.schedule import SAME
 
 PLAIN, OVERLAPPED, FALLBACK, UNRINGED = "plain", "overlapped", "never slower", "no rings"
+ROWS = (PLAIN, OVERLAPPED, FALLBACK, UNRINGED)
 
 MOST_SLOWER = 0.03  # that a step may be slower than plain by the rules alone
 SLOWER_SHARE = 1 / 20  # of the steps may be slower than plain by the rules alone
@@ -101,10 +102,10 @@ def _large(step: Compared) -> Iterator[str]:
 # -- the table ------------------------------------------------------------------------------------
 
 COLUMNS = (
-    "plain ms", "overlapped", "ratio", "never slower", "no rings", "compute", "exposed",
+    "plain ms", "overlapped", "ratio", "never slower", "taken", "no rings", "compute", "exposed",
     "NVLink GB", "network GB", "peak GB", "decided", "notes",
 )  # fmt: skip
-WORDS = ("decided", "notes")
+WORDS = ("taken", "decided", "notes")
 
 
 def table(steps: Sequence[Compared]) -> Table:
@@ -127,7 +128,8 @@ def _cells(step: Compared) -> tuple[str, ...]:
     ms = {n: f"{r['step_s'] * 1e3:.1f}" for n, r in step.known.items()}
     ratio = step.ratio(OVERLAPPED)
     cells = [ms.get(PLAIN, ""), ms.get(OVERLAPPED, ""), f"{ratio:.3f}" if ratio else ""]
-    cells += [ms.get(FALLBACK, ""), ms.get(UNRINGED, "")]
+    taken = step.known.get(FALLBACK, {}).get("taken", "")
+    cells += [ms.get(FALLBACK, ""), taken, ms.get(UNRINGED, "")]
     if plain is None or mine is None:
         reasons = {why: None for row in step.rows.values() if (why := unfinished(row))}
         return (*cells, *[""] * 6, "; ".join(reasons))

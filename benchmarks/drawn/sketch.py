@@ -127,8 +127,7 @@ def place_spec(sketch: Sketch, place: str) -> P:
             "tp" if sketch.stream == "features" else "",
         ),
         "hidden": spec(sketch, "data", "", "tp"),
-        "qkv": spec(sketch, "data", "", "tp"),
-        "heads": spec(sketch, "data", "", "tp", ""),
+        "qkv": spec(sketch, "data", "", "tp", *[""] * (sketch.projection != "fused")),
         "attended": spec(sketch, "data", "", "tp", ""),
         "logits": spec(sketch, "data", "", "tp"),
     }[place]

@@ -178,7 +178,7 @@ def projected(
         parts = [jnp.einsum("bsd,dnh->bsnh", x, weights[name]) for name in "qkv"]
     else:
         parts = [(x @ weights[name]).reshape(shape) for name in "qkv"]
-    return [pin(part, "heads") for part in parts]
+    return [pin(part, "qkv") for part in parts]
 
 
 def written_out(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
