@@ -209,6 +209,27 @@ def states_some(var: Any) -> bool:
     return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
 
+def stated_axes(eqn: JaxprEqn) -> tuple[str, ...] | None:
+    """The mesh axes whose shardings the type of an equation's result states; None without a mesh.
+
+    `jax.sharding.explicit_axes` and `auto_axes` make them others than those of the step's mesh.
+    """
+    meshes = (eqn.outvars[0].aval.sharding.mesh, eqn.ctx.cur_abstract_mesh)
+    return next((_explicit(mesh) for mesh in meshes if not mesh.empty), None)
+
+
+def _explicit(mesh: Any) -> tuple[str, ...]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind == jax.sharding.AxisType.Explicit)
+
+
+def states_others(eqn: JaxprEqn) -> bool:
+    """Whether a reshard's result states shardings over other mesh axes than its operand."""
+    meshes = [v.aval.sharding.mesh for v in (eqn.invars[0], eqn.outvars[0])]
+    before, after = (() if mesh.empty else _explicit(mesh) for mesh in meshes)
+    return before != after
+
+
 def type_text(var: Any) -> str:
     """The type of a variable or a literal, with all that JAX's types say; no device is in it."""
     aval = var.aval
@@ -475,6 +496,11 @@ def with_tag(eqn: JaxprEqn, **metadata: str) -> JaxprEqn:
     """`eqn` that lowers to an op with these frontend attributes."""
     with eqn.ctx.manager, set_xla_metadata(**metadata):
         return eqn.replace(ctx=core.JaxprEqnContext())
+
+
+def in_no_context(eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn` as it would be outside `explicit_axes`, `compute_on` and the like around it."""
+    return eqn.replace(ctx=core.JaxprEqnContext())
 
 
 def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
