@@ -209,7 +209,7 @@ def states_some(var: Any) -> bool:
     return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
 
-def stated_axes(eqn: JaxprEqn) -> tuple[str, ...] | None:
+def stated_axes(eqn: Any) -> tuple[str, ...] | None:
     """The mesh axes whose shardings the type of an equation's result states; None without a mesh.
 
     `jax.sharding.explicit_axes` and `auto_axes` make them others than those of the step's mesh.
@@ -223,7 +223,7 @@ def _explicit(mesh: Any) -> tuple[str, ...]:
     return tuple(axis for axis, kind in kinds if kind == jax.sharding.AxisType.Explicit)
 
 
-def states_others(eqn: JaxprEqn) -> bool:
+def states_others(eqn: Any) -> bool:
     """Whether a reshard's result states shardings over other mesh axes than its operand."""
     meshes = [v.aval.sharding.mesh for v in (eqn.invars[0], eqn.outvars[0])]
     before, after = (() if mesh.empty else _explicit(mesh) for mesh in meshes)
