@@ -401,7 +401,7 @@ def inline(
         scope: a name to put on the stack.
     """
     structs = tuple(_struct(v) for v in invars)
-    with like.ctx.manager, source_info_util.reset_name_stack():
+    with like.ctx.manager, _mesh_of_types(invars), source_info_util.reset_name_stack():
         body = _traced(fn, structs, alike)
     assert not body.consts, "a ring closes over nothing"
     for made, wanted in zip(body.outvars, outvars, strict=True):
@@ -424,6 +424,18 @@ def inline(
         )
         for inner in body.eqns
     ]
+
+
+@contextlib.contextmanager
+def _mesh_of_types(values: Sequence[Any]) -> Iterator[None]:
+    """Where no mesh is set, that of the types: `auto_axes` and `shard_map` go by the one set."""
+    meshes = (v.aval.sharding.mesh for v in values)
+    typed = next((m for m in meshes if not m.empty and m._any_axis_explicit), None)
+    if typed is None or not jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(typed):
+        yield
 
 
 _TRACES: Cache[Jaxpr] = Cache()

@@ -106,6 +106,30 @@ def test_an_explicit_axis_beside_an_automatic_one():
         np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("given", ["whole", "sharded by both"])
+def test_types_are_enough_where_no_mesh_is_set(given: str):
+    """`jax.set_mesh` is only for those who write specs without a mesh."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(EXPLICIT, EXPLICIT))
+
+    def lies(value, *spec):
+        return reshard(value, NamedSharding(mesh, P(*spec)))
+
+    def step(x, *weights):
+        for w in weights:
+            x = lies(lies(x, None, None) @ lies(w, None, "model"), "model", None)
+        return x
+
+    rng = np.random.default_rng(0)
+    x, *weights = (rng.standard_normal((D, D)).astype(np.float32) / 6 for _ in range(3))
+    at = P(None, "model") if given == "whole" else P("data", "model")
+    args = [lies(x, "model", None), *(jax.device_put(w, NamedSharding(mesh, at)) for w in weights)]
+    overlapped = jaxoverlap.overlap(step)
+    assert overlapped.explain(*args).decisions
+    got, expected = overlapped(*args), jax.jit(step)(*args)
+    assert jax.typeof(got) == jax.typeof(expected)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
 # -- parts of a step whose types differ from its mesh's -------------------------------------------
 
 
