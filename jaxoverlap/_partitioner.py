@@ -11,8 +11,9 @@ Written against jax 0.11.2 and 0.12.0; `tests/test_partitioner.py` pins each beh
 from __future__ import annotations
 
 import itertools
+import math
 import threading
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import hlo  # type: ignore[attr-defined]
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend import xla
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxlib import _hlo  # type: ignore[attr-defined]
 
 _PASS = "jaxoverlap-ask"
@@ -40,11 +41,11 @@ class Partitioned(NamedTuple):
 
     Attributes:
         text: the partitioned module's, not scheduled yet.
-        results: how each result lies on the mesh; None where whole mesh axes do not say it.
+        results: how each result lies on the mesh; XLA's own words where whole axes do not say it.
     """
 
     text: str
-    results: tuple[Spec | None, ...]
+    results: tuple[Spec | str, ...]
 
 
 class NoAnswerError(RuntimeError):
@@ -122,29 +123,41 @@ def _compile(lowering: Any) -> None:
     )
 
 
-def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | None, ...]:
+def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str, ...]:
     """How the results of a partitioned module lie; tokens of ordered effects come first."""
     said = module.spmd_output_sharding
     if said is None:
-        return (None,) * len(avals)
+        return ("",) * len(avals)
     sharding = xla_client.HloSharding.from_proto(said)
     found = sharding.tuple_elements() or [sharding]
     if len(found) == 1:  # XLA says once what holds for all
         found = found * len(avals)
     last = found[len(found) - len(avals) :]
-    return tuple(_spec(s, aval, mesh) for s, aval in zip(last, avals, strict=True))
+    specs = [_spec(s, aval, mesh.shape) for s, aval in zip(last, avals, strict=True)]
+    return tuple(
+        s.to_string() if spec is None else spec for s, spec in zip(last, specs, strict=True)
+    )
 
 
-def _spec(sharding: Any, aval: Any, mesh: Mesh) -> Spec | None:
-    """An XLA sharding as mesh axes a dim; None where whole axes of the mesh do not say it."""
+def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
+    """An XLA sharding as mesh axes a dim; None where whole axes do not say it.
+
+    Args:
+        sharding: an `HloSharding`.
+        aval: of the value.
+        axes: devices along each axis of the mesh; in a manual body those that are automatic.
+    """
     if sharding.is_replicated() or sharding.is_manual():
         return ((),) * aval.ndim  # what is manual has no automatic axis
     if not sharding.is_tiled():
         return None
-    try:  # XLA ends the process where a named sharding (v3) is asked for its tiles
-        tiles = xla_client.HloSharding.v3_to_v2_sharding(sharding)
-        (spec,) = parse_flatten_op_sharding(tiles, mesh)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError):  # half an axis, say
+    # XLA ends the process where a named sharding (v3) is asked for its tiles.
+    tiles = xla_client.HloSharding.v3_to_v2_sharding(sharding)
+    if tiles.num_devices() != math.prod(axes.values()) or len(tiles.subgroup_types()) > 1:
+        return None
+    try:
+        (spec,) = parse_flatten_op_sharding(tiles, AbstractMesh(tuple(axes.values()), tuple(axes)))
+    except (ValueError, AssertionError):  # part of an axis
         return None
     dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec]
     if len(dims) > aval.ndim:  # a random key is an array of words
@@ -167,22 +180,23 @@ def _no_results(aval: Any, **_: Any) -> Any:
     return [], {debugging.debug_effect}
 
 
-def probe(var: Any, key: Hashable, answers: Answers, mesh: Mesh, like: Any) -> Any:
+def probe(var: Any, key: Hashable, answers: Answers, axes: Mapping[str, int], like: Any) -> Any:
     """An equation that asks how a variable lies, once its module is partitioned.
 
     As `jax.debug.inspect_array_sharding` does, which raises inside the compiler where a value is
-    sharded by half a mesh axis. It changes nothing in the partitioned module.
+    sharded by half a mesh axis, or lies in a body that is manual over some axes. It changes nothing
+    in the partitioned module.
 
     Args:
         var: the variable.
         key: under which the answer goes into `answers`; None for what mesh axes do not say.
         answers: filled in by `ask`.
-        mesh: to read shardings by.
+        axes: devices along each axis of the mesh; in a manual body those that are automatic.
         like: an equation of the same body.
     """
 
     def told(sharding: Any) -> None:
-        answers[key] = _spec(sharding, var.aval, mesh)
+        answers[key] = _spec(sharding, var.aval, axes)
 
     effects = {debugging.debug_effect}
     return like.replace(

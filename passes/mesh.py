@@ -225,7 +225,9 @@ def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
 
 def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
     """How many different ones there are along each axis, at most."""
-    found = np.array([*map(of, mesh.devices.flat)], object).reshape(mesh.devices.shape)
+    found = np.empty(mesh.devices.shape, object)
+    for place, device in np.ndenumerate(mesh.devices):
+        found[place] = of(device)
     return {
         axis: max(len(set(line)) for line in np.moveaxis(found, i, -1).reshape(-1, size).tolist())
         for i, (axis, size) in enumerate(mesh.shape.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,7 +114,9 @@ def test_explain_takes_a_trainer():
 def test_audit_counts_and_can_be_held_to_a_share():
     shown = run("audit", "tests.build_step", *POD, "--plain", "--at-least", "1")
     assert "6 of 6 covered" in shown and "the plain step's:  " in shown
-    got = run_json("audit", "tests.build_step:overlapped", *POD)["overlapped"]
+    assert re.search(r"\nplain \S+ ms -> overlapped \S+ ms, \S+ x\n", shown)
+    got = run_json("audit", "tests.build_step:overlapped", *POD, "--keep-rings")["overlapped"]
+    assert got["speedup"] is None
     assert got["hops"]["count"] == got["hops"]["covered"] == 6
     assert len(got["collectives"]) >= 6
 
@@ -129,6 +132,8 @@ def test_simulate_gives_sums_that_add_up_and_draws(tmp_path: Path):
         assert s["step_s"] == pytest.approx(s["compute_s"] + s["slowdown_s"] + s["exposed_s"])
         assert s["exposed_s"] == pytest.approx(sum(c["exposed_s"] for c in s["spent"]))
     assert steps["overlapped"]["exposed_s"] < steps["plain"]["exposed_s"]
+    said = steps["overlapped"]["speedup"]
+    assert said["taken"] == "overlapped" and said["plain_s"] == steps["plain"]["step_s"]
     assert "plain" in files["--svg"].read_text()
     assert "<html" in files["--html"].read_text()
     assert json.loads(files["--perfetto"].read_text())["traceEvents"]
@@ -137,7 +142,7 @@ def test_simulate_gives_sums_that_add_up_and_draws(tmp_path: Path):
 @needs_plugin
 @pods
 def test_simulate_prints():
-    shown = run("simulate", "tests.build_step:whole", *POD)
+    shown = run("simulate", "tests.build_step:whole", *POD, "--keep-rings")
     assert "on h100-sxm:1x4: step " in shown and "longest exposed" in shown
 
 

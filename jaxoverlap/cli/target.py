@@ -30,7 +30,7 @@ Processes = Annotated[
     int | None,
     typer.Option(
         "--processes-per-host",
-        help="JAX processes on each host, as in h100-sxm:8x8/8; default 1. SLURM starts one a GPU.",
+        help="JAX processes on each host, as in h100-sxm:8x8/8, where each GPU has one.",
         min=1,
     ),
 ]

@@ -1,0 +1,100 @@
+"""The command: `python -m tests.differential --seeds 0:200`, or `--seed 17`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every odd layout
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+from tests.differential.case import draw  # noqa: E402 - after the devices
+from tests.differential.compare import Found, compared  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
+    some = parser.add_mutually_exclusive_group(required=True)
+    some.add_argument("--seeds", help="first:last, the last not among them")
+    some.add_argument("--seed", type=int, help="one, with what was drawn")
+    parser.add_argument(
+        "--always",
+        action="store_true",
+        help="run each reference, also where overlapped and plain agree",
+    )
+    asked = parser.parse_args()
+    if asked.seed is not None:
+        return _one(asked.seed, asked.always)
+    match = re.fullmatch(r"(\d+):(\d+)", asked.seeds)
+    if not match:
+        parser.error(f"--seeds {asked.seeds}: expected first:last, as in 0:200")
+    return _many(range(int(match[1]), int(match[2])), asked.always)
+
+
+def _one(seed: int, always: bool) -> int:
+    case = draw(seed)
+    found = compared(case, always=always)
+    print(case)
+    print(f"  {found.ringed} matmuls ringed")
+    for note in found.notes:
+        print(f"note: {note}")
+    for text in found.differences:
+        print(f"differs: {text}")
+    return 1 if found.differences else 0
+
+
+def _many(seeds: range, always: bool) -> int:
+    kinds: dict[str, list[int]] = defaultdict(list)
+    failed, ringed, began = [], 0, time.perf_counter()
+    for n, seed in enumerate(seeds):
+        print(f"{n + 1}/{len(seeds)} seed {seed}", end=" ", flush=True)
+        start = time.perf_counter()
+        found = _tried(seed, always)
+        ringed += found.ringed
+        print(f"{time.perf_counter() - start:.1f} s, {found.ringed} ringed", end="")
+        print(f", {found.differences[0]}" if found.differences else "", flush=True)
+        if found.differences:
+            failed.append(seed)
+        for text in {kind(t) for t in [*found.differences, *(f"note: {n}" for n in found.notes)]}:
+            kinds[text].append(seed)
+        if n % 20 == 19:
+            jax.clear_caches()
+    print(
+        f"\n{len(failed)} of {len(seeds)} differ; {ringed} matmuls ringed; {time.perf_counter() - began:.0f} s"
+    )
+    for text, where in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        shown = " ".join(map(str, where[:12])) + (" ..." if len(where) > 12 else "")
+        print(f"{len(where):4}  {text:100}  {shown}")
+    return 1 if failed else 0
+
+
+def _tried(seed: int, always: bool) -> Found:
+    try:
+        case = draw(seed)
+        print(case.name, end=" ", flush=True)
+        return compared(case, always=always)
+    except Exception as error:
+        return Found([f"harness: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], [])
+
+
+def kind(text: str) -> str:
+    """A difference without what is its own: names, numbers, specs."""
+    text = re.sub(r"^call \d+: ", "", text.removeprefix("note: ")) + (
+        " (note)" * text.startswith("note: ")
+    )
+    text = re.sub(r"^\S*\[[^ ]*", "<leaf>", text)
+    text = re.sub(r"(sharding ).*, plain .*", r"\1differs", text)
+    text = re.sub(r"\d[\d.e+-]*", "N", text)
+    return text[:100]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

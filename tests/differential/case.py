@@ -1,0 +1,192 @@
+"""`draw(seed)`: a step of somebody, jitted as somebody jits it, and what it is called with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from tests.differential import models, others
+from tests.differential.training import Program
+from tests.differential.world import Leaf, World
+
+# Names are part of the draw: a program that is put between others changes all seeds.
+PROGRAMS: tuple[tuple[Callable[[World], Program], int], ...] = (
+    (models.language_model, 5), (models.regression, 4), (models.residual_scan, 4),
+    (models.mixer, 3), (models.experts, 2), (models.two_towers, 2), (models.adapters, 2),
+    (models.accumulated, 2), (models.recurrent, 2), (models.branches, 3), (models.decoding, 2),
+    (others.data_parallel, 3), (others.manual_mlp, 3), (others.vocabulary_parallel, 2),
+    (others.zero, 2), (others.graph, 5), (others.power, 1),
+)  # fmt: skip
+MAY_BE_EXPLICIT = (models.regression, models.residual_scan, others.graph)
+CALLS = 3
+
+
+@dataclass
+class Case:
+    """One drawn step.
+
+    Attributes:
+        name: the step's; that of its program and the seed.
+        mesh: that it runs on.
+        program: the step and its arguments.
+        settings: what the user gives to jit.
+        built: the same case once more, with traces of its own; on one device if told so.
+        said: what was drawn, by label.
+        ambient: whether the user sets the mesh.
+        by_keyword: whether the last input goes by its name.
+        bound: whether static arguments are bound by functools.partial.
+    """
+
+    name: str
+    mesh: Mesh
+    program: Program
+    settings: dict[str, Any]
+    built: Callable[[bool], Case]
+    said: dict[str, str] = field(default_factory=dict)
+    ambient: bool = False
+    by_keyword: bool = False
+    bound: bool = False
+    traces: int = 0
+
+    def __post_init__(self) -> None:
+        @functools.wraps(self.program.step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.traces += 1
+            return self.program.step(*args, **kwargs)
+
+        step.__name__ = step.__qualname__ = self.name
+        self.fn = jax.jit(step, **self.settings)
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(f"  {k}: {v}" for k, v in self.said.items())])
+
+    @property
+    def computes_in_half(self) -> bool:
+        return "bfloat16" in self.said.get("dtype", "")
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """What the user's calls are made in."""
+        with jax.set_mesh(self.mesh) if self.ambient else contextlib.nullcontext():
+            yield
+
+    def first_state(self) -> list[Any]:
+        return self._placed(self.program.state)
+
+    def call(self, fn: Callable, state: list[Any], n: int) -> tuple[Any, list[Any]]:
+        """The n-th call of the step, as `fn` runs it: its result, and all that it was given."""
+        inputs = self._placed(self.program.inputs(n))
+        keywords = dict(self.program.static)
+        given = [*state, *inputs]
+        if self.by_keyword and inputs and self.program.last:
+            *inputs, keywords[self.program.last] = inputs
+        if self.bound:
+            fn = functools.partial(fn, **self.program.static)
+        with self.context():
+            return fn(*state, *inputs, **keywords), given
+
+    def fed_back(self, state: list[Any], result: Any) -> list[Any]:
+        """The state of the next call."""
+        results = self.program.results
+        if results is None:
+            return state
+        if isinstance(results, int):
+            results, result = (results,), (result,)
+        pairs = (
+            [(results[key], result[key]) for key in results]
+            if isinstance(results, dict)
+            else zip(results, result, strict=True)
+        )
+        new = list(state)
+        for at, value in pairs:
+            if at is not None:
+                apply = self.program.apply
+                with self.context():
+                    new[at] = jax.jit(apply)(state[at], value) if apply else value
+        return new
+
+    def _placed(self, trees: list[Any]) -> list[Any]:
+        return jax.tree.map(lambda leaf: leaf.placed(self.mesh), trees)
+
+
+def draw(seed: int, *, alone: bool = False) -> Case:
+    """The step of a seed; `alone` on one device, with the same axes, all of size 1."""
+    w = World(seed, alone=alone)
+    makers, weights = zip(*PROGRAMS, strict=True)
+    chances = [n / sum(weights) for n in weights]
+    maker = makers[w.rng("program").choice(len(makers), p=chances)]
+    if maker in MAY_BE_EXPLICIT and w.rng("explicit").random() < 0.2:
+        w.explicit, w.said["explicit"] = True, "yes"
+    mesh = w.mesh()
+    with jax.set_mesh(mesh) if w.ambient else contextlib.nullcontext():
+        program = maker(w)
+    settings, stated = _settings(w, program, mesh)
+    return Case(
+        name=f"{maker.__name__}_{seed}",
+        mesh=mesh,
+        program=program,
+        settings=settings,
+        built=lambda alone: draw(seed, alone=alone),
+        said=w.said,
+        ambient=w.ambient,
+        by_keyword=not stated and w.chance("last input by name", 0.15),
+        bound=bool(program.static) and w.chance("partial", 0.3),
+    )
+
+
+def _settings(w: World, program: Program, mesh: Mesh) -> tuple[dict[str, Any], bool]:
+    """What is given to jit; and whether in_shardings are, beside which nothing goes by name."""
+    settings: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 0}}
+    if program.static:
+        settings["static_argnames"] = tuple(program.static)
+    if program.donated and program.state and w.chance("donates", 0.6):
+        numbers = tuple(range(len(program.state)))
+        settings["donate_argnums"] = numbers[:1] if w.chance("donates the first", 0.2) else numbers
+    stated = not program.static and w.chance("in_shardings", 0.3)
+    if stated:
+        free = w.rng("in_shardings free")
+
+        def at(tree: Any) -> Any:
+            return None if free.random() < 0.15 else _shardings(tree, mesh)
+
+        settings["in_shardings"] = tuple(map(at, [*program.state, *program.inputs(0)]))
+    known = _results(program, mesh)
+    kind = "closed" if stated else w.pick("out_shardings", ("open", "open", "partly", "closed"))
+    if known is not None and kind != "open":
+        settings["out_shardings"] = known if kind == "closed" else _opened(w, known)
+    w.said["jit"] = ", ".join(k for k in settings if k != "compiler_options") or "nothing"
+    return settings, stated
+
+
+def _shardings(tree: Any, mesh: Mesh) -> Any:
+    """NamedShardings, leaf by leaf; None for what nothing commits."""
+
+    def one(leaf: Leaf) -> NamedSharding | None:
+        return None if leaf.spec is None else NamedSharding(mesh, leaf.spec)
+
+    return jax.tree.map(one, tree)
+
+
+def _results(program: Program, mesh: Mesh) -> Any:
+    """out_shardings that give back states as they came; None for what is not fed back."""
+
+    def one(at: int | None) -> Any:
+        return None if at is None else _shardings(program.state[at], mesh)
+
+    results = program.results
+    if isinstance(results, dict):
+        return {key: one(at) for key, at in results.items()}
+    return tuple(map(one, results)) if isinstance(results, tuple) else one(results)
+
+
+def _opened(w: World, known: Any) -> Any:
+    """Some of them left to XLA."""
+    leaves, tree = jax.tree.flatten(known, is_leaf=lambda x: x is None)
+    rng = w.rng("opened")
+    return tree.unflatten([None if rng.random() < 0.4 else leaf for leaf in leaves])

@@ -1,0 +1,255 @@
+"""A drawn step, overlapped, beside the plain one: all that a user could tell them apart by."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxoverlap
+from tests.differential.case import CALLS, Case
+
+HARMLESS = ("overlap() changes nothing",)
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **more: _compiled.append(more["fun_name"]) if event == _COMPILED else None
+)
+
+
+@dataclass
+class Call:
+    """What one call gave, and what it cost. Values are on the host, as the next call donates."""
+
+    tree: Any
+    values: list[np.ndarray]
+    facts: list[dict[str, Any]]
+    shardings: list[Any]
+    deleted: list[bool]
+    traces: int
+    compiles: int
+
+
+@dataclass
+class Run:
+    """Calls of one step, with outputs fed back."""
+
+    calls: list[Call] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came out of a case.
+
+    Attributes:
+        differences: of the overlapped step from the plain one; none if all is well.
+        notes: what is no failure of the overlapped step: plain refuses, or is wrong.
+        ringed: how many matmuls were.
+    """
+
+    differences: list[str]
+    notes: list[str]
+    ringed: int = 0
+
+
+def differences(case: Case) -> list[str]:
+    """How a case's overlapped step differs from its plain one."""
+    return compared(case).differences
+
+
+def compared(case: Case, *, always: bool = False) -> Found:
+    """The same, with notes. The reference is run where values differ; or always, for the notes.
+
+    Where overlapped and plain agree on a value, the overlapped step is as right as the plain one.
+    """
+    plain = _run(case, case.fn)
+    if plain.error is not None:
+        return Found(_same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"])
+    again = case.built(False)
+    overlapped = jaxoverlap.overlap(again.fn, on_error="raise")
+    ours = _run(again, overlapped)
+    ringed = sum(len(found.plan.decisions) for found in overlapped._seen.values() if found.plan)
+    if ours.error is not None:
+        return Found([f"raises {_first(ours.error)}"], [], ringed)
+    found = [f"warns: {text}" for text in ours.warned if text not in plain.warned]
+    notes: list[str] = []
+    half = case.computes_in_half
+    apart = any(
+        a.tree == b.tree and _wrong(a, b, half, strict=True)
+        for a, b in zip(plain.calls, ours.calls, strict=True)
+    )
+    reference = _reference(case).calls if always or apart else ours.calls
+    for n, (a, b, exact) in enumerate(zip(plain.calls, ours.calls, reference, strict=True)):
+        found += [f"call {n + 1}: {text}" for text in _facts_apart(a, b)]
+        if a.tree == b.tree:
+            off, theirs = _wrong(exact, b, half), _wrong(exact, a, half)
+            found += [
+                f"call {n + 1}: {at} off by {by}" for at, by in off.items() if at not in theirs
+            ]
+            notes += [
+                f"call {n + 1}: plain is wrong: {at} off by {by}, overlapped by {off.get(at, 'nothing')}"
+                for at, by in theirs.items()
+            ]
+    return Found(found, notes, ringed)
+
+
+def _reference(case: Case) -> Run:
+    single = case.built(True)
+    run = _run(single, single.fn)
+    if run.error is not None:
+        raise AssertionError(f"the reference of {case.name} fails") from run.error
+    return run
+
+
+def _same_refusal(case: Case, error: Exception) -> list[str]:
+    again = case.built(False)
+    ours = _run(again, jaxoverlap.overlap(again.fn, on_error="raise")).error
+    if type(ours) is type(error):
+        return []
+    return [f"plain raises {_first(error)}; overlapped {_first(ours) if ours else 'does not'}"]
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+def _run(case: Case, fn: Callable) -> Run:
+    run, name = Run(), f"jit({case.name})"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(StopIteration):
+            try:
+                run.calls = list(_calls(case, fn, name))
+            except Exception as error:
+                run.error = error
+    run.warned = [_told(w) for w in caught if not str(w.message).startswith(HARMLESS)]
+    return run
+
+
+def _told(warning: warnings.WarningMessage) -> str:
+    return f"{warning.category.__name__}: {str(warning.message).splitlines()[0][:160]}"
+
+
+def _calls(case: Case, fn: Callable, name: str) -> Iterator[Call]:
+    state = case.first_state()
+    for n in range(CALLS):
+        traces, compiles = case.traces, _compiled.count(name)
+        result, given = case.call(fn, state, n)
+        leaves, tree = jax.tree.flatten(result)
+        yield Call(
+            tree=tree,
+            values=[np.asarray(leaf) for leaf in leaves],
+            facts=[_facts(leaf) for leaf in leaves],
+            shardings=[getattr(leaf, "sharding", None) for leaf in leaves],
+            deleted=[
+                leaf.is_deleted() for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)
+            ],
+            traces=case.traces - traces,
+            compiles=_compiled.count(name) - compiles,
+        )
+        state = case.fed_back(state, result)
+
+
+def _facts(leaf: Any) -> dict[str, Any]:
+    if not isinstance(leaf, jax.Array):
+        return {"type": type(leaf)}
+    return {
+        "dtype": leaf.dtype,
+        "weak type": leaf.weak_type,
+        "shape": leaf.shape,
+        "memory kind": leaf.sharding.memory_kind,
+        "committed": leaf.committed,
+        "type of sharding": type(leaf.sharding).__name__,
+    }
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def _facts_apart(plain: Call, ours: Call) -> list[str]:
+    if plain.tree != ours.tree:
+        return [f"tree {ours.tree}, plain {plain.tree}"]
+    found = [
+        f"{what} {theirs}, plain {own}"
+        for what, own, theirs in (
+            ("traces", plain.traces, ours.traces),
+            ("compiles", plain.compiles, ours.compiles),
+        )
+        if own != theirs
+    ]
+    if plain.deleted != ours.deleted:
+        kept = sum(a and not b for a, b in zip(plain.deleted, ours.deleted, strict=True))
+        more = sum(b and not a for a, b in zip(plain.deleted, ours.deleted, strict=True))
+        found.append(f"donation: {kept} kept that plain deletes, {more} deleted that plain keeps")
+    names = [jax.tree_util.keystr(path) for path in _paths(plain.tree)]
+    for name, a, b, at, here in zip(
+        names, plain.facts, ours.facts, plain.shardings, ours.shardings, strict=True
+    ):
+        found += [f"{name} {key} {b.get(key)}, plain {a[key]}" for key in a if a[key] != b.get(key)]
+        if a == b and at is not None and not _alike(at, here, len(a["shape"])):
+            found.append(f"{name} sharding {_said(here)}, plain {_said(at)}")
+    return found
+
+
+def _paths(tree: Any) -> list[Any]:
+    whole = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
+
+
+def _alike(plain: Any, ours: Any, ndim: int) -> bool:
+    """Whether two shardings do the same and mean the same axes."""
+    if not ours.is_equivalent_to(plain, ndim):
+        return False
+    if not isinstance(plain, jax.sharding.NamedSharding):
+        return True
+    return plain.mesh == ours.mesh and _axes(plain, ndim) == _axes(ours, ndim)
+
+
+def _axes(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
+    """The axes of each dim, less those of one device."""
+    entries = (*sharding.spec, *[None] * ndim)[:ndim]
+    held = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
+    return [tuple(a for a in axes if sharding.mesh.shape[a] > 1) for axes in held]
+
+
+def _said(sharding: Any) -> str:
+    return str(getattr(sharding, "spec", sharding))
+
+
+def _wrong(exact: Call, call: Call, half: bool, *, strict: bool = False) -> dict[str, str]:
+    """By leaf how far a call's values are off, where that is more than rounding."""
+    tolerance = (6e-2 if half else 2e-4) / (4 if strict else 1)
+    scales = [_size(v) for v in exact.values if _is_floating(v)]
+    # A gradient that is zero but for rounding is as large as the rounding of what it is summed of.
+    floor = (1e-3 if half else 1e-6) * max(scales, default=0.0) / (4 if strict else 1)
+    found = {}
+    for path, e, value in zip(_paths(exact.tree), exact.values, call.values, strict=True):
+        name = jax.tree_util.keystr(path)
+        if e.shape != value.shape:
+            continue  # told as a fact
+        if not _is_floating(e):
+            if not np.array_equal(e, value):
+                found[name] = "whole numbers"
+        elif not (off := _size(np.float64(value) - np.float64(e))) <= tolerance * _size(e) + floor:
+            found[name] = f"{off / (_size(e) or 1.0):.1e}"
+    return found
+
+
+def _is_floating(value: np.ndarray) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _size(value: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(np.float64(value))))) if value.size else 0.0

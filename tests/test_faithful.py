@@ -1,0 +1,225 @@
+"""Steps that overlap() once changed for their users: each lives as under jax.jit alone.
+
+Three calls with outputs fed back. All is compared: values, shardings, what is donated, how often
+the step is traced and compiled (tests/differential/compare.py has the list).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.differential.by_hand import differs
+from tests.differential.training import Program, descend
+from tests.differential.world import Leaf
+
+GRID = {"data": 2, "model": 4}
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal(shape) / np.sqrt(shape[-2])
+    return values.astype(np.float32)
+
+
+def descended(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def scanned_weights():
+    """Two stacked layers of a residual MLP, split over model."""
+    return {
+        "w": Leaf(normal(1, 2, 16, 32), P(None, None, "model")),
+        "v": Leaf(normal(2, 2, 32, 16), P(None, "model", None)),
+    }
+
+
+def scanned_loss(params, x):
+    def block(x, p):
+        return x + jax.nn.gelu(x @ p["w"]) @ p["v"], None
+
+    return jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
+
+
+def batch(n: int) -> list[Leaf]:
+    return [Leaf(normal(10 + n, 8, 16), P("data"))]
+
+
+# -- results whose shardings are open, and donation -----------------------------------------------
+
+
+def fsdp_parameters(mesh):
+    def update(p, x):
+        def loss(p):
+            y = jnp.tanh(x @ p["w"])
+            return jnp.mean((y + jax.nn.gelu(y @ p["a"]) @ p["b"]) ** 2)
+
+        return descended(p, jax.grad(loss)(p))
+
+    specs = {"w": P("data", "model"), "a": P("data", None), "b": P(None, "data")}
+    params = {
+        name: Leaf(normal(i, 16, 16), spec) for i, (name, spec) in enumerate(specs.items())
+    }  # fmt: skip
+    return Program(update, [params], batch, 0)
+
+
+def test_fsdp_parameters_stay_sharded_and_donated():
+    assert differs(GRID, fsdp_parameters, donate_argnums=0) == []
+
+
+def gradient_of_a_scan(mesh):
+    return Program(jax.grad(scanned_loss), [scanned_weights()], batch, 0, apply=descend)
+
+
+def test_gradients_of_a_scan_without_remat_lie_as_under_jit():
+    assert differs(GRID, gradient_of_a_scan) == []
+
+
+def jacobian_of_a_gradient(mesh):
+    def step(params, x):
+        def along(scales):
+            return jax.grad(scanned_loss)(jax.tree.map(lambda p: p * scales.sum(), params), x)
+
+        return jax.jacfwd(along)(jnp.full(2, 0.5))
+
+    return Program(step, [], lambda n: [scanned_weights(), *batch(n)], None)
+
+
+def test_the_jacobian_of_a_gradient_lies_as_under_jit():
+    assert differs(GRID, jacobian_of_a_gradient) == []
+
+
+def steps_in_an_outer_jit(mesh):
+    step = jax.jit(lambda p, x: descended(p, jax.grad(scanned_loss)(p, x)))
+    return Program(lambda p, x: step(step(p, x), x), [scanned_weights()], batch, 0)
+
+
+def test_parameters_that_an_inner_jit_updates_lie_as_under_jit():
+    assert differs(GRID, steps_in_an_outer_jit) == []
+
+
+@pytest.mark.parametrize("kind", ["cond", "switch"])
+def test_parameters_updated_in_branches_lie_as_under_jit(kind: str):
+    def branching(mesh):
+        def decayed(p, g):
+            return jax.tree.map(lambda p: p * 0.9, descended(p, g))
+
+        def update(p, n, x):
+            grads = jax.grad(scanned_loss)(p, x)
+            if kind == "cond":
+                return jax.lax.cond(n % 2 == 0, descended, decayed, p, grads), n + 1
+            branches = [descended, decayed, lambda p, g: p]
+            return jax.lax.switch(n % 3, branches, p, grads), n + 1
+
+        return Program(update, [scanned_weights(), Leaf(np.int32(0))], batch, (0, 1))
+
+    assert differs(GRID, branching, donate_argnums=(0, 1)) == []
+
+
+# -- lookups in manual code -----------------------------------------------------------------------
+
+
+def tokens(n: int) -> list[Leaf]:
+    rng = np.random.default_rng(n)
+    return [Leaf(rng.integers(0, 32, (8, 4)).astype(np.int32), P("data")) for _ in range(2)]
+
+
+def language(seed: int = 0) -> dict[str, Leaf]:
+    return {"embed": Leaf(normal(seed, 32, 16), P()), "out": Leaf(normal(seed + 1, 16, 32), P())}
+
+
+def integer_labels(mesh):
+    """Data parallelism by hand, with the loss that everybody imports."""
+
+    def local(p, ids, labels):
+        def loss(p):
+            logits = jnp.tanh(p["embed"][ids]) @ p["out"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        value, grads = jax.value_and_grad(loss)(p)
+        return descended(p, jax.lax.pmean(grads, "data")), jax.lax.pmean(value, "data")
+
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P(), check_vma=False
+    )
+    return Program(lambda p, ids, labels: step(p, ids, labels), [language()], tokens, (0, None))
+
+
+def test_integer_labels_in_a_data_parallel_shard_map():
+    assert differs({"data": 4}, integer_labels, donate_argnums=0) == []
+
+
+def split_vocabulary(mesh):
+    """A cross-entropy whose logits nobody has whole."""
+
+    def local(x, table, labels):
+        logits = x @ table.T
+        peak = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), "model")
+        total = jax.lax.psum(jnp.exp(logits - peak[..., None]).sum(-1), "model")
+        at = labels - jax.lax.axis_index("model") * table.shape[0]
+        own = (at >= 0) & (at < table.shape[0])
+        at = jnp.where(own, at, 0)[..., None]
+        right = jnp.where(own, jnp.take_along_axis(logits, at, -1)[..., 0], 0)
+        return jnp.log(total) + peak - jax.lax.psum(right, "model")
+
+    rows = P("data", None, None)
+    entropy = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, P("model"), P("data")), out_specs=P("data")
+    )
+
+    def update(p, x, labels):
+        grads = jax.grad(lambda p: entropy(jnp.tanh(x @ p["w"]), p["table"], labels).mean())(p)
+        return descended(p, grads)
+
+    params = {"w": Leaf(normal(0, 16, 16), P()), "table": Leaf(normal(1, 32, 16), P("model"))}
+    return Program(
+        update, [params], lambda n: [Leaf(normal(n, 8, 4, 16), P("data")), tokens(n)[1]], 0
+    )  # fmt: skip
+
+
+def test_a_cross_entropy_over_a_split_vocabulary():
+    assert differs(GRID, split_vocabulary, donate_argnums=0) == []
+
+
+def taken(mesh):
+    def local(p, ids, labels):
+        wrong = (
+            jnp.take(p["embed"], ids, axis=0) @ p["out"]
+            - jnp.take(p["out"].T, labels, axis=0) @ p["out"]
+        )
+        return jax.lax.pmean(jnp.mean(wrong**2), "data")
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    return Program(lambda p, *ids: jax.grad(loss)(p, *ids), [language()], tokens, 0, apply=descend)
+
+
+def test_take_in_a_shard_map():
+    assert differs({"data": 4}, taken) == []
+
+
+# -- sums that two matmuls read -------------------------------------------------------------------
+
+
+def linear_attention(mesh):
+    rows = NamedSharding(mesh, P("data", None, None))
+
+    def forward(p, x):
+        k = jax.lax.with_sharding_constraint(x @ p["wk"], rows)
+        x = x + jnp.einsum("bsd,bde->bse", x, jnp.einsum("bsd,bse->bde", k, x)) / 16
+        return x + jnp.tanh(x @ p["w"]) @ p["u"]
+
+    params = {
+        "wk": Leaf(normal(0, 16, 16), P("model", None)),
+        "w": Leaf(normal(1, 16, 32), P(None, "model")),
+        "u": Leaf(normal(2, 32, 16), P("model", None)),
+    }
+    x = Leaf(normal(3, 8, 8, 16), P("data", None, "model"))
+    return Program(lambda x, p: forward(p, x), [x], lambda n: [params], 0)
+
+
+def test_a_pinned_sum_that_two_matmuls_read():
+    assert differs(GRID, linear_attention) == []
