@@ -19,7 +19,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap._store import DisagreementError, Store, awaited, store_of_processes
+from jaxoverlap.store import DisagreementError, Store, awaited, store_of_processes
 from jaxoverlap.plan import Plan
 from jaxoverlap.pods import is_pod
 
