@@ -161,7 +161,7 @@ def vocabulary_parallel(w: World) -> Program:
 
 def zero(w: World) -> Program:
     """Parameters gathered by hand before each use, gradients scattered: ZeRO in a shard_map."""
-    axis = tuple(w.sizes)[0]
+    axis = next(iter(w.sizes))
     others = tuple(a for a in w.sizes if a != axis)
     everywhere = (axis, *others)
     dims = {"a": (16, 32), "b": (32, 16)}
