@@ -53,11 +53,13 @@ class Found:
         differences: of the overlapped step from the plain one; none if all is well.
         notes: what is no failure of the overlapped step: plain refuses, or is wrong.
         ringed: how many matmuls were.
+        error: that overlap() raised where plain did not.
     """
 
     differences: list[str]
     notes: list[str]
     ringed: int = 0
+    error: Exception | None = None
 
 
 def differences(case: Case) -> list[str]:
@@ -76,9 +78,10 @@ def compared(case: Case, *, always: bool = False) -> Found:
     again = case.built(False)
     overlapped = jaxoverlap.overlap(again.fn, on_error="raise")
     ours = _run(again, overlapped)
-    ringed = sum(len(found.plan.decisions) for found in overlapped._seen.values() if found.plan)
+    seen = [overlapped._seen.get(key) for key in overlapped._seen.cache_keys()]
+    ringed = sum(len(found.plan.decisions) for found in seen if found and found.plan)
     if ours.error is not None:
-        return Found([f"raises {_first(ours.error)}"], [], ringed)
+        return Found([f"raises {_first(ours.error)}"], [], ringed, ours.error)
     found = [f"warns: {text}" for text in ours.warned if text not in plain.warned]
     notes: list[str] = []
     half = case.computes_in_half

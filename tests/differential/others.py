@@ -29,7 +29,7 @@ def data_parallel(w: World) -> Program:
     params = replicated(layers.initial(w, "net", shapes))
     state = jax.tree.map(
         lambda leaf: Leaf(leaf.value, P()) if leaf.spec is not None else leaf,
-        optimizer_state(tx, params),
+        optimizer_state(w, tx, params),
     )
     rows = 8 if lookup == "tokens" else 16
     checked = not w.chance("check_vma off", 0.3)
@@ -161,7 +161,7 @@ def vocabulary_parallel(w: World) -> Program:
 
 def zero(w: World) -> Program:
     """Parameters gathered by hand before each use, gradients scattered: ZeRO in a shard_map."""
-    axis = tuple(w.sizes)[0]
+    axis = next(iter(w.sizes))
     others = tuple(a for a in w.sizes if a != axis)
     everywhere = (axis, *others)
     dims = {"a": (16, 32), "b": (32, 16)}
