@@ -41,11 +41,11 @@ class Partitioned(NamedTuple):
 
     Attributes:
         text: the partitioned module's, not scheduled yet.
-        results: how each result lies on the mesh; None where whole mesh axes do not say it.
+        results: how each result lies on the mesh; XLA's own words where whole axes do not say it.
     """
 
     text: str
-    results: tuple[Spec | None, ...]
+    results: tuple[Spec | str, ...]
 
 
 class NoAnswerError(RuntimeError):
@@ -123,17 +123,20 @@ def _compile(lowering: Any) -> None:
     )
 
 
-def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | None, ...]:
+def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str, ...]:
     """How the results of a partitioned module lie; tokens of ordered effects come first."""
     said = module.spmd_output_sharding
     if said is None:
-        return (None,) * len(avals)
+        return ("",) * len(avals)
     sharding = xla_client.HloSharding.from_proto(said)
     found = sharding.tuple_elements() or [sharding]
     if len(found) == 1:  # XLA says once what holds for all
         found = found * len(avals)
     last = found[len(found) - len(avals) :]
-    return tuple(_spec(s, aval, mesh.shape) for s, aval in zip(last, avals, strict=True))
+    specs = [_spec(s, aval, mesh.shape) for s, aval in zip(last, avals, strict=True)]
+    return tuple(
+        s.to_string() if spec is None else spec for s, spec in zip(last, specs, strict=True)
+    )
 
 
 def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
@@ -154,7 +157,7 @@ def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
         return None
     try:
         (spec,) = parse_flatten_op_sharding(tiles, AbstractMesh(tuple(axes.values()), tuple(axes)))
-    except ValueError:  # part of an axis
+    except (ValueError, AssertionError):  # part of an axis
         return None
     dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec]
     if len(dims) > aval.ndim:  # a random key is an array of words

@@ -18,6 +18,7 @@ from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.never_slower import predicted
+from jaxoverlap.options import OnError, Options
 from jaxoverlap.passes.errors import own_faults
 from jaxoverlap.passes.partitioned import partitioned
 from jaxoverlap.passes.remaining import remaining
@@ -33,7 +34,7 @@ from jaxoverlap.rewritten import (
     tell,
     travelled,
 )
-from jaxoverlap.road import OnError, Options, begin, mesh_of
+from jaxoverlap.road import begin, mesh_of
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.stages import Lowered
 from jaxoverlap.tune import Tuning, tuned

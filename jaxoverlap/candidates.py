@@ -1,6 +1,6 @@
 """What a tuning tries: whole plans to begin with, then one ring after the other in another way.
 
-A candidate is what `road.Options` say, or the step as it is. The seeds are plans for all rings: as
+A candidate is what `Options` say, or the step as it is. The seeds are plans for all rings: as
 Lagom's search on the model cuts them, none at all, those that the rules leave out too, scanned
 weights in rings. The best are tried with other settings: more memory for the scheduler pass, other
 limits for what XLA merges. A move changes how the pieces of one ring travel.
@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxoverlap.granularity import Granularity
+from jaxoverlap.options import Options
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
-from jaxoverlap.road import Options
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.trial import Trial
 

@@ -85,7 +85,9 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
 
 def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[Work, ...]:
     """Of one piece: each member's matmul, and what is copied for it."""
-    chunks = [chunk(member, pieces, arrives) for member in members]
+    layouts = [member.layout for member in members]
+    hops = all(layout and pieces >= layout.ring.axis_size for layout in layouts)
+    chunks = [chunk(member, pieces, arrives, sums=hops) for member in members]
     return tuple(work for m, copied in chunks for work in (Work((m,)), Work(memory_bytes=copied)))
 
 

@@ -51,11 +51,21 @@ class Outcome:
     text: Callable[[], str]
 
     @classmethod
-    def of(cls, text: str, peak_bytes: int, cost: CostModel) -> Outcome:
+    def of(cls, text: str, peak_bytes: int, cost: CostModel) -> Outcome | Unpriced:
         """Of a step that was compiled here."""
-        found = simulate(text, cost)
+        try:
+            found = simulate(text, cost)
+        except ValueError as error:
+            return Unpriced(str(error))
         loops = found.unknown.get(UNKNOWN_TRIPS, 0)
         return cls(found.step_s, peak_bytes, loops, lambda: text)
+
+
+@dataclass(frozen=True)
+class Unpriced:
+    """A compiled step that the simulation does not understand, and why."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ class Rival:
         return self.cost.cluster.chip.memory_bytes
 
     def decided_here(
-        self, compiled: Callable[[Way], Outcome], options: Mapping[str, Any] | None
+        self, compiled: Callable[[Way], Outcome | Unpriced], options: Mapping[str, Any] | None
     ) -> Speedup:
         """Choose, where this process compiles the step; a child, meanwhile, the plain one.
 
@@ -121,8 +131,8 @@ class Rival:
 def choose(
     rival: Rival,
     plain: Outcome | Failure,
-    rings: Outcome | Failure,
-    compiled: Callable[[Way], Outcome | Failure],
+    rings: Outcome | Unpriced | Failure,
+    compiled: Callable[[Way], Outcome | Unpriced | Failure],
 ) -> Speedup:
     """The way that is taken: with rings, unless plain is faster, or plain alone fits the device.
 
@@ -137,6 +147,8 @@ def choose(
     key = functools.partial(_key, memory_bytes=rival.memory_bytes)
     if isinstance(plain, Failure):
         return _unknown(rings, f"plain was not compiled: {plain.why}")
+    if isinstance(rings, Unpriced):
+        return _unknown(rings, f"not held against plain: {rings.why}")
     if isinstance(rings, Outcome):
         if plain.loops != rings.loops:
             return _unknown(
@@ -163,7 +175,7 @@ def choose(
     )
 
 
-def _unknown(rings: Outcome | Failure, why: str) -> Speedup:
+def _unknown(rings: Outcome | Unpriced | Failure, why: str) -> Speedup:
     """The rings are taken, as there is nothing to hold them against."""
     step_s = rings.step_s if isinstance(rings, Outcome) else None
     return Speedup(taken="overlapped", step_s=step_s, plain_s=None, overlapped_s=step_s, why=why)

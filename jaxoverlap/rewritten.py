@@ -21,10 +21,11 @@ from jaxoverlap.cost import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.made_for import facts_of
 from jaxoverlap.never_slower import DECIDED_WITHIN_S, Rival
+from jaxoverlap.options import Options
 from jaxoverlap.passes.errors import RewriteError, own_faults
 from jaxoverlap.passes.mesh import MeshError, NoMeshError
 from jaxoverlap.plan import Plan, Schedule
-from jaxoverlap.road import Options, Start, Travelled, mesh_of, sites_of, travel
+from jaxoverlap.road import Start, Travelled, mesh_of, sites_of, travel
 from jaxoverlap.scheduler import Ordering, ordering_for
 from jaxoverlap.search import Ready
 from jaxoverlap.speedup import Speedup, Way
@@ -146,11 +147,11 @@ def travelled(
     """The step at the end of the road; whatever fails there unexpectedly is a RewriteError.
 
     Raises:
-        UserError, RewriteError: as `travel`.
+        UserError, RewriteError, DisagreementError: as `travel`.
         Exception: what the step itself raises when it is lowered, as it comes.
     """
     try:
-        with own_faults(call.params["name"]):
+        with own_faults(call.params["name"], DisagreementError):
             return travel(jitted, call, args, kwargs, options)
     except RewriteError as error:
         failed = error
@@ -298,8 +299,7 @@ def _without_rings(
 ) -> Rewritten:
     """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
     plan = rings.left_alone(rings.schedule if way == "reordered" else None)
-    plain = Options.of(plan, cluster=options.cluster, agree_within_s=options.agree_within_s)
-    return rewritten(jitted, call, args, kwargs, plain)
+    return rewritten(jitted, call, args, kwargs, _following(plan, options))
 
 
 # -- to be tuned ----------------------------------------------------------------------------------

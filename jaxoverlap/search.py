@@ -24,10 +24,10 @@ from pathlib import Path
 from jaxoverlap._kernels import Kernels
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, changed, moves, seeds, settings
 from jaxoverlap.granularity import Granularity
+from jaxoverlap.options import Options
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.schedule import SAME
 from jaxoverlap.plan import Plan
-from jaxoverlap.road import Options
 from jaxoverlap.trial import Failure, Request, Trial, attempt
 
 _TIMEOUT_S = 900.0  # for one candidate

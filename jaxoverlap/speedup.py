@@ -66,4 +66,4 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
 def milliseconds(seconds: float) -> str:
     """Seconds as a step's are shown: 10.2 ms."""
     ms = seconds * 1e3
-    return f"{ms:.1f} ms" if ms >= 1 else f"{ms:.3g} ms"
+    return f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms"

@@ -12,7 +12,7 @@ from jaxoverlap._jobs import peak_bytes
 from jaxoverlap._text import warn
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.cost import CostModel
-from jaxoverlap.never_slower import Outcome, Rival
+from jaxoverlap.never_slower import Outcome, Rival, Unpriced
 from jaxoverlap.passes.audit import Audit, audit
 from jaxoverlap.plan import Plan
 from jaxoverlap.scheduler import Ordering, Scheduled
@@ -61,7 +61,7 @@ class Lowered:
         """What is faster by simulation: this, or the step without rings."""
         made: dict[Way, Compiled] = {}
 
-        def compiled(way: Way) -> Outcome:
+        def compiled(way: Way) -> Outcome | Unpriced:
             made[way] = one = self._in(way, rival)._compiled(options)
             peak = peak_bytes(one.memory_analysis())
             return Outcome.of(one.as_text() or "", peak, rival.cost)

@@ -22,6 +22,7 @@ from jaxoverlap.channels import CoTuned, co_tune
 from jaxoverlap.correction import Correction, correction
 from jaxoverlap.cost import CostModel
 from jaxoverlap.granularity import Granularity, Site, granularity
+from jaxoverlap.options import Options
 from jaxoverlap.plan import (
     Attempt,
     MadeFor,
@@ -30,7 +31,6 @@ from jaxoverlap.plan import (
     Plan,
     Predictions,
 )
-from jaxoverlap.road import Options
 from jaxoverlap.search import Lower, Search, Tried
 from jaxoverlap.simulate import simulate
 from jaxoverlap.trial import Failure, Trial, package_hash, schedule_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxoverlap import _compat
@@ -10,35 +10,44 @@ from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.rings import Ring
 
 
-def beside(body: Body, ring: Ring) -> list[Dot]:
-    """The matmuls of a body that a ring's collective, in one piece, could hide behind.
+class Beside:
+    """The matmuls of one body, by what they feed and what they wait for.
 
-    A value that is gathered waits for what makes it, not for the matmuls' other operands.
+    Sets of matmuls are integers, a bit a matmul, so that the sets of all values take one walk over
+    the body each way.
     """
-    mine = [m.dot.eqn for m in ring.members]
-    moved = [ring.shard.var] if ring.arrives else [v for eqn in mine for v in _read(eqn)]
-    related = {*_feeding(body, moved), *_following(body, mine)}
-    return [dot for dot in body.dots if id(dot.eqn) not in related]
+
+    def __init__(self, body: Body):
+        self._dots = body.dots
+        bits = {id(dot.eqn): 1 << i for i, dot in enumerate(body.dots)}
+        self._feeding: dict[Any, int] = {}  # by value: what it is made from
+        for eqn in body.eqns:
+            made = bits.get(id(eqn), 0) | _union(self._feeding, _read(eqn))
+            self._feeding.update(dict.fromkeys(eqn.outvars, made))
+        self._following: dict[Any, int] = {}  # by value: what is made from it
+        for eqn in reversed(body.eqns):
+            after = bits.get(id(eqn), 0) | _union(self._following, eqn.outvars)
+            for v in _read(eqn):
+                self._following[v] = self._following.get(v, 0) | after
+        self._bits = bits
+
+    def of(self, ring: Ring) -> list[Dot]:
+        """The matmuls that a ring's collective, in one piece, could hide behind.
+
+        A value that is gathered waits for what makes it, not for the matmuls' other operands.
+        """
+        mine = [m.dot.eqn for m in ring.members]
+        moved = [ring.shard.var] if ring.arrives else [v for eqn in mine for v in _read(eqn)]
+        related = _union(self._feeding, moved)
+        for eqn in mine:
+            related |= self._bits[id(eqn)] | _union(self._following, eqn.outvars)
+        return [dot for i, dot in enumerate(self._dots) if not related >> i & 1]
 
 
-def _feeding(body: Body, values: Iterable[Any]) -> set[int]:
-    """The equations that values are made by, by their identity."""
-    wanted, found = {*values}, set[int]()
-    for eqn in reversed(body.eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            found.add(id(eqn))
-            wanted.update(_read(eqn))
-    return found
-
-
-def _following(body: Body, eqns: Collection[Any]) -> set[int]:
-    """These equations and all that read what they give."""
-    found = {id(eqn) for eqn in eqns}
-    given = {v for eqn in eqns for v in eqn.outvars}
-    for eqn in body.eqns:
-        if not given.isdisjoint(_read(eqn)):
-            found.add(id(eqn))
-            given.update(eqn.outvars)
+def _union(sets: Mapping[Any, int], values: Iterable[Any]) -> int:
+    found = 0
+    for v in values:
+        found |= sets.get(v, 0)
     return found
 
 

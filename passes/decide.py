@@ -17,7 +17,7 @@ import numpy as np
 from jaxoverlap import _compat
 from jaxoverlap._text import human_bytes, short_source
 from jaxoverlap.decisions import LEFT_PLAIN, Decision, Skip, Variant
-from jaxoverlap.passes.beside import beside
+from jaxoverlap.passes.beside import Beside
 from jaxoverlap.passes.jaxprs import Body, Dot
 from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.partitioned import Shardings
@@ -65,6 +65,7 @@ def decide(
     granularity: Granularity = None,
     choices: Mapping[int, Variant] | None = None,
     alone: Collection[int] = (),
+    rejected: Mapping[int, str] | None = None,
     prefetch: bool = False,
     costs: Mapping[str, float] | None = None,
     prices: Prices | None = None,
@@ -82,6 +83,7 @@ def decide(
             for which that does not pay, by `prices`, are left alone.
         choices: how the pieces of single rings are to travel, by site; it wins over all others.
         alone: the sites of matmuls that have no part in any ring.
+        rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
         prefetch: gather the weights of a scan before any ring.
         costs: of a byte along each mesh axis, from `mesh.axis_costs`.
         prices: of rings on the cluster, if that is known.
@@ -97,20 +99,34 @@ def decide(
     wishes = Wishes(skip, granularity, choices or {}, alone)
     wishes.check({index: source_of(matmuls[index]) for index in sorted(matmuls)})
 
-    dear: dict[int, str] = {}  # why the matmuls of rings that are not made are left alone
+    # Site -> reason, for matmuls whose ring was rejected.
+    dear = {site: LEFT_PLAIN + why for site, why in (rejected or {}).items()}
 
     def read(dot: Dot) -> Matmul | str:
-        left = unread or refusal(dot, wishes) or dear.get(dot.index)
-        return left or _matmul(dot, shardings, axis_sizes)
+        return unread or refusal(dot, wishes) or dear.get(dot.index) or known(dot.index)
+
+    @functools.cache
+    def known(index: int) -> Matmul | str:
+        return _matmul(matmuls[index], shardings, axis_sizes)
 
     def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
         read = shardings[dot.index]
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
-    def beside_of(body: Body, ring: Ring) -> list[tuple[Dot, Matmul]]:
-        fit = [dot for dot in beside(body, ring) if not _unfit(dot)]
-        read = ((dot, _matmul(dot, shardings, axis_sizes)) for dot in fit)
-        return [(dot, matmul) for dot, matmul in read if isinstance(matmul, Matmul)]
+    @functools.cache
+    def seconds(index: int) -> float:
+        dot, matmul = matmuls[index], known(index)
+        assert prices is not None
+        if _unfit(dot) or isinstance(matmul, str):
+            return 0.0
+        return prices.local_s(dot, matmul)
+
+    @functools.cache
+    def around(index: int) -> Beside:
+        return Beside(next(body for body in found if body.index == index))
+
+    def beside_s(body: Body, ring: Ring) -> float:
+        return sum(seconds(dot.index) for dot in around(body.index).of(ring))
 
     sharings: dict[int, Sharing] = {}
     undecided = [body for body in found if body.dots]
@@ -119,7 +135,7 @@ def decide(
             sharing = share(body, read, beyond, ahead=prefetch, costs=costs)
             sharings[body.index] = sharing
             for ring in sharing.rings:
-                others = functools.partial(beside_of, body, ring)
+                others = functools.partial(beside_s, body, ring)
                 ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices, others)
                 if ring.variant.style == "plain":
                     dear |= {m.dot.index: LEFT_PLAIN + ring.why for m in ring.members}
@@ -186,7 +202,7 @@ def _chosen(
     wishes: Wishes,
     costs: Mapping[str, float],
     prices: Prices | None,
-    others: Callable[[], list[tuple[Dot, Matmul]]],
+    others: Callable[[], float],
 ) -> tuple[Variant, str]:
     """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""
     chunk = ring.first.chunk()
@@ -278,8 +294,8 @@ def _num_chunks(ring: Ring) -> int:
 
 def _reads(member: Member, sharing: Sharing) -> Decision:
     """The entry of a matmul that has nothing left to gather."""
-    given = {ring.whole: ring for ring in sharing.rings if ring.keep}
-    rings = [given[v] for v in (member.lhs, member.rhs) if v in given]
+    given = [[r for r in sharing.arriving(v) if r.keep] for v in (member.lhs, member.rhs)]
+    rings = [kept[-1] for kept in given if kept]
     hoists = [sharing.hoisted[v] for v in (member.lhs, member.rhs) if v in sharing.hoisted]
     sources = [f"ring {ring.site}" for ring in rings] + [
         f"the {h.kind} on {h.axis}" for h in hoists

@@ -14,7 +14,8 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxoverlap.cost import ALONE, PERMUTE, CostModel
 from jaxoverlap.passes import hlo
@@ -61,12 +62,14 @@ class Estimate:
         compute_s: of these, of kernels, with what collectives beside them take.
         communication_s: of all collectives, by link.
         bytes_moved: that a device sends, by link.
+        waited_s: seconds in which the kernels wait for a collective, by computation and name.
     """
 
     step_s: float
     compute_s: float
     communication_s: Mapping[str, float]
-    bytes_moved: Mapping[str, int]
+    bytes_moved: Mapping[str, float]
+    waited_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def exposed_s(self) -> float:
@@ -88,14 +91,15 @@ _NOTHING = Estimate(0.0, 0.0, {}, {})
 
 
 def _added(one: Estimate, other: Estimate, times: int = 1) -> Estimate:
-    def both(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-        return {lane: a.get(lane, 0) + times * b.get(lane, 0) for lane in {*a, *b}}
+    def both(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
+        return {key: a.get(key, 0) + times * b.get(key, 0) for key in {*a, *b}}
 
     return Estimate(
         one.step_s + times * other.step_s,
         one.compute_s + times * other.compute_s,
         both(one.communication_s, other.communication_s),
-        both(one.bytes_moved, other.bytes_moved),  # type: ignore[arg-type]
+        both(one.bytes_moved, other.bytes_moved),
+        both(one.waited_s, other.waited_s),
     )
 
 
@@ -114,11 +118,13 @@ class _Estimator:
         kernels = _Kernels(self._module, body)
         tasks: list[Task] = []
         places: dict[str, int] = {}
+        flights: dict[int, str] = {}
         total, slowed_s = _NOTHING, 0.0
         for i in body:
             needs = tuple(dict.fromkeys(places[n.partition("#")[0]] for n in i.operands))
             if (c := self._collectives.get((name, i.name))) is not None:
                 lane, seconds, sms = self._link(c)
+                flights[len(tasks)] = i.name
                 tasks.append(Task(needs, flight=Flight(lane, seconds)))
                 tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
                 own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
@@ -133,21 +139,39 @@ class _Estimator:
                 seconds = self._kernel_s(kernels.work(i))
                 tasks.append(Task(needs, seconds=seconds, is_matmul=i.opcode == "dot"))
             places[i.name] = len(tasks) - 1
-        return self._ordered(tasks, total, slowed_s)
+        return self._ordered(name, tasks, flights, total, slowed_s)
 
-    def _ordered(self, tasks: Sequence[Task], total: Estimate, slowed_s: float) -> Estimate:
-        """The tasks in the best order that the rules find."""
+    def _ordered(
+        self,
+        name: str,
+        tasks: Sequence[Task],
+        flights: Mapping[int, str],
+        total: Estimate,
+        slowed_s: float,
+    ) -> Estimate:
+        """The tasks of a computation in the best order that the rules find.
+
+        Args:
+            name: of the computation.
+            tasks: its tasks, and flights: the collectives among them, by their place.
+            total: what it moves, and what those waited for that it runs.
+            slowed_s: seconds of compute that its collectives take, if they all hide.
+        """
         problem = Problem(tuple(tasks))
         compute_s = sum(task.seconds for task in tasks)
         if not any(task.flight for task in tasks):
             return replace(total, step_s=compute_s, compute_s=compute_s + min(slowed_s, 0.0))
-        step_s = min(outcome(problem, list_schedule(problem, rule)).seconds for rule in _RULES)
+        orders = [list_schedule(problem, rule) for rule in _RULES]
+        order = min(orders, key=lambda order: outcome(problem, order).seconds)
+        step_s = outcome(problem, order).seconds
         wire_s = sum(task.flight.seconds for task in tasks if task.flight)
         hidden = 1 - min((step_s - compute_s) / wire_s, 1.0) if wire_s else 0.0
+        waited_s = {(name, flights[i]): seconds for i, seconds in _waits(problem, order).items()}
         return replace(
             total,
             step_s=step_s + hidden * max(slowed_s, 0.0),
             compute_s=compute_s + hidden * max(slowed_s, 0.0) + min(slowed_s, 0.0),
+            waited_s={**total.waited_s, **waited_s},
         )
 
     def _called(self, i: hlo.Instruction) -> Estimate:
@@ -179,6 +203,33 @@ class _Estimator:
         if asked.attention:
             return attention_s(self._cost, asked.attention, ALONE)
         return max(matmuls_s, self._cost.memory_s(moved_bytes) if moved_bytes else 0.0)
+
+
+def _waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
+    """Seconds for which the kernels wait for each start of an order.
+
+    Whoever is awaited, the wait is for the collectives that run on that lane meanwhile.
+    """
+    now, lanes, waited = 0.0, defaultdict[str, list[tuple[float, float, int]]](list), {}
+    for index in order:
+        task = problem.tasks[index]
+        if task.flight:
+            lane = lanes[task.flight.lane]
+            begin = max(now, lane[-1][1]) if lane else now
+            lane.append((begin, begin + task.flight.seconds, index))
+            waited[index] = 0.0
+        elif task.awaits is not None:
+            flight = problem.tasks[task.awaits].flight
+            assert flight is not None
+            lane = lanes[flight.lane]
+            until = next(end for _, end, start in reversed(lane) if start == task.awaits)
+            for begin, end, start in reversed(lane):
+                if end <= now:
+                    break
+                waited[start] += max(min(end, until) - max(begin, now), 0.0)
+            now = max(now, until)
+        now += task.seconds
+    return waited
 
 
 class _Kernels:

@@ -70,13 +70,14 @@ def decide_manual(
     granularity: Granularity = None,
     choices: Mapping[int, Variant] | None = None,
     alone: Collection[int] = (),
+    rejected: Mapping[int, str] | None = None,
 ) -> tuple[dict[int, Decision | Skip], dict[int, ManualSharing]]:
     """Decide on every matmul in the manual bodies of a step.
 
     Args:
         found: the step's bodies, from `jaxprs.bodies`.
         shardings: from `partitioned`: how its matmuls lie on axes that are automatic beside.
-        skip, granularity, choices, alone: as in `decide.decide`.
+        skip, granularity, choices, alone, rejected: as in `decide.decide`.
 
     Returns:
         An entry a matmul, and what becomes of each manual body that has any, by their numbers.
@@ -88,7 +89,7 @@ def decide_manual(
         dots = {dot.index: dot for dot in body.dots if dot.manual}
         if not dots:
             continue
-        sharing = sharings[body.index] = _chosen(body, shardings, wishes)
+        sharing = sharings[body.index] = _chosen(body, shardings, wishes, rejected or {})
         for ring in sharing.rings:
             entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
         entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}
@@ -96,9 +97,14 @@ def decide_manual(
     return entries, sharings
 
 
-def _chosen(body: Body, shardings: Mapping[int, Shardings], wishes: Wishes) -> ManualSharing:
+def _chosen(
+    body: Body,
+    shardings: Mapping[int, Shardings],
+    wishes: Wishes,
+    rejected: Mapping[int, str],
+) -> ManualSharing:
     """What becomes of the matmuls of a manual body, and how the pieces of each ring travel."""
-    left: dict[int, str] = {}
+    left = {site: LEFT_PLAIN + why for site, why in rejected.items()}
     while True:
         sharing = _share(body, shardings, wishes, left)
         before = len(left)

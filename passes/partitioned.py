@@ -7,6 +7,7 @@ partitioner answers. Nothing else is compiled: a 7B train step for 64 GPUs takes
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from jaxoverlap.passes.jaxprs import Body, map_bodies
 from jaxoverlap.passes.sites import Spec
 
 TAG = "jaxoverlap_site"
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
 _RESHARDS = ("sharding_constraint", "reshard")
 _VIEWS = ("transpose", "convert_element_type")
 
@@ -55,15 +57,20 @@ class Picture:
         shardings: of the matmuls, by their number (`jaxprs.dots`); of scatter-adds by the number of
             their body and their place in that, where `rhs` is the updates. In manual code they name
             the axes that are automatic beside the manual ones. What XLA dropped is missing.
-        results: how the step's results lie; None where mesh axes do not say it.
+        results: how the step's results lie; XLA's own words where mesh axes do not say it.
         text: the partitioned module's.
         num_devices: that it is for.
     """
 
     shardings: Mapping[Any, Shardings]
-    results: tuple[Spec | None, ...]
+    results: tuple[Spec | str, ...]
     text: str
     num_devices: int
+
+    @property
+    def donated(self) -> frozenset[tuple[str, str]]:
+        """The results that lie in an argument's memory, each with the argument, by number."""
+        return frozenset(_ALIAS.findall(self.text.partition("\n")[0]))
 
     @functools.cached_property
     def module(self) -> hlo.Module:
@@ -233,3 +240,52 @@ def _with_probes(
         eqns.append(_compat.with_tag(eqn, **{TAG: tag}) if tag else eqn)
         eqns += [probe(v, eqn) for v in eqn.outvars if v in wanted]
     return eqns
+
+
+# -- the collectives beside a matmul --------------------------------------------------------------
+
+_TAGGED = re.compile(TAG + r'="(\d+)"')
+_ON_THE_WAY = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+Place = tuple[str, str]
+"""A computation and an instruction in it."""
+
+
+def collectives_of_sites(module: hlo.Module) -> dict[int, set[Place]]:
+    """The collectives that stand beside each matmul of a step, by its number.
+
+    Between the two there is nothing but views, converts and sums. A matmul that XLA has joined with
+    another is missing.
+    """
+    found: dict[int, set[Place]] = {}
+    for name, body in module.computations.items():
+        made = {i.name: i for i in body}
+        users: dict[str, list[hlo.Instruction]] = {}
+        for i in body:
+            for operand in i.operands:
+                users.setdefault(operand.partition("#")[0], []).append(i)
+        read = {at.name: [made[o.partition("#")[0]] for o in at.operands] for at in body}
+        for i in body:
+            tag = _TAGGED.search(i.line) if i.opcode == "dot" else None
+            if tag is None:
+                continue
+            beside = {(name, c.name) for way in (read, users) for c in _beside(i, way)}
+            found.setdefault(int(tag.group(1)), set()).update(beside)
+    return found
+
+
+def _beside(
+    dot: hlo.Instruction, way: Mapping[str, list[hlo.Instruction]]
+) -> Iterator[hlo.Instruction]:
+    """The collectives on the way from a matmul in one direction, up to what computes."""
+    seen, stack = set[str](), list(way.get(dot.name, ()))
+    while stack:
+        at = stack.pop()
+        if at.name in seen:
+            continue
+        seen.add(at.name)
+        if at.opcode in _COLLECTIVES:
+            yield at
+        elif at.opcode in _ON_THE_WAY:
+            stack += way.get(at.name, ())

@@ -26,13 +26,13 @@ from jaxoverlap.passes.sites import Spec
 
 
 def open_results(
-    params: dict[str, Any], found: Sequence[Spec | None], mesh: Mesh
+    params: dict[str, Any], found: Sequence[Spec | str], mesh: Mesh
 ) -> list[Spec | None]:
     """How the results lie that a jit leaves open; None for those that need no constraint.
 
     Args:
         params: the jit equation's parameters.
-        found: how each result of the plain step lies.
+        found: how each result of the plain step lies, from `partitioned`.
         mesh: the step's mesh.
     """
     if explicit_axes(mesh):  # there a result's type says how it lies
@@ -40,14 +40,12 @@ def open_results(
     outvars = params["jaxpr"].outvars
     return [
         None
-        if isinstance(said, jax.sharding.Sharding) or spec is None or not _even(v, spec, mesh)
+        if isinstance(said, jax.sharding.Sharding)
+        or isinstance(spec, str)
+        or not is_even(v.aval.shape, spec, mesh)
         else spec
         for v, said, spec in zip(outvars, params["out_shardings"], found, strict=True)
     ]
-
-
-def _even(var: Any, spec: Spec, mesh: Mesh) -> bool:
-    return is_even(var.aval.shape, spec, mesh)
 
 
 def is_even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:

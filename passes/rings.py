@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +184,17 @@ class Sharing:
     hoisted: dict[Value, Hoist] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
+    _arriving: dict[Value, list[Ring]] = field(default_factory=dict)
+
+    def add(self, ring: Ring) -> None:
+        """Add a ring."""
+        self.rings.append(ring)
+        if ring.arrives:
+            self._arriving.setdefault(ring.whole, []).append(ring)
+
+    def arriving(self, whole: Value) -> Sequence[Ring]:
+        """The rings that gather a value."""
+        return self._arriving.get(whole, ())
 
     def cost(self, axis: str) -> float:
         """What a byte along a mesh axis costs."""

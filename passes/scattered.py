@@ -32,7 +32,7 @@ from jaxoverlap.passes.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.layout import Layout, traffic
 from jaxoverlap.passes.lookups import Lookup, scatter
 from jaxoverlap.passes.mesh import explicit_axes
-from jaxoverlap.passes.partitioned import Shardings, partitioned
+from jaxoverlap.passes.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.remaining import remaining
 from jaxoverlap.passes.results import constrained, dims_of, is_even
 from jaxoverlap.passes.rings import Ring, Sharing
@@ -77,7 +77,7 @@ class Outcome:
     sums: Mapping[int, Point] = field(default_factory=dict)
 
 
-Decide = Callable[[Any, Mapping[Any, Shardings]], Outcome]
+Decide = Callable[[Any, Picture], Outcome]
 
 
 def scatter_sums(
@@ -92,7 +92,7 @@ def scatter_sums(
     Args:
         traced: the step.
         first: what was decided.
-        decide: decides on a jaxpr, given the shardings of its matmuls.
+        decide: decides on a jaxpr, given what XLA makes of it.
         mesh: the step's mesh.
         costs: of a byte along each mesh axis.
 
@@ -212,8 +212,8 @@ def partitioned_scattered(
     where: Mapping[int, Point],
     shardings: Mapping[Any, Shardings],
     mesh: Mesh,
-) -> dict[Any, Shardings]:
-    """The shardings of a step's matmuls, were some of its sums scattered.
+) -> Picture:
+    """What XLA would make of a step, were some of its sums scattered.
 
     All other matmuls give what they gave: what a row is scattered for must not win over the way in
     which a matmul shares its work.
@@ -247,16 +247,17 @@ def partitioned_scattered(
             eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
         return eqns if wanted else None
 
-    found = partitioned(traced, map_bodies(jaxpr, constrain), mesh).shardings
+    found = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
     # The first that becomes of each result is our own constraint, which the step has not.
-    return {
+    shardings = {
         (key[0], places[key]) if isinstance(key, tuple) else key: (
             read._replace(out=read.out_sinks[0], out_sinks=read.out_sinks[1:])
             if key in dims and read.out_sinks
             else read
         )
-        for key, read in found.items()
+        for key, read in found.shardings.items()
     }
+    return dataclasses.replace(found, shardings=shardings)
 
 
 def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:

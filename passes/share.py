@@ -157,7 +157,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
     if good:
         best = min(good, key=lambda c: _preference(sharing, c))
         _add(sharing, best)
-        sharing.rings.append(Ring([best]))
+        sharing.add(Ring([best]))
         return None
     refusals = [s.reason for s in matmul.splits if isinstance(s, Refusal)]
     reasons = refusals or [c for c in candidates if isinstance(c, str)]
@@ -245,8 +245,8 @@ def _known(
         side, after = _moved(member, matmul, axis, motion)
         if after in sharing.hoisted:
             yield side, after
-        for ring in sharing.rings:
-            if not ring.arrives or ring.whole != after or not ring.can_keep():
+        for ring in sharing.arriving(after):
+            if not ring.can_keep():
                 continue
             if sharing.order.put_after(ring.place, member.dot.place):
                 ring.keep = True
@@ -258,10 +258,7 @@ def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
     mine = Ring([member])
     if not mine.arrives:
         return None
-    same = (
-        r for r in sharing.rings if r.arrives and (r.shard, r.whole) == (mine.shard, mine.whole)
-    )
-    return next(same, None)
+    return next((r for r in sharing.arriving(mine.whole) if r.shard == mine.shard), None)
 
 
 def _join(sharing: Sharing, member: Member) -> bool:
@@ -313,6 +310,7 @@ def _add_up(sharing: Sharing, body: Body) -> None:
     reads.update(v for v in body.outvars if not _compat.is_literal(v))
     sums = [ring for ring in sharing.rings if not ring.arrives and not ring.members[0].end.views]
     made = {ring.members[0].end.var: ring for ring in sums}
+    added: set[int] = set()  # rings that are a part of another now
     for place, eqn in enumerate(body.eqns):
         rings = [made.get(v) for v in eqn.invars if not _compat.is_literal(v) and reads[v] == 1]
         if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
@@ -322,6 +320,7 @@ def _add_up(sharing: Sharing, body: Body) -> None:
             continue
         members = sorted([*one.members, *other.members], key=lambda m: m.dot.index)
         if _alike(members) and sharing.order.merge(one.place, other.place, place):
-            sharing.rings.remove(other)
+            added.add(id(other))
             one.members, one.total = members, eqn.outvars[0]
             made[one.total] = one
+    sharing.rings = [ring for ring in sharing.rings if id(ring) not in added]

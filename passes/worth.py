@@ -30,7 +30,7 @@ the chunk over it may hide behind something else, and the collective that is lef
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,10 +62,13 @@ class Prices:
     Attributes:
         cost: its cost model.
         groups: who takes part in a collective along each mesh axis.
+        bare: of a ring, the seconds that the kernels wait for its collective in one run where it is
+            left whole, in the scheduler pass's order; None where that is not known.
     """
 
     cost: CostModel
     groups: Mapping[str, Group]
+    bare: Callable[[Ring], float | None] = lambda ring: None
 
     def loss(self, ring: Ring, variant: Variant) -> str:
         """Why a ring is not worth it; empty if it may be.
@@ -78,14 +81,33 @@ class Prices:
         least = {"hops": self.hops_s(ring, variant)}
         if not ring.keep:
             least["chunks"] = self.cut_s(ring, variant)
-        most, plain_s = max(least, key=lambda what: least[what]), self.plain_s(ring)
-        if least[most] <= plain_s:
+        most = max(least, key=lambda what: least[what])
+        taken_s, plain_s = least[most] + self._left_s(ring), self._matmuls_s(ring)
+        waits_s = self._waits_s(ring)
+        if taken_s <= plain_s + waits_s:
             return ""
-        taken = f"its {most} take {_us(least[most])}"
-        return f"{taken}, more than matmul and {ring.kind}, {_us(plain_s)}"
+        said = f"its {most} take {_us(taken_s)}, more than matmul and {ring.kind}"
+        if waits_s < self._collective_s(ring):
+            return f"{said}, of which {_us(waits_s)} is exposed: {_us(plain_s + waits_s)}"
+        return f"{said}, {_us(plain_s + waits_s)}"
+
+    def _waits_s(self, ring: Ring) -> float:
+        """Seconds that a ring can save at most: what is exposed of its collective, left whole."""
+        whole_s, bare_s = self._collective_s(ring), self.bare(ring)
+        return whole_s if bare_s is None else min(whole_s, bare_s)
+
+    def _left_s(self, ring: Ring) -> float:
+        """Seconds that stay exposed beside a ring: of an all-reduce, what its gather cannot hide.
+
+        As much as hides of the whole collective hides of its second half.
+        """
+        if ring.kind != "all_reduce":
+            return 0.0
+        whole_s = self._collective_s(ring)
+        return max(whole_s / 2 - (whole_s - self._waits_s(ring)), 0.0)
 
     def chosen(
-        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[tuple[Dot, sites.Matmul]]]
+        self, ring: Ring, usual: Variant, others: Callable[[], float]
     ) -> tuple[Variant, str]:
         """How a ring's pieces travel, and why so if not as usual.
 
@@ -96,22 +118,20 @@ class Prices:
         Args:
             ring: the ring.
             usual: how its pieces travel if nothing else is known.
-            others: gives the matmuls that the collective could hide behind.
+            others: gives the seconds of the matmuls that the collective could hide behind.
         """
         why = self.loss(ring, usual)
         if not why:
             return usual, ""
         if ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
-            halves = ring.first.chunk() % 2 == 0
-            return (Variant("sliced", 2), why) if halves else (usual, "")
+            halves = ring.first.chunk() % 2 == 0 and self._slices_pay(ring)
+            return Variant("sliced", 2) if halves else Variant("plain"), why
         slices = self._slices(ring, others()) if ring.kind in _SLICED else 1
         return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
-    def _slices(self, ring: Ring, others: Iterable[tuple[Dot, sites.Matmul]]) -> int:
+    def _slices(self, ring: Ring, beside_s: float) -> int:
         """How many slices a collective goes in: more while little hides what of it stays bare."""
-        known = [(dot, matmul) for dot, matmul in others if self._prices(dot)]
-        beside_s = sum(self._matmul_s(_kernel(dot, m, local_sizes(m))) for dot, m in known)
-        best, best_s = 1, self.plain_s(ring)
+        best, best_s = 1, self._matmuls_s(ring) + self._waits_s(ring)
         for slices in SLICES:
             hidden = beside_s >= 2 * self._collective_s(ring, best)
             seconds = self.sliced_s(ring, slices)
@@ -120,17 +140,19 @@ class Prices:
             best, best_s = slices, seconds
         return best
 
+    def _slices_pay(self, ring: Ring) -> bool:
+        """Whether a collective in two slices takes less than one that waits as the whole does."""
+        whole_s = self._matmuls_s(ring) + self._waits_s(ring)
+        return self.bare(ring) is None or self.sliced_s(ring, 2) < whole_s
+
     def sliced_s(self, ring: Ring, slices: int) -> float:
         """Seconds of a ring's matmuls and its collective, in slices, each beside the other; alone.
 
         t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `ring.py`'s formula.
         """
-        chunk_s, slice_s = self._cut_s(ring, slices) / slices, self._collective_s(ring, slices)
+        cut_s = self._cut_s(ring, slices, sums=False)
+        chunk_s, slice_s = cut_s / slices, self._collective_s(ring, slices)
         return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
-
-    def plain_s(self, ring: Ring) -> float:
-        """Seconds of a ring's matmuls after the whole collective, or before it; of one run."""
-        return self._collective_s(ring) + self._matmuls_s(ring)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
         """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
@@ -152,13 +174,20 @@ class Prices:
         """Seconds of a ring's matmuls, each in one piece."""
         return sum(self._matmul_s(whole(member)) for member in ring.members)
 
-    def _cut_s(self, ring: Ring, pieces: int) -> float:
-        return pieces * sum(self._chunk_s(member, pieces, ring.arrives) for member in ring.members)
+    def _cut_s(self, ring: Ring, pieces: int, *, sums: bool = True) -> float:
+        cut = (self._chunk_s(member, pieces, ring.arrives, sums) for member in ring.members)
+        return pieces * sum(cut)
 
-    def _chunk_s(self, member: Member, pieces: int, arrives: bool) -> float:
+    def _chunk_s(self, member: Member, pieces: int, arrives: bool, sums: bool) -> float:
         """Seconds of one of a member's chunks, with the copies that cutting needs."""
-        matmul, copied_bytes = chunk(member, pieces, arrives)
+        matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums)
         return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
+
+    def local_s(self, dot: Dot, matmul: sites.Matmul) -> float:
+        """Seconds of what one device does of a matmul, in one piece; 0 if it has no price."""
+        if not self._prices(dot):
+            return 0.0
+        return self._matmul_s(_kernel(dot, matmul, local_sizes(matmul)))
 
     def _matmul_s(self, m: Matmul) -> float:
         return self.cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
@@ -184,12 +213,13 @@ def pair(group: Group) -> Group:
     return replace(group, size=2, domains=min(group.domains, 2))
 
 
-def chunk(member: Member, pieces: int, arrives: bool) -> tuple[Matmul, int]:
+def chunk(member: Member, pieces: int, arrives: bool, *, sums: bool = True) -> tuple[Matmul, int]:
     """One chunk of a member's matmul on one device, and the bytes that are copied for it.
 
     Args:
         pieces: that the matmul is cut into.
         arrives: whether an operand moves, and not results.
+        sums: whether results that move do so hop by hop, and are added up on the way.
     """
     assert member.layout is not None
     matmul, letter = member.layout.matmul, member.layout.letter
@@ -205,7 +235,10 @@ def chunk(member: Member, pieces: int, arrives: bool) -> tuple[Matmul, int]:
         copied = [side for side in held if side != moving]
     else:  # cut out of the operand
         copied = [side for side in held if side != "out"]
-    return _kernel(member.dot, matmul, sizes), sum(2 * bytes_of[side] for side in copied)
+    moved = sum(2 * bytes_of[side] for side in copied)
+    if sums and not arrives:  # a result is copied to where it is sent from, and added to another
+        moved += (2 + 3) * bytes_of["out"]
+    return _kernel(member.dot, matmul, sizes), moved
 
 
 def whole(member: Member) -> Matmul:

@@ -283,7 +283,7 @@ def test_another_sharding_is_another_plan():
 def test_a_step_is_rewritten_once_for_each_sharding(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "jaxoverlap.road.rewrite", lambda *args: calls.append(1) or rewrite.rewrite(*args)
+        "jaxoverlap.ways.rewrite", lambda *args: calls.append(1) or rewrite.rewrite(*args)
     )
     step = overlap(product)
     for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,8 @@ def test_pods_gives_meshes_that_fit():
     meshes = run_json("pods", "gb200:18x4")["meshes"]
     assert all(m["data"] * m["model"] == 72 for m in meshes)
     assert {"data": 1, "model": 72} in meshes
+    assert "NVLink among 8 (hosts of it: 1; 1 a process)" in run("pods", "h100-sxm:8x8/8")
+    assert run_json("pods", "h100-sxm:8x8/2")["processes_per_host"] == 2
 
 
 # -- steps ------------------------------------------------------------------------------------------
@@ -111,7 +114,9 @@ def test_explain_takes_a_trainer():
 def test_audit_counts_and_can_be_held_to_a_share():
     shown = run("audit", "tests.build_step", *POD, "--plain", "--at-least", "1")
     assert "6 of 6 covered" in shown and "the plain step's:  " in shown
-    got = run_json("audit", "tests.build_step:overlapped", *POD)["overlapped"]
+    assert re.search(r"\nplain \S+ ms -> overlapped \S+ ms, \S+ x\n", shown)
+    got = run_json("audit", "tests.build_step:overlapped", *POD, "--keep-rings")["overlapped"]
+    assert got["speedup"] is None
     assert got["hops"]["count"] == got["hops"]["covered"] == 6
     assert len(got["collectives"]) >= 6
 
@@ -127,6 +132,8 @@ def test_simulate_gives_sums_that_add_up_and_draws(tmp_path: Path):
         assert s["step_s"] == pytest.approx(s["compute_s"] + s["slowdown_s"] + s["exposed_s"])
         assert s["exposed_s"] == pytest.approx(sum(c["exposed_s"] for c in s["spent"]))
     assert steps["overlapped"]["exposed_s"] < steps["plain"]["exposed_s"]
+    said = steps["overlapped"]["speedup"]
+    assert said["taken"] == "overlapped" and said["plain_s"] == steps["plain"]["step_s"]
     assert "plain" in files["--svg"].read_text()
     assert "<html" in files["--html"].read_text()
     assert json.loads(files["--perfetto"].read_text())["traceEvents"]
@@ -135,8 +142,22 @@ def test_simulate_gives_sums_that_add_up_and_draws(tmp_path: Path):
 @needs_plugin
 @pods
 def test_simulate_prints():
-    shown = run("simulate", "tests.build_step:whole", *POD)
+    shown = run("simulate", "tests.build_step:whole", *POD, "--keep-rings")
     assert "on h100-sxm:1x4: step " in shown and "longest exposed" in shown
+
+
+@needs_plugin
+@pods
+def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
+    shown = run("explain", "tests.build_step", *POD, "--processes-per-host", "4")
+    assert "The cluster is taken to be h100-sxm:1x4/4 (hosts x GPUs / processes a host)" in shown
+    mesh = ("--mesh", "tp=4")
+    assert shown == run("explain", "tests.build_step", "--pod", "h100-sxm:1x4/4", *mesh)
+    for command, *more in (("audit",), ("simulate", "--plain")):
+        option = run_json(command, "tests.build_step", *POD, *more, "--processes-per-host", "4")
+        slash = run_json(command, "tests.build_step", "--pod", "h100-sxm:1x4/4", *mesh, *more)
+        host = run_json(command, "tests.build_step", *POD, *more, "--processes-per-host", "1")
+        assert option == slash != host
 
 
 # -- mistakes and failures --------------------------------------------------------------------------
@@ -153,6 +174,19 @@ def test_simulate_prints():
         (("explain", "tests.build_step", "--pod", "h100-sxm:1x4", "--mesh", "tp"), "--mesh 'tp'"),
         (("explain", "tests.build_step", "--pod", "h100-sxm:1x4"), "Missing option '--mesh'"),
         (("audit", "tests.build_step", *POD, "--at-least", "2"), "--at-least"),
+        (("explain", "x", *POD, "--processes-per-host", "3"), "3 processes on a host of 4 GPUs"),
+        (("audit", "x", *POD, "--processes-per-host", "0"), "--processes-per-host"),
+        (
+            (
+                *("simulate", "x", "--pod", "h100-sxm:1x8/8", "--mesh", "tp=8"),
+                *("--processes-per-host", "2"),
+            ),
+            "h100-sxm:1x8/8 has 8 processes on each host, and --processes-per-host says 2",
+        ),
+        (
+            ("tune", "x", "--mesh", "tp=8", "--measure", "--processes-per-host", "8"),
+            "--processes-per-host is of a --pod",
+        ),
         (("simulate", "x", *POD, "--html", "/no/such/folder/x.html"), "there is no folder"),
     ],
 )

@@ -52,6 +52,18 @@ class TestPods:
         for attempt in plan.tried:
             assert f"{attempt.step_s * 1e3:.1f}" in done.stderr
 
+    def test_processes_of_a_host_are_part_of_the_plan(self, tmp_path):
+        where = ("--out", str(tmp_path / "plan.json"), "--cache", str(tmp_path))
+        layout = ("--pod", "h100-sxm:1x4", "--mesh", "tp=4", "--processes-per-host", "4")
+        command = ["tune", "tests.build_step", *layout, "--budget", "0.1", *where]
+        CliRunner().invoke(app, command)
+        plan = Plan.read(tmp_path / "plan.json")
+        assert plan.made_for.cluster == "h100-sxm:1x4/4"
+        (rules,) = (a for a in plan.tried if a.name == "rules")
+        mesh = jaxoverlap.pod_mesh("h100-sxm:1x4/4", {"tp": 4})
+        step, args = build_step.build(mesh)
+        assert rules.step_s == jaxoverlap.overlap(step).lower(*args).compile().simulate().step_s
+
     def test_the_one_taken_is_the_fastest_and_the_plans_own(self, tuned):
         plan = Plan.read(tuned[1] / "mine.json")
         (taken,) = (a for a in plan.tried if a.taken)

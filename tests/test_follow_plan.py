@@ -24,8 +24,8 @@ import jaxoverlap
 from jaxoverlap import Decision, MadeFor, Plan, Scheduler, Skip, Variant, overlap
 from jaxoverlap import made_for as made
 from jaxoverlap.api import Overlapped
+from jaxoverlap.options import Options
 from jaxoverlap.passes.fingerprint import fingerprint
-from jaxoverlap.road import Options
 from tests.test_pods import needs_plugin
 
 SHAPE, AXES = (2, 4), ("data", "model")

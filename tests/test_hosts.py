@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from jaxoverlap.passes.audit import collectives
 from jaxoverlap.passes.mesh import axis_domains, axis_processes, cluster_of, processes_of_one
 from jaxoverlap.passes.replay import group_of
 from jaxoverlap.road import groups_of
-from tests.many_processes import make_mesh, make_step, train
+from tests.many_processes import abstract, make_mesh, make_step, train
 from tests.test_agreement import run
 from tests.test_pods import needs_plugin
 
@@ -220,6 +221,21 @@ def test_a_preset_for_a_process_a_gpu_asks_for_no_copies():
     assert left == {n: v for n, v in preset("dgx-h100").options.items() if n != BY_COPY}
 
 
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+def test_a_step_whose_hosts_are_not_known_is_not_compiled(monkeypatch, on_error):
+    def absent(processes, within_s):
+        raise jaxoverlap.DisagreementError(f"process 1 did not say within {within_s:g} s")
+
+    monkeypatch.setattr(mesh_of_step, "hosts_of", absent)
+    cpu = dataclasses.replace(H100, device_name="cpu")
+    monkeypatch.setattr(mesh_of_step, "chips", lambda: (cpu,))
+    step = jaxoverlap.overlap(make_step(make_mesh()), on_error=on_error, agree_within_s=7)
+    with pytest.raises(jaxoverlap.DisagreementError, match="did not say within 7 s"):
+        step.lower(*abstract(make_mesh()))
+    named = jaxoverlap.overlap(make_step(make_mesh()), cluster="h100-sxm:2x2/2", on_error=on_error)
+    named.lower(*abstract(make_mesh()))  # nobody is asked
+
+
 # -- real processes ---------------------------------------------------------------------------------
 
 
@@ -288,7 +304,7 @@ def test_hops_are_copies_inside_a_process_and_nccls_between_them(layout: str):
     cluster = f"h100-sxm:2x4{layout}"
     mesh = jaxoverlap.pod_mesh(cluster, {"dp": 2, "tp": 4})
     step, args = mlp(mesh)
-    compiled = jaxoverlap.overlap(step, schedule=None).lower(*args).compile()
+    compiled = jaxoverlap.overlap(step, schedule=None, never_slower=False).lower(*args).compile()
     assert compiled.plan is not None and compiled.plan.made_for is not None
     assert compiled.plan.made_for.cluster == cluster  # as the pod's devices say
     found = collectives(hlo.parse(compiled.as_text() or ""))

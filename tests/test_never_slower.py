@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap import never_slower, trial
 from jaxoverlap.cost import cost_model
-from jaxoverlap.never_slower import Outcome, Rival, choose, predicted
+from jaxoverlap.never_slower import Outcome, Rival, Unpriced, choose, predicted
 from jaxoverlap.passes.lost import lost
 from jaxoverlap.passes.timeline import Event, Timeline
 from jaxoverlap.plan import Decision, Plan, Predictions
@@ -87,6 +87,7 @@ CHOICES = {
     "plain is too large": (made(1, 90), made(2, 70), None, "overlapped", 2),
     "both are too large": (made(2, 90), made(1, 91), None, "overlapped", 1),
     "rings do not compile": (made(2), NO, made(1), "reordered", 1),
+    "rings have no price": (made(1), Unpriced("odd"), None, "overlapped", None),
     "neither compiles": (NO, NO, None, "overlapped", None),
     "loops of both turn unknown times": (made(1, loops=1), made(2, loops=1), None, "plain", 1),
 }
@@ -98,7 +99,7 @@ CHOICES = {
 def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s: float | None):
     found = chosen(plain, rings, other)
     assert (found.taken, found.step_s) == (taken, step_s)
-    if isinstance(plain, Outcome):
+    if isinstance(plain, Outcome) and step_s:
         assert found.plain_s == plain.step_s
 
 
@@ -106,6 +107,7 @@ def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s:
     ("plain", "rings", "why"),
     [
         (NO, made(1), "plain was not compiled: SIGABRT: the check"),
+        (made(1), Unpriced("a collective is never waited for"), "not held against plain: a coll"),
         (made(1), made(2, loops=1), "plain was not compared: XLA says of only one of the two"),
     ],
 )

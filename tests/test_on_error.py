@@ -27,8 +27,8 @@ def product(x, w):
 # -- faults of our own ----------------------------------------------------------------------------
 
 STAGES = (
-    *("flatten", "made_for", "bodies", "decide", "rewrite", "prefetch"),
-    *("passes.share.share", "rewritten.options_for"),
+    *("road.flatten", "road.made_for", "ways.bodies", "ways.decide", "ways.rewrite"),
+    *("ways.prefetch", "passes.share.share", "rewritten.options_for"),
 )
 
 
@@ -40,7 +40,7 @@ def fault(request, monkeypatch) -> None:
         raise KeyError("Var(id=1)")
 
     where = {"passes.share.share": "passes.decide.share"}.get(request.param, request.param)
-    monkeypatch.setattr(f"jaxoverlap.{where if '.' in where else f'road.{where}'}", fail)
+    monkeypatch.setattr(f"jaxoverlap.{where}", fail)
 
 
 WHERE = r"KeyError: 'Var\(id=1\)' \(\w+/\w+\.py:\d+, in \w+\)"
@@ -87,7 +87,7 @@ def test_another_fault_in_another_signature_is_told_too(monkeypatch):
         def fail(*_, fault=fault, **__):
             raise KeyError(fault)
 
-        monkeypatch.setattr("jaxoverlap.road.decide", fail)
+        monkeypatch.setattr("jaxoverlap.ways.decide", fail)
         with pytest.warns(UserWarning, match=f"KeyError: '{fault}'"):
             step(*args)
 

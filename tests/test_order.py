@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -180,6 +181,76 @@ def test_the_order_respects_all_that_was_granted(eqns: list[Eqn], requests):
     assert effects == sorted(effects)
 
 
+class Sorted:
+    """What `Order` has to give, found by sorting the whole body for each request."""
+
+    def __init__(self, eqns: list[Eqn]):
+        effects = [place for place, eqn in enumerate(eqns) if eqn.effects]
+        self.edges = {(need, place) for place, eqn in enumerate(eqns) for need in eqn.invars}
+        self.edges |= set(itertools.pairwise(effects))
+        self.group = list(range(len(eqns)))
+
+    def places(self) -> list[int] | None:
+        found, left = [], sorted(set(self.group))
+        while left:
+            waits = {
+                self.group[b]
+                for a, b in self.edges
+                if self.group[a] in left and self.group[a] != self.group[b]
+            }
+            ready = [group for group in left if group not in waits]
+            if not ready:
+                return None
+            found.append(ready[0])
+            left.remove(ready[0])
+        return found
+
+    def merge(self, *places: int) -> bool:
+        groups = {self.group[place] for place in places}
+        before, self.group = self.group, [min(groups) if g in groups else g for g in self.group]
+        if self.places() is None:
+            self.group = before
+            return False
+        return True
+
+    def put_after(self, place: int, later: int) -> bool:
+        if self.group[place] == self.group[later]:
+            return False
+        before, self.edges = self.edges, self.edges | {(place, later)}
+        if self.places() is None:
+            self.edges = before
+            return False
+        return True
+
+
+@st.composite
+def bodies_and_requests(draw) -> tuple[list[Eqn], list[tuple[str, tuple[int, ...]]]]:
+    length = draw(st.integers(1, 24))
+    random = draw(st.randoms(use_true_random=False))
+    reads = [
+        sorted(random.sample(range(place), min(place, random.choice((0, 1, 1, 2)))))
+        for place in range(length)
+    ]
+    eqns = chain(*reads, effects=random.sample(range(length), random.randrange(3) % length))
+    requests = []
+    for _ in range(random.randrange(24)):
+        kind = random.choice(("merge", "merge", "put_after"))
+        count = random.choice((1, 2, 2, 2, 3)) if kind == "merge" else 2
+        requests.append((kind, tuple(random.choices(range(length), k=count))))
+    return eqns, requests
+
+
+@settings(max_examples=500, deadline=None)
+@given(bodies_and_requests())
+def test_every_answer_is_that_of_sorting_the_whole_body(drawn):
+    eqns, requests = drawn
+    order, oracle = Order(eqns), Sorted(eqns)
+    for kind, places in requests:
+        assert getattr(order, kind)(*places) == getattr(oracle, kind)(*places)
+        assert order.places() == oracle.places()
+        assert [order.first(place) for place in range(len(eqns))] == oracle.group
+
+
 @settings(max_examples=100, deadline=None)
 @given(bodies())
 def test_an_order_that_nobody_changed_is_the_one_written(eqns: list[Eqn]):
@@ -204,8 +275,31 @@ def test_a_merge_is_refused_only_for_a_path_by_others(eqns: list[Eqn], one: int,
     assert Order(eqns).merge(one, other) == (one == other or other not in after)
 
 
-@pytest.mark.parametrize("length", [300])
-def test_a_long_body_is_sorted_soon(length: int):
-    order = Order(chain([], *([place] for place in range(length - 1))))
-    assert not order.merge(0, length - 1)
-    assert order.places() == list(range(length))
+def test_a_long_body_is_sorted_soon():
+    order = Order(chain([], *([place] for place in range(299))))
+    assert not order.merge(0, 299)
+    assert order.places() == list(range(300))
+
+
+def looked_at(order: Order, request: Callable[[], bool]) -> int:
+    """How many groups are looked at for a request."""
+    calls, beside = [], order._beside
+    order._beside = lambda *args: calls.append(None) or beside(*args)  # type: ignore[method-assign]
+    assert request()
+    del order._beside
+    return len(calls)
+
+
+@pytest.mark.parametrize("length", [30, 3000])
+def test_what_is_near_is_merged_without_a_look_at_the_rest(length: int):
+    """Two readers of one value in each layer, and what waits for both."""
+    needs: list[list[int]] = [[]]
+    for _ in range(length):
+        last = len(needs) - 1
+        needs += [[last], [last], [last + 1, last + 2]]
+    order = Order(chain(*needs))
+    for layer in range(0, length, max(1, length // 10)):
+        one, other = 3 * layer + 1, 3 * layer + 2
+        assert looked_at(order, lambda: order.merge(one, other)) <= 4  # noqa: B023
+        assert looked_at(order, lambda: order.put_after(one, len(needs) - 1)) == 0  # noqa: B023
+    assert order.merge(1, 2)

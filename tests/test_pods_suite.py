@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import stat
@@ -22,7 +23,17 @@ from benchmarks.pods.__main__ import dealt, done, kernels
 from benchmarks.pods.child import measure
 from benchmarks.pods.hand_ring import hand_mlp
 from benchmarks.pods.presets import PRESETS, accepted
-from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, ROWS, SCHEDULED, STEPS, Step
+from benchmarks.pods.suite import (
+    ALL,
+    BY_PROCESS,
+    OVERLAPPED,
+    PLAIN,
+    PRESET_ROWS,
+    ROWS,
+    SCHEDULED,
+    STEPS,
+    Step,
+)
 from jaxoverlap.cluster import parse_cluster
 from jaxoverlap.passes.replay import UNKNOWN_TRIPS
 from tests.test_schedule import pytestmark as pods
@@ -39,7 +50,16 @@ def row(name: str, step_s: float, exposed_s: float, **more: Any) -> dict[str, An
     links = dict(link_s={"NVLink": 1.0, "network": 0.5}, communication_s=1.5, bound_s=compute_s)
     memory = dict(peak_bytes=10**9, temp_bytes=5 * 10**8, chip_bytes=8 * 10**10)
     compiled = dict(compile_s=9.0, compile_cpu_s=8.0, unknown={})
-    return {"step": "one", "row": name, **seconds, **links, **memory, **compiled, **more}
+    return {
+        "step": "one",
+        "pod": "h100-sxm:2x8",
+        "row": name,
+        **seconds,
+        **links,
+        **memory,
+        **compiled,
+        **more,
+    }
 
 
 def suite(**scheduled: Any) -> list[dict[str, Any]]:
@@ -161,6 +181,26 @@ def test_the_suite_has_what_it_promises():
         assert set(ROWS) <= set(step.rows)
         assert np.prod(list(step.axes.values())) == parse_cluster(step.pod).num_devices
         assert step.gpt or step.model in ("moe", "vit", "long_context")
+
+
+def test_each_step_has_a_layout_with_a_process_for_each_gpu():
+    assert list(ALL) == [n for name in STEPS for n in (name, f"{name}, a process a GPU")]
+    for name, step in BY_PROCESS.items():
+        cluster, host = parse_cluster(step.pod), STEPS[name.partition(",")[0]]
+        assert cluster.gpus_per_process == 1
+        assert dataclasses.replace(cluster, processes_per_host=1) == parse_cluster(host.pod)
+        assert step.rows == (PLAIN, OVERLAPPED, SCHEDULED) and step.axes == host.axes
+
+
+def test_hops_of_nccls_may_leave_more_exposed():
+    found = suite(exposed_s=2.5, compute_s=8.0)
+    assert "exposed, 0.62 of plain's" in shortfalls(found)
+    by_process = [one | {"pod": "h100-sxm:2x8/8"} for one in found]
+    assert not shortfalls(by_process)
+    slow = suite(step_s=14.2, exposed_s=2.5, compute_s=8.0)
+    assert "as fast as the best of the others" in shortfalls(
+        [one | {"pod": "h100-sxm:2x8/8"} for one in slow]
+    )
 
 
 # -- children -------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import pytest
 from jaxoverlap import search as the_search
 from jaxoverlap.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds, settings
 from jaxoverlap.granularity import Granularity
+from jaxoverlap.options import Options
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.plan import Decision, Plan, Skip, Variant
-from jaxoverlap.road import Options
 from jaxoverlap.scheduler import Scheduler
 from jaxoverlap.search import Ready, Search
 from jaxoverlap.trial import Failure, Trial, Waited

@@ -2,6 +2,7 @@
 
 python -m benchmarks.pods                          # the whole suite
 python -m benchmarks.pods --only 7b-h100-64        # one step
+python -m benchmarks.pods --layout process-a-gpu   # a process for each GPU, as SLURM starts them
 
 Every row is a step compiled for a pod by XLA's GPU compiler, and its schedule simulated
 (`jaxoverlap.simulate`): nothing was timed on a GPU. Plain steps have Megatron's constraints and the
@@ -13,6 +14,7 @@ at hand (jaxoverlap/_kernels.py). Needs no GPU.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from enum import StrEnum
 from functools import partial
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -26,7 +28,7 @@ from benchmarks.forks import import_first, in_fork
 from benchmarks.pod_step import write_rows
 from benchmarks.pods.child import measured
 from benchmarks.pods.rows import refused, table, verdicts
-from benchmarks.pods.suite import STEPS
+from benchmarks.pods.suite import ALL, BY_PROCESS, STEPS, Step
 from jaxoverlap._kernels import Kernels
 from jaxoverlap.cluster import parse_cluster
 
@@ -35,12 +37,30 @@ CHILD_S = 300  # the longest that one compile may take
 Row = dict[str, Any]
 Job = tuple[str, str]  # a step and one of its rows
 console = Console(width=200)
+
+
+class Layout(StrEnum):
+    """How many processes each host of a pod runs."""
+
+    HOST = "process-a-host"
+    GPU = "process-a-gpu"
+    BOTH = "both"
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The suite's steps under it."""
+        return {Layout.HOST: STEPS, Layout.GPU: BY_PROCESS, Layout.BOTH: ALL}[self]
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
+    layout: Annotated[
+        Layout, typer.Option(help="A process on each host, or for each GPU.")
+    ] = Layout.HOST,
     jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
         "out/pods.jsonl"
@@ -49,7 +69,8 @@ def main(
     """Compile and simulate; exit 1 if an overlapped step falls short, or a compile fails."""
     if unknown := set(only or ()) - set(STEPS):
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
-    wanted = [(step, row) for step in only or STEPS for row in STEPS[step].rows]
+    steps = [n for n in layout.steps if not only or n.partition(",")[0] in only]
+    wanted = [(step, row) for step in steps for row in ALL[step].rows]
     lanes = dealt(wanted, jobs)
     turns = [job for together in zip_longest(*lanes) for job in together if job]
     import_first(["benchmarks.pods.__main__"])
@@ -57,7 +78,7 @@ def main(
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
         for job, row in done(turns, jobs, partial(compile_in_child, kernels(lanes))):
-            found[job] = {"step": job[0], "row": job[1], "pod": STEPS[job[0]].pod, **row}
+            found[job] = {"step": job[0], "row": job[1], "pod": ALL[job[0]].pod, **row}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
             write_rows(out, [found[job] for job in wanted if job in found])
     rows = [found[job] for job in wanted]
@@ -92,7 +113,7 @@ def kernels(lanes: list[list[Job]]) -> dict[str, Kernels]:
     """Of each step; those for one chip share them, in each of the lanes."""
     found: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
     return {
-        step: found[lane, parse_cluster(STEPS[step].pod).chip.name]
+        step: found[lane, parse_cluster(ALL[step].pod).chip.name]
         for lane, jobs in enumerate(lanes)
         for step, _ in jobs
     }

@@ -8,7 +8,7 @@ from typing import Any
 import jaxoverlap
 from benchmarks.pod_step import provenance
 from benchmarks.pods.presets import accepted
-from benchmarks.pods.suite import OVERLAPPED, PRESET_ROWS, SCHEDULED, STEPS, Step
+from benchmarks.pods.suite import ALL, OVERLAPPED, PRESET_ROWS, SCHEDULED, Step
 from jaxoverlap._jobs import peak_bytes
 from jaxoverlap.pods import compiler_options
 from jaxoverlap.simulate import Simulation
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 def measured(step: str, row: str) -> Row:
     """As `measure`, of a step of the suite."""
-    return measure(STEPS[step], row)
+    return measure(ALL[step], row)
 
 
 def measure(step: Step, row: str) -> Row:

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step, plain_mlp
 from benchmarks.pods.hand_ring import hand_mlp
 from benchmarks.pods.presets import PRESETS
+from jaxoverlap.cluster import parse_cluster
 
 PLAIN, HAND, IN_SHARDINGS = "plain", "hand ring", "in_shardings only"
 OVERLAPPED, SCHEDULED = "overlapped", "overlapped + pass"
@@ -29,6 +30,7 @@ class Step:
         axes: of the mesh.
         gpt: sizes of benchmarks/plain_gpt.py's; None: another model.
         model: a module of models/, at `RECIPE.config.pod(**axes, **changes)`.
+        presets: whether it is compiled with them too.
         more: rows of this step beside ROWS.
     """
 
@@ -37,11 +39,13 @@ class Step:
     gpt: Sizes | None = None
     model: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
+    presets: bool = True
     more: tuple[str, ...] = ()
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return (*ROWS, *self.more)
+        rows = ROWS if self.presets else tuple(row for row in ROWS if row not in PRESET_ROWS)
+        return (*rows, *self.more)
 
     def build(self, row: str, mesh: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The jitted step that a row compiles, and its arguments as shapes."""
@@ -80,4 +84,18 @@ STEPS = {
     "long-h100-64": Step(
         "h100-sxm:8x8", {"data": 8, "context": 8}, model="long_context", changes={"layers": 32}
     ),
+}
+
+
+def a_process_a_gpu(step: Step) -> Step:
+    """The step where each GPU has a process of its own: plain, overlapped and with the pass."""
+    gpus = parse_cluster(step.pod).gpus_per_host
+    return replace(step, pod=f"{step.pod}/{gpus}", presets=False, more=())
+
+
+BY_PROCESS = {f"{name}, a process a GPU": a_process_a_gpu(step) for name, step in STEPS.items()}
+ALL = {
+    name: step
+    for both in zip(STEPS.items(), BY_PROCESS.items(), strict=True)
+    for name, step in both
 }
