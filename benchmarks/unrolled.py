@@ -92,7 +92,7 @@ def measured(matmuls: int, devices: str, mesh: Mesh) -> Row:
     plain.trace(*args)
     traced = time.process_time()
     spent = {"asking": 0.0, "pricing": 0.0}
-    overlapped = overlap(step, never_slower=False)
+    overlapped: Any = overlap(step, never_slower=False)
     with contextlib.ExitStack() as stack:
         for where, name, what in PARTS:
             timed = _timed(getattr(where, name), what, spent)
