@@ -201,6 +201,46 @@ def test_inline_keeps_operands_results_and_source():
     assert {str(e.source_info.name_stack) for e in new} == {"layer/ring"}
 
 
+def test_functions_that_are_alike_are_traced_once_and_share_no_variable():
+    eqn, traces = the_dot(), []
+
+    def inlined(alike, scope=""):
+        def ring(x, w):  # a new one each time: jax traces one and the same once anyway
+            traces.append(x.shape)
+            return jnp.sin(x) @ w
+
+        out = _compat.like_var(eqn.outvars[0])
+        return _compat.inline(ring, eqn.invars, [out], eqn, alike=alike, scope=scope)
+
+    one, other, unlike, alone = (inlined(alike) for alike in (("a",), ("a",), ("b",), None))
+    assert len(traces) == 3
+    made = [v for eqns in (one, other, unlike, alone) for e in eqns for v in e.outvars]
+    assert len(set(made)) == len(made)
+    assert [e.primitive for e in one] == [e.primitive for e in other]
+    assert other[-1].invars[0] is other[0].outvars[0]
+    with jax.default_matmul_precision("highest"):  # part of what is traced
+        assert inlined(("a",))[-1].params["precision"] != one[-1].params["precision"]
+    assert {str(e.source_info.name_stack) for e in inlined(("a",), "ring.7")} == {"ring.7"}
+    jax.clear_caches()
+    inlined(("a",))
+    assert len(traces) == 5, "one more for the precision, and one after the caches were cleared"
+
+
+def test_the_axes_that_types_state():
+    meshes = {
+        kind: jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    }
+    stated = {}
+    for kind, mesh in meshes.items():
+        whole = NamedSharding(mesh, P())
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in (X, W)]
+        (eqn,) = jax.make_jaxpr(lax.dot)(*args).eqns
+        stated[kind] = _compat.stated_axes(eqn)
+    assert stated == {AxisType.Auto: (), AxisType.Explicit: ("data", "model")}
+    assert not _compat.stated_axes(the_dot())
+
+
 def test_source_lines_are_the_users():
     file, line, function = _compat.source_line(the_dot())
     assert (Path(file).name, function) == ("test_compat.py", "product")
