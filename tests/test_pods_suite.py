@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from benchmarks.lanes import dealt, done, kernels
 from benchmarks.plain_gpt import Sizes, plain_mlp
 from benchmarks.pod_step import in_child
 from benchmarks.pods import rows as r
-from benchmarks.pods.__main__ import dealt, done, kernels
 from benchmarks.pods.child import measure
 from benchmarks.pods.hand_ring import hand_mlp
 from benchmarks.pods.presets import PRESETS, accepted
@@ -236,7 +236,7 @@ def test_steps_for_one_chip_share_their_kernels_in_each_lane():
     assert sorted(lanes[0] + lanes[1]) == sorted(wanted)
     of = [{step for step, _ in lane} for lane in lanes]
     assert not of[0] & of[1] and abs(len(lanes[0]) - len(lanes[1])) <= 2
-    found = kernels(lanes)
+    found = kernels(lanes, {name: step.pod for name, step in STEPS.items()})
     for one, other in itertools.combinations(STEPS, 2):
         alike = parse_cluster(STEPS[one].pod).chip == parse_cluster(STEPS[other].pod).chip
         together = any({one, other} <= lane for lane in of)

@@ -11,31 +11,26 @@ does not end, is a row and not the end. What compiling took is with the kernels 
 at hand (jaxoverlap/_kernels.py). Needs no GPU.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from enum import StrEnum
 from functools import partial
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.forks import import_first, in_fork
+from benchmarks.lanes import Job, Row, dealt, done, kernels
 from benchmarks.pod_step import write_rows
 from benchmarks.pods.child import measured
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import ALL, BY_PROCESS, STEPS, Step
 from jaxoverlap._kernels import Kernels
-from jaxoverlap.cluster import parse_cluster
 
 CHILD_S = 300  # the longest that one compile may take
 
-Row = dict[str, Any]
-Job = tuple[str, str]  # a step and one of its rows
 console = Console(width=200)
 
 
@@ -72,12 +67,13 @@ def main(
     steps = [n for n in layout.steps if not only or n.partition(",")[0] in only]
     wanted = [(step, row) for step in steps for row in ALL[step].rows]
     lanes = dealt(wanted, jobs)
+    known = kernels(lanes, {name: step.pod for name, step in ALL.items()})
     turns = [job for together in zip_longest(*lanes) for job in together if job]
     import_first(["benchmarks.pods.__main__"])
     found: dict[Job, Row] = {}
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        for job, row in done(turns, jobs, partial(compile_in_child, kernels(lanes))):
+        for job, row in done(turns, jobs, partial(compile_in_child, known)):
             found[job] = {"step": job[0], "row": job[1], "pod": ALL[job[0]].pod, **row}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
             write_rows(out, [found[job] for job in wanted if job in found])
@@ -88,35 +84,6 @@ def main(
     if short:
         console.print("\nfalls short:\n" + "\n".join(short))
         raise typer.Exit(1)
-
-
-def dealt(wanted: list[Job], lanes: int) -> list[list[Job]]:
-    """Jobs in so many lists of about one length, all of a step in one.
-
-    What runs side by side then has few kernels in common, and those that one finds the next has.
-    """
-    found: list[list[Job]] = [[] for _ in range(lanes)]
-    for _, jobs in groupby(wanted, key=lambda job: job[0]):
-        min(found, key=len).extend(jobs)
-    return found
-
-
-def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterator[tuple[Job, Row]]:
-    """Rows as they are finished, `at_once` at a time."""
-    with ThreadPoolExecutor(at_once) as threads:
-        pending = {threads.submit(work, job): job for job in wanted}
-        for future in as_completed(pending):
-            yield pending[future], future.result()
-
-
-def kernels(lanes: list[list[Job]]) -> dict[str, Kernels]:
-    """Of each step; those for one chip share them, in each of the lanes."""
-    found: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
-    return {
-        step: found[lane, parse_cluster(ALL[step].pod).chip.name]
-        for lane, jobs in enumerate(lanes)
-        for step, _ in jobs
-    }
 
 
 def compile_in_child(known: dict[str, Kernels], job: Job) -> Row:

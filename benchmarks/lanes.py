@@ -1,0 +1,49 @@
+"""Jobs side by side: what is compiled where, and which of them share XLA's kernels."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import groupby
+from typing import Any
+
+from jaxoverlap._kernels import Kernels
+from jaxoverlap.cluster import parse_cluster
+
+Row = dict[str, Any]
+Job = tuple[str, str]  # a step and one of its rows
+
+
+def dealt(wanted: list[Job], lanes: int) -> list[list[Job]]:
+    """Jobs in so many lists of about one length, all of a step in one.
+
+    What runs side by side then has few kernels in common, and those that one finds the next has.
+    """
+    found: list[list[Job]] = [[] for _ in range(lanes)]
+    for _, jobs in groupby(wanted, key=lambda job: job[0]):
+        min(found, key=len).extend(jobs)
+    return found
+
+
+def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterator[tuple[Job, Row]]:
+    """Rows as they are finished, `at_once` at a time."""
+    with ThreadPoolExecutor(at_once) as threads:
+        pending = {threads.submit(work, job): job for job in wanted}
+        for future in as_completed(pending):
+            yield pending[future], future.result()
+
+
+def kernels(lanes: list[list[Job]], pods: Mapping[str, str]) -> dict[str, Kernels]:
+    """Of each step; those for one chip share them, in each of the lanes.
+
+    Args:
+        lanes: jobs, all of a step in one.
+        pods: of each step, as `parse_cluster` takes it.
+    """
+    found: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
+    return {
+        step: found[lane, parse_cluster(pods[step]).chip.name]
+        for lane, jobs in enumerate(lanes)
+        for step, _ in jobs
+    }
