@@ -182,6 +182,15 @@ def test_a_named_cluster_says_what_is_a_process():
         assert {axis: group.by_copy for axis, group in found.items()} == by_copy, name
 
 
+def test_devices_of_a_named_cluster_count_up_whatever_their_numbers_are():
+    mesh = mesh_of((2, 2), [2, 2])
+    for device, number in zip(mesh.devices.flat, (0, 1, 2048, 2049), strict=True):
+        device.id = number  # as CPU devices of two processes have them
+    assert axis_domains(mesh, parse_cluster("h100-sxm:1x4/2")) == {"data": 1, "model": 1}
+    assert axis_domains(mesh, parse_cluster("h100-sxm:2x2")) == {"data": 2, "model": 1}
+    assert axis_processes(mesh, parse_cluster("h100-sxm:1x4/2")) == {"data": 2, "model": 1}
+
+
 def test_a_cluster_cannot_have_in_one_process_what_is_in_many():
     for name, found in (("2x4", 4), ("2x4/2", 2), ("2x4/4", 1)):
         assert (
