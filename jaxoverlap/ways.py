@@ -262,6 +262,7 @@ def _entries(
             dict(terms.mesh.shape),
             **wanted,
             unread=unread(terms.mesh),
+            explicit=explicit_axes(terms.mesh),
             prefetch=options.fsdp == "prefetch",
             costs=terms.costs,
             prices=terms.prices,

@@ -63,6 +63,7 @@ def decide(
     *,
     skip: Collection[str] = (),
     unread: str | None = None,
+    explicit: Sequence[str] = (),
     granularity: Granularity = None,
     choices: Mapping[int, Variant] | None = None,
     alone: Collection[int] = (),
@@ -79,6 +80,7 @@ def decide(
         axis_sizes: devices along each mesh axis.
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
+        explicit: the mesh's axes whose shardings are a part of types.
         granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
             default: one way, in one piece; sums on a slow link straight to their owner; matmuls
             for which that does not pay, by `prices`, are left alone.
@@ -104,7 +106,8 @@ def decide(
     dear = {site: LEFT_PLAIN + why for site, why in (rejected or {}).items()}
 
     def read(dot: Dot) -> Matmul | str:
-        return unread or refusal(dot, wishes) or dear.get(dot.index) or known(dot.index)
+        left = unread or refusal(dot, wishes) or _typed_otherwise(dot, explicit)
+        return left or dear.get(dot.index) or known(dot.index)
 
     @functools.cache
     def known(index: int) -> Matmul | str:
@@ -166,6 +169,18 @@ def refusal(dot: Dot, wishes: Wishes) -> str | None:
     if (asked := wishes.refusal(dot.index, source_of(dot))) is not None:
         return asked
     return _unfit(dot)
+
+
+def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> str | None:
+    """Why a matmul is left alone whose types state other shardings than the mesh's axes do."""
+    stated = _compat.stated_axes(dot.eqn)
+    if stated is None or set(stated) == set(explicit):
+        return None
+    here, there = (", ".join(axes) or "no axis" for axes in (stated, explicit))
+    return (
+        f"its types state shardings over {here}, the step's mesh over {there}: no ring is written "
+        "inside explicit_axes or auto_axes"
+    )
 
 
 def _unfit(dot: Dot) -> str | None:
