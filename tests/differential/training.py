@@ -154,7 +154,10 @@ def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Prog
         "opt": optimizer_state(w, tx, params),
         "step": Leaf(0) if w.chance("python step", 0.15) else Leaf(np.int32(0), P()),
         "ok": Leaf(np.bool_(True), P()),
+        "ema": None,
     }
+    if w.chance("hands something through", 0.3):
+        state["same"] = w.param("same", "DF")
 
     def train_step(state, *batch, **named):
         value, grads = jax.value_and_grad(loss)(state["params"], *batch, **named)
@@ -166,7 +169,7 @@ def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Prog
             params, opt = jax.tree.map(
                 lambda new, old: jnp.where(ok, new, old), (params, opt), kept
             )
-        new = {"params": params, "opt": opt, "step": state["step"] + 1, "ok": ok}
+        new = {**state, "params": params, "opt": opt, "step": state["step"] + 1, "ok": ok}
         return {"state": new, "metrics": {"loss": value}}
 
     return Program(train_step, [state], inputs, {"state": 0, "metrics": None})

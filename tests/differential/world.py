@@ -220,9 +220,12 @@ class World:
         if self.explicit:
             at = NamedSharding(self.mesh(), self._stated(equation, x, y))
             return jnp.einsum(equation, x, y, out_sharding=at)
-        if _is_matmul(equation) and self.rng(f"written {label}").random() < 0.5:
-            return x @ y if self.rng(f"written so {label}").random() < 0.7 else jnp.dot(x, y)
-        return jnp.einsum(equation, x, y)
+        way = self.rng(f"written {label}").random()
+        if not _is_matmul(equation) or way < 0.45:
+            return jnp.einsum(equation, x, y)
+        if way < 0.85:
+            return x @ y
+        return jnp.dot(x, y) if way < 0.95 else jax.vmap(lambda row: row @ y)(x)
 
     def _stated(self, equation: str, x: jax.Array, y: jax.Array) -> P:
         """The result's sharding that operands of stated shardings suggest."""
