@@ -1,8 +1,8 @@
 """The timeline of a 7B step, plain above overlapped: python -m benchmarks.gpt7b_page.
 
 Compiles the step of benchmarks/gpt7b.py both ways, prints both simulations, and writes the page and
-the picture that the README shows; the overlapped step is also simulated with hops that NCCL sends,
-as where the GPUs of a host are not one process's. Needs no GPU.
+the picture that the README shows. Compiles it both ways again for hosts with a process for each
+GPU, where NCCL sends the hops. Needs no GPU.
 """
 
 import json
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 import jaxoverlap
-from benchmarks.gpt7b import MESH, POD, SIZES
+from benchmarks.gpt7b import GPUS_PER_HOST, MESH, POD, SIZES
 from benchmarks.pod_step import compile_on, in_child
 from models import gpt
 from models.config import Config
@@ -30,29 +30,26 @@ def main(
 ) -> None:
     """Compile, simulate, print and draw."""
     found = {}
-    for step in ("plain", "overlapped"):
-        with console.status(step), tempfile.NamedTemporaryFile() as file:
-            row = in_child("benchmarks.gpt7b_page", step, file.name)
-            if "error" in row:
-                console.print(f"{step}: {row['error']}")
-                raise typer.Exit(1)
-            text = Path(file.name).read_text()
-        found[step] = jaxoverlap.simulate(text, POD)
-        print(f"\n{step}\n{found[step]}")
-        if step == "overlapped":
-            by_nccl = jaxoverlap.simulate(text.replace("COLLECTIVES_PEER_MEMORY", ""), POD)
-            print(f"\nwith hops that NCCL sends\n{by_nccl}")
-    overlapped, plain = found["overlapped"], found["plain"]
+    for pod in (POD, f"{POD}/{GPUS_PER_HOST}"):
+        for step in ("plain", "overlapped"):
+            with console.status(f"{step}, {pod}"), tempfile.NamedTemporaryFile() as file:
+                row = in_child("benchmarks.gpt7b_page", step, pod, file.name)
+                if "error" in row:
+                    console.print(f"{step}: {row['error']}")
+                    raise typer.Exit(1)
+                found[pod, step] = jaxoverlap.simulate(Path(file.name).read_text(), pod)
+            print(f"\n{step}\n{found[pod, step]}")
+    overlapped, plain = found[POD, "overlapped"], found[POD, "plain"]
     overlapped.to_html(out / "gpt7b.html", plain=plain)
     overlapped.to_svg(out / "gpt7b.svg", plain=plain)
 
 
-def child(step: str, path: str) -> dict[str, float]:
-    """Compile one of the two in a child process, and write its module's text."""
-    mesh = jaxoverlap.pod_mesh(POD, MESH)
+def child(step: str, pod: str, path: str) -> dict[str, float]:
+    """Compile one of the two for a pod in a child process, and write its module's text."""
+    mesh = jaxoverlap.pod_mesh(pod, MESH)
     config = Config.pod(**MESH, **SIZES)
     args = gpt.abstract_args(config, mesh)
-    compiled = compile_on(gpt.make_step(config, mesh), args, mesh, POD, step)
+    compiled = compile_on(gpt.make_step(config, mesh), args, mesh, pod, step)
     Path(path).write_text(compiled.text)
     return {"compile_s": compiled.row["compile_s"]}
 

@@ -358,16 +358,30 @@ def opened_jit(eqn: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def inline(
-    fn: Callable[..., Any], invars: Sequence[Any], outvars: Sequence[Any], like: JaxprEqn
+    fn: Callable[..., Any],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    like: JaxprEqn,
+    *,
+    alike: Hashable = None,
+    scope: str = "",
 ) -> list[JaxprEqn]:
     """Equations that compute `fn` of `invars` into `outvars`.
 
     Each carries the source line and the name stack of `like`, an equation that it stands in for, so
     that profiles and the scheduled module still point at the user's code.
+
+    Args:
+        fn: the function.
+        invars, outvars: what it is given, and what it gives.
+        like: the equation that it stands in for.
+        alike: all that tells the function from others, if anything does: of functions that are
+            alike, and are given values of the same types, one is traced.
+        scope: a name to put on the stack.
     """
-    structs = [_struct(v) for v in invars]
+    structs = tuple(_struct(v) for v in invars)
     with like.ctx.manager, source_info_util.reset_name_stack():
-        body = jax.make_jaxpr(fn)(*structs)
+        body = _traced(fn, structs, alike)
     assert not body.consts, "a ring closes over nothing"
     for made, wanted in zip(body.outvars, outvars, strict=True):
         assert _type(made) == _type(wanted), f"{_type(made)} in the place of {_type(wanted)}"
@@ -375,15 +389,35 @@ def inline(
     env |= dict(zip(body.outvars, outvars, strict=True))
     assert len(env) == len(body.invars) + len(outvars), "every result is computed in the body"
 
-    def outer(atom: Any) -> Any:
-        return atom if isinstance(atom, core.Literal) else env.get(atom, atom)
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, core.Literal) else env[atom]
 
+    def given(var: Any) -> Any:  # a new one, as the same trace may stand here again
+        return var if isinstance(var, core.DropVar) else env.setdefault(var, core.Var(var.aval))
+
+    above = like.source_info.name_stack
+    above = above.extend(scope) if scope else above
     return [
-        _located(inner, like).replace(
-            invars=[outer(v) for v in inner.invars], outvars=[outer(v) for v in inner.outvars]
+        _located(inner, like, above).replace(
+            invars=[read(v) for v in inner.invars], outvars=[given(v) for v in inner.outvars]
         )
         for inner in body.eqns
     ]
+
+
+_TRACES: Cache[Jaxpr] = Cache()
+_MAX_TRACES = 512
+
+
+def _traced(fn: Callable[..., Any], structs: tuple[Any, ...], alike: Hashable) -> Jaxpr:
+    """The jaxpr of a function, or of one that is alike."""
+    key = (alike, structs, config.trace_context())
+    body = None if alike is None else _TRACES.get(key)
+    if body is None:
+        body = jax.make_jaxpr(fn)(*structs)
+        if alike is not None:
+            _TRACES.put(key, body, at_most=_MAX_TRACES)
+    return body
 
 
 def _type(var: Any) -> tuple[Any, ...]:
@@ -391,9 +425,9 @@ def _type(var: Any) -> tuple[Any, ...]:
     return var.aval.shape, var.aval.dtype, sorted(var.aval.mat.varying)
 
 
-def _located(inner: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    """`inner` with `eqn`'s source line, and its name stack below `eqn`'s."""
-    stack = eqn.source_info.name_stack + inner.source_info.name_stack
+def _located(inner: JaxprEqn, eqn: JaxprEqn, above: Any) -> JaxprEqn:
+    """`inner` with `eqn`'s source line, and its name stack below another."""
+    stack = above + inner.source_info.name_stack
     info = eqn.source_info.replace(name_stack=stack)
     params = {k: _relined(v, eqn) if is_jaxpr(v) else v for k, v in inner.params.items()}
     return inner.replace(source_info=info, params=params)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from jaxoverlap import _compat
-from jaxoverlap._store import DisagreementError, Store, awaited
+from jaxoverlap.store import DisagreementError, Store, awaited
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _WHERE = "jaxoverlap/hosts"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxoverlap import _compat
@@ -31,8 +31,8 @@ class Beside:
                 self._following[v] = self._following.get(v, 0) | after
         self._bits = bits
 
-    def of(self, ring: Ring) -> list[Dot]:
-        """The matmuls that a ring's collective, in one piece, could hide behind.
+    def of(self, ring: Ring) -> Iterator[Dot]:
+        """The matmuls that a ring's collective, in one piece, could hide behind, in order.
 
         A value that is gathered waits for what makes it, not for the matmuls' other operands.
         """
@@ -41,7 +41,11 @@ class Beside:
         related = _union(self._feeding, moved)
         for eqn in mine:
             related |= self._bits[id(eqn)] | _union(self._following, eqn.outvars)
-        return [dot for i, dot in enumerate(self._dots) if not related >> i & 1]
+        left = (1 << len(self._dots)) - 1 & ~related
+        while left:
+            lowest = left & -left
+            yield self._dots[lowest.bit_length() - 1]
+            left ^= lowest
 
 
 def _union(sets: Mapping[Any, int], values: Iterable[Any]) -> int:

@@ -9,7 +9,7 @@ they run once and not once a chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -125,8 +125,8 @@ def decide(
     def around(index: int) -> Beside:
         return Beside(next(body for body in found if body.index == index))
 
-    def beside_s(body: Body, ring: Ring) -> float:
-        return sum(seconds(dot.index) for dot in around(body.index).of(ring))
+    def beside_s(body: Body, ring: Ring) -> Iterator[float]:
+        return (seconds(dot.index) for dot in around(body.index).of(ring))
 
     sharings: dict[int, Sharing] = {}
     undecided = [body for body in found if body.dots]
@@ -202,7 +202,7 @@ def _chosen(
     wishes: Wishes,
     costs: Mapping[str, float],
     prices: Prices | None,
-    others: Callable[[], float],
+    others: Callable[[], Iterable[float]],
 ) -> tuple[Variant, str]:
     """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""
     chunk = ring.first.chunk()

@@ -15,6 +15,7 @@ meet.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,6 +115,11 @@ def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | st
         shared: how each mesh axis shares its work.
         ring: the one of these that becomes the ring.
     """
+    return _lay_out(matmul, tuple(shared), ring)
+
+
+@functools.lru_cache(maxsize=1024)  # layers are alike
+def _lay_out(matmul: Matmul, shared: tuple[Split, ...], ring: Split) -> Layout | str:
     assert ring.motion is not None
     order = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
     rest = [s for s in shared if s.motion is not None and s is not ring]

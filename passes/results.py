@@ -86,4 +86,4 @@ def constrained(value: Any, result: Any, dims: Sequence[Any], mesh: Mesh, like: 
     """The equation that gives a value another sharding."""
     sharding = NamedSharding(mesh, PartitionSpec(*dims))
     constraint = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-    return _compat.inline(lambda x: [constraint(x)], [value], [result], like)
+    return _compat.inline(lambda x: [constraint(x)], [value], [result], like, alike=sharding)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -99,7 +99,8 @@ class _Rewritten:
             return value.var
         before = self.atom(hoist.before, like)
         self.made[value] = self.moved(value)
-        self.emit(_gather(hoist, self.mesh), [before], [self.made[value]], like)
+        alike = hoist.kind, hoist.axis, hoist.after.spec
+        self.emit(_gather(hoist, self.mesh), [before], [self.made[value]], like, alike)
         return self.made[value]
 
     def moved(self, value: Value) -> Any:
@@ -107,13 +108,26 @@ class _Rewritten:
         return _compat.new_var(value.var.aval, partition_spec(_only(value.spec, self.explicit)))
 
     def emit(
-        self, fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any], like: Any
+        self,
+        fn: Callable[..., Any],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        like: Any,
+        alike: Hashable,
+        scope: str = "",
     ) -> None:
-        """The equations of a function of some variables, whose results are others."""
+        """The equations of a function of some variables, whose results are others.
+
+        Args:
+            fn, operands, results, like, scope: as for `_compat.inline`.
+            alike: as there; the mesh is the same for all.
+        """
+        outs: list[Any] = []
         if self.explicit:  # our shardings are for the partitioner: the types keep the user's own
             outs = [_compat.typed_spec(v) for v in results]
             fn = jax.sharding.auto_axes(fn, axes=self.explicit, out_sharding=outs)
-        self.new += _compat.inline(fn, operands, results, like)
+        alike = (self.mesh, self.explicit, *outs, alike)
+        self.new += _compat.inline(fn, operands, results, like, alike=alike, scope=scope)
 
     def reader(self, member: Member) -> None:
         eqn = member.dot.eqn
@@ -129,7 +143,8 @@ class _Rewritten:
             if ring.keep:
                 self.made[ring.whole] = self.moved(ring.whole)
                 results.append(self.made[ring.whole])
-            self.emit(ringed(ring, self.mesh), operands, results, eqn)
+            fn = ringed(ring, self.mesh)
+            self.emit(fn, operands, results, eqn, likeness(ring), scope(ring))
         except Exception as error:
             raise _failed(ring, error) from error
 
@@ -172,7 +187,25 @@ def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
         ends = [m.end for m in ring.members] if ring.total is None else []
         return [end.seen(r) for end, r in zip(ends, results, strict=False)] + results[len(ends) :]
 
-    return jax.named_call(fn, name=scope(ring))
+    return fn
+
+
+def likeness(ring: Ring) -> Hashable:
+    """All that the function of a ring depends on, but for the mesh; equal for equal layers."""
+
+    def written(eqn: Any) -> Hashable:
+        return eqn.primitive.name, *sorted(eqn.params.items())
+
+    members = tuple(
+        (
+            member.layout,
+            written(member.dot.eqn),
+            member.dot.eqn.outvars[0].aval.dtype,
+            tuple(map(written, member.end.views)),
+        )
+        for member in ring.members
+    )
+    return ring.keep, ring.variant, ring.total is None, members
 
 
 def _layout(member: Member) -> Layout:

@@ -25,7 +25,7 @@ import functools
 import math
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Spec = tuple[tuple[str, ...], ...]
@@ -50,7 +50,7 @@ class Einsum:
     lhs: str
     rhs: str
     out: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int] = field(hash=False)  # equal ones count, though they have no hash
 
     def __str__(self) -> str:
         return f"{self.lhs},{self.rhs}->{self.out}"
@@ -184,7 +184,7 @@ class Matmul:
     rhs: Spec
     out: Spec
     itemsize: tuple[int, int, int]
-    axis_sizes: Mapping[str, int]
+    axis_sizes: Mapping[str, int] = field(hash=False)
 
     def spec(self, side: Side) -> Spec:
         """The sharding of one operand or of the result."""
@@ -216,7 +216,12 @@ class Matmul:
     @functools.cached_property
     def splits(self) -> tuple[Split | Refusal, ...]:
         """How each mesh axis that shards the matmul shares its work."""
-        return tuple(split(self, axis) for axis in self.axes())
+        return _splits(self, self.axes())
+
+
+@functools.lru_cache(maxsize=1024)  # layers are alike; meshes may differ in their axes' order
+def _splits(matmul: Matmul, axes: tuple[str, ...]) -> tuple[Split | Refusal, ...]:
+    return tuple(split(matmul, axis) for axis in axes)
 
 
 def split(matmul: Matmul, axis: str) -> Split | Refusal:

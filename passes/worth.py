@@ -30,7 +30,7 @@ the chunk over it may hide behind something else, and the collective that is lef
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,7 +107,7 @@ class Prices:
         return max(whole_s / 2 - (whole_s - self._waits_s(ring)), 0.0)
 
     def chosen(
-        self, ring: Ring, usual: Variant, others: Callable[[], float]
+        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[float]]
     ) -> tuple[Variant, str]:
         """How a ring's pieces travel, and why so if not as usual.
 
@@ -118,7 +118,7 @@ class Prices:
         Args:
             ring: the ring.
             usual: how its pieces travel if nothing else is known.
-            others: gives the seconds of the matmuls that the collective could hide behind.
+            others: gives the seconds of each matmul that the collective could hide behind.
         """
         why = self.loss(ring, usual)
         if not why:
@@ -129,8 +129,13 @@ class Prices:
         slices = self._slices(ring, others()) if ring.kind in _SLICED else 1
         return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
-    def _slices(self, ring: Ring, beside_s: float) -> int:
+    def _slices(self, ring: Ring, others: Iterable[float]) -> int:
         """How many slices a collective goes in: more while little hides what of it stays bare."""
+        beside_s, enough_s = 0.0, 2 * self._collective_s(ring)
+        for seconds in others:
+            beside_s += seconds
+            if beside_s >= enough_s:
+                return 1
         best, best_s = 1, self._matmuls_s(ring) + self._waits_s(ring)
         for slices in SLICES:
             hidden = beside_s >= 2 * self._collective_s(ring, best)

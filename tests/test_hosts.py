@@ -304,7 +304,8 @@ def test_hops_are_copies_inside_a_process_and_nccls_between_them(layout: str):
     cluster = f"h100-sxm:2x4{layout}"
     mesh = jaxoverlap.pod_mesh(cluster, {"dp": 2, "tp": 4})
     step, args = mlp(mesh)
-    compiled = jaxoverlap.overlap(step, schedule=None, never_slower=False).lower(*args).compile()
+    options = dict(schedule=None, granularity="one_way", never_slower=False)
+    compiled = jaxoverlap.overlap(step, **options).lower(*args).compile()
     assert compiled.plan is not None and compiled.plan.made_for is not None
     assert compiled.plan.made_for.cluster == cluster  # as the pod's devices say
     found = collectives(hlo.parse(compiled.as_text() or ""))
