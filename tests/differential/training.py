@@ -104,14 +104,15 @@ def optimizer_state(w: World, tx: optax.GradientTransformation, params: Any) -> 
     known = {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }  # fmt: skip
-    state = tx.init(jax.tree.map(lambda leaf: jnp.asarray(leaf.value), params))
+    state = jax.eval_shape(tx.init, jax.tree.map(lambda leaf: leaf.value, params))
 
-    def laid(path: Any, value: jax.Array) -> Leaf:
+    def laid(path: Any, like: jax.ShapeDtypeStruct) -> Leaf:
+        value = np.zeros(like.shape, like.dtype)  # all of these optimizers begin with zeros
         name = jax.tree_util.keystr(path)
         for end, leaf in known.items():
             if name.endswith(end) and np.shape(leaf.value) == value.shape:
-                return Leaf(np.asarray(value), leaf.spec)
-        return Leaf(np.asarray(value), counters)
+                return Leaf(value, leaf.spec)
+        return Leaf(value, counters)
 
     return jax.tree_util.tree_map_with_path(laid, state)
 
