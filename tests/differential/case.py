@@ -133,7 +133,7 @@ def draw(seed: int, *, alone: bool = False) -> Case:
     w = World(seed, alone=alone)
     makers, weights = zip(*PROGRAMS, strict=True)
     chances = [n / sum(weights) for n in weights]
-    maker = makers[w.rng("program").choice(len(makers), p=chances)]
+    maker = makers[int(w.rng("program").choice(len(makers), p=chances))]
     if maker in MAY_BE_EXPLICIT and w.rng("explicit").random() < 0.2:
         w.explicit, w.said["explicit"] = True, "yes"
     mesh = w.mesh()
