@@ -166,8 +166,8 @@ def stack(w: World, label: str, block: Callable, params: Any, x: jax.Array) -> j
 
 
 def stacked(w: World, label: str, shapes: dict[str, str]) -> Any:
-    """Parameters of a stack: stacked for a scan, or a list of layers."""
-    if w.pick(f"{label} stack", ("scan", "scan", "scan", "unrolled")) == "scan":
+    """Parameters of a stack: stacked for a scan, or a list of layers, where these are small."""
+    if len(shapes) > 6 or w.pick(f"{label} stack", ("scan", "scan", "scan", "unrolled")) == "scan":
         return initial(w, label, shapes, stacked=True)
     return [initial(w, f"{label} {i}", shapes) for i in range(2)]
 
