@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import typer
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.drawn import trainer
-from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names
+from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names, rows_in
 from benchmarks.drawn.drawing import CHIPS, PLACES, draw, rough_bytes
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.rows import (
@@ -29,6 +30,7 @@ from benchmarks.drawn.rows import (
 )
 from benchmarks.drawn.sketch import Sketch, layer_shapes, place_spec, weight_spec
 from benchmarks.drawn.steps import drawn_name, step_of
+from benchmarks.pod_step import write_rows
 from jaxoverlap.cluster import parse_cluster
 from jaxoverlap.passes.replay import UNKNOWN_TRIPS
 
@@ -175,6 +177,13 @@ def test_the_whole_benchmark_is_the_named_steps_and_forty():
     assert not set(names("", True)) & set(names("", False))
     with pytest.raises(typer.BadParameter, match="expected FIRST:END"):
         names("3", False)
+
+
+def test_rows_that_are_not_measured_again_stay(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    assert rows_in(file) == {}
+    write_rows(file, [row("one", PLAIN, 1.0), row("one", OVERLAPPED, 0.5)])
+    assert rows_in(file)["one", OVERLAPPED]["step_s"] == 0.5 and len(rows_in(file)) == 2
 
 
 # -- rows -----------------------------------------------------------------------------------------
