@@ -19,9 +19,9 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap.store import DisagreementError, Store, awaited, store_of_processes
 from jaxoverlap.plan import Plan
 from jaxoverlap.pods import is_pod
+from jaxoverlap.store import DisagreementError, Store, awaited, store_of_processes
 
 _SHOWN = 8  # processes of a hash, and differences
 

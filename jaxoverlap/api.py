@@ -16,6 +16,7 @@ from jaxoverlap import _compat, hosts
 from jaxoverlap._inside import Found, arguments_reach, find_jit
 from jaxoverlap._text import warn
 from jaxoverlap.agreement import agreed, processes_of
+from jaxoverlap.choice import decided, rival_of
 from jaxoverlap.cluster import Cluster, parse_cluster
 from jaxoverlap.never_slower import predicted
 from jaxoverlap.options import OnError, Options
@@ -27,9 +28,7 @@ from jaxoverlap.pods import is_pod
 from jaxoverlap.rewritten import (
     Rewritten,
     agree,
-    decided,
     rewritten,
-    rival_of,
     subject_of,
     tell,
     travelled,

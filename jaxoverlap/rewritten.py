@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,12 +14,11 @@ from jax.sharding import Mesh
 from jaxoverlap import _compat, pods
 from jaxoverlap._jobs import job_of
 from jaxoverlap._text import warn
-from jaxoverlap.agreement import DisagreementError, Stand, handed, meet, processes_of
+from jaxoverlap.agreement import DisagreementError, Stand, meet, processes_of
 from jaxoverlap.cluster import Cluster
 from jaxoverlap.cost import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.made_for import facts_of
-from jaxoverlap.never_slower import DECIDED_WITHIN_S, Rival
 from jaxoverlap.options import Options
 from jaxoverlap.passes.errors import RewriteError, own_faults
 from jaxoverlap.passes.mesh import MeshError, NoMeshError
@@ -28,7 +26,7 @@ from jaxoverlap.plan import Plan, Schedule
 from jaxoverlap.road import Start, Travelled, mesh_of, sites_of, travel
 from jaxoverlap.scheduler import Ordering, ordering_for
 from jaxoverlap.search import Ready
-from jaxoverlap.speedup import Speedup, Way
+from jaxoverlap.speedup import Speedup
 from jaxoverlap.trial import Request
 from jaxoverlap.tune import Subject
 
@@ -105,7 +103,7 @@ def rewritten(
     try:
         if find_plan is not None:
             with own_faults(name, ValueError, DisagreementError):
-                options = _following(find_plan(), options)
+                options = following(find_plan(), options)
         return _rewritten(jitted, call, args, kwargs, options)
     except MeshError as error:
         if options.plan is not None:
@@ -119,7 +117,7 @@ def rewritten(
         return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
 
 
-def _following(plan: Plan, options: Options) -> Options:
+def following(plan: Plan, options: Options) -> Options:
     """The options that follow a plan, with what no plan says."""
     return Options.of(
         plan,
@@ -237,71 +235,6 @@ def _ordering(name: str, done: Travelled, options: Options) -> Ordering | None:
     return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
 
 
-# -- never slower ---------------------------------------------------------------------------------
-
-
-def rival_of(
-    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
-) -> Rival:
-    """What an undecided step is held against: itself without rings.
-
-    Args:
-        jitted, call, args, kwargs, options: as it was rewritten with.
-    """
-    assert found.plan is not None and found.cost is not None
-    rings, cost, traced = found.plan, found.cost, jitted.trace(*args, **kwargs)
-
-    @functools.cache
-    def made(way: Way) -> Rewritten:
-        return _without_rings(jitted, call, args, kwargs, rings, way, options)
-
-    def lowered(way: Way) -> tuple[jax.stages.Lowered, Rewritten]:
-        new = found if way == "overlapped" else made(way)
-        return _lowered(traced, new), new
-
-    def request(way: Way, compiler_options: Mapping[str, Any] | None) -> Request:
-        return _request(*lowered(way), mesh_of(call), cost, compiler_options)
-
-    return Rival(rings.step, rings, cost, options.schedule is not None, lowered, request)
-
-
-def decided(
-    jitted: Any, call: _compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
-) -> Rewritten:
-    """An undecided step for GPUs that are here, with rings or without: what is faster.
-
-    Children compile both for the GPUs' description before this process compiles either; of many
-    processes those of process 0, for all.
-    """
-    rival = rival_of(jitted, call, args, kwargs, found, options)
-    said = handed(
-        lambda: msgspec.json.encode(rival.decided_in_children()).decode(),
-        "choice between rings and none",
-        processes_of(mesh_of(call)),
-        within_s=DECIDED_WITHIN_S,
-    )
-    speedup = msgspec.json.decode(said, type=Speedup)
-    if speedup.taken == "overlapped":
-        return replace(found, undecided=False, speedup=speedup)
-    warn(speedup.warning(rival.step))
-    new = _without_rings(jitted, call, args, kwargs, rival.plan, speedup.taken, options)
-    return replace(new, stand=None, speedup=speedup)
-
-
-def _without_rings(
-    jitted: Any,
-    call: _compat.Call,
-    args: tuple,
-    kwargs: dict,
-    rings: Plan,
-    way: Way,
-    options: Options,
-) -> Rewritten:
-    """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
-    plan = rings.left_alone(rings.schedule if way == "reordered" else None)
-    return rewritten(jitted, call, args, kwargs, _following(plan, options))
-
-
 # -- to be tuned ----------------------------------------------------------------------------------
 
 
@@ -320,12 +253,12 @@ def subject_of(
         new = _as_it_is(call, start.mesh)
         if options is not None:
             new = rewritten(jitted, call, args, kwargs, options)
-        return _lowered(jitted.trace(*args, **kwargs), new), new
+        return lowered_as(jitted.trace(*args, **kwargs), new), new
 
     def lower(options: Options | None) -> Ready:
         stage, new = lowered(options)
         assert start.cost is not None
-        return Ready(_request(stage, new, start.mesh, start.cost), new.plan)
+        return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
 
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)
@@ -345,13 +278,13 @@ def subject_of(
     )
 
 
-def _lowered(traced: jax.stages.Traced, new: Rewritten) -> jax.stages.Lowered:
+def lowered_as(traced: jax.stages.Traced, new: Rewritten) -> jax.stages.Lowered:
     """A rewritten step, lowered under the name that its scheduler pass looks for."""
     params = new.ordering.named(new.params) if new.ordering else new.params
     return _compat.traced_with(traced, params).lower()
 
 
-def _request(
+def request_of(
     stage: jax.stages.Lowered,
     new: Rewritten,
     mesh: Mesh,

@@ -29,11 +29,13 @@ class End(NamedTuple):
         var: its variable.
         places: the places of the equations on the way.
         views: those of them that do something else than reshard, but element by element.
+        inside: the variables on the way, the result's own first.
     """
 
     var: Any
     places: tuple[int, ...] = ()
     views: tuple[Any, ...] = ()
+    inside: tuple[Any, ...] = ()
 
     @property
     def reshards(self) -> int:
@@ -91,7 +93,7 @@ class Chains:
 
     def end(self, var: Any) -> End:
         """What a result becomes up to its last reshard, if nobody else reads it."""
-        end, places, views = End(var), [], []
+        end, places, views, inside = End(var), [], [], []
         while len(readers := self._readers[var]) == 1 and readers[0] is not None:
             eqn = self._eqns[readers[0]]
             places.append(readers[0])
@@ -99,9 +101,10 @@ class Chains:
                 views.append(eqn)
             elif not self._moves(readers[0]):
                 break
+            inside.append(var)
             var = eqn.outvars[0]
             if self._moves(readers[0]):
-                end = End(var, tuple(places), tuple(views))
+                end = End(var, tuple(places), tuple(views), tuple(inside))
         return end
 
     def _moves(self, place: int) -> bool:

@@ -176,6 +176,8 @@ class Sharing:
         hoisted: the gathers that come before the rings, by what they give.
         skipped: why each other matmul is left alone, by its number.
         costs: of a byte along each mesh axis, in any unit; 1 where it is not said.
+        read: the variables that placed matmuls read.
+        absorbed: the variables that are gone, as a ring gives what they are resharded to.
     """
 
     order: Order
@@ -184,6 +186,8 @@ class Sharing:
     hoisted: dict[Value, Hoist] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
+    read: set[Any] = field(default_factory=set)
+    absorbed: set[Any] = field(default_factory=set)
     _arriving: dict[Value, list[Ring]] = field(default_factory=dict)
 
     def add(self, ring: Ring) -> None:

@@ -108,12 +108,23 @@ def _place(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> 
     """Give a matmul its ring, a new one or one that is there; or note why it has none."""
     reasons = []
     for member, matmul in views:
+        if _clashes(sharing, member):
+            continue
         reason = _place_as(sharing, *_gathered_early(member, matmul, early))
         if reason is None:
             return
         reasons.append(reason)
     waits = [reason for reason in reasons if reason != NO_COLLECTIVE]
     sharing.skipped[views[0][0].dot.index] = waits[0] if waits else NO_COLLECTIVE
+
+
+def _clashes(sharing: Sharing, member: Member) -> bool:
+    """Whether a matmul would read a variable that a ring absorbs, or absorb one that is read.
+
+    A constraint between two matmuls may be looked through from either side, and not from both.
+    """
+    reads = {v.var for v in (member.lhs, member.rhs) if not _compat.is_literal(v.var)}
+    return not (sharing.absorbed.isdisjoint(reads) and sharing.read.isdisjoint(member.end.inside))
 
 
 def _gathered_early(member: Member, matmul: Matmul, early: Collection[Any]) -> _View:
@@ -142,6 +153,8 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
         if not wanted:
             if member.lhs == given.lhs and member.rhs == given.rhs and not member.hoists:
                 return NO_COLLECTIVE
+            # What only reads stays the matmul that it is: its result is resharded after it.
+            member = dataclasses.replace(member, end=End(member.dot.eqn.outvars[0]))
             _add(sharing, member)
             sharing.readers.append(member)
             return None
@@ -167,6 +180,8 @@ def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
 def _add(sharing: Sharing, member: Member) -> None:
     """Note what comes before a matmul, and what it takes the place of."""
     sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
+    sharing.absorbed.update(member.end.inside)
+    sharing.read.update(v.var for v in (member.lhs, member.rhs) if not _compat.is_literal(v.var))
     merged = sharing.order.merge(member.dot.place, *member.end.places)
     assert merged, "nobody stands between a result and what only reshards it"
 

@@ -153,7 +153,7 @@ def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
     assert "The cluster is taken to be h100-sxm:1x4/4 (hosts x GPUs / processes a host)" in shown
     mesh = ("--mesh", "tp=4")
     assert shown == run("explain", "tests.build_step", "--pod", "h100-sxm:1x4/4", *mesh)
-    for command, *more in (("audit",), ("simulate", "--plain")):
+    for command, *more in (("audit", "--keep-rings"), ("simulate", "--plain", "--keep-rings")):
         option = run_json(command, "tests.build_step", *POD, *more, "--processes-per-host", "4")
         slash = run_json(command, "tests.build_step", "--pod", "h100-sxm:1x4/4", *mesh, *more)
         host = run_json(command, "tests.build_step", *POD, *more, "--processes-per-host", "1")

@@ -371,8 +371,9 @@ def test_process_0_chooses_for_all(children, monkeypatch):
         given.append((what, processes))
         return msgspec.json.encode(told).decode()
 
-    monkeypatch.setattr("jaxoverlap.rewritten.handed", handed)
-    monkeypatch.setattr("jaxoverlap.rewritten.processes_of", lambda mesh: (0, 1))
+    monkeypatch.setattr("jaxoverlap.choice.handed", handed)
+    for module in ("rewritten", "choice"):
+        monkeypatch.setattr(f"jaxoverlap.{module}.processes_of", lambda mesh: (0, 1))
     monkeypatch.setattr("jaxoverlap.rewritten.meet", lambda stand, within_s: True)
     step = on_gpus()
     with pytest.warns(UserWarning, match="loses by simulation"):

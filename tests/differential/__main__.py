@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections import defaultdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -48,6 +49,8 @@ def _one(seed: int, always: bool) -> int:
         print(f"note: {note}")
     for text in found.differences:
         print(f"differs: {text}")
+    if found.error is not None:
+        traceback.print_exception(found.error)
     return 1 if found.differences else 0
 
 
@@ -56,10 +59,10 @@ def _many(seeds: range, always: bool) -> int:
     failed, ringed, began = [], 0, time.perf_counter()
     for n, seed in enumerate(seeds):
         print(f"{n + 1}/{len(seeds)} seed {seed}", end=" ", flush=True)
-        start = time.perf_counter()
+        start = time.process_time()
         found = _tried(seed, always)
         ringed += found.ringed
-        print(f"{time.perf_counter() - start:.1f} s, {found.ringed} ringed", end="")
+        print(f"{time.process_time() - start:.1f} s of CPU, {found.ringed} ringed", end="")
         print(f", {found.differences[0]}" if found.differences else "", flush=True)
         if found.differences:
             failed.append(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,11 +52,13 @@ class Found:
         differences: of the overlapped step from the plain one; none if all is well.
         notes: what is no failure of the overlapped step: plain refuses, or is wrong.
         ringed: how many matmuls were.
+        error: that overlap() raised where plain did not.
     """
 
     differences: list[str]
     notes: list[str]
     ringed: int = 0
+    error: Exception | None = None
 
 
 def differences(case: Case) -> list[str]:
@@ -76,9 +77,14 @@ def compared(case: Case, *, always: bool = False) -> Found:
     again = case.built(False)
     overlapped = jaxoverlap.overlap(again.fn, on_error="raise")
     ours = _run(again, overlapped)
-    ringed = sum(len(found.plan.decisions) for found in overlapped._seen.values() if found.plan)
+    ringed = _ringed(overlapped)
     if ours.error is not None:
-        return Found([f"raises {_first(ours.error)}"], [], ringed)
+        found = [
+            f"call {n + 1}: {text}"
+            for n, (a, b) in enumerate(zip(plain.calls, ours.calls, strict=False))
+            for text in _facts_apart(a, b)
+        ]
+        return Found([*found, f"raises {_first(ours.error)}"], [], ringed, ours.error)
     found = [f"warns: {text}" for text in ours.warned if text not in plain.warned]
     notes: list[str] = []
     half = case.computes_in_half
@@ -99,6 +105,12 @@ def compared(case: Case, *, always: bool = False) -> Found:
                 for at, by in theirs.items()
             ]
     return Found(found, notes, ringed)
+
+
+def _ringed(overlapped: jaxoverlap.Overlapped) -> int:
+    """How many matmuls were, in all signatures."""
+    seen = [overlapped._seen.get(key) for key in overlapped._seen.cache_keys()]
+    return sum(len(found.plan.decisions) for found in seen if found and found.plan)
 
 
 def _reference(case: Case) -> Run:
@@ -129,11 +141,11 @@ def _run(case: Case, fn: Callable) -> Run:
     run, name = Run(), f"jit({case.name})"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with contextlib.suppress(StopIteration):
-            try:
-                run.calls = list(_calls(case, fn, name))
-            except Exception as error:
-                run.error = error
+        try:
+            for call in _calls(case, fn, name):
+                run.calls.append(call)  # those before an error count too
+        except Exception as error:
+            run.error = error
     run.warned = [_told(w) for w in caught if not str(w.message).startswith(HARMLESS)]
     return run
 
@@ -154,7 +166,7 @@ def _calls(case: Case, fn: Callable, name: str) -> Iterator[Call]:
             facts=[_facts(leaf) for leaf in leaves],
             shardings=[getattr(leaf, "sharding", None) for leaf in leaves],
             deleted=[
-                leaf.is_deleted() for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array)
+                isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(given)
             ],
             traces=case.traces - traces,
             compiles=_compiled.count(name) - compiles,

@@ -71,7 +71,7 @@ def mlp(w: World, label: str, p: dict, x: jax.Array) -> jax.Array:
 
 
 def attention_shapes(w: World, label: str) -> dict[str, str]:
-    kind = w.pick(f"{label} heads", ("apart", "apart", "flat", "linear"))
+    kind = w.pick(f"{label} heads", ("apart", "flat", "linear"))
     if kind == "flat":  # one matrix for queries, keys and values, split after
         return {"q": "DD", "k": "DD", "v": "DD", "o": "DD"}
     if kind == "linear":
@@ -143,7 +143,7 @@ def stack(w: World, label: str, block: Callable, params: Any, x: jax.Array) -> j
 
 def stacked(w: World, label: str, shapes: dict[str, str]) -> Any:
     """Parameters of a stack: stacked for a scan, or a list of layers."""
-    if w.pick(f"{label} stack", ("scan", "scan", "unrolled")) == "scan":
+    if w.pick(f"{label} stack", ("scan", "scan", "scan", "unrolled")) == "scan":
         return initial(w, label, shapes, stacked=True)
     return [initial(w, f"{label} {i}", shapes) for i in range(2)]
 

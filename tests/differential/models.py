@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from tests.differential import layers
 from tests.differential.training import Program, trained
@@ -14,7 +15,7 @@ from tests.differential.world import Leaf, World
 
 def language_model(w: World) -> Program:
     """Embedding, transformer blocks, logits, integer labels."""
-    attends, tied = w.chance("attention", 0.7), w.chance("tied embedding", 0.3)
+    attends, tied = w.chance("attention", 0.6), w.chance("tied embedding", 0.3)
     shapes = {"mlp_norm": "D"} | layers.mlp_shapes(w, "mlp")
     if attends:
         shapes |= {f"att_{k}": v for k, v in layers.attention_shapes(w, "att").items()}
@@ -263,7 +264,7 @@ def branches(w: World) -> Program:
             params = move(0.1)(params, grads)
         return params, step + 1, value
 
-    return Program(train, [params, Leaf(jnp.int32(0))], layers.rows(w, "BD"), (0, 1, None))
+    return Program(train, [params, Leaf(jnp.int32(0), P())], layers.rows(w, "BD"), (0, 1, None))
 
 
 def decoding(w: World) -> Program:
@@ -275,7 +276,7 @@ def decoding(w: World) -> Program:
     cache = {
         "k": Leaf(jnp.zeros(shape, w.compute), w.batch_spec("cache", shape)),
         "v": Leaf(jnp.zeros(shape, w.compute), w.batch_spec("cache", shape)),
-        "at": Leaf(jnp.int32(0)),
+        "at": Leaf(jnp.int32(0), P()),
     }
 
     def decode(cache, params, ids):

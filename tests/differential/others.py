@@ -29,7 +29,7 @@ def data_parallel(w: World) -> Program:
     params = replicated(layers.initial(w, "net", shapes))
     state = jax.tree.map(
         lambda leaf: Leaf(leaf.value, P()) if leaf.spec is not None else leaf,
-        optimizer_state(tx, params),
+        optimizer_state(w, tx, params),
     )
     rows = 8 if lookup == "tokens" else 16
     checked = not w.chance("check_vma off", 0.3)
@@ -161,7 +161,7 @@ def vocabulary_parallel(w: World) -> Program:
 
 def zero(w: World) -> Program:
     """Parameters gathered by hand before each use, gradients scattered: ZeRO in a shard_map."""
-    axis = tuple(w.sizes)[0]
+    axis = next(iter(w.sizes))
     others = tuple(a for a in w.sizes if a != axis)
     everywhere = (axis, *others)
     dims = {"a": (16, 32), "b": (32, 16)}
@@ -238,9 +238,9 @@ def graph(w: World) -> Program:
         values.append("".join(out))
     w.said["matmuls"] = "  ".join(equation for *_, equation in matmuls)
 
-    def leaf(label, dims, scale):
+    def leaf(label, dims, scale, call=0):
         shape = [size[c] for c in dims]
-        values = w.rng(label).standard_normal(shape) * scale
+        values = w.rng(f"{label} {call}").standard_normal(shape) * scale
         return Leaf(values.astype(w.kept), w.wild(label, shape, even=True))
 
     params = [leaf(f"weight {i}", dims, 0.3) for i, dims in enumerate(weights)]
@@ -258,7 +258,7 @@ def graph(w: World) -> Program:
         return made[len(given) :]
 
     def data(n):
-        return [leaf(f"x {n} {i}", dims, 1.0) for i, dims in enumerate(given)]
+        return [leaf(f"x {i}", dims, 1.0, n) for i, dims in enumerate(given)]
 
     if w.chance("forward alone", 0.3) or not params:
         return Program(lambda *xs: run(xs[0], *xs[1:])[-2:], [], lambda n: [params, *data(n)], None)

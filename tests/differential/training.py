@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from tests.differential.world import Leaf, World
 
@@ -25,7 +26,7 @@ class Program:
         inputs: the trees of the n-th call.
         results: by result, the number of the state that it renews, or None; as the step returns
             it: a tuple, a dict, or a bare number.
-        apply: a state's next value from its present one and the result that "renews" it.
+        apply: a state's next value from its present one and the result that "renews" it, on hosts.
         static: static keyword arguments.
         donated: whether states may be donated; not where a result renews nothing.
         last: the name of the last input, if it has one.
@@ -52,29 +53,27 @@ def last_name(fn: Callable) -> str | None:
 
 
 def descend(params: Any, grads: Any) -> Any:
-    """Plain gradient descent, outside of a step that returns gradients."""
-    return jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads)
+    """Plain gradient descent on hosts, for a step that returns gradients."""
+    return jax.tree.map(lambda p, g: (p - 0.1 * np.asarray(g)).astype(p.dtype), params, grads)
 
 
 # -- optimizers -----------------------------------------------------------------------------------
 
 
 def orthogonal(update: jax.Array) -> jax.Array:
-    """Muon's direction: two Newton-Schulz steps on a matrix."""
+    """Muon's direction, or its beginning: a Newton-Schulz step on a matrix."""
     if update.ndim != 2:
         return update
     x = update / (jnp.linalg.norm(update) + 1e-2)
-    for _ in range(2):
-        gram = x @ x.T
-        x = 1.5 * x - 0.5 * gram @ x
-    return x
+    return 1.5 * x - 0.5 * (x @ x.T) @ x
 
 
 def transformation(w: World) -> optax.GradientTransformation:
     """An optimizer of optax's, or written beside it. Epsilons are large: noise stays noise."""
     schedule = optax.linear_schedule(2e-2, 1e-2, 10) if w.chance("schedule", 0.3) else 1e-2
-    kinds = ("sgd", "momentum", "adam", "adam", "adamw", "muon")
-    kind = w.pick("optimizer", kinds)
+    kind = w.pick("optimizer", ("sgd", "momentum", "adam", "adam", "adamw"))
+    if w.chance("muon", 0.06):
+        kind = "muon"
     made = {
         "sgd": lambda: optax.sgd(schedule),
         "momentum": lambda: optax.sgd(schedule, momentum=0.9, nesterov=True),
@@ -95,8 +94,13 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
-def optimizer_state(tx: optax.GradientTransformation, params: Any) -> Any:
-    """tx.init as on placed parameters: what is as large as one lies as it, counters are free."""
+def optimizer_state(w: World, tx: optax.GradientTransformation, params: Any) -> Any:
+    """tx.init as on placed parameters: what is as large as one lies as it.
+
+    Counters are on no mesh, as tx.init leaves them, or on all of it, as jax.jit(tx.init) does. What
+    is on no mesh at first and comes back on one is a second signature, which costs a compile.
+    """
+    counters = None if w.chance("counters on no mesh", 0.2) else P()
     known = {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }  # fmt: skip
@@ -107,7 +111,7 @@ def optimizer_state(tx: optax.GradientTransformation, params: Any) -> Any:
         for end, leaf in known.items():
             if name.endswith(end) and np.shape(leaf.value) == value.shape:
                 return Leaf(np.asarray(value), leaf.spec)
-        return Leaf(np.asarray(value))
+        return Leaf(np.asarray(value), counters)
 
     return jax.tree_util.tree_map_with_path(laid, state)
 
@@ -117,7 +121,7 @@ def optimizer_state(tx: optax.GradientTransformation, params: Any) -> Any:
 
 def trained(w: World, params: Any, loss: Callable, inputs: Callable[[int], list[Any]]) -> Program:
     """A step around loss(params, *inputs) in one of the ways that people write it."""
-    kinds = ("optax", "optax", "state dict", "sgd", "sgd", "grad", "value_and_grad", "aux")
+    kinds = ("optax", "state dict", "sgd", "sgd", "sgd", "grad", "value_and_grad", "aux")
     kind = w.pick("step", kinds)
     if w.compute == jnp.float32 and w.chance("jacobian", 0.02):
         kind = "jacfwd of grad"
@@ -138,7 +142,7 @@ def _optax(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
             return params, opt_state, {"loss": value, "norm": optax.global_norm(grads)}
         return params, opt_state, value
 
-    return Program(train_step, [params, optimizer_state(tx, params)], inputs, (0, 1, None))
+    return Program(train_step, [params, optimizer_state(w, tx, params)], inputs, (0, 1, None))
 
 
 def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
@@ -147,9 +151,9 @@ def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Prog
     skips = w.chance("skips bad steps", 0.3)
     state = {
         "params": params,
-        "opt": optimizer_state(tx, params),
-        "step": Leaf(0) if w.chance("python step", 0.3) else Leaf(np.int32(0)),
-        "ok": Leaf(np.bool_(True)),
+        "opt": optimizer_state(w, tx, params),
+        "step": Leaf(0) if w.chance("python step", 0.15) else Leaf(np.int32(0), P()),
+        "ok": Leaf(np.bool_(True), P()),
     }
 
     def train_step(state, *batch, **named):
