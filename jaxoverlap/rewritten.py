@@ -269,6 +269,9 @@ def subject_of(
         assert start.cost is not None
         return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
 
+    def look(options: Options) -> float | None:
+        return travel(jitted, call, args, kwargs, options).step_s
+
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)
         with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
@@ -276,6 +279,7 @@ def subject_of(
 
     return Subject(
         lower=lower,
+        look=look,
         sites=lambda: sites_of(jitted, call, args, kwargs, options),
         compiled=compiled,
         args=args,

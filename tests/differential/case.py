@@ -20,7 +20,7 @@ from tests.differential.world import Leaf, World
 PROGRAMS: tuple[tuple[Callable[[World], Program], int], ...] = (
     (models.language_model, 2), (models.regression, 4), (models.residual_scan, 4),
     (models.mixer, 3), (models.experts, 2), (models.two_towers, 2), (models.adapters, 2),
-    (models.accumulated, 2), (models.recurrent, 1), (models.branches, 3), (models.decoding, 3),
+    (models.accumulated, 2), (models.recurrent, 1), (models.branches, 3), (models.decoding, 3), (models.dropped_out, 2),
     (others.data_parallel, 3), (others.manual_mlp, 3), (others.vocabulary_parallel, 2),
     (others.zero, 2), (others.graph, 6), (others.power, 2),
 )  # fmt: skip
@@ -42,6 +42,8 @@ class Case:
         ambient: whether the user sets the mesh.
         by_keyword: whether the last input goes by its name.
         bound: whether static arguments are bound by functools.partial.
+        from_host: whether inputs come as numpy arrays, which in_shardings place.
+        bare: whether the user leaves jit to overlap().
     """
 
     name: str
@@ -53,6 +55,8 @@ class Case:
     ambient: bool = False
     by_keyword: bool = False
     bound: bool = False
+    from_host: bool = False
+    bare: bool = False
     traces: int = 0
 
     def __post_init__(self) -> None:
@@ -62,6 +66,7 @@ class Case:
             return self.program.step(*args, **kwargs)
 
         step.__name__ = step.__qualname__ = self.name
+        self.step = step
         self.fn = jax.jit(step, **self.settings)
 
     def __str__(self) -> str:
@@ -82,7 +87,11 @@ class Case:
 
     def call(self, fn: Callable, state: list[Any], n: int) -> tuple[Any, list[Any]]:
         """The n-th call of the step, as `fn` runs it: its result, and all that it was given."""
-        inputs = self._placed(self.program.inputs(n))
+        inputs = self.program.inputs(n)
+        if self.from_host:
+            inputs = jax.tree.map(lambda leaf: np.array(leaf.value), inputs)
+        else:
+            inputs = self._placed(inputs)
         keywords = dict(self.program.static)
         given = [*state, *inputs]
         if self.by_keyword and inputs and self.program.last:
@@ -124,7 +133,7 @@ def draw(seed: int, *, alone: bool = False) -> Case:
     w = World(seed, alone=alone)
     makers, weights = zip(*PROGRAMS, strict=True)
     chances = [n / sum(weights) for n in weights]
-    maker = makers[w.rng("program").choice(len(makers), p=chances)]
+    maker = makers[int(w.rng("program").choice(len(makers), p=chances))]
     if maker in MAY_BE_EXPLICIT and w.rng("explicit").random() < 0.2:
         w.explicit, w.said["explicit"] = True, "yes"
     mesh = w.mesh()
@@ -141,12 +150,14 @@ def draw(seed: int, *, alone: bool = False) -> Case:
         ambient=w.ambient,
         by_keyword=not stated and w.chance("last input by name", 0.15),
         bound=bool(program.static) and w.chance("partial", 0.3),
+        from_host=stated and None not in settings["in_shardings"] and w.chance("from hosts", 0.4),
+        bare=not settings,
     )
 
 
 def _settings(w: World, program: Program, mesh: Mesh) -> tuple[dict[str, Any], bool]:
     """What is given to jit; and whether in_shardings are, beside which nothing goes by name."""
-    settings: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": 0}}
+    settings: dict[str, Any] = {}
     if program.static:
         settings["static_argnames"] = tuple(program.static)
     if program.donated and program.state and w.chance("donates", 0.6):
@@ -164,7 +175,9 @@ def _settings(w: World, program: Program, mesh: Mesh) -> tuple[dict[str, Any], b
     kind = "closed" if stated else w.pick("out_shardings", ("open", "open", "partly", "closed"))
     if known is not None and kind != "open":
         settings["out_shardings"] = known if kind == "closed" else _opened(w, known)
-    w.said["jit"] = ", ".join(k for k in settings if k != "compiler_options") or "nothing"
+    w.said["jit"] = ", ".join(settings) or "nothing"
+    if settings:  # what is compiled with less care is compiled sooner
+        settings["compiler_options"] = {"xla_backend_optimization_level": 0}
     return settings, stated
 
 

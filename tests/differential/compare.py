@@ -75,7 +75,7 @@ def compared(case: Case, *, always: bool = False) -> Found:
     if plain.error is not None:
         return Found(_same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"])
     again = case.built(False)
-    overlapped = jaxoverlap.overlap(again.fn, on_error="raise")
+    overlapped = _overlapped(again)
     ours = _run(again, overlapped)
     ringed = _ringed(overlapped)
     if ours.error is not None:
@@ -107,6 +107,10 @@ def compared(case: Case, *, always: bool = False) -> Found:
     return Found(found, notes, ringed)
 
 
+def _overlapped(case: Case) -> jaxoverlap.Overlapped:
+    return jaxoverlap.overlap(case.step if case.bare else case.fn, on_error="raise")
+
+
 def _ringed(overlapped: jaxoverlap.Overlapped) -> int:
     """How many matmuls were, in all signatures."""
     seen = [overlapped._seen.get(key) for key in overlapped._seen.cache_keys()]
@@ -123,7 +127,7 @@ def _reference(case: Case) -> Run:
 
 def _same_refusal(case: Case, error: Exception) -> list[str]:
     again = case.built(False)
-    ours = _run(again, jaxoverlap.overlap(again.fn, on_error="raise")).error
+    ours = _run(again, _overlapped(again)).error
     if type(ours) is type(error):
         return []
     return [f"plain raises {_first(error)}; overlapped {_first(ours) if ours else 'does not'}"]

@@ -63,8 +63,30 @@ def mlp(w: World, label: str, p: dict, x: jax.Array) -> jax.Array:
         h = act(w.einsum(f"{label}.gate", f"{lead}y,yz->{lead}z", x, p["gate"])) * h
     else:
         h = act(h)
-    out = w.einsum(f"{label}.down", f"{lead}y,yz->{lead}z", h, p["down"])
+    if w.chance(f"{label} own backward pass", 0.08) and not w.explicit:
+        out = sparing(h, p["down"])
+    else:
+        out = w.einsum(f"{label}.down", f"{lead}y,yz->{lead}z", h, p["down"])
     return out + p["down_bias"] if "down_bias" in p else out
+
+
+@jax.custom_vjp
+def sparing(x: jax.Array, y: jax.Array) -> jax.Array:
+    """A matmul with a backward pass of its own, as who writes kernels has them."""
+    return x @ y
+
+
+def _sparing_forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
+    return x @ y, (x, y)
+
+
+def _sparing_backward(kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, y = kept
+    rows = x.reshape(-1, x.shape[-1])
+    return ct @ y.T, rows.T @ ct.reshape(rows.shape[0], -1)
+
+
+sparing.defvjp(_sparing_forward, _sparing_backward)
 
 
 # -- attention ------------------------------------------------------------------------------------
@@ -127,6 +149,8 @@ def stack(w: World, label: str, block: Callable, params: Any, x: jax.Array) -> j
     }
     if remat != "no":
         block = jax.checkpoint(block, policy=policies[remat])
+    if w.chance(f"{label} block jitted", 0.15):
+        block = jax.jit(block)
     if not isinstance(params, list):
         unroll = 2 if w.chance(f"{label} unroll", 0.1) else 1
         aux = w.chance(f"{label} gives norms", 0.2)
@@ -142,8 +166,8 @@ def stack(w: World, label: str, block: Callable, params: Any, x: jax.Array) -> j
 
 
 def stacked(w: World, label: str, shapes: dict[str, str]) -> Any:
-    """Parameters of a stack: stacked for a scan, or a list of layers."""
-    if w.pick(f"{label} stack", ("scan", "scan", "scan", "unrolled")) == "scan":
+    """Parameters of a stack: stacked for a scan, or a list of layers, where these are small."""
+    if len(shapes) > 6 or w.pick(f"{label} stack", ("scan", "scan", "scan", "unrolled")) == "scan":
         return initial(w, label, shapes, stacked=True)
     return [initial(w, f"{label} {i}", shapes) for i in range(2)]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from tests.differential import layers
@@ -264,7 +265,27 @@ def branches(w: World) -> Program:
             params = move(0.1)(params, grads)
         return params, step + 1, value
 
-    return Program(train, [params, Leaf(jnp.int32(0), P())], layers.rows(w, "BD"), (0, 1, None))
+    return Program(train, [params, Leaf(np.int32(0), P())], layers.rows(w, "BD"), (0, 1, None))
+
+
+def dropped_out(w: World) -> Program:
+    """A network with dropout, whose key is split in the step and fed back."""
+    params = layers.initial(w, "net", {"up": "DF", "down": "FD"})
+
+    def loss(params, key, x, y):
+        p, x = w.cast(params), x.astype(w.compute)
+        h = w.pin("h", jax.nn.relu(w.einsum("up", "bd,df->bf", x, p["up"])), wide=True)
+        h = jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h / 0.8, 0)
+        out = w.einsum("down", "bf,fd->bd", h, p["down"])
+        return jnp.mean(jnp.square(w.pin("out", out).astype(jnp.float32) - y))
+
+    def step(params, key, x, y):
+        key, own = jax.random.split(key)
+        grads = jax.grad(loss)(params, own, x, y)
+        return jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), params, grads), key
+
+    key = Leaf(np.zeros(2, np.uint32), P() if w.chance("key on the mesh", 0.7) else None)
+    return Program(step, [params, key], layers.rows(w, "BD", "BD"), (0, 1))
 
 
 def decoding(w: World) -> Program:
@@ -274,9 +295,9 @@ def decoding(w: World) -> Program:
     )
     shape = (w.size("B"), 8, w.size("H"), w.size("K"))
     cache = {
-        "k": Leaf(jnp.zeros(shape, w.compute), w.batch_spec("cache", shape)),
-        "v": Leaf(jnp.zeros(shape, w.compute), w.batch_spec("cache", shape)),
-        "at": Leaf(jnp.int32(0), P()),
+        "k": Leaf(np.zeros(shape, w.compute), w.batch_spec("cache", shape)),
+        "v": Leaf(np.zeros(shape, w.compute), w.batch_spec("cache", shape)),
+        "at": Leaf(np.int32(0), P()),
     }
 
     def decode(cache, params, ids):

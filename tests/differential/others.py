@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,24 +209,36 @@ def _normal(w: World, label: str, *shape: int) -> np.ndarray:
 DIMS = {"a": "B", "b": "S", "c": "D", "d": "F", "e": "H", "f": "K", "g": "C"}
 
 
-def graph(w: World) -> Program:
-    """Matmuls drawn by letters: any value so far with a new weight, or with another value."""
-    size = {c: w.size(name) for c, name in DIMS.items()}
-    rng = w.rng("graph")
-    values = ["".join(rng.permutation(list("abcdefg"))[: rng.integers(2, 4)]) for _ in range(2)]
-    given = list(values)
-    weights: list[str] = []
-    matmuls: list[tuple[int, int | None, str]] = []
+@dataclass
+class Matmuls:
+    """Matmuls one after another, by letters of DIMS.
+
+    Attributes:
+        given: dims of the values that are there at first.
+        weights: dims of the weights.
+        all: the number of the left operand, of the right one (weights are -1, -2, ...), the einsum.
+    """
+
+    given: list[str]
+    weights: list[str]
+    all: list[tuple[int, int, str]]
+
+
+def matmuls_of(rng: np.random.Generator, size: dict[str, int]) -> Matmuls:
+    """Any value so far with a new weight, or with another value; sums over what they share."""
+
+    def some() -> str:
+        return "".join(rng.permutation(list(DIMS))[: rng.integers(2, 4)])
+
+    values = [some(), some()]
+    drawn = Matmuls(list(values), [], [])
     for _ in range(int(rng.integers(3, 8))):
         at = int(rng.integers(len(values)))
         others = [i for i, v in enumerate(values) if i != at and set(v) & set(values[at])]
-        if others and rng.random() < 0.35:
-            by = int(rng.choice(others))
-            rhs = values[by]
-        else:
-            by, rhs = None, "".join(rng.permutation(list("abcdefg"))[: rng.integers(2, 4)])
-            if not set(rhs) & set(values[at]):
-                rhs = values[at][-1] + rhs[:2]
+        by = int(rng.choice(others)) if others and rng.random() < 0.35 else None
+        rhs = some() if by is None else values[by]
+        if not set(rhs) & set(values[at]):
+            rhs = values[at][-1] + rhs[:2]
         shared = [c for c in values[at] if c in rhs]
         summed = {str(c) for c in rng.permutation(shared)[: rng.integers(1, len(shared) + 1)]}
         out = [c for c in dict.fromkeys(values[at] + rhs) if c not in summed]
@@ -232,10 +246,18 @@ def graph(w: World) -> Program:
         if not 1 <= len(out) <= 4 or np.prod([size[c] for c in out]) > 1 << 16:
             continue
         if by is None:
-            weights.append(rhs)
-            by = -len(weights)
-        matmuls.append((at, by, f"{values[at]},{rhs}->{''.join(out)}"))
+            drawn.weights.append(rhs)
+            by = -len(drawn.weights)
+        drawn.all.append((at, by, f"{values[at]},{rhs}->{''.join(out)}"))
         values.append("".join(out))
+    return drawn
+
+
+def graph(w: World) -> Program:
+    """A graph of matmuls, trained or run forward."""
+    size = {c: w.size(name) for c, name in DIMS.items()}
+    drawn = matmuls_of(w.rng("graph"), size)
+    given, weights, matmuls = drawn.given, drawn.weights, drawn.all
     w.said["matmuls"] = "  ".join(equation for *_, equation in matmuls)
 
     def leaf(label, dims, scale, call=0):

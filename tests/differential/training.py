@@ -104,14 +104,15 @@ def optimizer_state(w: World, tx: optax.GradientTransformation, params: Any) -> 
     known = {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }  # fmt: skip
-    state = tx.init(jax.tree.map(lambda leaf: jnp.asarray(leaf.value), params))
+    state = jax.eval_shape(tx.init, jax.tree.map(lambda leaf: leaf.value, params))
 
-    def laid(path: Any, value: jax.Array) -> Leaf:
+    def laid(path: Any, like: jax.ShapeDtypeStruct) -> Leaf:
+        value = np.zeros(like.shape, like.dtype)  # all of these optimizers begin with zeros
         name = jax.tree_util.keystr(path)
         for end, leaf in known.items():
             if name.endswith(end) and np.shape(leaf.value) == value.shape:
-                return Leaf(np.asarray(value), leaf.spec)
-        return Leaf(np.asarray(value), counters)
+                return Leaf(value, leaf.spec)
+        return Leaf(value, counters)
 
     return jax.tree_util.tree_map_with_path(laid, state)
 
@@ -154,7 +155,10 @@ def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Prog
         "opt": optimizer_state(w, tx, params),
         "step": Leaf(0) if w.chance("python step", 0.15) else Leaf(np.int32(0), P()),
         "ok": Leaf(np.bool_(True), P()),
+        "ema": None,
     }
+    if w.chance("hands something through", 0.3):
+        state["same"] = w.param("same", "DF")
 
     def train_step(state, *batch, **named):
         value, grads = jax.value_and_grad(loss)(state["params"], *batch, **named)
@@ -166,7 +170,7 @@ def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Prog
             params, opt = jax.tree.map(
                 lambda new, old: jnp.where(ok, new, old), (params, opt), kept
             )
-        new = {"params": params, "opt": opt, "step": state["step"] + 1, "ok": ok}
+        new = {**state, "params": params, "opt": opt, "step": state["step"] + 1, "ok": ok}
         return {"state": new, "metrics": {"loss": value}}
 
     return Program(train_step, [state], inputs, {"state": 0, "metrics": None})

@@ -64,7 +64,8 @@ class World:
 
     def __post_init__(self) -> None:
         shapes, weights = zip(*MESHES, strict=True)
-        shape = shapes[self.rng("mesh").choice(len(shapes), p=np.array(weights) / sum(weights))]
+        at = self.rng("mesh").choice(len(shapes), p=np.array(weights) / sum(weights))
+        shape = shapes[int(at)]
         names = self.pick("axis names", NAMES[len(shape)], quiet=True)
         self.sizes = dict(zip(names, shape, strict=True))
         self.said["mesh"] = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
@@ -128,7 +129,8 @@ class World:
 
     def wild(self, label: str, shape: Sequence[int], *, even: bool) -> P:
         """Any spec: each axis on some dim, or on none."""
-        rng, held = self.rng(f"wild {label}"), [()] * len(shape)
+        rng = self.rng(f"wild {label}")
+        held: list[tuple[str, ...]] = [()] * len(shape)
         for axis in rng.permutation(list(self.sizes)):
             dim = int(rng.integers(-1, len(shape)))
             if dim >= 0 and (self.fits(shape[dim], (*held[dim], axis)) or not even):
@@ -164,7 +166,7 @@ class World:
 
     def batch_spec(self, label: str, shape: Sequence[int], dim: int = 0) -> P:
         """How data lies: its rows over the batch's axes, where they divide."""
-        held = [()] * len(shape)
+        held: list[tuple[str, ...]] = [()] * len(shape)
         if self.fits(shape[dim], self.batch_axes):
             held[dim] = self.batch_axes
         return self._ended(f"batch {label}", held)
@@ -200,7 +202,7 @@ class World:
         if self.pinning == "wild":
             spec = self.wild(f"pin {label}", x.shape, even=not uneven)
         else:
-            held = [()] * x.ndim
+            held: list[tuple[str, ...]] = [()] * x.ndim
             if x.ndim and (self.fits(x.shape[0], self.batch_axes) or uneven):
                 held[0] = self.batch_axes
             free = tuple(a for a in self.model_axes if a not in held[0]) if x.ndim else ()
@@ -220,9 +222,12 @@ class World:
         if self.explicit:
             at = NamedSharding(self.mesh(), self._stated(equation, x, y))
             return jnp.einsum(equation, x, y, out_sharding=at)
-        if _is_matmul(equation) and self.rng(f"written {label}").random() < 0.5:
-            return x @ y if self.rng(f"written so {label}").random() < 0.7 else jnp.dot(x, y)
-        return jnp.einsum(equation, x, y)
+        way = self.rng(f"written {label}").random()
+        if not _is_matmul(equation) or way < 0.45:
+            return jnp.einsum(equation, x, y)
+        if way < 0.85:
+            return x @ y
+        return jnp.dot(x, y) if way < 0.95 else jax.vmap(lambda row: row @ y)(x)
 
     def _stated(self, equation: str, x: jax.Array, y: jax.Array) -> P:
         """The result's sharding that operands of stated shardings suggest."""
