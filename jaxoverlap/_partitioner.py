@@ -29,7 +29,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxlib import _hlo  # type: ignore[attr-defined]
 
 _PASS = "jaxoverlap-ask"
-_lock = threading.Lock()  # the registration is the process's: one question at a time
+_lock = threading.Lock()
+_registered: set[str] = set()  # platforms whose compiler calls `_keep`
+_modules: dict[str, list[Any]] = {}  # what was asked about, by name: the partitioned module
 _numbers = itertools.count()
 
 Spec = tuple[tuple[str, ...], ...]
@@ -73,31 +75,53 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh) -> Partitioned:
     """
     lowering: Any = lowered._lowering  # type: ignore[attr-defined]
     name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
-    modules: list[Any] = []
+    on_cpu = next(iter(lowering._device_list)).platform == "cpu"
+    _register("cpu" if on_cpu else "cuda")
+    _modules[name] = []
+    try:
+        _compile(lowering)
+    except jax.errors.JaxRuntimeError as error:
+        if not _modules[name]:
+            raise NoAnswerError(str(error)) from error
+    finally:
+        found = _modules.pop(name)
+    if not found:
+        raise NoAnswerError(f"XLA compiled {name} without calling the pass after its partitioner")
+    avals = lowering.compile_args["global_out_avals"]
+    return Partitioned(found[0].to_string(), _results(found[0], avals, mesh))
 
-    def keep(serialized: bytes) -> bytes | None:
-        module = _hlo.HloModule.from_serialized_hlo_module_proto(serialized)
-        if module.name != name:  # another thread's compilation
-            return None
-        modules.append(module)
+
+def _register(platform: str) -> None:
+    """Have XLA call `_keep`, for as long as the process lives.
+
+    What is cleared while another thread compiles may be called all the same: XLA crashes then.
+    """
+    with _lock:
+        if platform not in _registered:
+            stage = xla.PipelineStage.PRE_SCHEDULER
+            xla.register_hlo_module_transformation(
+                _keep, name=_PASS, stage=stage, platforms=platform
+            )
+            _registered.add(platform)
+
+
+def _keep(serialized: bytes) -> None:
+    """What XLA calls for every module that it has partitioned: ends the compilation of ours."""
+    wanted = _modules.get(module_name(serialized))
+    if wanted is not None:
+        wanted.append(_hlo.HloModule.from_serialized_hlo_module_proto(serialized))
         raise _Enough
 
-    on_cpu = next(iter(lowering._device_list)).platform == "cpu"
-    at = {"stage": xla.PipelineStage.PRE_SCHEDULER, "platforms": "cpu" if on_cpu else "cuda"}
-    with _lock:
-        xla.register_hlo_module_transformation(keep, name=_PASS, **at)
-        try:
-            _compile(lowering)
-        except jax.errors.JaxRuntimeError as error:
-            if not modules:
-                raise NoAnswerError(str(error)) from error
-        finally:
-            xla.clear_hlo_module_transformation(_PASS, **at)
-    if not modules:
-        raise NoAnswerError(f"XLA compiled {name} without calling the pass after its partitioner")
-    (module,) = modules
-    avals = lowering.compile_args["global_out_avals"]
-    return Partitioned(module.to_string(), _results(module, avals, mesh))
+
+def module_name(serialized: bytes) -> str:
+    """A serialized module's name, which is its first field: tag, length as a varint, text."""
+    assert serialized[0] == 0x0A, "HloModuleProto.name is field 1"
+    size, shift, at = 0, 0, 1
+    while True:
+        size, more, at = size | (serialized[at] & 0x7F) << shift, serialized[at] & 0x80, at + 1
+        shift += 7
+        if not more:
+            return serialized[at : at + size].decode()
 
 
 def _compile(lowering: Any) -> None:

@@ -1,8 +1,8 @@
 """Give the instructions of a module another order, inside XLA's GPU compiler.
 
 XLA calls a Python pass right after its own scheduler (`jax.extend.xla`). The registration is the
-process's, so it lasts as long as some compilation wants it, and a pass touches no module but those
-that it was made for, by name. XLA's persistent cache does not know of it: what a pass depends on
+process's and stays once it is made; a pass touches no module but those that it was made for, by
+name. XLA's persistent cache does not know of it: what a pass depends on
 has to be in the module's name, which is part of the cache's key.
 """
 
@@ -15,6 +15,8 @@ from typing import Protocol
 
 from jax.extend import xla
 from jaxlib import _hlo  # type: ignore[attr-defined]
+
+from jaxoverlap._partitioner import module_name
 
 
 class Scheduler(Protocol):
@@ -33,6 +35,7 @@ _NAME = "jaxoverlap-schedule"
 _AT = {"stage": xla.PipelineStage.POST_SCHEDULER, "platforms": "cuda"}
 _lock = threading.Lock()
 _wanted: list[tuple[str, Scheduler]] = []
+_registered: list[str] = []
 
 
 @contextmanager
@@ -44,21 +47,20 @@ def reordering(name: str, scheduler: Scheduler) -> Iterator[None]:
     """
     wanted = (name, scheduler)
     with _lock:
-        if not _wanted:
+        if not _registered:  # and never cleared: XLA may be calling it for another thread
             xla.register_hlo_module_transformation(_transform, name=_NAME, **_AT)
+            _registered.append(_NAME)
         _wanted.append(wanted)
     try:
         yield
     finally:
         with _lock:
             _wanted.remove(wanted)
-            if not _wanted:
-                xla.clear_hlo_module_transformation(_NAME, **_AT)
 
 
 def _transform(serialized: bytes) -> bytes | None:
     """What XLA calls for every module that it has scheduled."""
-    called = _name_of(serialized)
+    called = module_name(serialized)
     with _lock:
         schedulers = [s for name, s in _wanted if called.endswith(f"_{name}")]
     if not schedulers:  # one of the many small modules that a compilation makes of its kernels
@@ -71,17 +73,6 @@ def _transform(serialized: bytes) -> bytes | None:
         except Exception as error:
             scheduler.failed(f"{type(error).__name__}: {error}")
     return result
-
-
-def _name_of(serialized: bytes) -> str:
-    """A serialized module's name, which is its first field: tag, length as a varint, text."""
-    assert serialized[0] == 0x0A, "HloModuleProto.name is field 1"
-    size, shift, at = 0, 0, 1
-    while True:
-        size, more, at = size | (serialized[at] & 0x7F) << shift, serialized[at] & 0x80, at + 1
-        shift += 7
-        if not more:
-            return serialized[at : at + size].decode()
 
 
 def reordered(module: _hlo.HloModule, orders: Mapping[str, Sequence[str]]) -> bytes:

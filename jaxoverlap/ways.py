@@ -93,11 +93,17 @@ def overlapped(
     pinned = pin_results(jaxpr, open_results(params, plain.results, mesh), mesh)
     asked = functools.partial(partitioned, traced, mesh=mesh, ask=False)
     if terms.prices is not None and terms.options.chooses:
-        return _fastest(name, traced, pinned, plain, asked, terms)
+        found = _fastest(name, traced, pinned, plain, asked, terms)
+        if isinstance(found, Way):
+            return found
+        why, plain_s = found
+        return replace(_left_alone(name, jaxpr, plain, terms, why), step_s=plain_s)
     way = _finished(name, _by_bytes(traced, pinned, plain, terms), terms)
+    if not way.plan.decisions and not way.plan.scattered:
+        return replace(way, jaxpr=jaxpr)
     after = asked(way.jaxpr)
     if changed := _changed(plain, after):
-        return _left_alone(name, pinned, plain, terms, changed)
+        return _left_alone(name, jaxpr, plain, terms, changed)
     if terms.prices is None:
         return way
     return replace(way, step_s=estimate(after.module, terms.prices.cost).step_s)
@@ -128,8 +134,10 @@ def _fastest(
     plain: Picture,
     asked: Callable[[Any], Picture],
     terms: Terms,
-) -> Way:
+) -> Way | tuple[str, float]:
     """The way that is estimated to take least; of ways that take about as long, the one before.
+
+    Where the step without any ring is as fast: why, and the seconds that it takes.
 
     Args:
         name: of the step.
@@ -155,7 +163,7 @@ def _fastest(
         return best
     why = f"by price the step takes {plain_s * 1e3:.4g} ms without rings"
     why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-    return replace(_left_alone(name, jaxpr, plain, terms, why), step_s=plain_s)
+    return why, plain_s
 
 
 def _ways(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Iterator[Outcome]:

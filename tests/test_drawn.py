@@ -128,7 +128,7 @@ def test_a_small_model_computes_what_it_computes_on_one_device(changes: dict[str
 
 
 def test_a_small_step_lowers_its_loss():
-    sketch = dataclasses.replace(SMALL, attention="none", vocab=0, scan=False, dtype="bfloat16")
+    sketch = dataclasses.replace(SMALL, attention="none", vocab=0, scan=False, dtype="float32")
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2)
     built = trainer.build(sketch, mesh)
     args = _values(built.args)
