@@ -9,7 +9,6 @@ they run once and not once a chunk.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -24,9 +23,9 @@ from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.partitioned import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import Specs, share
-from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, Refusal, einsum_of
+from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
 from jaxoverlap.passes.wishes import Granularity, Wishes
-from jaxoverlap.passes.worth import Prices, local_sizes
+from jaxoverlap.passes.worth import Prices
 
 PASSES = {
     "all_gather": "all_gather_matmul",
@@ -206,20 +205,7 @@ def _matmul(
     """A matmul and how it lies on the mesh, or why that is not known."""
     if dot.index not in shardings:
         return "its sharding is not known: it was dropped as unused, or lowered to something else"
-    matmul = matmul_of(dot, shardings[dot.index], axis_sizes)
-    if isinstance(matmul, Matmul) and not _agrees(matmul, shardings[dot.index].products):
-        return "XLA's partitioner splits it in another way than its shardings say"
-    return matmul
-
-
-def _agrees(matmul: Matmul, products: int | None) -> bool:
-    """Whether the partitioned program does for a matmul just what its splits say.
-
-    Nothing is said of one that needs what no ring does, or that XLA has joined with another.
-    """
-    if products is None or any(isinstance(split, Refusal) for split in matmul.splits):
-        return True
-    return products == math.prod(local_sizes(matmul).values())
+    return matmul_of(dot, shardings[dot.index], axis_sizes)
 
 
 def _num_dims(dot: Dot) -> int:

@@ -127,6 +127,8 @@ class _Estimator:
                 flights[len(tasks)] = i.name
                 tasks.append(Task(needs, flight=Flight(lane, seconds)))
                 tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
+                if turned := _turned_bytes(i, kernels):
+                    tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(turned)))
                 own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
                 total = _added(total, own)
                 slowed_s += seconds * sms / self._cost.cluster.chip.num_sms
@@ -250,9 +252,27 @@ class _Kernels:
             return Work()
         if i.opcode in _OWN_KERNELS:
             return work(self._module, i, self._shapes)
-        if not self._ends(i):
+        if not self._ends(i) or self._adds_to_matmul(i):
             return Work()
         return Work(memory_bytes=self._written(i) + sum(self._read(i)))
+
+    def _adds_to_matmul(self, i: hlo.Instruction) -> bool:
+        """Whether an instruction adds to a matmul that nobody else reads: cuBLAS does that itself."""
+        if i.opcode != "add":
+            return False
+        for operand in i.operands:
+            made = self._by_name.get(operand)
+            while made is not None and made.opcode in ("bitcast", "reshape"):
+                made = self._by_name.get(made.operands[0])
+            if made is not None and made.opcode == "dot" and len(self._users[made.name]) == 1:
+                return True
+        return False
+
+    def part_of(self, i: hlo.Instruction) -> hlo.Instruction | None:
+        """The slice that is all that anybody reads of a value; None where more is read."""
+        readers = list(self._readers(i))
+        slices = [user for user in readers if user.opcode == "dynamic-slice"]
+        return slices[0] if slices and len(slices) == len(readers) else None
 
     def _fuses(self, i: hlo.Instruction) -> bool:
         return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and not _is_collective(i)
@@ -301,6 +321,22 @@ class _Kernels:
                     stack.append(made)
                 elif made.opcode not in ("constant", "iota", "partition-id"):
                     yield hlo.shape_bytes(made.shape)
+
+
+def _turned_bytes(i: hlo.Instruction, kernels: _Kernels) -> int:
+    """Bytes of the copy beside a collective whose blocks do not lie one after the other.
+
+    NCCL's blocks do. Along another dim than the first XLA:GPU turns what was gathered after it, and
+    what is to be scattered before it.
+    """
+    sizes = hlo.dims(hlo.array_shapes(i.shape)[0]) if not i.shape.startswith("(") else ()
+    dim = 0
+    if i.opcode == "all-gather":
+        dim = int(i.attribute("dimensions").strip("{}"))
+    elif i.opcode == "all-reduce" and (part := kernels.part_of(i)) is not None:
+        pairs = zip(sizes, hlo.dims(hlo.array_shapes(part.shape)[0]), strict=False)
+        dim = next((d for d, (whole, cut) in enumerate(pairs) if whole != cut), 0)
+    return 2 * hlo.shape_bytes(i.shape) if math.prod(sizes[:dim]) > 1 else 0
 
 
 def _is_collective(i: hlo.Instruction) -> bool:
