@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
+from jaxoverlap.decisions import LEFT_PLAIN, Decision, Skip
 from jaxoverlap.options import Options
 from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.estimate import estimate
@@ -93,17 +95,13 @@ def overlapped(
     pinned = pin_results(jaxpr, open_results(params, plain.results, mesh), mesh)
     asked = functools.partial(partitioned, traced, mesh=mesh, ask=False)
     if terms.prices is not None and terms.options.chooses:
-        found = _fastest(name, traced, pinned, plain, asked, terms)
-        if isinstance(found, Way):
-            return found
-        why, plain_s = found
-        return replace(_left_alone(name, jaxpr, plain, terms, why), step_s=plain_s)
+        return _fastest(name, traced, jaxpr, pinned, plain, asked, terms)
     way = _finished(name, _by_bytes(traced, pinned, plain, terms), terms)
     if not way.plan.decisions and not way.plan.scattered:
         return replace(way, jaxpr=jaxpr)
     after = asked(way.jaxpr)
     if changed := _changed(plain, after):
-        return _left_alone(name, jaxpr, plain, terms, changed)
+        return _left_alone(way, jaxpr, changed)
     if terms.prices is None:
         return way
     return replace(way, step_s=estimate(after.module, terms.prices.cost).step_s)
@@ -131,17 +129,16 @@ def _fastest(
     name: str,
     traced: jax.stages.Traced,
     jaxpr: Any,
+    pinned: Any,
     plain: Picture,
     asked: Callable[[Any], Picture],
     terms: Terms,
-) -> Way | tuple[str, float]:
+) -> Way:
     """The way that is estimated to take least; of ways that take about as long, the one before.
-
-    Where the step without any ring is as fast: why, and the seconds that it takes.
 
     Args:
         name: of the step.
-        traced, jaxpr: the step, its results pinned.
+        traced, jaxpr: the step, and pinned: with its results pinned.
         plain: what XLA makes of it.
         asked: gives what XLA makes of a rewritten one.
         terms: to decide by.
@@ -149,21 +146,25 @@ def _fastest(
     assert terms.prices is not None
     cost = terms.prices.cost
     plain_s = estimate(plain.module, cost).step_s
-    best, best_s, rings_s = None, plain_s, math.inf
-    for outcome in _ways(traced, jaxpr, plain, terms):
+    first, best, best_s, rings_s = None, None, plain_s * (1 - _GAIN), math.inf
+    for outcome in _ways(traced, pinned, plain, terms):
         way = _finished(name, outcome, terms)
+        first = first or way
+        if not way.plan.decisions and not way.plan.scattered:
+            continue
         after = asked(way.jaxpr)
         if _changed(plain, after):
             continue
         way_s = estimate(after.module, cost).step_s
         rings_s = min(rings_s, way_s) if way.plan.decisions else rings_s
-        if way_s < (best_s if best else plain_s * (1 - _GAIN)):
+        if way_s < best_s:
             best, best_s = replace(way, step_s=way_s), way_s
     if best is not None:
         return best
+    assert first is not None
     why = f"by price the step takes {plain_s * 1e3:.4g} ms without rings"
     why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-    return why, plain_s
+    return replace(_left_alone(first, jaxpr, why), step_s=plain_s)
 
 
 def _ways(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Iterator[Outcome]:
@@ -222,11 +223,28 @@ def _changed(plain: Picture, after: Picture) -> str:
     return f"XLA would not donate argument {', '.join(sorted(lost)[:3])}" if lost else ""
 
 
-def _left_alone(name: str, jaxpr: Any, plain: Picture, terms: Terms, why: str) -> Way:
-    """The step without any ring."""
-    dots = [dot.index for body in bodies(jaxpr) for dot in body.dots]
-    outcome = _decided(jaxpr, plain.shardings, terms, dict.fromkeys(dots, why))
-    return _finished(name, replace(outcome, known=()), terms)
+def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
+    """The step as it is, in the place of a way; matmuls that have no ring there keep their reasons.
+
+    Args:
+        way: the way.
+        jaxpr: the step.
+        why: no matmul gets a ring.
+    """
+    entries = tuple(
+        Skip(
+            site=entry.site,
+            source=entry.source,
+            einsum=entry.einsum,
+            runs=entry.runs,
+            reason=LEFT_PLAIN + why,
+        )
+        if isinstance(entry, Decision)
+        else entry
+        for entry in way.plan.entries
+    )
+    plan = msgspec.structs.replace(way.plan, entries=entries, prefetched=0, scattered=(), sums=())
+    return Way(plan, jaxpr, ())
 
 
 # -- one way --------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ class _Kernels:
         return Work(memory_bytes=self._written(i) + sum(self._read(i)))
 
     def _adds_to_matmul(self, i: hlo.Instruction) -> bool:
-        """Whether an instruction adds to a matmul that nobody else reads: cuBLAS does that itself."""
+        """Whether an instruction adds to a matmul that nobody else reads, as cuBLAS itself does."""
         if i.opcode != "add":
             return False
         for operand in i.operands:
