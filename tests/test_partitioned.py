@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap import RewriteError, _partitioner
 from jaxoverlap.passes import hlo
+from jaxoverlap.passes import partitioned as partitioned_module
 from jaxoverlap.passes.partitioned import partitioned
 from jaxoverlap.passes.remaining import remaining
 
@@ -379,3 +380,22 @@ def test_a_loop_counts_by_its_trips():
 
     moved = remaining(picture(step, X, W, V).module, dict(MESH.shape))
     assert {(r.kind, r.runs) for r in moved} == {("all_gather", 5), ("all_reduce", 5)}
+
+
+def test_answers_count_where_the_question_changes_nothing():
+    """A probe that changes the program is asked again with fewer others, and at last left out."""
+    asked: list[frozenset] = []
+
+    def probed(wanted):
+        asked.append(wanted)
+        text = "  %d = f32[8,8]{1,0} dot(%x, %w)"
+        changed = (0, "c") in wanted
+        shape = "f32[4,8]" if changed else "f32[8,8]"
+        found = _partitioner.Partitioned(text.replace("f32[8,8]", shape), ())
+        return found, {value: (MODEL,) for value in wanted}
+
+    unasked = partitioned_module._work(probed(frozenset())[0].text)
+    wanted = [(0, name) for name in "abcd"]
+    answers = partitioned_module._answers(wanted, unasked, probed)
+    assert set(answers) == {(0, "a"), (0, "b"), (0, "d")}
+    assert [len(w) for w in asked[1:]] == [4, 2, 2, 1, 1]

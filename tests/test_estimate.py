@@ -1,0 +1,82 @@
+"""About how long a step takes, from its partitioned module: what is fused, what waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxoverlap.cluster import parse_cluster
+from jaxoverlap.cost import Group, cost_model
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.estimate import estimate
+
+COST = cost_model(parse_cluster("h100-sxm:1x8"))
+SUM = """%sum (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %c = bf16[] add(%a, %b)
+}
+"""
+X, W = "bf16[4096,4096]{1,0}", "bf16[4096,4096]{1,0}"
+DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+MATMUL_S = COST.matmul_s(4096, 4096, 4096)
+BYTES = 4096 * 4096 * 2
+
+
+def estimated(*lines: str):
+    body = "\n".join(f"  {line}" for line in lines)
+    text = f"HloModule jit_step\n\n{SUM}\nENTRY %main (x: {X}, w: {W}) -> {X} {{\n{body}\n}}\n"
+    return estimate(hlo.parse_partitioned(text, 8), COST)
+
+
+ARGUMENTS = (f"%x = {X} parameter(0)", f"%w = {W} parameter(1)")
+
+
+def test_a_matmul():
+    found = estimated(*ARGUMENTS, f"ROOT %y = {X} dot(%x, %w), {DOT}")
+    assert found.step_s == found.compute_s == MATMUL_S
+
+
+def test_what_reads_element_by_element_is_one_kernel():
+    found = estimated(
+        *ARGUMENTS,
+        f"%a = {X} tanh(%x)",
+        f"%b = {X} multiply(%a, %w)",
+        f"%c = {X} add(%b, %b)",
+        f"ROOT %y = {X} dot(%c, %w), {DOT}",
+    )
+    assert found.step_s == pytest.approx(MATMUL_S + COST.memory_s(3 * BYTES))
+
+
+def test_what_cublas_adds_takes_no_time():
+    found = estimated(*ARGUMENTS, f"%y = {X} dot(%x, %w), {DOT}", f"ROOT %z = {X} add(%y, %w)")
+    assert found.step_s == MATMUL_S
+
+
+GATHER_S = COST.collective_s("all-gather", 7 * BYTES // 8, Group(8))
+
+
+@pytest.mark.parametrize(("dim", "shard"), [(0, "bf16[512,4096]"), (1, "bf16[4096,512]")])
+def test_a_gather_is_waited_for_and_turned_where_its_blocks_lie_apart(dim: int, shard: str):
+    found = estimated(
+        f"%x = {shard}{{1,0}} parameter(0)",
+        f"%w = {W} parameter(1)",
+        f"%g = {X} all-gather(%x), replica_groups={{}}, dimensions={{{dim}}}",
+        f"ROOT %y = {X} dot(%g, %w), {DOT}",
+    )
+    turned_s = COST.memory_s(2 * BYTES) if dim else 0.0
+    assert found.step_s == pytest.approx(GATHER_S + turned_s + MATMUL_S)
+    assert found.waited_s == {("main", "g"): pytest.approx(GATHER_S)}
+    assert found.bytes_moved == {"NVLink": 7 * BYTES // 8}
+
+
+def test_a_gather_hides_behind_a_matmul_that_does_not_read_it():
+    found = estimated(
+        "%s = bf16[512,4096]{1,0} parameter(2)",
+        *ARGUMENTS,
+        f"%g = {X} all-gather(%s), replica_groups={{}}, dimensions={{0}}",
+        f"%y = {X} dot(%x, %w), {DOT}",
+        f"ROOT %z = {X} dot(%g, %y), {DOT}",
+    )
+    waits_s = max(GATHER_S - MATMUL_S, 0.0)
+    assert found.waited_s == {("main", "g"): pytest.approx(waits_s)}
+    assert found.step_s >= 2 * MATMUL_S + waits_s
