@@ -22,12 +22,13 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _partitioner, overlap, ways
+from jaxoverlap import _partitioner, overlap, pod_mesh, ways
 from jaxoverlap._text import table
 from jaxoverlap.passes import hlo
 
 LENGTHS = (60, 120, 240, 480, 960)
-CLUSTERS = (None, "h100-sxm:1x8")  # all that can be a ring is one; rings have prices
+POD = "h100-sxm:1x8"  # where rings have prices; on CPU devices all that can be a ring is one
+AXES = {"data": 2, "model": 4}
 
 
 PARTS = (
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
     Attributes:
         matmuls: that it has.
-        cluster: that was named.
+        devices: that it is for.
         rings: that it got.
         plain_s: of the plain step's trace.
         asked_s: of XLA's answers.
@@ -52,7 +53,7 @@ class Row(NamedTuple):
     """
 
     matmuls: int
-    cluster: str | None
+    devices: str
     rings: int
     plain_s: float
     asked_s: float
@@ -80,17 +81,18 @@ def build(matmuls: int, mesh: Mesh) -> tuple[Any, tuple[Any, Any]]:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at(*spec))
 
     layer = struct((8192, 32768), "data", "model"), struct((32768, 8192), "model", "data")
-    return jax.jit(train_step), ([layer] * (matmuls // 6), struct((32768, 8192), "data", None))
+    return train_step, ([layer] * (matmuls // 6), struct((32768, 8192), "data", None))
 
 
-def measured(matmuls: int, cluster: str | None, mesh: Mesh) -> Row:
+def measured(matmuls: int, devices: str, mesh: Mesh) -> Row:
     """One step's row."""
     step, args = build(matmuls, mesh)
     start = time.process_time()
-    step.trace(*args)
+    plain: Any = jax.jit(step)
+    plain.trace(*args)
     traced = time.process_time()
     spent = {"asking": 0.0, "pricing": 0.0}
-    overlapped = overlap(step, cluster=cluster, never_slower=False)
+    overlapped: Any = overlap(step, never_slower=False)
     with contextlib.ExitStack() as stack:
         for where, name, what in PARTS:
             timed = _timed(getattr(where, name), what, spent)
@@ -99,7 +101,7 @@ def measured(matmuls: int, cluster: str | None, mesh: Mesh) -> Row:
     own_s = time.process_time() - traced - sum(spent.values())
     names = [eqn.primitive.name for eqn in rewritten.jaxpr.eqns]
     rings = names.count("shard_map")
-    return Row(matmuls, cluster, rings, traced - start, spent["asking"], spent["pricing"], own_s)
+    return Row(matmuls, devices, rings, traced - start, spent["asking"], spent["pricing"], own_s)
 
 
 def _timed(fn: Callable[..., Any], what: str, spent: dict[str, float]) -> Callable[..., Any]:
@@ -120,7 +122,7 @@ def shown(rows: Iterable[Row]) -> str:
     """The rows as a table."""
     columns = (
         "matmuls",
-        "cluster",
+        "devices",
         "rings",
         "plain",
         "asking XLA",
@@ -131,7 +133,7 @@ def shown(rows: Iterable[Row]) -> str:
     cells = (
         (
             str(row.matmuls),
-            row.cluster or "not known",
+            row.devices,
             str(row.rings),
             f"{row.plain_s:.2f} s",
             f"{row.asked_s:.2f} s",
@@ -142,18 +144,21 @@ def shown(rows: Iterable[Row]) -> str:
         for row in rows
     )
     title = "Tracing and rewriting unrolled steps: CPU seconds, and the rest by matmul"
-    right = [column for column in columns if column != "cluster"]
+    right = [column for column in columns if column != "devices"]
     return table(title, columns, cells, right=right)
 
 
 def main() -> None:
-    """Measure each length; the first step of all is left out, as it imports and warms up."""
+    """Measure each length; the first step on each mesh is left out, as it imports and warms up."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     lengths = [int(length) for length in sys.argv[1:]] or LENGTHS
-    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
-    measured(12, None, mesh)
-    rows = [measured(length, cluster, mesh) for cluster in CLUSTERS for length in lengths]
+    here = jax.make_mesh(tuple(AXES.values()), tuple(AXES), (AxisType.Auto,) * len(AXES))
+    meshes = {"8 CPU devices": here, POD: pod_mesh(POD, AXES)}
+    rows = []
+    for devices, mesh in meshes.items():
+        measured(12, devices, mesh)
+        rows += [measured(length, devices, mesh) for length in lengths]
     print(shown(rows))
 
 

@@ -209,6 +209,27 @@ def states_some(var: Any) -> bool:
     return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
 
+def stated_axes(eqn: Any) -> tuple[str, ...] | None:
+    """The mesh axes whose shardings the type of an equation's result states; None without a mesh.
+
+    `jax.sharding.explicit_axes` and `auto_axes` make them others than those of the step's mesh.
+    """
+    meshes = (eqn.outvars[0].aval.sharding.mesh, eqn.ctx.cur_abstract_mesh)
+    return next((_explicit(mesh) for mesh in meshes if not mesh.empty), None)
+
+
+def _explicit(mesh: Any) -> tuple[str, ...]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind == jax.sharding.AxisType.Explicit)
+
+
+def states_others(eqn: Any) -> bool:
+    """Whether a reshard's result states shardings over other mesh axes than its operand."""
+    meshes = [v.aval.sharding.mesh for v in (eqn.invars[0], eqn.outvars[0])]
+    before, after = (() if mesh.empty else _explicit(mesh) for mesh in meshes)
+    return before != after
+
+
 def type_text(var: Any) -> str:
     """The type of a variable or a literal, with all that JAX's types say; no device is in it."""
     aval = var.aval
@@ -380,7 +401,7 @@ def inline(
         scope: a name to put on the stack.
     """
     structs = tuple(_struct(v) for v in invars)
-    with like.ctx.manager, source_info_util.reset_name_stack():
+    with like.ctx.manager, _mesh_of_types(invars), source_info_util.reset_name_stack():
         body = _traced(fn, structs, alike)
     assert not body.consts, "a ring closes over nothing"
     for made, wanted in zip(body.outvars, outvars, strict=True):
@@ -403,6 +424,18 @@ def inline(
         )
         for inner in body.eqns
     ]
+
+
+@contextlib.contextmanager
+def _mesh_of_types(values: Sequence[Any]) -> Iterator[None]:
+    """Where no mesh is set, that of the types: `auto_axes` and `shard_map` go by the one set."""
+    meshes = (v.aval.sharding.mesh for v in values)
+    typed = next((m for m in meshes if not m.empty and m._any_axis_explicit), None)
+    if typed is None or not jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.sharding.use_abstract_mesh(typed):
+        yield
 
 
 _TRACES: Cache[Jaxpr] = Cache()
@@ -475,6 +508,11 @@ def with_tag(eqn: JaxprEqn, **metadata: str) -> JaxprEqn:
     """`eqn` that lowers to an op with these frontend attributes."""
     with eqn.ctx.manager, set_xla_metadata(**metadata):
         return eqn.replace(ctx=core.JaxprEqnContext())
+
+
+def in_no_context(eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn` as it would be outside `explicit_axes`, `compute_on` and the like around it."""
+    return eqn.replace(ctx=core.JaxprEqnContext())
 
 
 def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:

@@ -106,8 +106,10 @@ def overlap(
         fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
             function, which is then jitted. The jit's static and donated arguments, shardings and
             name stay; what nnx.jit changes in its arguments, it still changes.
-        cluster: the GPUs that the step is for, as "chip:hosts x GPUs a host"; the step's mesh must
-            have as many devices. Default: the devices of the mesh, whatever they are.
+        cluster: the GPUs that the step is for, as "chip:hosts x GPUs a host", with how many
+            processes a host runs behind it where that is not one ("h100-sxm:8x8/8"); the step's
+            mesh must have as many devices. Default: the devices of the mesh, whatever they are, on
+            the hosts that their processes say they are on.
         skip: source lines ("gpt.py:88") whose matmuls are to be left alone.
         on_error: what to do when the rewrite fails on a step, for whatever reason: "raise", or
             "plain" to run the step as it is and warn once of each failure. What the step itself
@@ -127,7 +129,8 @@ def overlap(
             processes process 0 tunes, and the others wait for its plan.
         agree_within_s: where the mesh spans processes, how long the first that comes to the step,
             or to `lower`, waits there for the last: none compiles before all are about to compile
-            the same. If they are not, or one does not come, all raise `DisagreementError`.
+            the same. If they are not, or one does not come, all raise `DisagreementError`. As long
+            it waits, once, for each process to say on which host it is.
         never_slower: where the GPUs' prices are known, compile the step as it is too, in a child
             process, and take what is faster by simulation; warn if that is not what has the rings.
             `Compiled.speedup` has both. False compiles the overlapped step alone, as does `plan`.

@@ -153,6 +153,12 @@ def moves(
 _WORTH = 0.002  # of a step: what waits for less is left as it is
 
 
+def said(base: Options, plan: Plan) -> Options:
+    """The options that say of every ring what a plan does, so that single ones can be changed."""
+    plain = {skip.site: Variant("plain") for skip in plan.skips if skip.left_plain}
+    return replace(base, choices={**plan.choices, **plain}, sums=plan.sums)
+
+
 def changed(options: Options, to: Mapping[int, Variant]) -> Options:
     """The options with some rings changed."""
     return replace(options, choices={**options.choices, **to})

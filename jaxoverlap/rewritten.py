@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ from jaxoverlap.search import Ready
 from jaxoverlap.speedup import Speedup
 from jaxoverlap.trial import Request
 from jaxoverlap.tune import Subject
+
+_SHOWN = 40  # matmuls of a step whose plan is shown in a warning
+_REASONS = 5  # that are named of a longer one
 
 
 class Notice(NamedTuple):
@@ -195,7 +199,12 @@ def _arrived(call: _compat.Call, done: Travelled, options: Options) -> Rewritten
 
 def _no_ring(name: str, plan: Plan) -> Notice:
     """What to say of a step on a mesh in which nothing becomes a ring."""
-    return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
+    if len(plan.entries) <= _SHOWN:
+        return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
+    reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
+    lines = "".join(f"\n  {count} matmuls: {reason}" for reason, count in reasons)
+    said = f"overlap() changes nothing in {name}; explain() says why of each matmul, mostly:"
+    return Notice("no ring", said + lines)
 
 
 def _as_it_is(call: _compat.Call, mesh: Mesh) -> Rewritten:
@@ -260,6 +269,9 @@ def subject_of(
         assert start.cost is not None
         return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
 
+    def look(options: Options) -> float | None:
+        return travel(jitted, call, args, kwargs, options).step_s
+
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)
         with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
@@ -267,6 +279,7 @@ def subject_of(
 
     return Subject(
         lower=lower,
+        look=look,
         sites=lambda: sites_of(jitted, call, args, kwargs, options),
         compiled=compiled,
         args=args,

@@ -44,6 +44,7 @@ class Travelled:
         cluster: the mesh's GPUs, where they are known.
         cost: what they take, where that is known.
         rings: that the plan has, but those written by hand.
+        step_s: how long it takes, estimated before it is compiled; None where that is not known.
     """
 
     plan: Plan
@@ -52,6 +53,7 @@ class Travelled:
     cluster: Cluster | None
     cost: CostModel | None
     rings: tuple[Ring, ...] = ()
+    step_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ def travel(
     plan = msgspec.structs.replace(done.plan, made_for=start.origin)
     if options.plan:
         plan = followed(options.plan, plan)
-    return Travelled(plan, done.jaxpr, start.mesh, start.cluster, start.cost, done.rings)
+    return Travelled(
+        plan, done.jaxpr, start.mesh, start.cluster, start.cost, done.rings, done.step_s
+    )
 
 
 def sites_of(

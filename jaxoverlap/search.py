@@ -5,9 +5,11 @@ First whole plans (`candidates.seeds`), those of Lagom's search on the model amo
 from the best, one ring after the other in another way (`candidates.moves`): the one with the
 smallest H first, each ring for itself, so that compiles grow with the number of rings and not with
 that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's granularity is a
-setting like channels is ours). Moves that help are put together and tried again. Every candidate is
-compiled in a child process (`trial.py`) and simulated; the step as it is is one of them, so a plan
-is never slower than plain by simulation. Nothing is random: what ends early by its budget is a
+setting like channels is ours). Moves that help are put together and tried again. What is
+compiled is compiled in a child process (`trial.py`) and simulated; the step as it is is one of
+them, so a plan is never slower than plain by simulation. Of the moves XLA's partitioner is asked
+first (`passes/estimate.py`), about many while children compile; those that it finds slower than the
+best so far are not compiled. Nothing is random: what ends early by its budget is a
 prefix of what would have been tried.
 """
 
@@ -16,13 +18,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from jaxoverlap._kernels import Kernels
-from jaxoverlap.candidates import PLAIN, RULES, Candidate, changed, moves, seeds, settings
+from jaxoverlap.candidates import PLAIN, RULES, Candidate, changed, moves, said, seeds, settings
 from jaxoverlap.granularity import Granularity
 from jaxoverlap.options import Options
 from jaxoverlap.passes.errors import RewriteError
@@ -36,6 +39,8 @@ _WITH_SETTINGS = 2  # of the best that were compiled, with other settings
 MOST_MEMORY = 1.15  # times the plain step's: a plan that needs more is not taken
 
 
+_AHEAD = 8  # moves that XLA is asked about for each that is compiled, if there is time
+_SLOWER = 1.01  # times the best one's estimate: what takes longer is not compiled
 _MOST_WORKERS = 8  # a compile takes gigabytes of memory
 
 
@@ -59,6 +64,7 @@ class Ready:
 
 
 Lower = Callable[[Options | None], Ready]
+Look = Callable[[Options], float | None]
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,19 @@ class Tried:
     request: Request | None = None
 
 
+@dataclass(frozen=True)
+class Looked:
+    """A candidate that XLA's partitioner was asked about.
+
+    Attributes:
+        candidate: the candidate.
+        step_s: how long it takes, estimated; None where it cannot be rewritten.
+    """
+
+    candidate: Candidate
+    step_s: float | None
+
+
 @dataclass
 class Search:
     """One tuning.
@@ -87,12 +106,14 @@ class Search:
         base: the options of the rules.
         kept: the folder of results.
         memory_bytes: of a device.
+        look: estimates a step by some options from its partitioned program, in seconds.
         model: the unified model of the step, from what the rules made of it.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         show: called with each result, in order.
         kernels: that the candidates share.
         workers: children at a time.
         tried: all results, in order.
+        looked: the candidates that were estimated, by their choices.
         complete: whether the search ended by itself.
     """
 
@@ -101,11 +122,13 @@ class Search:
     kept: Path
     memory_bytes: int
     deadline: float
+    look: Look = lambda options: None
     model: Callable[[Tried], Granularity] = lambda rules: Granularity()
     show: Callable[[Tried], None] = lambda tried: None
     kernels: Kernels = field(default_factory=Kernels)
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
     tried: list[Tried] = field(default_factory=list)
+    looked: dict[Hashable, Looked] = field(default_factory=dict)
     complete: bool = False
 
     def run(self) -> Tried:
@@ -123,9 +146,12 @@ class Search:
             )
         model = Granularity()
         if rules.plan is not None:
+            plan = rules.plan
+            explicit = Candidate(RULES, said(self.base, plan), {})
+            rules = self.tried[1] = replace(rules, candidate=explicit)
             known = rules.result if isinstance(rules.result, Trial) else None
             model = self.model(rules) if known else model
-            self._try(seeds(self.base, rules.plan, known, model.plans(_PLANS)))
+            self._try(seeds(self.base, plan, known, model.plans(_PLANS)))
             for candidate, plan in self._fastest_plans():
                 self._try(settings(candidate, plan))
         cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
@@ -147,21 +173,77 @@ class Search:
             best = self.best
             if best.plan is None or not isinstance(best.result, Trial):
                 return True
-            batch = moves(best.candidate, best.plan, best.result, seen, model)[: self.workers]
+            following = moves(best.candidate, best.plan, best.result, seen, model)
+            batch = self._promising(best.candidate, following, seen)
             if not batch:
                 return True
             if time.monotonic() >= self.deadline:
                 return False
             seen |= {(site, str(way)) for c in batch for site, way in c.changes.items()}
-            better = [t for t in self._try(batch) if self._key(t) < self._key(best)]
+            rest = iter([c for c in following if c not in batch][: _AHEAD * self.workers])
+            tried = self._try(batch, meanwhile=lambda rest=rest: self._looks_on(rest))
+            better = [t for t in tried if self._key(t) < self._key(best)]
             if len(better) > 1:
                 self._try([_together(best.candidate, better)])
 
-    def _try(self, candidates: Sequence[Candidate], *, needed: bool = False) -> list[Tried]:
-        """Lower one after the other, and compile as many at a time as there are workers."""
+    def _promising(
+        self, at: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
+    ) -> list[Candidate]:
+        """The moves to compile next: of those that were looked at the fastest, by estimate.
+
+        Those that are slower than the best so far are noted in `seen` and never compiled.
+        """
+        here_s, found = self._look(at), list[tuple[float, Candidate]]()
+        for candidate in following:
+            known = _choices(candidate) in self.looked
+            if len(found) >= self.workers and not known:
+                continue
+            step_s = self._look(candidate)
+            if here_s and step_s and step_s > here_s * _SLOWER:
+                seen |= {(site, str(way)) for site, way in candidate.changes.items()}
+            else:
+                found.append((step_s or math.inf, candidate))
+            if time.monotonic() >= self.deadline:
+                break
+        return [c for _, c in sorted(found, key=lambda one: one[0])][: self.workers]
+
+    def _look(self, candidate: Candidate) -> float | None:
+        """The estimated seconds of a candidate; XLA is asked once about each."""
+        key = _choices(candidate)
+        if key not in self.looked:
+            assert candidate.options is not None
+            try:
+                step_s = self.look(candidate.options)
+            except RewriteError:
+                step_s = None
+            self.looked[key] = Looked(candidate, step_s)
+        return self.looked[key].step_s
+
+    def _looks_on(self, rest: Iterator[Candidate]) -> bool:
+        """Look at the next of some candidates; False if there is none, or no time."""
+        candidate = next(rest, None)
+        if candidate is None or time.monotonic() >= self.deadline:
+            return False
+        self._look(candidate)
+        return True
+
+    def _try(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        needed: bool = False,
+        meanwhile: Callable[[], bool] = lambda: False,
+    ) -> list[Tried]:
+        """Lower one after the other, and compile as many at a time as there are workers.
+
+        Args:
+            candidates: what to try.
+            needed: whether to try them after the deadline too.
+            meanwhile: does a piece of other work while children compile; False if none is left.
+        """
         deadline = math.inf if needed else self.deadline
         with ThreadPoolExecutor(self.workers) as pool:
-            begun = []
+            begun, pending = [], list[Future[Any]]()
             for candidate in candidates:
                 if time.monotonic() >= deadline:
                     break
@@ -170,7 +252,10 @@ class Search:
                     begun.append((candidate, None, lambda failed=ready: failed))
                 else:
                     running = pool.submit(self._attempt, ready.request, deadline)
+                    pending.append(running)
                     begun.append((candidate, ready, running.result))
+            while not all(running.done() for running in pending) and meanwhile():
+                pass
             done = []
             for candidate, ready, get in begun:
                 if (result := get()) is not None:
@@ -209,6 +294,12 @@ class Search:
         most = min(self.memory_bytes, MOST_MEMORY * reference.peak_bytes)
         seconds = round(tried.result.step_s / (reference.step_s * SAME))
         return int(tried.result.peak_bytes > most), seconds
+
+
+def _choices(candidate: Candidate) -> Hashable:
+    """What tells the candidates of one tuning apart that differ in single rings."""
+    options = candidate.options
+    return options and tuple(sorted((n, str(way)) for n, way in options.choices.items()))
 
 
 def _together(at: Candidate, better: Sequence[Tried]) -> Candidate:

@@ -161,6 +161,7 @@ class Compiled:
         return replace(found, speedup=self.speedup) if cluster == self._cluster else found
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        # JAX asks stages for private parts of theirs: jax.experimental.serialize_executable does.
+        if name.startswith("__") or name == "_compiled":
             raise AttributeError(name)
         return getattr(self._compiled, name)

@@ -31,7 +31,7 @@ from jaxoverlap.plan import (
     Plan,
     Predictions,
 )
-from jaxoverlap.search import Lower, Search, Tried
+from jaxoverlap.search import Look, Looked, Lower, Search, Tried
 from jaxoverlap.simulate import simulate
 from jaxoverlap.trial import Failure, Trial, package_hash, schedule_of
 from jaxoverlap.tune_table import progress, tried_table
@@ -83,7 +83,8 @@ class Subject:
 
     Attributes:
         lower: rewrites and lowers it for a child.
-        sites: all rings that it could have; for one with a cost model.
+        look: estimates it from its partitioned program, in seconds; for one with a cost model.
+        sites: all rings that it could have; likewise.
         compiled: rewrites and compiles it here, to be timed; as `lower`.
         args, kwargs: that it is called with.
         base: what overlap() does unasked.
@@ -93,6 +94,7 @@ class Subject:
     """
 
     lower: Lower
+    look: Look
     sites: Callable[[], tuple[Site, ...]]
     compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
     args: tuple[Any, ...]
@@ -162,11 +164,15 @@ def _searched(
             trials,
             subject.memory_bytes,
             deadline,
+            look=subject.look,
             model=lambda rules: _model(subject, rules, trials),
             show=show,
         )
         best = search.run()
     tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
+    compiled = {t.candidate.name for t in search.tried}
+    others = (one for one in search.looked.values() if one.candidate.name not in compiled)
+    tried += tuple(map(_looked_at, others))
     if tuning.measure:
         return _corrected(subject, search, tried, console), search.complete
     assert best.request is not None
@@ -197,6 +203,14 @@ def _attempt(tried: Tried, *, taken: bool) -> Attempt:
         hops=found.hops,
         hops_covered=found.hops_covered,
     )
+
+
+def _looked_at(one: Looked) -> Attempt:
+    """What a plan says of a candidate that was estimated and not compiled."""
+    if one.step_s is None:
+        return Attempt(name=one.candidate.name, why="could not be rewritten")
+    why = f"about {one.step_s * 1e3:.4g} ms before it is compiled: left at that"
+    return Attempt(name=one.candidate.name, why=why)
 
 
 # -- by simulation --------------------------------------------------------------------------------

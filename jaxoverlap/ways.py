@@ -62,11 +62,14 @@ class Way:
         plan: what is done with each matmul.
         jaxpr: the rewritten step.
         rings: that it has, but those written by hand.
+        step_s: how long it takes, estimated from its partitioned program; None where no price is
+            known.
     """
 
     plan: Plan
     jaxpr: Any
     rings: tuple[Ring, ...]
+    step_s: float | None = None
 
 
 def overlapped(
@@ -92,8 +95,12 @@ def overlapped(
     if terms.prices is not None and terms.options.chooses:
         return _fastest(name, traced, pinned, plain, asked, terms)
     way = _finished(name, _by_bytes(traced, pinned, plain, terms), terms)
-    changed = _changed(plain, asked(way.jaxpr))
-    return way if not changed else _left_alone(name, pinned, plain, terms, changed)
+    after = asked(way.jaxpr)
+    if changed := _changed(plain, after):
+        return _left_alone(name, pinned, plain, terms, changed)
+    if terms.prices is None:
+        return way
+    return replace(way, step_s=estimate(after.module, terms.prices.cost).step_s)
 
 
 def _by_bytes(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Outcome:
@@ -143,12 +150,12 @@ def _fastest(
         way_s = estimate(after.module, cost).step_s
         rings_s = min(rings_s, way_s) if way.plan.decisions else rings_s
         if way_s < (best_s if best else plain_s * (1 - _GAIN)):
-            best, best_s = way, way_s
+            best, best_s = replace(way, step_s=way_s), way_s
     if best is not None:
         return best
     why = f"by price the step takes {plain_s * 1e3:.4g} ms without rings"
     why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-    return _left_alone(name, jaxpr, plain, terms, why)
+    return replace(_left_alone(name, jaxpr, plain, terms, why), step_s=plain_s)
 
 
 def _ways(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Iterator[Outcome]:
@@ -255,6 +262,7 @@ def _entries(
             dict(terms.mesh.shape),
             **wanted,
             unread=unread(terms.mesh),
+            explicit=explicit_axes(terms.mesh),
             prefetch=options.fsdp == "prefetch",
             costs=terms.costs,
             prices=terms.prices,

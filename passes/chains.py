@@ -109,7 +109,9 @@ class Chains:
 
     def _moves(self, place: int) -> bool:
         eqn = self._eqns[place]
-        return eqn.primitive.name in _MOVES and not _compat.states_some(eqn.outvars[0])
+        if eqn.primitive.name not in _MOVES or _compat.states_some(eqn.outvars[0]):
+            return False
+        return not _compat.states_others(eqn)  # as at the edge of explicit_axes
 
     def _is_matmul(self, place: int | None) -> bool:
         if place is None:

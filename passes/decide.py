@@ -9,6 +9,7 @@ they run once and not once a chunk.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -23,9 +24,9 @@ from jaxoverlap.passes.layout import traffic
 from jaxoverlap.passes.partitioned import Shardings
 from jaxoverlap.passes.rings import Member, Ring, Sharing
 from jaxoverlap.passes.share import Specs, share
-from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, einsum_of
+from jaxoverlap.passes.sites import LETTERS, Kind, Matmul, Refusal, einsum_of
 from jaxoverlap.passes.wishes import Granularity, Wishes
-from jaxoverlap.passes.worth import Prices
+from jaxoverlap.passes.worth import Prices, local_sizes
 
 PASSES = {
     "all_gather": "all_gather_matmul",
@@ -62,6 +63,7 @@ def decide(
     *,
     skip: Collection[str] = (),
     unread: str | None = None,
+    explicit: Sequence[str] = (),
     granularity: Granularity = None,
     choices: Mapping[int, Variant] | None = None,
     alone: Collection[int] = (),
@@ -78,6 +80,7 @@ def decide(
         axis_sizes: devices along each mesh axis.
         skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
         unread: why none of the shardings could be read, if so.
+        explicit: the mesh's axes whose shardings are a part of types.
         granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
             default: one way, in one piece; sums on a slow link straight to their owner; matmuls
             for which that does not pay, by `prices`, are left alone.
@@ -103,7 +106,8 @@ def decide(
     dear = {site: LEFT_PLAIN + why for site, why in (rejected or {}).items()}
 
     def read(dot: Dot) -> Matmul | str:
-        return unread or refusal(dot, wishes) or dear.get(dot.index) or known(dot.index)
+        left = unread or refusal(dot, wishes) or _typed_otherwise(dot, explicit)
+        return left or dear.get(dot.index) or known(dot.index)
 
     @functools.cache
     def known(index: int) -> Matmul | str:
@@ -167,6 +171,18 @@ def refusal(dot: Dot, wishes: Wishes) -> str | None:
     return _unfit(dot)
 
 
+def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> str | None:
+    """Why a matmul is left alone whose types state other shardings than the mesh's axes do."""
+    stated = _compat.stated_axes(dot.eqn)
+    if stated is None or set(stated) == set(explicit):
+        return None
+    here, there = (", ".join(axes) or "no axis" for axes in (stated, explicit))
+    return (
+        f"its types state shardings over {here}, the step's mesh over {there}: no ring is written "
+        "inside explicit_axes or auto_axes"
+    )
+
+
 def _unfit(dot: Dot) -> str | None:
     """Why a matmul is none that the algebra can look at."""
     if dot.eqn.primitive.name != "dot_general":
@@ -190,7 +206,20 @@ def _matmul(
     """A matmul and how it lies on the mesh, or why that is not known."""
     if dot.index not in shardings:
         return "its sharding is not known: it was dropped as unused, or lowered to something else"
-    return matmul_of(dot, shardings[dot.index], axis_sizes)
+    matmul = matmul_of(dot, shardings[dot.index], axis_sizes)
+    if isinstance(matmul, Matmul) and not _agrees(matmul, shardings[dot.index].products):
+        return "XLA's partitioner splits it in another way than its shardings say"
+    return matmul
+
+
+def _agrees(matmul: Matmul, products: int | None) -> bool:
+    """Whether the partitioned program does for a matmul just what its splits say.
+
+    Nothing is said of one that needs what no ring does, or that XLA has joined with another.
+    """
+    if products is None or any(isinstance(split, Refusal) for split in matmul.splits):
+        return True
+    return products == math.prod(local_sizes(matmul).values())
 
 
 def _num_dims(dot: Dot) -> int:

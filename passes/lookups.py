@@ -87,6 +87,8 @@ def lookups(
             read = shardings.get((body.index, place))
             if read is None or None in read[1:3] or eqn.invars[0] not in zeros:
                 continue
+            if _compat.stated_axes(eqn):  # inside explicit_axes: its types say how it lies
+                continue
             lookup = _lookup(eqn, read.rhs, read.out, mesh, costs) if _adds_rows(eqn) else None
             known += [lookup] if lookup else []
     return known

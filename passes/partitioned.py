@@ -20,6 +20,7 @@ from jaxoverlap.passes import hlo
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.jaxprs import Body, map_bodies
 from jaxoverlap.passes.sites import Spec
+from jaxoverlap.passes.work import work
 
 TAG = "jaxoverlap_site"
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
@@ -39,6 +40,8 @@ class Shardings(NamedTuple):
         out_sinks: of the values that the result becomes by resharding (and transposes), as long as
             nobody else reads it: after the first reshard, after the first two, ...; by the dims of
             the result.
+        products: multiply-adds that one device does for it, in the partitioned program; None where
+            XLA has joined it with another.
     """
 
     lhs: Spec | None
@@ -47,6 +50,7 @@ class Shardings(NamedTuple):
     lhs_sources: tuple[Spec | None, ...] = ()
     rhs_sources: tuple[Spec | None, ...] = ()
     out_sinks: tuple[Spec | None, ...] = ()
+    products: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,10 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
             f"XLA's partitioner gave no answer about {traced.fun_name}: {error}"
         ) from error
     known = {key: one.read(told) for key, (one, told) in asked.items() if one.out in told}
-    return Picture(known, found.results, found.text, mesh.size)
+    picture = Picture(known, found.results, found.text, mesh.size)
+    for number, products in products_of_sites(picture.module).items() if ask else ():
+        known[number] = known[number]._replace(products=products)
+    return picture
 
 
 class _Asked(NamedTuple):
@@ -250,6 +257,22 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 
 Place = tuple[str, str]
 """A computation and an instruction in it."""
+
+
+def products_of_sites(module: hlo.Module) -> dict[int, int]:
+    """The multiply-adds that one device does for each matmul of a step, by its number.
+
+    A matmul that XLA does twice has those of both. One that XLA has joined with another is missing.
+    """
+    found: dict[int, int] = {}
+    for body in module.computations.values():
+        shapes = {i.name: i.shape for i in body}
+        for i in body:
+            if i.opcode == "dot" and (tag := _TAGGED.search(i.line)):
+                (matmul,) = work(module, i, shapes).matmuls
+                number = int(tag.group(1))
+                found[number] = found.get(number, 0) + matmul.flops // 2
+    return found
 
 
 def collectives_of_sites(module: hlo.Module) -> dict[int, set[Place]]:

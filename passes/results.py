@@ -72,7 +72,8 @@ def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
             continue
         if var not in pinned:
             pinned[var] = _compat.like_var(var)
-            eqns += constrained(var, pinned[var], dims_of(spec), mesh, made[var])
+            like = _compat.in_no_context(made[var])
+            eqns += constrained(var, pinned[var], dims_of(spec), mesh, like)
         outvars.append(pinned[var])
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 

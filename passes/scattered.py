@@ -227,7 +227,12 @@ def partitioned_scattered(
     Raises:
         RewriteError: if XLA does not partition the step.
     """
-    shapes = {d.index: d.eqn.outvars[0].aval.shape for body in bodies(jaxpr) for d in body.dots}
+    shapes = {
+        d.index: d.eqn.outvars[0].aval.shape
+        for body in bodies(jaxpr)
+        for d in body.dots
+        if not _compat.stated_axes(d.eqn)  # there the types say how it lies
+    }
     dims = {
         i: dims_of(read.out)
         for i, read in shardings.items()

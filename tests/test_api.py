@@ -469,12 +469,32 @@ def test_a_step_without_a_ring_says_so_and_runs():
         step(x)  # once is enough
 
 
+def test_it_says_so_once_a_step_and_not_once_a_signature():
+    step = overlap(lambda x: x @ x.T)
+    with pytest.warns(UserWarning, match="changes nothing") as caught:
+        for rows in (16, 24, 32):
+            step(jax.device_put(np.ones((rows, 32), np.float32), WHOLE))
+    assert len(caught) == 1
+
+
+def test_of_a_long_step_it_names_the_reasons():
+    def step(x):
+        for _ in range(50):
+            x = jnp.sin(x @ x)
+        return x
+
+    x = jax.ShapeDtypeStruct((16, 16), np.float32, sharding=WHOLE)
+    with pytest.warns(UserWarning, match="changes nothing in step; explain") as caught:
+        overlap(step).lower(x)
+    assert str(caught[0].message).splitlines()[1:] == ["  50 matmuls: no collective"]
+
+
 # -- when the rewrite fails -----------------------------------------------------------------------
 
 
 @pytest.fixture
 def broken(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise TypeError("rings are out")
 
     monkeypatch.setattr(rewrite, "ringed", fail)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -264,3 +265,39 @@ def test_a_step_that_has_run_can_be_copied(copied):
     np.testing.assert_array_equal(other(*ARGS), expected)
     assert other.explain(*ARGS) == step.explain(*ARGS)
     assert other.__name__ == "module_step"
+
+
+# -- on disk --------------------------------------------------------------------------------------
+
+
+def test_a_compiled_step_goes_to_disk_and_back():
+    @overlap
+    @partial(jax.jit, donate_argnums=0)
+    def step(state, x, w):
+        return {"sum": state["sum"] + product(x, w), "mean": x.mean()}
+
+    def state():
+        return {"sum": jax.device_put(np.ones((16, 64), np.float32), on(None, "model"))}
+
+    compiled = step.lower(state(), *ARGS).compile()
+    assert compiled.plan.decisions
+    expected = compiled(state(), *ARGS)
+    kept, *trees = pickle.loads(pickle.dumps(serialize_executable.serialize(compiled)))
+    loaded = serialize_executable.deserialize_and_load(kept, *trees)
+    hops = [one.as_text().count(" collective-permute(") for one in (loaded, compiled)]
+    assert hops[0] == hops[1] > 0
+    given = state()
+    got = loaded(given, *ARGS)
+    assert given["sum"].is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert got["sum"].sharding == expected["sum"].sharding
+
+
+def test_a_compiled_step_has_what_jaxs_own_has():
+    compiled, plain = (f.lower(*ARGS).compile() for f in (overlap(product), jax.jit(product)))
+    for name in dir(plain):
+        if not name.startswith("__"):
+            assert hasattr(compiled, name), name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        compiled.no_such_name  # noqa: B018
+    assert copy.copy(compiled).plan is compiled.plan

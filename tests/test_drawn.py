@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,8 +15,8 @@ import pytest
 import typer
 from jax.sharding import AxisType, Mesh
 
-from benchmarks.drawn import trainer
-from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names
+from benchmarks.drawn import child, trainer
+from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names, rows_in
 from benchmarks.drawn.drawing import CHIPS, PLACES, draw, rough_bytes
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.rows import (
@@ -28,9 +30,13 @@ from benchmarks.drawn.rows import (
     verdicts,
 )
 from benchmarks.drawn.sketch import Sketch, layer_shapes, place_spec, weight_spec
+from benchmarks.drawn.step import Step
 from benchmarks.drawn.steps import drawn_name, step_of
+from benchmarks.pod_step import write_rows
 from jaxoverlap.cluster import parse_cluster
 from jaxoverlap.passes.replay import UNKNOWN_TRIPS
+from tests.test_pods_suite import marked
+from tests.test_schedule import pytestmark as pods
 
 DRAWN = [draw(seed) for seed in (*SEEDS, *HELD_BACK)]
 
@@ -105,20 +111,30 @@ SMALL = dataclasses.replace(
         {"attention": "einsum", "projection": "headwise", "loss": "take", "tied": True},
         {"attention": "none", "vocab": 0, "scan": False, "constrained": ()},
     ],
-    ids=lambda changes: changes["attention"] + changes.get("projection", ""),
+    ids=lambda changes: changes["attention"],
 )
-def test_a_small_step_computes_what_it_computes_on_one_device(changes: dict[str, Any]):
+def test_a_small_model_computes_what_it_computes_on_one_device(changes: dict[str, Any]):
     sketch = dataclasses.replace(SMALL, **changes)
-    whole = dataclasses.replace(sketch, constrained=())
-    devices = np.array(jax.devices())
-    axes = (AxisType.Auto,) * 2
-    mesh = Mesh(devices.reshape(4, 2), ("fsdp", "tp"), axis_types=axes)
-    one = Mesh(devices[:1].reshape(1, 1), ("fsdp", "tp"), axis_types=axes)
-    built, alone = trainer.build(sketch, mesh), trainer.build(whole, one)
-    _, _, loss = built.function(*_values(built.args))
-    _, _, expected = alone.function(*_values(alone.args))
-    assert float(loss) == pytest.approx(float(expected), rel=2e-2)  # matmuls are in bfloat16
-    assert 0 < float(loss) < 100
+    losses = []
+    for shape in ((4, 2), (1, 1)):
+        devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+        mesh = Mesh(devices, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+        weights, _, *batch = _values(trainer.abstract_args(sketch, mesh))
+        pin = trainer.pin_on(mesh, sketch)
+        loss = jax.jit(functools.partial(trainer.loss_of, sketch=sketch, pin=pin))
+        losses.append(float(loss(weights, *batch)))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # matmuls are in bfloat16
+    assert 0 < losses[0] < 100
+
+
+def test_a_small_step_lowers_its_loss():
+    sketch = dataclasses.replace(SMALL, attention="none", vocab=0, scan=False, dtype="bfloat16")
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2)
+    built = trainer.build(sketch, mesh)
+    args = _values(built.args)
+    weights, state, first = built.function(*args)
+    *_, second = built.function(weights, state, *args[2:])
+    assert float(second) < float(first)
 
 
 def _values(args: Any) -> Any:
@@ -131,6 +147,22 @@ def _values(args: Any) -> Any:
         return jax.device_put(jnp.asarray(found, x.dtype), x.sharding)
 
     return jax.tree.map(value, args)
+
+
+@marked(pods)
+@pytest.mark.parametrize("kind", [PLAIN, OVERLAPPED])
+def test_a_small_step_becomes_a_row(kind: str, monkeypatch: pytest.MonkeyPatch):
+    changes = dict(attention="none", vocab=0, layers=1, hidden=512, mlp=1024, heads=4)
+    sketch = dataclasses.replace(SMALL, pod="h100-sxm:1x2", axes={"fsdp": 1, "tp": 2}, **changes)
+    build = functools.partial(trainer.build, sketch)
+    step = Step("small", sketch.pod, sketch.axes, build)
+    monkeypatch.setattr(child, "step_of", {"small": step}.__getitem__)
+    found = child.measured("small", kind)
+    parts = found["compute_s"] + found["slowdown_s"] + found["exposed_s"]
+    assert found["step_s"] == pytest.approx(parts) and not found["unknown"]
+    assert found["link_bytes"]["NVLink"] > 0 and found["kernels"] and found["collectives"]
+    assert 0 < found["peak_bytes"] < found["chip_bytes"]
+    assert ("rings" in found) == (kind == OVERLAPPED)
 
 
 def test_a_constrained_step_has_its_constraints():
@@ -175,6 +207,13 @@ def test_the_whole_benchmark_is_the_named_steps_and_forty():
     assert not set(names("", True)) & set(names("", False))
     with pytest.raises(typer.BadParameter, match="expected FIRST:END"):
         names("3", False)
+
+
+def test_rows_that_are_not_measured_again_stay(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    assert rows_in(file) == {}
+    write_rows(file, [row("one", PLAIN, 1.0), row("one", OVERLAPPED, 0.5)])
+    assert rows_in(file)["one", OVERLAPPED]["step_s"] == 0.5 and len(rows_in(file)) == 2
 
 
 # -- rows -----------------------------------------------------------------------------------------

@@ -104,3 +104,107 @@ def test_an_explicit_axis_beside_an_automatic_one():
         got, plain = overlapped(x, w), jax.jit(step)(x, w)
         assert jax.typeof(got) == jax.typeof(plain)
         np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["whole", "sharded by both"])
+def test_types_are_enough_where_no_mesh_is_set(given: str):
+    """`jax.set_mesh` is only for those who write specs without a mesh."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(EXPLICIT, EXPLICIT))
+
+    def lies(value, *spec):
+        return reshard(value, NamedSharding(mesh, P(*spec)))
+
+    def step(x, *weights):
+        for w in weights:
+            x = lies(lies(x, None, None) @ lies(w, None, "model"), "model", None)
+        return x
+
+    rng = np.random.default_rng(0)
+    x, *weights = (rng.standard_normal((D, D)).astype(np.float32) / 6 for _ in range(3))
+    at = P(None, "model") if given == "whole" else P("data", "model")
+    args = [lies(x, "model", None), *(jax.device_put(w, NamedSharding(mesh, at)) for w in weights)]
+    overlapped = jaxoverlap.overlap(step)
+    assert overlapped.explain(*args).decisions
+    got, expected = overlapped(*args), jax.jit(step)(*args)
+    assert jax.typeof(got) == jax.typeof(expected)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+# -- parts of a step whose types differ from its mesh's -------------------------------------------
+
+
+@pytest.fixture
+def automatic():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO, AUTO))
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def part(y, table, v):
+    """A lookup and a matmul with their collectives, in types that state shardings."""
+    y = y + table.at[jnp.arange(S) % 8].get(out_sharding=P("data", None))
+    return jnp.tanh(jnp.dot(y, v, out_sharding=P("data", "model")))
+
+
+def mixed(x, w, table, v):
+    """A ring, the part in explicit types, and a ring again."""
+    y = jax.lax.with_sharding_constraint(x @ w, P(None, "model"))
+    stated = (P("data", None), P(None, None), P(None, "model"))
+    z = jax.sharding.explicit_axes(part, in_sharding=stated)(y, table, v)
+    z = jax.lax.with_sharding_constraint(z, P("model", None))
+    return jax.lax.with_sharding_constraint(z @ w, P(None, "model"))
+
+
+def mixed_arguments(mesh):
+    rng = np.random.default_rng(0)
+    shapes = {"x": (S, D), "w": (D, F), "table": (8, F), "v": (F, D)}
+    specs = {"x": P("model"), "w": P(None, "model"), "table": P(), "v": P(None, "model")}
+    values = {k: rng.standard_normal(s).astype(np.float32) / 6 for k, s in shapes.items()}
+    return [jax.device_put(values[k], NamedSharding(mesh, specs[k])) for k in shapes]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+def test_explicit_axes_in_a_step_on_an_automatic_mesh_are_left_alone(automatic, on_error: str):
+    args = mixed_arguments(automatic)
+    step = jaxoverlap.overlap(mixed, on_error=on_error)
+    plan = step.explain(*args)
+    (skip,) = plan.skips
+    assert "types state shardings over data, model" in skip.reason
+    assert "over no axis" in skip.reason and "explicit_axes" in skip.reason
+    assert [d.kind for d in plan.decisions] == ["all_gather_matmul"] * 2
+    np.testing.assert_allclose(step(*args), jax.jit(mixed)(*args), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_through_explicit_axes(automatic):
+    args = mixed_arguments(automatic)
+    step = jax.jit(jax.grad(lambda *args: mixed(*args).sum(), (0, 1, 2, 3)))
+    overlapped = jaxoverlap.overlap(step)
+    plan = overlapped.explain(*args)
+    assert len(plan.decisions) >= 4
+    reasons = [s.reason for s in plan.skips if "types state" in s.reason]
+    assert len(reasons) == 3, "the matmul and its two gradients"
+    for mine, plain in zip(overlapped(*args), step(*args), strict=True):
+        np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-5)
+        assert mine.sharding.is_equivalent_to(plain.sharding, mine.ndim)
+
+
+def test_auto_axes_in_a_step_on_an_explicit_mesh_are_left_alone(mesh):
+    def inner(x, w):
+        y = jax.lax.with_sharding_constraint(x, P(None, None)) @ w
+        return jax.lax.with_sharding_constraint(y, P(None, "model"))
+
+    def step(x, w):
+        y = jax.sharding.auto_axes(inner, out_sharding=P(None, "model"))(x, w)
+        return y, jnp.tanh(reshard(2 * x, P(None, None))) @ w
+
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((S, D), (D, F)))
+    x = jax.device_put(x, NamedSharding(mesh, P("model", None)))
+    w = jax.device_put(w, NamedSharding(mesh, P(None, "model")))
+    overlapped = jaxoverlap.overlap(step)
+    skip, *_ = overlapped.explain(x, w).entries
+    assert isinstance(skip, jaxoverlap.Skip)
+    assert "over no axis, the step's mesh over data, model" in skip.reason
+    for mine, plain in zip(overlapped(x, w), jax.jit(step)(x, w), strict=True):
+        assert jax.typeof(mine) == jax.typeof(plain)
+        np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)

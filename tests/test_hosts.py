@@ -182,6 +182,15 @@ def test_a_named_cluster_says_what_is_a_process():
         assert {axis: group.by_copy for axis, group in found.items()} == by_copy, name
 
 
+def test_devices_of_a_named_cluster_count_up_whatever_their_numbers_are():
+    mesh = mesh_of((2, 2), [2, 2])
+    for device, number in zip(mesh.devices.flat, (0, 1, 2048, 2049), strict=True):
+        device.id = number  # as CPU devices of two processes have them
+    assert axis_domains(mesh, parse_cluster("h100-sxm:1x4/2")) == {"data": 1, "model": 1}
+    assert axis_domains(mesh, parse_cluster("h100-sxm:2x2")) == {"data": 2, "model": 1}
+    assert axis_processes(mesh, parse_cluster("h100-sxm:1x4/2")) == {"data": 2, "model": 1}
+
+
 def test_a_cluster_cannot_have_in_one_process_what_is_in_many():
     for name, found in (("2x4", 4), ("2x4/2", 2), ("2x4/4", 1)):
         assert (
@@ -239,40 +248,54 @@ def test_a_step_whose_hosts_are_not_known_is_not_compiled(monkeypatch, on_error)
 # -- real processes ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[float]:
-    """The losses of the plain step in one process."""
-    return train(make_step(make_mesh()))
+ON_HOSTS = ("on_hosts_as_they_are", "on_hosts_of_two", "on_hosts_in_turn")
 
 
-def results(processes: int, scenario: str) -> list[dict[str, Any]]:
-    found = run(processes, Path(), scenario)
+def results(processes: int, *scenarios: str) -> list[dict[str, Any]]:
+    """Of each process what each scenario gave, by its name."""
+    found = run(processes, Path(), *scenarios)
     for code, _, err in found:
         assert code == 0, err[-3000:]
-    return [rows[scenario]["result"] for _, rows, _ in found]
+    return [{name: rows[name]["result"] for name in scenarios} for _, rows, _ in found]
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return results(2, "says_its_host_late", ON_HOSTS[0])
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    return results(4, *ON_HOSTS)
 
 
 @pytest.mark.parametrize(
     ("processes", "scenario", "cluster", "domains", "by_copy"),
     [
-        (2, "on_hosts_as_they_are", "1x4/2", (1, 1), (False, True)),
-        (4, "on_hosts_as_they_are", "1x4/4", (1, 1), (False, False)),
-        (4, "on_hosts_of_two", "2x2/2", (2, 1), (False, False)),
-        (4, "on_hosts_in_turn", "2x2/2", (1, 2), (False, False)),
+        ("two", ON_HOSTS[0], "1x4/2", (1, 1), (False, True)),
+        ("four", ON_HOSTS[0], "1x4/4", (1, 1), (False, False)),
+        ("four", ON_HOSTS[1], "2x2/2", (2, 1), (False, False)),
+        ("four", ON_HOSTS[2], "2x2/2", (1, 2), (False, False)),
     ],
 )
-def test_processes_find_their_hosts(plain, processes, scenario, cluster, domains, by_copy):
+def test_processes_find_their_hosts(request, processes, scenario, cluster, domains, by_copy):
     axes = ("data", "model")
-    for row in results(processes, scenario):
+    for found in request.getfixturevalue(processes):
+        row = found[scenario]
         assert row["cluster"] == row["plan"] == f"h100-sxm:{cluster}"
         assert f"The cluster is taken to be h100-sxm:{cluster} " in row["said"]
         assert row["domains"] == dict(zip(axes, domains, strict=True))
         assert row["by_copy"] == dict(zip(axes, by_copy, strict=True))
-        np.testing.assert_allclose(row["losses"], plain, rtol=1e-5)
 
 
-def test_nobody_waits_for_ever_for_a_host():
-    waiting, late = results(2, "says_its_host_late")
+def test_processes_on_two_hosts_train_as_one_does(four):
+    plain = train(make_step(make_mesh()))
+    for found in four:
+        np.testing.assert_allclose(found[ON_HOSTS[1]]["losses"], plain, rtol=1e-5)
+
+
+def test_nobody_waits_for_ever_for_a_host(two):
+    waiting, late = (found["says_its_host_late"] for found in two)
     assert "process 1 did not say within 0.5 s on which host it runs" in waiting["said"]
     assert waiting["waited"] < 2.5 and waiting["hosts"] == 1
     assert late == 1

@@ -72,7 +72,7 @@ def test_a_fault_of_ours_is_a_rewrite_error_with_its_cause():
 
 
 def test_plain_is_not_advised_to_those_who_have_it(monkeypatch):
-    monkeypatch.setattr(rewrite, "ringed", lambda *_: 1 / 0)
+    monkeypatch.setattr(rewrite, "ringed", lambda *_, **__: 1 / 0)
     with pytest.warns(UserWarning, match="without overlap: could not rewrite matmul 0") as caught:
         overlap(product, on_error="plain")(X, W)
     (warning,) = caught

@@ -12,6 +12,7 @@ compiled for a pod by XLA's GPU compiler, plain and overlapped, and both schedul
 Needs no GPU.
 """
 
+import json
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -50,9 +51,9 @@ def main(
     row: Annotated[
         list[str] | None, typer.Option(help=f"Only these rows: {', '.join(ROWS)}.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/drawn.jsonl"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Where rows go, as JSON lines; others there stay.")
+    ] = Path("out/drawn.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a step is slower than it may be, or a compile fails."""
     steps = {name: _checked(name) for name in only or names(seeds, held_back)}
@@ -64,14 +65,14 @@ def main(
     import_first(["benchmarks.drawn.child"])
     pythons = {name: _python(step) for name, step in steps.items() if step.stranger}
     turns = [job for together in zip_longest(*lanes) for job in together if job]
-    found: dict[Job, Row] = {}
+    found = rows_in(out)
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
         for job, made in done(turns, jobs, partial(compile_in_child, known, pythons)):
             found[job] = _of_step(steps[job[0]]) | {"row": job[1], **made}
             progress.update(bar, advance=1, description=", ".join(job))
-            write_rows(out, [found[job] for job in wanted if job in found])
-    together = compared([found[job] for job in wanted])
+            write_rows(out, found.values())
+    together = compared([row for (name, _), row in found.items() if name in steps])
     console.print(table(together))
     said, short = verdicts(together)
     console.print("\n".join(said))
@@ -94,6 +95,12 @@ def names(seeds: str, held_back: bool) -> list[str]:
     if held_back:
         return [drawn_name(seed) for seed in HELD_BACK]
     return [*NAMED, *map(drawn_name, SEEDS)]
+
+
+def rows_in(file: Path) -> dict[Job, Row]:
+    """The rows that are in a file already; those that are not measured again stay."""
+    rows = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    return {(row["step"], row["row"]): row for row in rows}
 
 
 def compile_in_child(known: dict[str, Kernels], pythons: dict[str, str], job: Job) -> Row:

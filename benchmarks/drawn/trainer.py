@@ -30,18 +30,13 @@ _REMAT = {
 
 def build(sketch: Sketch, mesh: Mesh) -> Built:
     """The jitted step(weights, state, inputs, targets) -> (weights, state, loss) of a sketch."""
-    optimizer = optimizer_of(sketch)
+    optimizer, pin = optimizer_of(sketch), pin_on(mesh, sketch)
     args = abstract_args(sketch, mesh)
 
     def step(weights: Tree, state: Tree, inputs: jax.Array, targets: jax.Array) -> Any:
         loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, targets, sketch, pin)
         updates, state = optimizer.update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state, loss
-
-    def pin(x: jax.Array, place: str) -> jax.Array:
-        if place not in sketch.constrained:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, place_spec(sketch, place)))
 
     stated: dict[str, Any] = {}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, args)
@@ -51,6 +46,17 @@ def build(sketch: Sketch, mesh: Mesh) -> Built:
         stated["out_shardings"] = (*shardings[:2], NamedSharding(mesh, P()))
     donated = (0, 1) if sketch.donate else ()
     return Built(jax.jit(step, donate_argnums=donated, **stated), args)
+
+
+def pin_on(mesh: Mesh, sketch: Sketch) -> Pin:
+    """Constrains the activations of a place, where the sketch says so."""
+
+    def pin(x: jax.Array, place: str) -> jax.Array:
+        if place not in sketch.constrained:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, place_spec(sketch, place)))
+
+    return pin
 
 
 def optimizer_of(sketch: Sketch) -> optax.GradientTransformation:
