@@ -250,3 +250,59 @@ def linear_attention(mesh):
 
 def test_a_pinned_sum_that_two_matmuls_read():
     assert differs(GRID, linear_attention) == []
+
+
+def split_stream(mesh):
+    """Attention where the stream itself lies over model, so that each sum is read beside it."""
+
+    def loss(p, x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, "model")))
+        k = x @ p["wk"]
+        held = jnp.einsum("bsd,bse->bde", k, x)
+        x = x + jnp.tanh(jnp.einsum("bsd,bde->bse", k, held) / 256) @ p["u"]
+        return jnp.mean(x**2)
+
+    params = {"wk": Leaf(normal(0, 16, 16), P()), "u": Leaf(normal(1, 16, 16), P())}
+    x = Leaf(normal(2, 16, 16, 16), P("data"))
+    return Program(jax.grad(loss), [params], lambda n: [x], 0, apply=descend)
+
+
+def test_a_sum_that_is_read_beside_what_it_is_of():
+    assert differs({"data": 2, "model": 2}, split_stream) == []
+
+
+def explicit_gradients(mesh):
+    """Operands and results over one axis, by turns: rings gather what has an explicit type."""
+    rows = NamedSharding(mesh, P(None, "data"))
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(jnp.einsum("ij,jk->ik", x, p, out_sharding=rows)) ** 2)
+
+    x = Leaf(normal(0, 16, 32), P("data"))
+    weights = Leaf(normal(1, 32, 8), P("data"))
+    return Program(jax.grad(loss), [weights], lambda n: [x], 0, apply=descend)
+
+
+def test_gradients_of_an_explicit_mesh():
+    assert differs({"data": 2, "model": 2}, explicit_gradients, explicit=True) == []
+
+
+def accumulated(mesh):
+    """Two microbatches: each lies over half of the batch's axis."""
+
+    def update(p, x):
+        pieces = x.reshape(2, -1, x.shape[-1])
+
+        def add(i, total):
+            grads = jax.grad(lambda p: jnp.mean(jnp.tanh(pieces[i] @ p["a"] @ p["b"]) ** 2))(p)
+            return jax.tree.map(jnp.add, total, grads)
+
+        zeros = jax.tree.map(jnp.zeros_like, p)
+        return descended(p, jax.lax.fori_loop(0, 2, add, zeros))
+
+    params = {"a": Leaf(normal(0, 16, 32), P()), "b": Leaf(normal(1, 32, 16), P())}
+    return Program(update, [params], lambda n: [Leaf(normal(5 + n, 16, 16), P("data", None))], 0)
+
+
+def test_gradients_of_microbatches():
+    assert differs({"data": 4, "model": 2}, accumulated, donate_argnums=0) == []
