@@ -143,7 +143,7 @@ class _Rewritten:
             if ring.keep:
                 self.made[ring.whole] = self.moved(ring.whole)
                 results.append(self.made[ring.whole])
-            fn = ringed(ring, self.mesh, explicit=bool(self.explicit))
+            fn = ringed(ring, self.mesh)
             self.emit(fn, operands, results, eqn, likeness(ring), scope(ring))
         except Exception as error:
             raise _failed(ring, error) from error
@@ -167,34 +167,22 @@ def scope(ring: Ring) -> str:
     return f"{PASSES[ring.kind]}.{ring.site}"
 
 
-def ringed(ring: Ring, mesh: Mesh, *, explicit: bool = False) -> Callable[..., Any]:
-    """The function that takes the place of a ring's matmuls.
-
-    Args:
-        ring: the ring.
-        mesh: the step's mesh, its axes automatic.
-        explicit: whether they are not in the step.
-    """
+def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
+    """The function that takes the place of a ring's matmuls."""
     layouts = [_layout(m) for m in ring.members]
     out_specs = [layout.out for layout in layouts] if ring.arrives else [ring.first.out]
     if ring.keep:
         shard = Value(None, ring.first.spec(ring.side))
         out_specs.append(shard.moved(ring.first.ring.axis, ring.dim, ring.other_dim).spec)
-    in_specs = tuple(partition_spec(spec) for _, spec in _operands(ring))
     mapped = jax.shard_map(
         functools.partial(_arriving if ring.arrives else _leaving, ring, _dot_on(mesh)),
         mesh=mesh,
-        in_specs=in_specs,
+        in_specs=tuple(partition_spec(spec) for _, spec in _operands(ring)),
         out_specs=[partition_spec(spec) for spec in out_specs],
         check_vma=False,  # rings break the replication that it would try to infer
     )
 
     def fn(*operands: Array) -> list[Array]:
-        if explicit:  # there JAX lets a shard_map's operands keep the types that they have outside
-            pairs = zip(operands, in_specs, strict=True)
-            operands = tuple(
-                lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) for x, spec in pairs
-            )
         results = mapped(*operands)
         ends = [m.end for m in ring.members] if ring.total is None else []
         return [end.seen(r) for end, r in zip(ends, results, strict=False)] + results[len(ends) :]
