@@ -174,11 +174,13 @@ class Search:
             if best.plan is None or not isinstance(best.result, Trial):
                 return True
             following = moves(best.candidate, best.plan, best.result, seen, model)
-            batch = self._promising(best.candidate, following, seen)
-            if not batch:
+            if not following:
                 return True
             if time.monotonic() >= self.deadline:
                 return False
+            batch = self._promising(best.candidate, following, seen)
+            if not batch:
+                return True
             seen |= {(site, str(way)) for c in batch for site, way in c.changes.items()}
             rest = iter([c for c in following if c not in batch][: _AHEAD * self.workers])
             tried = self._try(batch, meanwhile=lambda rest=rest: self._looks_on(rest))

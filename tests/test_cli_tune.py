@@ -67,7 +67,7 @@ class TestPods:
     def test_the_one_taken_is_the_fastest_and_the_plans_own(self, tuned):
         plan = Plan.read(tuned[1] / "mine.json")
         (taken,) = (a for a in plan.tried if a.taken)
-        assert taken.step_s == min(a.step_s for a in plan.tried)
+        assert taken.step_s == min(a.step_s for a in plan.tried if a.step_s is not None)
         assert plan.plain == (taken.name == "plain")
         assert not plan.nccl.channels and plan.predictions.step_s == taken.step_s
 
