@@ -281,6 +281,11 @@ def _join(sharing: Sharing, member: Member) -> bool:
     ring = _ring_of(sharing, member)
     if ring is None or not _alike([*ring.members, member]):
         return False
+    # `Order.merge` lets what is merged need each other: a matmul and its constraint do.
+    given = {v for m in ring.members for v in (m.dot.eqn.outvars[0], m.end.var)}
+    read = [*member.dot.eqn.invars, member.lhs.var, member.rhs.var]
+    if any(v in given for v in read if not _compat.is_literal(v)):
+        return False
     if not sharing.order.merge(ring.place, member.dot.place):
         return False
     ring.members.append(member)
