@@ -1,4 +1,4 @@
-"""What jax does not promise to keep: with `_shardy`, the only file that names its internals.
+"""What jax does not promise to keep; `_jobs` and `_partitioner` name its compiler's internals too.
 
 Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviour that is used.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from jax._src import (
     util,
 )
 from jax._src import shard_map as shard_maps
+from jax._src.interpreters import pxla
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -524,6 +525,27 @@ def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
 
 
 # -- compiler options -----------------------------------------------------------------------------
+
+
+def compile_options(lowering: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """The `xla_client.CompileOptions` with which jax would compile a lowering.
+
+    Args:
+        lowering: `jax.stages.Lowered._lowering`.
+        options: XLA's, by name, beside the step's own.
+    """
+    given = lowering.compile_args
+    propagated = pxla.get_prop_to_input_output(
+        given["in_shardings"], given["out_shardings"], len(given["ordered_effects"])
+    )
+    return pxla.create_compile_options(
+        lowering._hlo,
+        given["tuple_args"],
+        *propagated,
+        given["backend"],
+        np.array(list(lowering._device_list), dtype=object),
+        dict(lowering._compiler_options_kvs) | dict(options or {}),
+    )
 
 
 @functools.cache

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import compiler
-from jax._src.interpreters import mlir, pxla
+from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+
+from jaxoverlap import _compat
 
 
 @dataclass(frozen=True)
@@ -57,25 +59,14 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
         ValueError: if the step calls back into Python, which a child cannot.
     """
     lowering: Any = lowered._lowering  # type: ignore[attr-defined]
-    given = lowering.compile_args
-    if given["host_callbacks"]:
+    if lowering.compile_args["host_callbacks"]:
         raise ValueError(
             "the step calls back into Python (io_callback, pure_callback or debug.print), and "
             "only a step without callbacks can be compiled by another process: take them out to "
             "tune it, or to hold it against plain"
         )
     devices = list(lowering._device_list)
-    propagated = pxla.get_prop_to_input_output(
-        given["in_shardings"], given["out_shardings"], len(given["ordered_effects"])
-    )
-    options = pxla.create_compile_options(
-        lowering._hlo,
-        given["tuple_args"],
-        *propagated,
-        given["backend"],
-        np.array(devices, dtype=object),
-        dict(lowering._compiler_options_kvs) | (compiler_options or {}),
-    )
+    options = _compat.compile_options(lowering, compiler_options)
     gpu = devices[0].platform in ("gpu", "cuda")
     place_of = {i: place for place, i in enumerate(sorted(device.id for device in devices))}
     places = [place_of[device.id] for device in devices]

@@ -17,9 +17,8 @@ from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequenc
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax._src import compiler, core, debugging
-from jax._src.interpreters import mlir, pxla
+from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import hlo  # type: ignore[attr-defined]
@@ -27,6 +26,8 @@ from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend import xla
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib import _hlo  # type: ignore[attr-defined]
+
+from jaxoverlap import _compat
 
 _PASS = "jaxoverlap-ask"
 _lock = threading.Lock()
@@ -127,22 +128,11 @@ def module_name(serialized: bytes) -> str:
 def _compile(lowering: Any) -> None:
     """Compile a lowering as JAX would, but for what JAX caches, logs and counts."""
     given = lowering.compile_args
-    propagated = pxla.get_prop_to_input_output(
-        given["in_shardings"], given["out_shardings"], len(given["ordered_effects"])
-    )
-    options = pxla.create_compile_options(
-        lowering._hlo,
-        given["tuple_args"],
-        *propagated,
-        given["backend"],
-        np.array(list(lowering._device_list), dtype=object),
-        dict(lowering._compiler_options_kvs),
-    )
     compiler.backend_compile_and_load(
         given["backend"],
         lowering._hlo,
         lowering._device_list,
-        options,
+        _compat.compile_options(lowering),
         list(given["host_callbacks"]),
     )
 
@@ -208,8 +198,9 @@ def probe(var: Any, key: Hashable, answers: Answers, axes: Mapping[str, int], li
     """An equation that asks how a variable lies, once its module is partitioned.
 
     As `jax.debug.inspect_array_sharding` does, which raises inside the compiler where a value is
-    sharded by half a mesh axis, or lies in a body that is manual over some axes. It changes nothing
-    in the partitioned module.
+    sharded by half a mesh axis, or lies in a body that is manual over some axes. It leaves nothing
+    in the partitioned module; but it is one more reader of the value, and the partitioner may
+    resolve a conflict in another way for it.
 
     Args:
         var: the variable.

@@ -231,23 +231,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Args:
             schedule: the scheduler pass that it is compiled with all the same.
         """
-        why = "left alone: the step as it is is faster"
+        plan = self.without_rings("left alone: the step as it is is faster")
+        return msgspec.structs.replace(plan, plain=True, schedule=schedule, xla_options={})
+
+    def without_rings(self, why: str) -> Plan:
+        """The plan that rewrites nothing; matmuls without a ring keep their reasons.
+
+        Args:
+            why: the other matmuls have none.
+        """
         entries = tuple(
             Skip(site=e.site, source=e.source, einsum=e.einsum, runs=e.runs, reason=why)
             if isinstance(e, Decision)
             else e
             for e in self.entries
         )
-        return msgspec.structs.replace(
-            self,
-            plain=True,
-            entries=entries,
-            prefetched=0,
-            scattered=(),
-            sums=(),
-            schedule=schedule,
-            xla_options={},
-        )
+        return msgspec.structs.replace(self, entries=entries, prefetched=0, scattered=(), sums=())
 
     def to_json(self) -> str:
         """The plan as JSON."""

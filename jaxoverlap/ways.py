@@ -9,17 +9,15 @@ donates, is none.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap.decisions import LEFT_PLAIN, Decision, Skip
+from jaxoverlap.decisions import LEFT_PLAIN
 from jaxoverlap.options import Options
 from jaxoverlap.passes.decide import decide
 from jaxoverlap.passes.estimate import estimate
@@ -93,13 +91,12 @@ def overlapped(
         return _finished(name, _decided(jaxpr, {}, terms), terms)
     plain = partitioned(traced, jaxpr, mesh)
     pinned = pin_results(jaxpr, open_results(params, plain.results, mesh), mesh)
-    asked = functools.partial(partitioned, traced, mesh=mesh, ask=False)
     if terms.prices is not None and terms.options.chooses:
-        return _fastest(name, traced, jaxpr, pinned, plain, asked, terms)
+        return _fastest(name, jaxpr, plain, _Ways(traced, pinned, plain, terms))
     way = _finished(name, _by_bytes(traced, pinned, plain, terms), terms)
     if not way.plan.decisions and not way.plan.scattered:
         return replace(way, jaxpr=jaxpr)
-    after = asked(way.jaxpr)
+    after = partitioned(traced, way.jaxpr, mesh, ask=False)
     if changed := _changed(plain, after):
         return _left_alone(way, jaxpr, changed)
     if terms.prices is None:
@@ -125,34 +122,23 @@ def _by_bytes(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Term
 # -- by price -------------------------------------------------------------------------------------
 
 
-def _fastest(
-    name: str,
-    traced: jax.stages.Traced,
-    jaxpr: Any,
-    pinned: Any,
-    plain: Picture,
-    asked: Callable[[Any], Picture],
-    terms: Terms,
-) -> Way:
+def _fastest(name: str, jaxpr: Any, plain: Picture, ways: _Ways) -> Way:
     """The way that is estimated to take least; of ways that take about as long, the one before.
 
     Args:
         name: of the step.
-        traced, jaxpr: the step, and pinned: with its results pinned.
+        jaxpr: the step.
         plain: what XLA makes of it.
-        asked: gives what XLA makes of a rewritten one.
-        terms: to decide by.
+        ways: to choose from.
     """
-    assert terms.prices is not None
-    cost = terms.prices.cost
-    plain_s = estimate(plain.module, cost).step_s
+    cost, plain_s = ways.prices.cost, ways.plain_s
     first, best, best_s, rings_s = None, None, plain_s * (1 - _GAIN), math.inf
-    for outcome in _ways(traced, pinned, plain, terms):
-        way = _finished(name, outcome, terms)
+    for outcome in ways.outcomes():
+        way = _finished(name, outcome, ways.terms)
         first = first or way
         if not way.plan.decisions and not way.plan.scattered:
             continue
-        after = asked(way.jaxpr)
+        after = ways.partitioned(way.jaxpr, ask=False)
         if _changed(plain, after):
             continue
         way_s = estimate(after.module, cost).step_s
@@ -167,47 +153,81 @@ def _fastest(
     return replace(_left_alone(first, jaxpr, why), step_s=plain_s)
 
 
-def _ways(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Iterator[Outcome]:
-    """The ways that the rules know: by each matmul's price, with sums scattered, axis by axis."""
-    first = _decided(jaxpr, plain.shardings, _knowing(plain, terms))
-    yield first
-    rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
-    axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
-    for axis in axes if len(axes) > 1 else ():
-        rejected = {
-            m.dot.index: f"the step is faster without rings on {axis}"
-            for ring in rings
-            if ring.first.ring.axis == axis
-            for m in ring.members
-        }
-        yield _decided(jaxpr, plain.shardings, _knowing(plain, terms), rejected)
-    if explicit_axes(terms.mesh):
-        return
-    if first.known:
-        why = dict.fromkeys((entry.site for entry in first.entries), "the step is faster without")
-        yield _decided(jaxpr, plain.shardings, terms, why)
-    every, _ = _entries(jaxpr, plain.shardings, replace(terms, prices=None))
-    if where := points(every[1].values()):
+class _Ways:
+    """The ways that the rules know for one step on a known cluster.
 
-        def decided(jaxpr: Any, picture: Picture) -> Outcome:
-            return _decided(jaxpr, picture.shardings, _knowing(picture, terms))
+    Attributes:
+        terms: to decide by.
+        prices: of rings on the cluster.
+        plain_s: how long the step takes without any, estimated.
+    """
 
-        yield with_sums_scattered(traced, jaxpr, plain.shardings, where, decided, terms.mesh)
+    def __init__(self, traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms):
+        """Take a traced step, its jaxpr with pinned results, and what XLA makes of it plain."""
+        assert terms.prices is not None
+        self._traced, self._jaxpr, self._plain = traced, jaxpr, plain
+        self.terms, self.prices = terms, terms.prices
+        self.plain_s, self._priced = self._knowing(plain)
 
+    def partitioned(self, jaxpr: Any, *, ask: bool) -> Picture:
+        """What XLA makes of another jaxpr of the step."""
+        return partitioned(self._traced, jaxpr, self.terms.mesh, ask=ask)
 
-def _knowing(picture: Picture, terms: Terms) -> Terms:
-    """The terms, with what of each collective is exposed where it is left whole."""
-    assert terms.prices is not None
-    waited_s = estimate(picture.module, terms.prices.cost).waited_s
-    beside = collectives_of_sites(picture.module)
+    def outcomes(self) -> Iterator[Outcome]:
+        """By each matmul's price; without one axis; lookups alone; with sums scattered."""
+        first = self._decided(self._priced)
+        yield first
+        for rejected in self._axis_by_axis(first):
+            yield self._decided(self._priced, rejected)
+        if explicit_axes(self.terms.mesh):
+            return
+        if first.known:
+            sites = (entry.site for entry in first.entries)
+            yield self._decided(self.terms, dict.fromkeys(sites, "the step is faster without"))
+        yield from self._with_sums_scattered()
 
-    def bare_s(ring: Ring) -> float | None:
-        found = {place for m in ring.members for place in beside.get(m.dot.index, ())}
-        if not found:
-            return None
-        return sum(waited_s.get(place, 0.0) for place in found) / ring.members[0].dot.runs
+    def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Outcome:
+        return _decided(self._jaxpr, self._plain.shardings, terms, rejected)
 
-    return replace(terms, prices=replace(terms.prices, bare=bare_s))
+    def _axis_by_axis(self, first: Outcome) -> Iterator[dict[int, str]]:
+        """The matmuls whose rings run along one axis, each axis' in turn, if there are several."""
+        rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
+        axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
+        for axis in axes if len(axes) > 1 else ():
+            yield {
+                m.dot.index: f"the step is faster without rings on {axis}"
+                for ring in rings
+                if ring.first.ring.axis == axis
+                for m in ring.members
+            }
+
+    def _with_sums_scattered(self) -> Iterator[Outcome]:
+        """The way in which sums that rings could take are scattered first, if there are any."""
+        jaxpr, shardings = self._jaxpr, self._plain.shardings
+        every, _ = _entries(jaxpr, shardings, replace(self.terms, prices=None))
+        if where := points(every[1].values()):
+
+            def decided(jaxpr: Any, picture: Picture) -> Outcome:
+                _, terms = self._knowing(picture)
+                return _decided(jaxpr, picture.shardings, terms)
+
+            mesh = self.terms.mesh
+            yield with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
+
+    def _knowing(self, picture: Picture) -> tuple[float, Terms]:
+        """A step's seconds, and the terms with what is exposed of each collective left whole."""
+        estimated = estimate(picture.module, self.prices.cost)
+        beside = collectives_of_sites(picture.module)
+
+        def bare_s(ring: Ring) -> float | None:
+            found = {place for m in ring.members for place in beside.get(m.dot.index, ())}
+            if not found:
+                return None
+            waited_s = sum(estimated.waited_s.get(place, 0.0) for place in found)
+            return waited_s / ring.members[0].dot.runs
+
+        prices = replace(self.prices, bare=bare_s)
+        return estimated.step_s, replace(self.terms, prices=prices)
 
 
 # -- what stays as it is --------------------------------------------------------------------------
@@ -224,27 +244,14 @@ def _changed(plain: Picture, after: Picture) -> str:
 
 
 def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
-    """The step as it is, in the place of a way; matmuls that have no ring there keep their reasons.
+    """The step as it is, in the place of a way.
 
     Args:
         way: the way.
         jaxpr: the step.
         why: no matmul gets a ring.
     """
-    entries = tuple(
-        Skip(
-            site=entry.site,
-            source=entry.source,
-            einsum=entry.einsum,
-            runs=entry.runs,
-            reason=LEFT_PLAIN + why,
-        )
-        if isinstance(entry, Decision)
-        else entry
-        for entry in way.plan.entries
-    )
-    plan = msgspec.structs.replace(way.plan, entries=entries, prefetched=0, scattered=(), sums=())
-    return Way(plan, jaxpr, ())
+    return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
 
 
 # -- one way --------------------------------------------------------------------------------------

@@ -164,8 +164,8 @@ class _Estimator:
         if not any(task.flight for task in tasks):
             return replace(total, step_s=compute_s, compute_s=compute_s + min(slowed_s, 0.0))
         orders = [list_schedule(problem, rule) for rule in _RULES]
-        order = min(orders, key=lambda order: outcome(problem, order).seconds)
-        step_s = outcome(problem, order).seconds
+        timed = ((outcome(problem, order).seconds, order) for order in orders)
+        step_s, order = min(timed, key=lambda one: one[0])
         wire_s = sum(task.flight.seconds for task in tasks if task.flight)
         hidden = 1 - min((step_s - compute_s) / wire_s, 1.0) if wire_s else 0.0
         waited_s = {(name, flights[i]): seconds for i, seconds in _waits(problem, order).items()}
@@ -303,13 +303,10 @@ class _Kernels:
         seen, stack = {i.name}, [i]
         while stack:
             at = stack.pop()
-            if at.opcode in _SLICES and at is not i:
-                yield hlo.shape_bytes(at.shape)
-                continue
-            skipped = 1 if at.opcode == "dynamic-update-slice" else 0
             if at.opcode in _SLICES:
                 yield hlo.shape_bytes(at.shape)
                 continue
+            skipped = 1 if at.opcode == "dynamic-update-slice" else 0
             for operand in at.operands[skipped:]:
                 made = self._by_name.get(operand.partition("#")[0])
                 if made is None or made.name in seen:

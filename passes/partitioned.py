@@ -108,8 +108,11 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
         _, answers = probed(frozenset(wanted))
     else:
         answers = _answers([*dict.fromkeys(wanted)], _work(found.text), probed)
+    told: dict[int, dict[Any, Spec | None]] = {}
+    for (body, v), spec in answers.items():
+        told.setdefault(body, {})[v] = spec
     known = {
-        key: one.read({v: spec for (at, v), spec in answers.items() if at == body})
+        key: one.read(told[body])
         for key, (body, one) in asked.items()
         if (body, one.out) in answers
     }

@@ -2,20 +2,22 @@
 
 Cut into chunks a matmul costs more: each chunk has a launch and tiles of its own, and what is cut
 has to be cut out of an operand, or put together to a result, which a whole matmul does not need. A
-ring can save at most the collective. So where
+ring can save at most what is exposed of the collective where that is left whole. So where
 
-    max(N t, (N - 1) tau) > c + w
+    max(N t, (N - 1) tau) > e + w
 
-with t for one chunk's matmuls and copies, tau for one hop, w for the whole matmuls and c for the
-collective, the ring loses even if all of it hides behind the rest, and is left alone: scores of a
-long context, whose pieces are gigabytes to put together, matmuls too small to cut, and rings of
-NCCL's permutes, which get few of its channels. (What chunks are copied is an estimate:
-XLA reads some of them where they lie.)
+with t for one chunk's matmuls and copies, tau for one hop, w for the whole matmuls and e for what
+is exposed, the ring loses even if all of it hides behind the rest, and is left alone: scores of a
+long context, whose pieces are gigabytes to put together, matmuls too small to cut, collectives that
+XLA's own schedule hides, and rings of NCCL's permutes, which get few of its channels. (What chunks
+are copied is an estimate: XLA reads some of them where they lie.) The estimate of the partitioned
+step (`estimate.py`) says what is exposed; where nobody has asked it, that is the whole collective.
 
-Sums between hosts are not left to XLA, but scattered whole, in two slices. (7B step on 512 H100s,
-where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone, 780 in slices.)
+A sum between hosts that is left alone goes in two slices where those take less than the whole. (7B
+step on 512 H100s, where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone,
+780 in slices.)
 
-Nor are gathers and scatters that have little to hide behind. Where all matmuls that could run
+So do gathers and scatters that have little to hide behind. Where all matmuls that could run
 beside (`beside.py`) take less than twice the collective, for others want to hide there too, it goes
 in two slices, each under the matmul of the other; in four, where they take less than twice a slice.
 (By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and 1309 ms,
