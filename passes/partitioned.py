@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from jaxoverlap.passes import hlo
 from jaxoverlap.passes.errors import RewriteError
 from jaxoverlap.passes.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.sites import Spec
-from jaxoverlap.passes.work import work
 
 TAG = "jaxoverlap_site"
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
@@ -43,8 +42,6 @@ class Shardings(NamedTuple):
         out_sinks: of the values that the result becomes by resharding (and transposes), as long as
             nobody else reads it: after the first reshard, after the first two, ...; by the dims of
             the result.
-        products: multiply-adds that one device does for it, in the partitioned program; None where
-            XLA has joined it with another.
     """
 
     lhs: Spec | None
@@ -53,7 +50,6 @@ class Shardings(NamedTuple):
     lhs_sources: tuple[Spec | None, ...] = ()
     rhs_sources: tuple[Spec | None, ...] = ()
     out_sinks: tuple[Spec | None, ...] = ()
-    products: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,11 +112,7 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
         for key, (body, one) in asked.items()
         if (body, one.out) in answers
     }
-    picture = Picture(known, found.results, found.text, mesh.size)
-    for number, products in products_of_sites(picture.module).items():
-        if number in known:
-            known[number] = known[number]._replace(products=products)
-    return picture
+    return Picture(known, found.results, found.text, mesh.size)
 
 
 _Value = tuple[int, Any]  # a body's number, as two bodies may share their variables, and a variable
@@ -328,8 +320,8 @@ def _with_probes(
 
 # -- what a device does ---------------------------------------------------------------------------
 
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(_COLLECTIVES)})\(")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(COLLECTIVES)})\(")
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z]|$)")
 _DIMS = re.compile(r"\[([\d,]*)\]")
 
@@ -353,34 +345,23 @@ def _sorted_dims(shape: str) -> list[tuple[str, ...]]:
 
 # -- the collectives beside a matmul --------------------------------------------------------------
 
-_TAGGED = re.compile(TAG + r'="(\d+)"')
-_ON_THE_WAY = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
+TAGGED = re.compile(TAG + r'="(\d+)"')
+BESIDE = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
 
 Place = tuple[str, str]
 """A computation and an instruction in it."""
 
 
-def products_of_sites(module: hlo.Module) -> dict[int, int]:
-    """The multiply-adds that one device does for each matmul of a step, by its number.
-
-    A matmul that XLA does twice has those of both. One that XLA has joined with another is missing.
-    """
-    found: dict[int, int] = {}
-    for body in module.computations.values():
-        shapes = {i.name: i.shape for i in body}
-        for i in body:
-            if i.opcode == "dot" and (tag := _TAGGED.search(i.line)):
-                (matmul,) = work(module, i, shapes).matmuls
-                number = int(tag.group(1))
-                found[number] = found.get(number, 0) + matmul.flops // 2
-    return found
-
-
-def collectives_of_sites(module: hlo.Module) -> dict[int, set[Place]]:
+def collectives_of_sites(
+    module: hlo.Module, between: Collection[str] = BESIDE
+) -> dict[int, set[Place]]:
     """The collectives that stand beside each matmul of a step, by its number.
 
-    Between the two there is nothing but views, converts and sums. A matmul that XLA has joined with
-    another is missing.
+    A matmul that XLA has joined with another is missing.
+
+    Args:
+        module: the partitioned one.
+        between: opcodes that may stand between the two: views, converts and sums.
     """
     found: dict[int, set[Place]] = {}
     for name, body in module.computations.items():
@@ -391,16 +372,16 @@ def collectives_of_sites(module: hlo.Module) -> dict[int, set[Place]]:
                 users.setdefault(operand.partition("#")[0], []).append(i)
         read = {at.name: [made[o.partition("#")[0]] for o in at.operands] for at in body}
         for i in body:
-            tag = _TAGGED.search(i.line) if i.opcode == "dot" else None
+            tag = TAGGED.search(i.line) if i.opcode == "dot" else None
             if tag is None:
                 continue
-            beside = {(name, c.name) for way in (read, users) for c in _beside(i, way)}
+            beside = {(name, c.name) for way in (read, users) for c in _beside(i, way, between)}
             found.setdefault(int(tag.group(1)), set()).update(beside)
     return found
 
 
 def _beside(
-    dot: hlo.Instruction, way: Mapping[str, list[hlo.Instruction]]
+    dot: hlo.Instruction, way: Mapping[str, list[hlo.Instruction]], between: Collection[str]
 ) -> Iterator[hlo.Instruction]:
     """The collectives on the way from a matmul in one direction, up to what computes."""
     seen, stack = set[str](), list(way.get(dot.name, ()))
@@ -409,7 +390,7 @@ def _beside(
         if at.name in seen:
             continue
         seen.add(at.name)
-        if at.opcode in _COLLECTIVES:
+        if at.opcode in COLLECTIVES:
             yield at
-        elif at.opcode in _ON_THE_WAY:
+        if at.opcode in between:
             stack += way.get(at.name, ())

@@ -3,6 +3,14 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Small steps take longer to compile than to run: what XLA does before its code generator stays.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        os.environ.get("XLA_FLAGS", ""),
+    )
+)
 
 import jax
 import pytest

@@ -113,7 +113,6 @@ def test_without_resharding_there_is_nothing_beyond():
     (found,) = read_all(lambda x, w: jnp.tanh(x) @ w, X, W, out_shardings=at(None, "model"))
     assert found[:3] == (ROWS, COLUMNS, COLUMNS)
     assert found[3:6] == ((), (), ())
-    assert found.products == 16 * 32 * 64 // 4
 
 
 def test_a_result_that_somebody_else_reads_is_not_followed():

@@ -1,51 +1,45 @@
-"""What decisions rest on is what XLA's partitioner does: each matmul's work, step by step."""
+"""What decisions rest on is what XLA's partitioner does: each matmul's work and collectives.
+
+`python -m benchmarks.strangers --what picture` compares them for published trainers.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import math
+import importlib
 
+import jax
 import pytest
 
 import jaxoverlap
+from benchmarks.picture import agreement
 from benchmarks.pods.suite import STEPS
-from jaxoverlap import _compat
-from jaxoverlap.passes.decide import matmul_of
-from jaxoverlap.passes.flatten import flatten
-from jaxoverlap.passes.jaxprs import dots
-from jaxoverlap.passes.partitioned import partitioned
-from jaxoverlap.passes.sites import Matmul, Refusal
-from jaxoverlap.passes.worth import local_sizes
+from tests.test_schedule import pytestmark  # noqa: F401 - the marks of tests that compile for pods
 
-pytestmark = [
-    pytest.mark.pods,
-    pytest.mark.skipif(
-        importlib.util.find_spec("jax_plugins.xla_cuda12") is None,
-        reason="JAX's CUDA plugin is not installed (the pods extra)",
-    ),
-]
+# Patches have few features: XLA splits their gradients over a second axis too, and gathers the rest.
+OTHERWISE = {"vit-a100-64": 2, "vit": 2}
+TRAINERS = {"gpt": (2, 4), "moe": (2, 4), "vit": (2, 4), "long_context": (2, 4)}
 
-# Patches have few features: XLA splits their gradient over a second axis too, and gathers the rest.
-SPLIT_OTHERWISE = {"vit-a100-64": 1}
+
+def traced_for(
+    pod: str, axes: dict[str, int], build
+) -> tuple[jax.stages.Traced, jax.sharding.Mesh]:
+    mesh = jaxoverlap.pod_mesh(pod, axes)
+    step, args = build(mesh)
+    return step.trace(*args), mesh
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_each_matmul_does_the_work_that_its_shardings_say(name: str):
+def test_of_the_suites_steps(name: str):
     step = STEPS[name]
-    mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
-    function, args = step.build("overlapped", mesh)
-    traced = function.trace(*args)
-    jaxpr = flatten(_compat.traced_params(traced)["jaxpr"])
-    found, same, otherwise = partitioned(traced, jaxpr, mesh).shardings, 0, 0
-    for dot in dots(jaxpr):
-        matmul = matmul_of(dot, found[dot.index], dict(mesh.shape))
-        assert isinstance(matmul, Matmul)
-        assert not any(isinstance(split, Refusal) for split in matmul.splits)
-        products = found[dot.index].products
-        if products is None:  # XLA has joined it with one that reads the same value
-            continue
-        expected = math.prod(local_sizes(matmul).values())
-        same, otherwise = same + (products == expected), otherwise + (products < expected)
-        assert products <= expected
-    assert otherwise == SPLIT_OTHERWISE.get(name, 0)
-    assert same > 20
+    found = agreement(*traced_for(step.pod, step.axes, lambda mesh: step.build("plain", mesh)))
+    assert len(found.otherwise) == OTHERWISE.get(name, 0), found.otherwise
+    assert found.same > 20 and not found.unread
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_of_the_trainers(name: str):
+    recipe = importlib.import_module(f"models.{name}").RECIPE
+    axes = dict(zip(recipe.config.AXES, TRAINERS[name], strict=True))
+    found = agreement(*traced_for("h100-sxm:1x8", axes, recipe.build))
+    assert len(found.otherwise) == OTHERWISE.get(name, 0), found.otherwise
+    assert found.same > 20 and not found.unread

@@ -31,6 +31,7 @@ RINGED = {
     **{name: NUMBERS[name] for name in ("sites", "ringed", "no_collective", "skips")},
     **POD, "what": "overlapped", "temp_bytes": 150, "compile_s": 31.0,
 }  # fmt: skip
+PICTURE = {"case": "their trainer", "what": "picture", "same": 8, "joined": 1, "unread": 0}
 FAILED = {"case": "another", "what": "numbers", "error": "exit 1: ValueError: no"}
 
 
@@ -76,6 +77,9 @@ def test_what_schedules_have_to_keep():
     assert rows.shortfalls(PLAIN) == rows.shortfalls(RINGED) == []
     late = {**RINGED, "hops": {**HOPS, "synchronous": 3}}
     assert rows.shortfalls(late) == ["their trainer: overlapped: 3 hops are synchronous"]
+    assert rows.shortfalls({**PICTURE, "otherwise": ["3 a.py:1: 0.5 times the work"]}) == [
+        "their trainer: picture: XLA does otherwise: 3 a.py:1: 0.5 times the work"
+    ]
     assert rows.shortfalls(FAILED) == ["another: numbers failed: exit 1: ValueError: no"]
 
 
@@ -92,13 +96,14 @@ def test_errors_name_no_folder():
 
 
 def test_a_line_for_each_case():
-    first, second = rows.table_cells([NUMBERS, PLAIN, RINGED, FAILED])
+    picture = {**PICTURE, "otherwise": ["3 a.py:1: 0.5 times the work"]}
+    first, second = rows.table_cells([NUMBERS, PLAIN, RINGED, picture, FAILED])
     assert dict(zip(rows.COLUMNS, first, strict=True)) == {
         "step": "their trainer", "mesh": "fsdp 2 x tp 4",
         "matmuls": "9", "ringed": "5", "none": "1", "skipped": "3",
         "loss": "1.0e-07", "gradient": "2.0e-06", "state": "3.0e-06",
         "hops covered": "7 of 8", "GB covered": "0.50 of 2.00", "plain: GB covered": "0.50 of 2.00",
-        "temp": "1.50 x", "compile s": "31 (20)",
+        "temp": "1.50 x", "compile s": "31 (20)", "as XLA does": "8 of 9",
     }  # fmt: skip
     assert second == ["another", *[""] * (len(rows.COLUMNS) - 1)]
 

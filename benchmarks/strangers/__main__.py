@@ -6,7 +6,8 @@ python -m benchmarks.strangers --only tunix --only gemma
 Installs published trainers, each into an environment of its own under out/, shrinks their
 configurations, and runs their train steps plain and overlapped: in float32 on 8 CPU devices, where
 losses, gradients and states are compared, and compiled in their own sizes (two layers) for eight
-H100s, where the schedules are audited. Needs no GPU. Every run is a process of its own.
+H100s, where the schedules are audited and the picture that decisions rest on is held against what
+XLA partitions. Needs no GPU. Every run is a process of its own.
 """
 
 import json
@@ -43,7 +44,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Cases whose names have this.")] = None,
     only_what: Annotated[
         list[str] | None,
-        typer.Option("--what", help="Only these runs: numbers, plain, overlapped."),
+        typer.Option("--what", help="Only these runs: numbers, plain, overlapped, picture."),
     ] = None,
     jax: Annotated[str, typer.Option(help="The jax version to try them on.")] = "0.12.0.1",
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(

@@ -1,7 +1,8 @@
 """One stranger in a process of its own: python -m benchmarks.strangers.child CASE WHAT.
 
 WHAT is numbers (plain against overlapped, on 8 CPU devices), plain or overlapped (compiled for a
-pod). The last line of output is the row.
+pod), or picture (what decisions rest on, against what XLA partitions for the pod). The last line of
+output is the row.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import jaxoverlap
+from benchmarks.picture import agreement
 from benchmarks.pod_step import dump
 from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.rows import Row, compare, summary
 from benchmarks.strangers.stranger import Stranger
 from jaxoverlap import pods
+from jaxoverlap._inside import arguments_reach, find_jit
 from jaxoverlap.flags import options_for
 
 POD = "h100-sxm:1x8"
@@ -52,7 +55,7 @@ def main(name: str, what: str) -> Row:
         "mesh": case.axes,
         "axes": kind.name,
         "versions": _versions(),
-        **(numbers(build) if on_cpu else pod(build(), mesh, what)),
+        **(numbers(build) if on_cpu else _on_pod(build(), mesh, what)),
     }
 
 
@@ -103,7 +106,20 @@ def _values(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-# -- schedules, for a pod -------------------------------------------------------------------------
+# -- for a pod ------------------------------------------------------------------------------------
+
+
+def _on_pod(stranger: Stranger, mesh: Mesh, what: str) -> Row:
+    return picture(stranger, mesh) if what == "picture" else pod(stranger, mesh, what)
+
+
+def picture(stranger: Stranger, mesh: Mesh) -> Row:
+    """Whether XLA does with each matmul what its shardings say."""
+    found = find_jit(stranger.step)
+    assert found is not None
+    with stranger.context():
+        traced = arguments_reach(found, found.jitted.trace, stranger.args, {})
+        return agreement(traced, mesh)._asdict()
 
 
 def pod(stranger: Stranger, mesh: Mesh, what: str) -> Row:

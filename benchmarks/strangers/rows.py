@@ -13,12 +13,12 @@ from jaxoverlap import Plan
 
 Row = dict[str, Any]
 
-WHAT = ("numbers", "plain", "overlapped")
+WHAT = ("numbers", "plain", "overlapped", "picture")
 MAX_DIFFERENCE = 1e-4  # of a loss, gradient or state in float32: rings add in another order
 
 COLUMNS = (
     "step", "mesh", "matmuls", "ringed", "none", "skipped", "loss", "gradient", "state",
-    "hops covered", "GB covered", "plain: GB covered", "temp", "compile s",
+    "hops covered", "GB covered", "plain: GB covered", "temp", "compile s", "as XLA does",
 )  # fmt: skip
 WORDS = 2  # of the columns; the others are numbers
 
@@ -85,7 +85,7 @@ def shortfalls(row: Row) -> list[str]:
         return [f"{name}: {problem}" for problem in _numbers_shortfalls(row)]
     if row["what"] == "overlapped" and row["hops"]["synchronous"]:
         return [f"{name}: {row['hops']['synchronous']} hops are synchronous"]
-    return []
+    return [f"{name}: XLA does otherwise: {text}" for text in row.get("otherwise", ())]
 
 
 def _numbers_shortfalls(row: Row) -> Iterable[str]:
@@ -110,11 +110,11 @@ def table_cells(rows: list[Row]) -> list[list[str]]:
     return [[name, *_cells(*(by.get((name, what), {}) for what in WHAT))] for name in names]
 
 
-def _cells(numbers: Row, plain: Row, ringed: Row) -> list[str]:
-    plan = ringed or numbers
+def _cells(numbers: Row, plain: Row, ringed: Row, picture: Row) -> list[str]:
+    plan = ringed or numbers or picture
     cells = [" x ".join(f"{axis} {n}" for axis, n in plan.get("mesh", {}).items())]
     cells += [str(plan.get(k, "")) for k in ("sites", "ringed", "no_collective")]
-    cells.append(str(sum(plan["skips"].values())) if plan else "")
+    cells.append(str(sum(plan["skips"].values())) if "skips" in plan else "")
     names = ("loss_difference", "gradient_difference", "state_difference")
     cells += [f"{numbers[k]:.1e}" if numbers else "" for k in names]
     cells.append(f"{ringed['hops']['covered']} of {ringed['hops']['count']}" if ringed else "")
@@ -122,7 +122,13 @@ def _cells(numbers: Row, plain: Row, ringed: Row) -> list[str]:
     both = ringed and plain
     cells.append(f"{ringed['temp_bytes'] / plain['temp_bytes']:.2f} x" if both else "")
     cells.append(f"{ringed['compile_s']:.0f} ({plain['compile_s']:.0f})" if both else "")
+    cells.append(f"{picture['same']} of {_told(picture)}" if picture else "")
     return cells
+
+
+def _told(picture: Row) -> int:
+    """The matmuls of which XLA's partitioned program tells what one device does."""
+    return picture["same"] + len(picture["otherwise"])
 
 
 def _gigabytes(row: Row) -> str:

@@ -12,6 +12,7 @@ from collections import defaultdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of every odd layout
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles are most of it
 
 import jax
 

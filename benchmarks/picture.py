@@ -1,0 +1,129 @@
+"""Is the picture that decisions rest on what XLA does?
+
+The pass reads how each matmul's sides lie, and concludes how the devices share its work and which
+collectives it waits for (`passes/sites.py`). XLA's partitioned module says what one device
+multiplies, and which collectives stand beside. Both are compared here, matmul by matmul.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxoverlap import _compat
+from jaxoverlap.passes import hlo
+from jaxoverlap.passes.decide import matmul_of
+from jaxoverlap.passes.flatten import flatten
+from jaxoverlap.passes.groups import axes_of
+from jaxoverlap.passes.jaxprs import dots
+from jaxoverlap.passes.partitioned import (
+    BESIDE,
+    COLLECTIVES,
+    TAGGED,
+    collectives_of_sites,
+    partitioned,
+)
+from jaxoverlap.passes.remaining import moved
+from jaxoverlap.passes.sites import Matmul, Refusal
+from jaxoverlap.passes.work import work
+from jaxoverlap.passes.worth import local_sizes
+
+# XLA gathers along two axes in two collectives, one after the other, and slices a sum.
+_BETWEEN = (*BESIDE, *COLLECTIVES, "dynamic-slice")
+# A scatter may be a sum of which each device cuts its part; both send sums of the same axes.
+_SENT = {"all_gather": "gather", "all_to_all": "exchange", "collective_permute": "exchange",
+         "reduce_scatter": "sum", "all_reduce": "sum"}  # fmt: skip
+
+_Sent = frozenset[tuple[str, str]]
+
+
+class Agreement(NamedTuple):
+    """How many matmuls of a step XLA treats as the pass thinks.
+
+    Attributes:
+        same: matmuls whose local work and collectives are as expected.
+        joined: matmuls that XLA has joined with another, which have no work of their own.
+        unread: matmuls whose shardings mesh axes do not say; the pass leaves them alone.
+        otherwise: what differs, a line a matmul.
+    """
+
+    same: int
+    joined: int
+    unread: int
+    otherwise: tuple[str, ...]
+
+
+def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
+    """Compare the pass's picture of a traced step with XLA's partitioned module.
+
+    Args:
+        traced: the step.
+        mesh: of a pod: programs for CPU devices are fused before they can be read.
+    """
+    jaxpr = flatten(_compat.traced_params(traced)["jaxpr"])
+    picture = partitioned(traced, jaxpr, mesh)
+    products = _products(picture.module)
+    sent = {(c.computation, c.name): c for c in moved(picture.module)}
+    beside = collectives_of_sites(picture.module, _BETWEEN)
+    same, joined, unread, otherwise = 0, 0, 0, []
+    for dot in dots(jaxpr):
+        shardings = picture.shardings.get(dot.index)
+        matmul = shardings and matmul_of(dot, shardings, dict(mesh.shape))
+        if not isinstance(matmul, Matmul) or dot.inside:
+            unread += 1
+        elif dot.index not in products:
+            joined += 1
+        else:
+            found = _sent(
+                (c.kind.replace("-", "_"), axes_of(c.groups, mesh.size, dict(mesh.shape)))
+                for place in beside.get(dot.index, ())
+                if (c := sent.get(place))
+            )
+            if text := _difference(matmul, products[dot.index], found):
+                otherwise.append(f"{dot.index} {_compat.source_line(dot.eqn)[:2]}: {text}")
+            else:
+                same += 1
+    return Agreement(same, joined, unread, tuple(otherwise))
+
+
+def _difference(matmul: Matmul, products: int, sent: _Sent) -> str:
+    """What XLA does otherwise with a matmul; empty if nothing."""
+    expected = math.prod(local_sizes(matmul).values())
+    if products != expected:
+        return f"{products / expected:.3g} times the work that its shardings say"
+    splits = [s for s in matmul.splits if not isinstance(s, Refusal)]
+    if len(splits) < len(matmul.splits):
+        return ""  # the pass has said that it does not understand the split
+    wanted = _sent((s.motion.kind, (s.axis,)) for s in splits if s.motion)
+    if missing := wanted - sent:
+        return f"nothing beside it sends {_said(missing)}; there is {_said(sent) or 'nothing'}"
+    return ""
+
+
+def _sent(moves: Iterable[tuple[str, Iterable[str]]]) -> _Sent:
+    """What is sent along each mesh axis, from kinds of collectives and their axes."""
+    return frozenset((_SENT.get(kind, kind), axis) for kind, axes in moves for axis in axes)
+
+
+def _said(sent: _Sent) -> str:
+    return ", ".join(f"{kind}s along {axis}" for kind, axis in sorted(sent))
+
+
+def _products(module: hlo.Module) -> dict[int, int]:
+    """The multiply-adds that one device does for each matmul of a step, by its number.
+
+    A matmul that XLA does twice has those of both. One that XLA has joined with another is missing.
+    """
+    found: dict[int, int] = {}
+    for body in module.computations.values():
+        shapes = {i.name: i.shape for i in body}
+        for i in body:
+            if i.opcode == "dot" and (tag := TAGGED.search(i.line)):
+                (matmul,) = work(module, i, shapes).matmuls
+                number = int(tag.group(1))
+                found[number] = found.get(number, 0) + matmul.flops // 2
+    return found
