@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from benchmarks import lagom
-from jaxoverlap import fit, measured, xla_table
-from jaxoverlap._text import human_bytes, table
-from jaxoverlap.cluster import chips
-from jaxoverlap.cost import CostModel, Group, Share, cost_model
+from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.calibrate import fit, xla_perf_table
+from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.model import CostModel, Group, Share, cost_model
+from jaxoverlap.hardware.cluster import chips
 
 Row = tuple[str, ...]
 
@@ -72,7 +73,7 @@ def _percents(error: measured.FitError) -> Row:
 def xla() -> str:
     """Against the collectives that XLA's authors measured, which were not fitted."""
     return table(
-        f"Not fitted: collectives as XLA's authors measured them ({xla_table.version()})",
+        f"Not fitted: collectives as XLA's authors measured them ({xla_perf_table.version()})",
         ("chip", "devices", "from 1 MB on: rows", "mean", "median", "worst", "below: mean"),
         _xla_rows(),
         right=("devices", "from 1 MB on: rows", "mean", "median", "worst", "below: mean"),
@@ -86,7 +87,7 @@ def _xla_rows() -> Iterator[Row]:
         ("gb200", "sm_100_GB200", (4, 18, 32, 64)),
     ):
         model = cost_model(f"{name}:{18 if name == 'gb200' else 1}x{4 if name == 'gb200' else 8}")
-        rows = [r for r in xla_table.collective_rows(key) if r.kind != "collective-permute"]
+        rows = [r for r in xla_perf_table.collective_rows(key) if r.kind != "collective-permute"]
         for size in sizes:
             mine = [r for r in rows if r.size == size and r.bytes_moved <= 4e9]
             large = _error(model, [r for r in mine if r.bytes_moved >= 1e6])

@@ -25,8 +25,8 @@ from rich.table import Table
 import jaxoverlap
 from benchmarks.pod_step import provenance, write_rows
 from benchmarks.trainers import TRAINERS
-from jaxoverlap import calibrate, here
-from jaxoverlap.cost import CostModel, cost_model
+from jaxoverlap.calibrate import calibrate, this_machine
+from jaxoverlap.cost.model import CostModel, cost_model
 
 DEVICES = 8
 RUNS = 3  # of each step in a round of the calibration
@@ -54,7 +54,7 @@ def main(
             for how in ("plain", "overlapped"):
                 status.update(f"compiling {trainer}, {how}")
                 steps.append(compile_step(trainer, how))
-        tables = here.tables_here(
+        tables = this_machine.tables_here(
             datetime.date.today().isoformat(),
             status.update,
             each_round=lambda: [step.time() for step in steps],

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxoverlap.trial import how_it_ended
+from jaxoverlap.step.trial import how_it_ended
 
 _FORKS = multiprocessing.get_context("forkserver")
 

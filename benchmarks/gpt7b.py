@@ -43,11 +43,11 @@ from benchmarks.yardstick import (
     seconds_row,
     yardstick,
 )
-from jaxoverlap import ways
-from jaxoverlap._text import human_bytes
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.decide import PASSES
-from jaxoverlap.passes.groups import axes_of
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.passes.planning.decide import PASSES
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.device_groups import axes_of
+from jaxoverlap.step import ways
 from models import gpt
 from models.config import Config
 

@@ -1,7 +1,7 @@
 """Lagom's patterns on its own A40s (arXiv 2602.20656), predicted: python -m benchmarks.lagom.
 
-The search (`jaxoverlap/lagom.py`) looks for the settings itself, on the model of
-`jaxoverlap/makespan.py`, from NCCL's default on. The paper names neither shapes nor batch; taken
+The search (`jaxoverlap/tuning/lagom/search.py`) looks for the settings itself, on the model of
+`jaxoverlap/tuning/lagom/model.py`, from NCCL's default on. The paper names neither shapes nor batch; taken
 here is a layer of Phi-2 (hidden 2560) under FSDP among the eight GPUs of a host, and several
 batches, so that a range comes out and not the batch that fits best. One number of the model was
 fitted, to another figure of the paper: the first table says which.
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-from jaxoverlap._text import table
-from jaxoverlap.cluster import Chip, Cluster, Link
-from jaxoverlap.cost import Channels, CostModel, Group, cost_model
-from jaxoverlap.lagom import Config, search
-from jaxoverlap.makespan import Communication, Computation, Makespan, Space
-from jaxoverlap.passes.work import Matmul, Work
+from jaxoverlap._util.text import table
+from jaxoverlap.cost.model import Channels, CostModel, Group, cost_model
+from jaxoverlap.hardware.cluster import Chip, Cluster, Link
+from jaxoverlap.simulation.hlo_work import Matmul, Work
+from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space
+from jaxoverlap.tuning.lagom.search import Config, search
 
 Row = tuple[str, ...]
 _KB, _HIDDEN = 1 << 10, 2560

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import groupby
 from typing import Any
 
-from jaxoverlap._kernels import Kernels
-from jaxoverlap.cluster import parse_cluster
+from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap.hardware.cluster import parse_cluster
 
 Row = dict[str, Any]
 Job = tuple[str, str]  # a step and one of its rows

@@ -1,7 +1,7 @@
 """Is the picture that decisions rest on what XLA does?
 
 The pass reads how each matmul's sides lie, and concludes how the devices share its work and which
-collectives it waits for (`passes/sites.py`). XLA's partitioned module says what one device
+collectives it waits for (`passes/planning/splits.py`). XLA's partitioned module says what one device
 multiplies, and which collectives stand beside. Both are compared here, matmul by matmul.
 """
 
@@ -14,23 +14,23 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxoverlap import _compat
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.decide import matmul_of
-from jaxoverlap.passes.flatten import flatten
-from jaxoverlap.passes.groups import axes_of
-from jaxoverlap.passes.jaxprs import dots
-from jaxoverlap.passes.partitioned import (
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.partitioned import (
     BESIDE,
     COLLECTIVES,
     TAGGED,
     collectives_of_sites,
     partitioned,
 )
-from jaxoverlap.passes.remaining import moved
-from jaxoverlap.passes.sites import Matmul, Refusal
-from jaxoverlap.passes.work import work
-from jaxoverlap.passes.worth import local_sizes
+from jaxoverlap.passes.analysis.partitioner_collectives import moved
+from jaxoverlap.passes.planning.decide import matmul_of
+from jaxoverlap.passes.planning.profit import local_sizes
+from jaxoverlap.passes.planning.splits import Matmul, Refusal
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.device_groups import axes_of
+from jaxoverlap.simulation.hlo_work import work
 
 # XLA gathers along two axes in two collectives, one after the other, and slices a sum.
 _BETWEEN = (*BESIDE, *COLLECTIVES, "dynamic-slice")
@@ -64,7 +64,7 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
         traced: the step.
         mesh: of a pod: programs for CPU devices are fused before they can be read.
     """
-    jaxpr = flatten(_compat.traced_params(traced)["jaxpr"])
+    jaxpr = flatten(compat.traced_params(traced)["jaxpr"])
     picture = partitioned(traced, jaxpr, mesh)
     products = _products(picture.module)
     sent = {(c.computation, c.name): c for c in moved(picture.module)}
@@ -84,7 +84,7 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
                 if (c := sent.get(place))
             )
             if text := _difference(matmul, products[dot.index], found):
-                otherwise.append(f"{dot.index} {_compat.source_line(dot.eqn)[:2]}: {text}")
+                otherwise.append(f"{dot.index} {compat.source_line(dot.eqn)[:2]}: {text}")
             else:
                 same += 1
     return Agreement(same, joined, unread, tuple(otherwise))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jaxoverlap
-from jaxoverlap import pods
 from jaxoverlap.flags import options_for
-from jaxoverlap.trial import how_it_ended
+from jaxoverlap.hardware import pods
+from jaxoverlap.step.trial import how_it_ended
 
 STEPS = ("plain", "plain, same flags", "overlapped")
 

@@ -1,7 +1,7 @@
 """The search against its yardsticks, on one model: python -m benchmarks.search.
 
 Problems of one to four communications, each with 24 settings, on five clusters; what is best is
-known, as all combinations are priced. Beside the search (`jaxoverlap/lagom.py`) stand its parts,
+known, as all combinations are priced. Beside the search (`jaxoverlap/tuning/lagom/search.py`) stand its parts,
 AutoCCL's descent for each communication's own time, as published, and the same descent on the whole
 step. Then evaluations for 2 to 128 communications. Arithmetic only: no GPU, no compile.
 """
@@ -20,11 +20,11 @@ import typer
 
 from benchmarks.autoccl import descend
 from benchmarks.pod_step import commit, write_rows
-from jaxoverlap._text import table
-from jaxoverlap.cost import CostModel, Group, cost_model
-from jaxoverlap.lagom import Config, Outcome, search
-from jaxoverlap.makespan import Communication, Computation, Makespan, Space, places
-from jaxoverlap.passes.work import Matmul, Work
+from jaxoverlap._util.text import table
+from jaxoverlap.cost.model import CostModel, Group, cost_model
+from jaxoverlap.simulation.hlo_work import Matmul, Work
+from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space, places
+from jaxoverlap.tuning.lagom.search import Config, Outcome, search
 
 RESULTS = Path(__file__).parent / "results" / "search.jsonl"
 CLUSTERS = ("h100-sxm:1x8", "h100-sxm:2x8", "a100-sxm-80:1x8", "h200:1x8", "h200:2x8")

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxoverlap
-from jaxoverlap.cost import cost_model
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.replay import replay
-from jaxoverlap.passes.strays import strays
+from jaxoverlap.cost.model import cost_model
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.advice import strays
+from jaxoverlap.simulation.replay import replay
 
 CLUSTER, DEVICES = "h100-sxm:8x8", 64
 META = (

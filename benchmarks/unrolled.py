@@ -22,9 +22,11 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _partitioner, overlap, pod_mesh, ways
-from jaxoverlap._text import table
-from jaxoverlap.passes import hlo
+from jaxoverlap import overlap, pod_mesh
+from jaxoverlap._jax import partitioner
+from jaxoverlap._util.text import table
+from jaxoverlap.simulation import hlo
+from jaxoverlap.step import ways
 
 LENGTHS = (60, 120, 240, 480, 960)
 POD = "h100-sxm:1x8"  # where rings have prices; on CPU devices all that can be a ring is one
@@ -33,7 +35,7 @@ AXES = {"data": 2, "model": 4}
 
 PARTS = (
     (jax.stages.Traced, "lower", "asking"),
-    (_partitioner, "ask", "asking"),
+    (partitioner, "ask", "asking"),
     (hlo, "parse_partitioned", "asking"),
     (ways, "estimate", "pricing"),
 )

@@ -16,11 +16,11 @@ from typing import Any
 from rich.table import Table
 
 import jaxoverlap
-from jaxoverlap._text import human_bytes
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.audit import Collective
-from jaxoverlap.passes.groups import domains
-from jaxoverlap.passes.work import work
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.audit import Collective
+from jaxoverlap.simulation.device_groups import domains
+from jaxoverlap.simulation.hlo_work import work
 
 MATMUL_FLOPS = 650e12  # per second: bf16 on an H100, as large matmuls run
 HOST_BYTES_PER_S = 317e9  # sent by each GPU, over NVLink within a host

@@ -4,12 +4,12 @@ step = jaxoverlap.overlap(train_step)
 """
 
 from jaxoverlap import ring
-from jaxoverlap.agreement import DisagreementError, agreed
 from jaxoverlap.api import Overlapped, overlap, tune
-from jaxoverlap.cluster import Chip, Cluster, Link, chips, parse_cluster
-from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit
-from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.plan import (
+from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
+from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
+from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
+from jaxoverlap.plan.plan import (
     ChannelRow,
     Decision,
     MadeFor,
@@ -21,12 +21,12 @@ from jaxoverlap.plan import (
     Skip,
     Variant,
 )
-from jaxoverlap.pods import PodsUnavailableError, pod_mesh
-from jaxoverlap.scheduler import Scheduled, Scheduler
-from jaxoverlap.simulate import Simulation, simulate
-from jaxoverlap.speedup import Speedup
-from jaxoverlap.stages import Compiled, Lowered
-from jaxoverlap.tune import Tuning
+from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.simulation.audit import Audit, Collective, Coverage, audit
+from jaxoverlap.simulation.simulation import Simulation, simulate
+from jaxoverlap.step.processes import DisagreementError, agreed
+from jaxoverlap.step.stages import Compiled, Lowered
+from jaxoverlap.tuning.tune import Tuning
 
 __all__ = [
     "Audit",

@@ -12,31 +12,25 @@ from typing import Any, overload
 import jax
 import msgspec
 
-from jaxoverlap import _compat, hosts
-from jaxoverlap._inside import Found, arguments_reach, find_jit
-from jaxoverlap._text import warn
-from jaxoverlap.agreement import agreed, processes_of
-from jaxoverlap.choice import decided, rival_of
-from jaxoverlap.cluster import Cluster, parse_cluster
-from jaxoverlap.never_slower import predicted
-from jaxoverlap.options import OnError, Options
-from jaxoverlap.passes.errors import own_faults
-from jaxoverlap.passes.partitioned import partitioned
-from jaxoverlap.passes.remaining import remaining
-from jaxoverlap.plan import FSDP, Plan, Variant
-from jaxoverlap.pods import is_pod
-from jaxoverlap.rewritten import (
-    Rewritten,
-    agree,
-    rewritten,
-    subject_of,
-    tell,
-    travelled,
-)
-from jaxoverlap.road import begin, mesh_of
-from jaxoverlap.scheduler import Scheduler
-from jaxoverlap.stages import Lowered
-from jaxoverlap.tune import Tuning, tuned
+from jaxoverlap._jax import compat
+from jaxoverlap._jax.jit_wrappers import Found, arguments_reach, find_jit
+from jaxoverlap._util.text import warn
+from jaxoverlap.hardware import hosts
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.hardware.pods import is_pod
+from jaxoverlap.passes.analysis.errors import own_faults
+from jaxoverlap.passes.analysis.partitioned import partitioned
+from jaxoverlap.passes.analysis.partitioner_collectives import remaining
+from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.plan.plan import FSDP, Plan, Variant
+from jaxoverlap.step.choice import decided, rival_of
+from jaxoverlap.step.never_slower import predicted
+from jaxoverlap.step.options import OnError, Options
+from jaxoverlap.step.pipeline import begin, mesh_of
+from jaxoverlap.step.processes import agreed, processes_of
+from jaxoverlap.step.program import Rewritten, agree, rewritten, subject_of, tell, travelled
+from jaxoverlap.step.stages import Lowered
+from jaxoverlap.tuning.tune import Tuning, tuned
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
 _SCHEDULER = Scheduler()
@@ -274,7 +268,7 @@ class Overlapped:
         self._jitted: Any = self._found.jitted
         self._options = options
         self._tuning = tuning
-        self._seen: _compat.Cache[Rewritten] = _compat.Cache()
+        self._seen: compat.Cache[Rewritten] = compat.Cache()
         self._lock = threading.RLock()  # one thread at a time decides what a signature becomes
         self._told: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
@@ -327,29 +321,29 @@ class Overlapped:
         self._jitted.clear_cache()
 
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
-        return self._tuned(_compat.infer(self._jitted, args, kwargs), args, kwargs, tuning)
+        return self._tuned(compat.infer(self._jitted, args, kwargs), args, kwargs, tuning)
 
     # What follows is given the arguments of the jit inside; nnx.jit has taken its models apart.
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
             return self._jitted(*args, **kwargs)
-        call = _compat.infer(self._jitted, args, kwargs)
-        outermost = _compat.at_top_level()
+        call = compat.infer(self._jitted, args, kwargs)
+        outermost = compat.at_top_level()
         found = (self._decided if outermost else self._agreed)(call, args, kwargs)
         if found.params is found.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
         if not outermost:
-            flat = _compat.bind_jit(call.flat, found.inner)
+            flat = compat.bind_jit(call.flat, found.inner)
         elif found.ordering is None:
-            flat = _compat.bind_jit(call.flat, found.params)
+            flat = compat.bind_jit(call.flat, found.params)
         else:
             with found.ordering.compiling():
-                flat = _compat.bind_jit(call.flat, found.ordering.named(found.params))
+                flat = compat.bind_jit(call.flat, found.ordering.named(found.params))
         return jax.tree.unflatten(call.out_tree, flat)
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
-        call = _compat.infer(self._jitted, args, kwargs)
+        call = compat.infer(self._jitted, args, kwargs)
         found = self._rewritten(call, args, kwargs)
         if found.error is not None:
             raise found.error
@@ -360,19 +354,19 @@ class Overlapped:
             return msgspec.structs.replace(plan, remaining=remaining(after.module, plan.mesh))
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        call = _compat.infer(self._jitted, args, kwargs)
+        call = compat.infer(self._jitted, args, kwargs)
         found = self._rewritten(call, args, kwargs)
-        return _compat.traced_with(self._jitted.trace(*args, **kwargs), found.params)
+        return compat.traced_with(self._jitted.trace(*args, **kwargs), found.params)
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        call = _compat.infer(self._jitted, args, kwargs)
+        call = compat.infer(self._jitted, args, kwargs)
         found = self._decided(call, args, kwargs)
         ordering, params = found.ordering, found.params
         if ordering:
             params = ordering.named(params)
-        lowered = _compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
+        lowered = compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
         rival = None
-        if found.undecided and not any(map(_compat.is_tracer, call.flat)):
+        if found.undecided and not any(map(compat.is_tracer, call.flat)):
             rival = rival_of(self._jitted, call, args, kwargs, found, self._options)
         return Lowered(
             lowered,
@@ -384,7 +378,7 @@ class Overlapped:
             speedup=found.speedup or predicted(found.plan),
         )
 
-    def _rewritten(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+    def _rewritten(self, call: compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """What the step became for arguments like these, from the first call with such on."""
         key = _key(call)
         if (found := self._seen.get(key)) is not None:
@@ -402,7 +396,7 @@ class Overlapped:
                 warn(found.notice.text)
         return found
 
-    def _agreed(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+    def _agreed(self, call: compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """The same, once all processes are about to compile it."""
         found = self._seen.get(_key(call))
         if found is not None and found.stand is None:
@@ -418,13 +412,13 @@ class Overlapped:
                 self._seen.put(_key(call), found, at_most=_MAX_SEEN)
         return found
 
-    def _decided(self, call: _compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+    def _decided(self, call: compat.Call, args: tuple, kwargs: dict) -> Rewritten:
         """The same, with rings or without, as is faster on the GPUs that are here.
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
         found = self._agreed(call, args, kwargs)
-        if not found.undecided or any(map(_compat.is_tracer, call.flat)) or is_pod(mesh_of(call)):
+        if not found.undecided or any(map(compat.is_tracer, call.flat)) or is_pod(mesh_of(call)):
             return found
         with self._lock:
             found = self._agreed(call, args, kwargs)
@@ -433,7 +427,7 @@ class Overlapped:
                 self._seen.put(_key(call), found, at_most=_MAX_SEEN)
             return found
 
-    def _tuned(self, call: _compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
+    def _tuned(self, call: compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = begin(call, self._options)
         subject = subject_of(self._jitted, start, call, args, kwargs, self._options)
@@ -448,8 +442,8 @@ class Overlapped:
         return agreed(lambda: tuned(subject, tuning), within_s=wait_s)
 
 
-def _key(call: _compat.Call) -> Hashable:
+def _key(call: compat.Call) -> Hashable:
     """What tells a signature and its shardings from others."""
     params = call.params
     # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
-    return params["jaxpr"], params["ctx_mesh"], *map(_compat.placement, call.flat)
+    return params["jaxpr"], params["ctx_mesh"], *map(compat.placement, call.flat)

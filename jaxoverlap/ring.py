@@ -31,9 +31,9 @@ from typing import Any
 
 from jax import Array
 
-from jaxoverlap.passes import by_hand, gradients
-from jaxoverlap.passes.ring_attention import Attention
-from jaxoverlap.plan import Variant
+from jaxoverlap.passes.rings import arguments, gradients
+from jaxoverlap.passes.rings.ring_attention import Attention
+from jaxoverlap.plan.plan import Variant
 
 __all__ = [
     "all_gather_matmul",
@@ -80,10 +80,10 @@ def all_gather_matmul(
     Raises:
         ValueError: for a spec, letter, shape or variant that does not fit.
     """
-    how = by_hand.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
-    how = by_hand.moving(how, gather, "gather", how.x, -2)
-    by_hand.check_sizes(how, x, w, gathered=how.moved)
-    return gradients.gathered(how, *by_hand.varying(axis_name, x, w))
+    how = arguments.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
+    how = arguments.moving(how, gather, "gather", how.x, -2)
+    arguments.check_sizes(how, x, w, gathered=how.moved)
+    return gradients.gathered(how, *arguments.varying(axis_name, x, w))
 
 
 def matmul_reduce_scatter(
@@ -116,10 +116,10 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: for a spec, letter, shape or variant that does not fit.
     """
-    how = by_hand.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
-    how = by_hand.moving(how, scatter, "scatter", how.y, -2)
-    by_hand.check_sizes(how, x, w, divided=how.moved)
-    return gradients.scattered(how, *by_hand.varying(axis_name, x, w))
+    how = arguments.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
+    how = arguments.moving(how, scatter, "scatter", how.y, -2)
+    arguments.check_sizes(how, x, w, divided=how.moved)
+    return gradients.scattered(how, *arguments.varying(axis_name, x, w))
 
 
 def matmul_all_reduce(
@@ -154,10 +154,10 @@ def matmul_all_reduce(
     Raises:
         ValueError: for a spec, letter, shape or variant that does not fit.
     """
-    how = by_hand.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
-    how = by_hand.moving(how, chunk, "chunk", how.y, -2)
-    by_hand.check_sizes(how, x, w, divided=how.moved)
-    return gradients.reduced(how, *by_hand.varying(axis_name, x, w))
+    how = arguments.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
+    how = arguments.moving(how, chunk, "chunk", how.y, -2)
+    arguments.check_sizes(how, x, w, divided=how.moved)
+    return gradients.reduced(how, *arguments.varying(axis_name, x, w))
 
 
 def all_to_all_matmul(
@@ -195,10 +195,10 @@ def all_to_all_matmul(
     Raises:
         ValueError: for a spec, letter, shape or variant that does not fit.
     """
-    how = by_hand.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
-    how = by_hand.moving(how, gather, "gather", how.x, -1, split, -2)
-    by_hand.check_sizes(how, x, w, gathered=how.moved, divided=how.split)
-    return gradients.exchanged(how, *by_hand.varying(axis_name, x, w))
+    how = arguments.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
+    how = arguments.moving(how, gather, "gather", how.x, -1, split, -2)
+    arguments.check_sizes(how, x, w, gathered=how.moved, divided=how.split)
+    return gradients.exchanged(how, *arguments.varying(axis_name, x, w))
 
 
 def matmul_all_to_all(
@@ -235,10 +235,10 @@ def matmul_all_to_all(
     Raises:
         ValueError: for a spec, letter, shape or variant that does not fit.
     """
-    how = by_hand.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
-    how = by_hand.moving(how, gather, "gather", how.y, -2, split, -1)
-    by_hand.check_sizes(how, x, w, divided=how.split)
-    return gradients.exchanged_result(how, *by_hand.varying(axis_name, x, w))
+    how = arguments.matmul(x, w, axis_name, spec, variant, precision, preferred_element_type)
+    how = arguments.moving(how, gather, "gather", how.y, -2, split, -1)
+    arguments.check_sizes(how, x, w, divided=how.split)
+    return gradients.exchanged_result(how, *arguments.varying(axis_name, x, w))
 
 
 def ring_attention(
@@ -272,9 +272,9 @@ def ring_attention(
         ValueError: for a shape or variant that does not fit.
     """
     how = _attention(q, axis_name, causal, scale, variant)
-    by_hand.check_attention(how, q, k, v)
+    arguments.check_attention(how, q, k, v)
     grouped = _grouped(q, k)
-    return gradients.attended(how, *by_hand.varying(axis_name, grouped, k, v)).reshape(q.shape)
+    return gradients.attended(how, *arguments.varying(axis_name, grouped, k, v)).reshape(q.shape)
 
 
 def query_split_attention(
@@ -331,9 +331,9 @@ def query_split_attention(
         ValueError: for a shape, dtype or variant that does not fit.
     """
     how = _attention(q, axis_name, causal, scale, variant)
-    by_hand.check_projected(how, q, k, v, wo)
+    arguments.check_projected(how, q, k, v, wo)
     operands = _grouped(q, k), k, v, wo.reshape(k.shape[2], -1, *wo.shape[1:])
-    return gradients.projected(how, *by_hand.varying(axis_name, *operands))
+    return gradients.projected(how, *arguments.varying(axis_name, *operands))
 
 
 def _attention(
@@ -342,10 +342,10 @@ def _attention(
     """What does not change along a ring of attention."""
     return Attention(
         axis_name,
-        by_hand.size_of(axis_name),
+        arguments.size_of(axis_name),
         causal,
         q.shape[-1] ** -0.5 if scale is None else scale,
-        by_hand.variant_of(variant),
+        arguments.variant_of(variant),
     )
 
 

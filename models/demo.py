@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 import jaxoverlap
-from jaxoverlap.pods import compiler_options
+from jaxoverlap.hardware.pods import compiler_options
 from models.config import Config
 from models.gpt import RECIPE, abstract_args, make_mesh, make_step
 from models.trainer import console, train

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxoverlap.cluster import Cluster, parse_cluster
-from jaxoverlap.cost import ALONE, Group, Share
+from jaxoverlap.cost.model import ALONE, Group, Share
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 
 
 @dataclass(frozen=True)

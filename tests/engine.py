@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.passes.sites import Einsum
-from jaxoverlap.plan import Variant
+from jaxoverlap.passes.planning.splits import Einsum
+from jaxoverlap.plan.plan import Variant
 
 AXIS = "x"
 RINGS = [

@@ -23,11 +23,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import DisagreementError, Plan, api, hosts
-from jaxoverlap.cluster import parse_cluster
-from jaxoverlap.passes import mesh as mesh_of_step
-from jaxoverlap.passes import rewrite
-from jaxoverlap.road import groups_of
+from jaxoverlap import DisagreementError, Plan, api
+from jaxoverlap.hardware import hosts
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.passes.analysis import mesh as mesh_of_step
+from jaxoverlap.passes.rewriting import rewrite
+from jaxoverlap.step.pipeline import groups_of
 
 DEVICES, STEPS = 4, 3
 HIDDEN, FF, ROWS = 16, 32, 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxoverlap.passes import hlo
+from jaxoverlap.simulation import hlo
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=16"
 X = "%x = f32[1024,1024]{1,0} parameter(0)"

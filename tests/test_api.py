@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Overlapped, RewriteError, overlap
-from jaxoverlap.passes import rewrite
+from jaxoverlap.passes.rewriting import rewrite
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 N = 4  # devices along "model": a gather has a hop less
@@ -167,7 +167,7 @@ def test_compiler_options_of_the_jit_stay():
 
 def test_options_of_jaxoverlap_yield_to_the_jits_own(monkeypatch):
     monkeypatch.setattr(
-        "jaxoverlap.rewritten.options_for",
+        "jaxoverlap.step.program.options_for",
         lambda mesh, **_: {"xla_embed_ir_in_executable": "ours", "xla_dump_max_hlo_modules": "1"},
     )
     step = overlap(jax.jit(product, compiler_options={"xla_embed_ir_in_executable": True}))
@@ -283,7 +283,7 @@ def test_another_sharding_is_another_plan():
 def test_a_step_is_rewritten_once_for_each_sharding(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "jaxoverlap.ways.rewrite", lambda *args: calls.append(1) or rewrite.rewrite(*args)
+        "jaxoverlap.step.ways.rewrite", lambda *args: calls.append(1) or rewrite.rewrite(*args)
     )
     step = overlap(product)
     for _ in range(3):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.audit import Audit, Collective, Coverage, audit, group_size
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.audit import Audit, Collective, Coverage, audit, group_size
 
 HEAD = "HloModule jit_train_step, is_scheduled=true, num_partitions=8"
 ADD = """%add.2.clone (x.3: f32[], y.3: f32[]) -> f32[] {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.buffers import buffers, leaves
+from jaxoverlap.passes.scheduling.buffers import buffers, leaves
+from jaxoverlap.simulation import hlo
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

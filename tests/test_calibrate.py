@@ -9,8 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxoverlap import calibrate, cost, fit, here, in_a_step, measured, measured_for, xla_table
-from jaxoverlap.passes.replay import replay
+from jaxoverlap.calibrate import calibrate, fit, step_factors, this_machine, xla_perf_table
+from jaxoverlap.cost import adjusted_tables
+from jaxoverlap.cost import model as cost
+from jaxoverlap.cost import tables as measured
+from jaxoverlap.simulation.replay import replay
 
 RATES = fit.Rates(3e-6, 8e14, 3e12, 2.0, 2.0)
 
@@ -87,7 +90,7 @@ def _installed(*packages):
 
 
 @pytest.mark.skipif(
-    not _installed(calibrate.PACKAGE, xla_table.PACKAGE),
+    not _installed(calibrate.PACKAGE, xla_perf_table.PACKAGE),
     reason="the measurements are in the extra `calibrate`",
 )
 @pytest.mark.parametrize("source", calibrate.SOURCES, ids=lambda s: s.chip)
@@ -99,22 +102,22 @@ def test_the_packages_tables_are_what_calibrate_makes(source):
 
 def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     """Small and short: what is written is read, and prices what was measured."""
-    monkeypatch.setattr(here, "DTYPES", ("f32",))
-    monkeypatch.setattr(here, "M_SIZES", (8, 16, 64))
-    monkeypatch.setattr(here, "NK_SIZES", (16, 32, 64))
-    monkeypatch.setattr(here, "_ELEMENTS", (64, 256, 1024))
-    monkeypatch.setattr(here, "_ROUNDS", 2)
-    monkeypatch.setattr(here, "_MOST_SETS", 2)
-    monkeypatch.setattr(here, "_TRANSPOSED", (1024,))
-    monkeypatch.setattr(here, "_RUNS_BEFORE", (1, 2))
-    monkeypatch.setattr(here, "_TARGET_S", 1e-4)
-    monkeypatch.setattr(here, "_group_sizes", lambda devices: [devices])
-    steps = tuple((how, (16, 32, 1)) for how, _ in in_a_step.STEPS[::2])
-    monkeypatch.setattr(in_a_step, "STEPS", steps)
+    monkeypatch.setattr(this_machine, "DTYPES", ("f32",))
+    monkeypatch.setattr(this_machine, "M_SIZES", (8, 16, 64))
+    monkeypatch.setattr(this_machine, "NK_SIZES", (16, 32, 64))
+    monkeypatch.setattr(this_machine, "_ELEMENTS", (64, 256, 1024))
+    monkeypatch.setattr(this_machine, "_ROUNDS", 2)
+    monkeypatch.setattr(this_machine, "_MOST_SETS", 2)
+    monkeypatch.setattr(this_machine, "_TRANSPOSED", (1024,))
+    monkeypatch.setattr(this_machine, "_RUNS_BEFORE", (1, 2))
+    monkeypatch.setattr(this_machine, "_TARGET_S", 1e-4)
+    monkeypatch.setattr(this_machine, "_group_sizes", lambda devices: [devices])
+    steps = tuple((how, (16, 32, 1)) for how, _ in step_factors.STEPS[::2])
+    monkeypatch.setattr(step_factors, "STEPS", steps)
     # That steps take longer than their kernels is not certain where steps are as small as this.
     times = measured.InAStep(2.0, 3.0, 4.0)
     monkeypatch.setattr(
-        in_a_step, "in_a_step", lambda _, loops: measured_for.in_a_step(loops, times)
+        step_factors, "in_a_step", lambda _, loops: adjusted_tables.in_a_step(loops, times)
     )
     path = tmp_path / "here.json"
     calibrate.main(["--here", str(path)])
@@ -194,23 +197,23 @@ def _loops() -> measured.Tables:
 
 def test_what_takes_longer_in_a_step_is_found_from_steps_that_do():
     loops, times = _loops(), measured.InAStep(3.0, 1.25, 0.75)
-    longer = in_a_step.cost_of(measured_for.in_a_step(loops, times))
-    steps = [(how, (16, 32, 2)) for how, _ in in_a_step.STEPS[::2]]
-    taken = {key: replay(in_a_step.module(*key), longer).step_s for key in steps}
-    got = in_a_step.in_a_step(taken, loops).here
+    longer = step_factors.cost_of(adjusted_tables.in_a_step(loops, times))
+    steps = [(how, (16, 32, 2)) for how, _ in step_factors.STEPS[::2]]
+    taken = {key: replay(step_factors.module(*key), longer).step_s for key in steps}
+    got = step_factors.in_a_step(taken, loops).here
     assert got
     found = got.in_a_step.memory, got.in_a_step.matmuls, got.in_a_step.collectives
     assert found == pytest.approx((3.0, 1.25, 0.75), rel=1e-6)
     with pytest.raises(ValueError, match=r"steps of alone took less.*measure again"):
-        in_a_step.in_a_step({**taken, steps[1]: 1e-9}, loops)
+        step_factors.in_a_step({**taken, steps[1]: 1e-9}, loops)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_a_measured_step_runs_on_and_on(monkeypatch, count: int):
     devices = jax.devices()[:count]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    in_a_step._compiled.cache_clear()
-    clock = in_a_step.clock(in_a_step.RINGS, (24, 32, 1))
+    step_factors._compiled.cache_clear()
+    clock = step_factors.clock(step_factors.RINGS, (24, 32, 1))
     assert clock() > 0 and clock() > 0
-    assert in_a_step.module(in_a_step.RINGS, (24, 32, 1)).num_devices == count
-    in_a_step._compiled.cache_clear()
+    assert step_factors.module(step_factors.RINGS, (24, 32, 1)).num_devices == count
+    step_factors._compiled.cache_clear()

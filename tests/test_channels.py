@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.channels import co_tune, nccl_bytes
-from jaxoverlap.cost import Channels, CostModel, Group, cost_model
-from jaxoverlap.nccl_tuner import ChannelRow, tuner_csv
-from jaxoverlap.passes.audit import audit
-from jaxoverlap.simulate import simulate
+from jaxoverlap.cost.model import Channels, CostModel, Group, cost_model
+from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv
+from jaxoverlap.simulation.audit import audit
+from jaxoverlap.simulation.simulation import simulate
+from jaxoverlap.tuning.lagom.channels import co_tune, nccl_bytes
 
 MIB = 1 << 20
 HOST = cost_model("h100-sxm:1x8")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes import chunks
-from jaxoverlap.passes.chunks import Cut
+from jaxoverlap.passes.rings import chunks
+from jaxoverlap.passes.rings.chunks import Cut
 from tests.engine import AXIS, normal, per_device, shards
 
 cuts = st.builds(Cut, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))

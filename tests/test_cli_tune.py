@@ -15,8 +15,8 @@ import jaxoverlap
 from jaxoverlap.cli import app
 from jaxoverlap.cli.differences import differences
 from jaxoverlap.flags import FLAGS
-from jaxoverlap.nccl_tuner import ChannelRow, tuner_csv
-from jaxoverlap.plan import Attempt, Plan, Skip
+from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv
+from jaxoverlap.plan.plan import Attempt, Plan, Skip
 from tests import build_step
 from tests.test_cli import python, run, run_json
 from tests.test_plan_file import TUNED
@@ -74,7 +74,7 @@ class TestPods:
     def test_as_json_from_the_cache(self, tuned, monkeypatch):
         """The second time nothing is tried, and the first time's table is shown."""
         done, folder = tuned
-        monkeypatch.setattr("jaxoverlap.rewritten.travel", None)
+        monkeypatch.setattr("jaxoverlap.step.program.travel", None)
         where = ("--out", str(folder / "again.json"), "--cache", str(folder), "--json")
         again = CliRunner().invoke(
             app, ["tune", "tests.build_step", *POD, "--budget", "0.1", *where]

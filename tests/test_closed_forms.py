@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap import ring
 from jaxoverlap.flags import options_for
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes import ring as forms
-from jaxoverlap.passes.audit import Collective, audit
-from jaxoverlap.plan import Variant
+from jaxoverlap.passes.rings import orders as forms
+from jaxoverlap.plan.plan import Variant
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.audit import Collective, audit
 from tests.engine import AXIS, RINGS, SLICED, equations
 from tests.test_schedule import pytestmark as pod_marks
 
@@ -43,7 +43,7 @@ class Case(NamedTuple):
     """A public function.
 
     Attributes:
-        collective: what it does, as `passes/ring.py` has it.
+        collective: what it does, as `passes/rings/orders.py` has it.
         shapes: of its operands on each of n devices.
         carried: the shapes of what one hop carries if it is not cut into pieces.
         variants: those that it has.

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxoverlap.cluster import Cluster, Link, chips, parse_cluster
+from jaxoverlap.hardware.cluster import Cluster, Link, chips, parse_cluster
 
 NAMES = [chip.name for chip in chips()]
 

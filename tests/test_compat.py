@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _compat
-from jaxoverlap.passes import jaxprs
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis import jaxprs
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 ROWS, COLUMNS = NamedSharding(MESH, P("model")), NamedSharding(MESH, P(None, "model"))
@@ -38,14 +38,14 @@ def the_dot(fn=product, *args):
 
 def test_jitted_functions_are_recognized():
     jitted = jax.jit(product)
-    assert _compat.is_jitted(jitted), "jax.jit's result no longer has .trace, ._fun and ._jit_info"
-    assert _compat.is_jitted(jax.jit(product, static_argnums=0, donate_argnums=1))
+    assert compat.is_jitted(jitted), "jax.jit's result no longer has .trace, ._fun and ._jit_info"
+    assert compat.is_jitted(jax.jit(product, static_argnums=0, donate_argnums=1))
     for other in (product, functools.partial(jitted, X), jnp.add, np.add, jax.checkpoint(jitted)):
-        assert not _compat.is_jitted(other), other
+        assert not compat.is_jitted(other), other
 
 
 def test_infer_gives_the_equations_parameters():
-    params, flat, out_tree = _compat.infer(jax.jit(product), (X, W), {})
+    params, flat, out_tree = compat.infer(jax.jit(product), (X, W), {})
     missing = {
         "jaxpr",
         "name",
@@ -56,7 +56,7 @@ def test_infer_gives_the_equations_parameters():
         "compiler_options_kvs",
     } - set(params)
     assert not missing, f"the jit equation lost its parameters {missing}"
-    assert _compat.is_jaxpr(params["jaxpr"])
+    assert compat.is_jaxpr(params["jaxpr"])
     assert params["name"] == "product"
     assert flat[0] is X and flat[1] is W
     assert out_tree.num_leaves == 1
@@ -65,13 +65,13 @@ def test_infer_gives_the_equations_parameters():
 def test_infer_gives_one_jaxpr_a_signature():
     """The identity of the jaxpr is the key under which a rewritten step is kept."""
     jitted = jax.jit(product)
-    first = _compat.infer(jitted, (X, W), {})[0]["jaxpr"]
-    assert _compat.infer(jitted, (2 * X, W), {})[0]["jaxpr"] is first, "jit traced again"
+    first = compat.infer(jitted, (X, W), {})[0]["jaxpr"]
+    assert compat.infer(jitted, (2 * X, W), {})[0]["jaxpr"] is first, "jit traced again"
     struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    assert _compat.infer(jitted, (struct, W), {})[0]["jaxpr"] is first
+    assert compat.infer(jitted, (struct, W), {})[0]["jaxpr"] is first
     assert jitted.trace(X, W).jaxpr is first, "trace() no longer shares the call's jaxpr"
-    assert _compat.infer(jitted, (X[:8], W), {})[0]["jaxpr"] is not first
-    placed = (_compat.infer(jitted, (jax.device_put(X, s), W), {})[0] for s in (ROWS, COLUMNS))
+    assert compat.infer(jitted, (X[:8], W), {})[0]["jaxpr"] is not first
+    placed = (compat.infer(jitted, (jax.device_put(X, s), W), {})[0] for s in (ROWS, COLUMNS))
     one, other = (params["jaxpr"] for params in placed)
     assert one is other, "jit traces again for another placement on one mesh"
 
@@ -79,7 +79,7 @@ def test_infer_gives_one_jaxpr_a_signature():
 def test_static_arguments_leave_and_constants_stay_in_the_jaxpr():
     captured = jnp.asarray(W)
     jitted = jax.jit(lambda scale, x: scale * x @ captured, static_argnums=0)
-    params, flat, _ = _compat.infer(jitted, (3, X), {})
+    params, flat, _ = compat.infer(jitted, (3, X), {})
     assert len(flat) == len(params["jaxpr"].invars) == 1
     assert flat[0] is X
     assert [c is captured for c in params["jaxpr"].consts] == [True]
@@ -87,58 +87,58 @@ def test_static_arguments_leave_and_constants_stay_in_the_jaxpr():
 
 def test_shardings_of_the_jit_are_namedshardings():
     jitted = jax.jit(product, in_shardings=(ROWS, COLUMNS), out_shardings=COLUMNS)
-    params, _, _ = _compat.infer(jitted, (X, W), {})
+    params, _, _ = compat.infer(jitted, (X, W), {})
     assert params["in_shardings"] == (ROWS, COLUMNS)
     assert params["out_shardings"] == (COLUMNS,)
-    free, _, _ = _compat.infer(jax.jit(product), (X, W), {})
+    free, _, _ = compat.infer(jax.jit(product), (X, W), {})
     assert not any(isinstance(s, NamedSharding) for s in free["in_shardings"])
 
 
 def test_the_context_mesh_is_a_parameter():
     with jax.set_mesh(MESH):
-        params, _, _ = _compat.infer(jax.jit(product), (X, W), {})
+        params, _, _ = compat.infer(jax.jit(product), (X, W), {})
     assert params["ctx_mesh"] == MESH
 
 
 def test_only_committed_arrays_are_bound():
-    assert _compat.bound_sharding(jax.device_put(X, ROWS)) == ROWS
-    assert _compat.bound_sharding(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=ROWS)) == ROWS
+    assert compat.bound_sharding(jax.device_put(X, ROWS)) == ROWS
+    assert compat.bound_sharding(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=ROWS)) == ROWS
     for free in (jnp.ones(3), X, 1.0, jax.ShapeDtypeStruct(X.shape, X.dtype)):
-        assert _compat.bound_sharding(free) is None, free
+        assert compat.bound_sharding(free) is None, free
     seen = []
-    jax.jit(lambda x: seen.append(_compat.bound_sharding(x)) or x)(jax.device_put(X, ROWS))
+    jax.jit(lambda x: seen.append(compat.bound_sharding(x)) or x)(jax.device_put(X, ROWS))
     assert seen == [None], "a tracer has a sharding"
 
 
 def test_a_jit_equation_can_be_called():
-    params, flat, _ = _compat.infer(jax.jit(product), (X, W), {})
-    np.testing.assert_array_equal(_compat.bind_jit(flat, params)[0], X @ W)
-    inside = jax.make_jaxpr(lambda x, w: _compat.bind_jit([x, w], params))(X, W)
+    params, flat, _ = compat.infer(jax.jit(product), (X, W), {})
+    np.testing.assert_array_equal(compat.bind_jit(flat, params)[0], X @ W)
+    inside = jax.make_jaxpr(lambda x, w: compat.bind_jit([x, w], params))(X, W)
     assert [e.primitive.name for e in inside.eqns] == ["jit"]
 
 
 def test_another_jaxpr_in_the_equation_is_what_runs():
-    params, flat, _ = _compat.infer(jax.jit(product), (X, W), {})
+    params, flat, _ = compat.infer(jax.jit(product), (X, W), {})
     other = jax.jit(lambda x, w: 2 * (x @ w)).trace(X, W).jaxpr
-    changed = _compat.with_jaxpr(params, other, {})
-    np.testing.assert_array_equal(_compat.bind_jit(flat, changed)[0], 2 * (X @ W))
-    np.testing.assert_array_equal(_compat.bind_jit(flat, params)[0], X @ W)
+    changed = compat.with_jaxpr(params, other, {})
+    np.testing.assert_array_equal(compat.bind_jit(flat, changed)[0], 2 * (X @ W))
+    np.testing.assert_array_equal(compat.bind_jit(flat, params)[0], X @ W)
 
 
 def test_compiler_options_are_pairs_and_the_jits_own_win():
     jitted = jax.jit(product, compiler_options={"a": "theirs"})
-    params, _, _ = _compat.infer(jitted, (X, W), {})
+    params, _, _ = compat.infer(jitted, (X, W), {})
     assert dict(params["compiler_options_kvs"]) == {"a": "theirs"}
-    merged = _compat.with_jaxpr(params, params["jaxpr"], {"a": "ours", "b": "ours"})
+    merged = compat.with_jaxpr(params, params["jaxpr"], {"a": "ours", "b": "ours"})
     assert dict(merged["compiler_options_kvs"]) == {"a": "theirs", "b": "ours"}
 
 
 def test_a_traced_step_with_other_parameters_lowers_the_other_jaxpr():
     traced = jax.jit(product).trace(X, W)
     traced.lower()  # what it caches on the way must not reach the copy
-    params = _compat.traced_params(traced)
+    params = compat.traced_params(traced)
     other = jax.jit(lambda x, w: jnp.sin(x @ w)).trace(X, W).jaxpr
-    changed = _compat.traced_with(traced, _compat.with_jaxpr(params, other, {}))
+    changed = compat.traced_with(traced, compat.with_jaxpr(params, other, {}))
     assert changed.jaxpr is other
     assert "stablehlo.sine" in changed.lower().as_text()
     assert "stablehlo.sine" not in traced.lower().as_text()
@@ -177,7 +177,7 @@ def test_bodies_stand_where_the_walk_looks(name: str):
 
 def test_a_body_can_be_replaced():
     jaxpr = jax.make_jaxpr(BODIES["scan"](jax.checkpoint(jnp.sin)))(1.0)
-    assert _compat.is_jaxpr(jaxpr)
+    assert compat.is_jaxpr(jaxpr)
     new = jaxpr.replace(eqns=[e.replace(params=dict(e.params)) for e in jaxpr.eqns])
     assert str(new) == str(jaxpr)
 
@@ -192,12 +192,12 @@ def test_inline_keeps_operands_results_and_source():
     def ring(x, w):
         return jax.jit(lambda x: jnp.sin(x) + 1)(x @ w)
 
-    new = _compat.inline(jax.named_call(ring, name="ring"), eqn.invars, eqn.outvars, eqn)
+    new = compat.inline(jax.named_call(ring, name="ring"), eqn.invars, eqn.outvars, eqn)
     used = {v for e in new for v in e.invars if not hasattr(v, "val")}
     assert set(eqn.invars) <= used, "the operands are no longer the user's variables"
     assert [*new[-1].outvars] == [*eqn.outvars]
     for inner in (*new, *new[-1].params["jaxpr"].eqns):
-        assert _compat.source_line(inner) == _compat.source_line(eqn)
+        assert compat.source_line(inner) == compat.source_line(eqn)
     assert {str(e.source_info.name_stack) for e in new} == {"layer/ring"}
 
 
@@ -209,8 +209,8 @@ def test_functions_that_are_alike_are_traced_once_and_share_no_variable():
             traces.append(x.shape)
             return jnp.sin(x) @ w
 
-        out = _compat.like_var(eqn.outvars[0])
-        return _compat.inline(ring, eqn.invars, [out], eqn, alike=alike, scope=scope)
+        out = compat.like_var(eqn.outvars[0])
+        return compat.inline(ring, eqn.invars, [out], eqn, alike=alike, scope=scope)
 
     one, other, unlike, alone = (inlined(alike) for alike in (("a",), ("a",), ("b",), None))
     assert len(traces) == 3
@@ -236,26 +236,26 @@ def test_the_axes_that_types_state():
         whole = NamedSharding(mesh, P())
         args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole) for a in (X, W)]
         (eqn,) = jax.make_jaxpr(lax.dot)(*args).eqns
-        stated[kind] = _compat.stated_axes(eqn)
+        stated[kind] = compat.stated_axes(eqn)
     assert stated == {AxisType.Auto: (), AxisType.Explicit: ("data", "model")}
-    assert not _compat.stated_axes(the_dot())
+    assert not compat.stated_axes(the_dot())
 
 
 def test_source_lines_are_the_users():
-    file, line, function = _compat.source_line(the_dot())
+    file, line, function = compat.source_line(the_dot())
     assert (Path(file).name, function) == ("test_compat.py", "product")
     assert line == product.__code__.co_firstlineno + 1
     lost: Any = SimpleNamespace(source_info=SimpleNamespace(traceback=None))
-    assert _compat.source_line(lost) == ("<unknown>", 0, "")
+    assert compat.source_line(lost) == ("<unknown>", 0, "")
 
 
 def test_a_tag_reaches_stablehlo_as_a_frontend_attribute():
     jitted = jax.jit(product)
     jaxpr = jitted.trace(X, W).jaxpr
-    tagged = jaxpr.replace(eqns=[_compat.with_tag(e, colour="red") for e in jaxpr.eqns])
+    tagged = jaxpr.replace(eqns=[compat.with_tag(e, colour="red") for e in jaxpr.eqns])
     traced = jitted.trace(X, W)
-    params = _compat.with_jaxpr(_compat.traced_params(traced), tagged, {})
-    text = _compat.traced_with(traced, params).lower().as_text()
+    params = compat.with_jaxpr(compat.traced_params(traced), tagged, {})
+    text = compat.traced_with(traced, params).lower().as_text()
     (line,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
     assert 'mhlo.frontend_attributes = {colour = "red"}' in line
     assert "colour" not in traced.lower().as_text()
@@ -289,24 +289,24 @@ def test_equations_are_made_as_in_the_body_of_a_shard_map(check: bool):
             "model"
         )
 
-    with _compat.in_shard_maps([eqn]):
-        new = _compat.inline(ring, gather.invars, gather.outvars, gather)
+    with compat.in_shard_maps([eqn]):
+        new = compat.inline(ring, gather.invars, gather.outvars, gather)
     assert new[-1].outvars == gather.outvars
     with pytest.raises(NameError):  # the axis has no name any more
-        _compat.inline(ring, gather.invars, gather.outvars, gather)
+        compat.inline(ring, gather.invars, gather.outvars, gather)
 
 
 def test_what_devices_do_together():
     _, body = in_a_shard_map(True)
-    together = [e.primitive.name for e in body if _compat.is_collective(e)]
+    together = [e.primitive.name for e in body if compat.is_collective(e)]
     assert together == ["all_gather", "psum_invariant"]
-    assert not any(map(_compat.ordered_effects, body))
+    assert not any(map(compat.ordered_effects, body))
 
 
 def test_a_result_of_another_type_is_refused():
     eqn, (gather, *_) = in_a_shard_map(True)
-    with _compat.in_shard_maps([eqn]), pytest.raises(AssertionError, match="in the place of"):
-        _compat.inline(lambda x: x + 1, gather.invars, gather.outvars, gather)
+    with compat.in_shard_maps([eqn]), pytest.raises(AssertionError, match="in the place of"):
+        compat.inline(lambda x: x + 1, gather.invars, gather.outvars, gather)
 
 
 # -- compiler options -----------------------------------------------------------------------------
@@ -314,18 +314,18 @@ def test_a_result_of_another_type_is_refused():
 
 def test_xla_says_which_options_it_knows():
     device = jax.devices()[0]
-    assert _compat.accepts_option("xla_embed_ir_in_executable", "True", device)
-    assert not _compat.accepts_option("xla_gpu_option_that_never_was", "True", device), (
+    assert compat.accepts_option("xla_embed_ir_in_executable", "True", device)
+    assert not compat.accepts_option("xla_gpu_option_that_never_was", "True", device), (
         "XLA words its refusal in another way"
     )
     with pytest.raises(jax.errors.JaxRuntimeError):
-        _compat.accepts_option("xla_embed_ir_in_executable", "neither", device)
+        compat.accepts_option("xla_embed_ir_in_executable", "neither", device)
 
 
 def test_options_are_tried_where_a_mesh_is_set():
     device = jax.devices()[0]
     with jax.set_mesh(MESH):
-        assert _compat.accepts_option.__wrapped__("xla_embed_ir_in_executable", "True", device)
+        assert compat.accepts_option.__wrapped__("xla_embed_ir_in_executable", "True", device)
 
 
 # -- types and processes --------------------------------------------------------------------------
@@ -337,12 +337,12 @@ def test_the_text_of_a_type_names_no_device():
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     rows = NamedSharding(explicit, P("x"))
     typed = jax.ShapeDtypeStruct((8, 4), "float32", sharding=rows)
-    texts = [_compat.type_text(jax.make_jaxpr(lambda x: x)(a).invars[0]) for a in (x, typed, 1.0)]
+    texts = [compat.type_text(jax.make_jaxpr(lambda x: x)(a).invars[0]) for a in (x, typed, 1.0)]
     assert texts == ["float32[8, 4] []", "float32[8, 4] P('x', None) []", "~float32[] []"]
     # Manual axes along which values may differ are part of their types.
     gathered = in_a_shard_map(True)[1][0]
-    assert [_compat.type_text(v)[-9:] for v in gathered.invars] == ["['model']"]
+    assert [compat.type_text(v)[-9:] for v in gathered.invars] == ["['model']"]
 
 
 def test_one_process_has_no_store():
-    assert _compat.key_value_store() is None
+    assert compat.key_value_store() is None

@@ -23,7 +23,9 @@ from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _compat, overlap, road
+from jaxoverlap import overlap
+from jaxoverlap._jax import compat
+from jaxoverlap.step import pipeline
 
 MESH = jax.make_mesh((2, 4, 1), ("data", "model", "one"), axis_types=(AxisType.Auto,) * 3)
 
@@ -68,9 +70,9 @@ def compiles(name: str) -> Iterator[list[str]]:
 def decisions(monkeypatch) -> list[None]:
     """One for each time that the road is travelled."""
     calls: list[None] = []
-    travel = road.travel
+    travel = pipeline.travel
     monkeypatch.setattr(
-        "jaxoverlap.rewritten.travel", lambda *args: calls.append(None) or travel(*args)
+        "jaxoverlap.step.program.travel", lambda *args: calls.append(None) or travel(*args)
     )
     return calls
 
@@ -137,16 +139,16 @@ def test_results_fed_back_are_no_new_signature(specs, decisions):
 )  # fmt: skip
 def test_shardings_are_told_apart_by_what_they_do(one, other, same: bool):
     first, second = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=s) for s in (one, other))
-    assert (_compat.placement(first) == _compat.placement(second)) is same
+    assert (compat.placement(first) == compat.placement(second)) is same
     if same:
-        assert hash(_compat.placement(first)) == hash(_compat.placement(second))
+        assert hash(compat.placement(first)) == hash(compat.placement(second))
         assert one.is_equivalent_to(other, 2)
 
 
 def test_what_is_bound_to_no_sharding_has_no_placement():
-    assert _compat.placement(np.ones(3)) is _compat.placement(jnp.ones(3)) is None
+    assert compat.placement(np.ones(3)) is compat.placement(jnp.ones(3)) is None
     single = jax.device_put(np.ones(3), jax.devices()[1])
-    assert _compat.placement(single) == single.sharding
+    assert compat.placement(single) == single.sharding
 
 
 # -- threads --------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ def test_cleared_caches_keep_nothing(how: str, decisions):
             for _ in range(2):
                 overlapped(*ARGS)
         assert (len(traces), len(decisions), len(found)) == (times, times, 1)
-        jaxpr = weakref.ref(_compat.traced_params(overlapped.trace(*ARGS))["jaxpr"])
+        jaxpr = weakref.ref(compat.traced_params(overlapped.trace(*ARGS))["jaxpr"])
         assert "ppermute" in str(jaxpr())
         clear()
         gc.collect()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxoverlap.correction import Correction, correction
-from jaxoverlap.trial import Trial
+from jaxoverlap.step.trial import Trial
+from jaxoverlap.tuning.correction import Correction, correction
 
 SECONDS = st.floats(1e-3, 1.0)
 FACTORS = st.floats(0.2, 5.0)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap import measured, nccl
-from jaxoverlap.cluster import Link, chips, parse_cluster
-from jaxoverlap.cost import ALONE, Channels, Group, Share, cost_model
+from jaxoverlap.cost import nccl
+from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.model import ALONE, Channels, Group, Share, cost_model
+from jaxoverlap.hardware.cluster import Link, chips, parse_cluster
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 MODELS = {chip.name: cost_model(f"{chip.name}:8x4") for chip in chips()}

@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 
 from jaxoverlap import Decision, Skip, Variant
-from jaxoverlap._text import human_bytes
-from jaxoverlap.passes.decide import decide, matmul_of, source_of
-from jaxoverlap.passes.jaxprs import Body, Dot, bodies
-from jaxoverlap.passes.partitioned import Shardings as Read
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
+from jaxoverlap.passes.analysis.partitioned import Shardings as Read
+from jaxoverlap.passes.planning.decide import decide, matmul_of, source_of
 
 AXES = {"data": 2, "model": 4}
 NO, D, M = (), ("data",), ("model",)

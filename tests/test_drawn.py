@@ -33,8 +33,8 @@ from benchmarks.drawn.sketch import Sketch, layer_shapes, place_spec, weight_spe
 from benchmarks.drawn.step import Step
 from benchmarks.drawn.steps import drawn_name, step_of
 from benchmarks.pod_step import write_rows
-from jaxoverlap.cluster import parse_cluster
-from jaxoverlap.passes.replay import UNKNOWN_TRIPS
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from tests.test_pods_suite import marked
 from tests.test_schedule import pytestmark as pods
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxoverlap.cluster import parse_cluster
-from jaxoverlap.cost import Group, cost_model
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.estimate import estimate
+from jaxoverlap.cost.model import Group, cost_model
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.passes.scheduling.estimate import estimate
+from jaxoverlap.simulation import hlo
 
 COST = cost_model(parse_cluster("h100-sxm:1x8"))
 SUM = """%sum (a: bf16[], b: bf16[]) -> bf16[] {

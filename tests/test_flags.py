@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap.cluster import chips
 from jaxoverlap.flags import DEAD, FLAGS, PRESETS, VARIABLES, options_for, preset
 from jaxoverlap.flags.compiler import ask
-from jaxoverlap.flags.rings import RINGS
+from jaxoverlap.flags.required import RINGS
 from jaxoverlap.flags.variables import PLUGINS, nccl_names
 from jaxoverlap.flags.xla import versions
+from jaxoverlap.hardware.cluster import chips
 from tests.test_pods import needs_plugin
 
 ALL = pytest.mark.parametrize("name", PRESETS)

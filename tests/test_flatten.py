@@ -16,9 +16,9 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _compat
-from jaxoverlap.passes.flatten import flatten
-from jaxoverlap.passes.jaxprs import bodies, dots
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.analysis.jaxprs import bodies, dots
 
 N = 4
 X = np.cos(np.arange(N * N, dtype=np.float32)).reshape(N, N)
@@ -51,7 +51,7 @@ def names(jaxpr: Any) -> list[str]:
 def everywhere(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in _compat.jaxprs_in(eqn):
+        for inner in compat.jaxprs_in(eqn):
             yield from everywhere(inner)
 
 
@@ -202,7 +202,7 @@ def test_jits_inside_other_bodies_are_opened(step):
     after = flat(lambda x, w: jax.jit(step)(x, w))
     with_matmul = [
         eqn for eqn in everywhere(after)
-        if eqn.primitive.name == "jit" and any(dots(j) for j in _compat.jaxprs_in(eqn))
+        if eqn.primitive.name == "jit" and any(dots(j) for j in compat.jaxprs_in(eqn))
     ]  # fmt: skip
     assert not with_matmul
     assert len(dots(after)) == len(dots(traced(step)))
@@ -261,7 +261,7 @@ def test_a_jit_with_effects_stays(capfd):
 
 def test_options_layouts_constants_and_wishes_about_inlining_are_kept():
     (eqn,) = traced(lambda x, w: product(x, w)).eqns
-    assert _compat.is_plain_jit(eqn)
+    assert compat.is_plain_jit(eqn)
     closed = jax.make_jaxpr(lambda x, w: product(x, w) + X)(*ARGS)
     assert closed.consts and not eqn.params["jaxpr"].consts
     more = {
@@ -271,11 +271,11 @@ def test_options_layouts_constants_and_wishes_about_inlining_are_kept():
         "in_layouts": ("a layout", None),
     }
     for key, value in more.items():
-        assert not _compat.is_plain_jit(eqn.replace(params={**eqn.params, key: value})), key
+        assert not compat.is_plain_jit(eqn.replace(params={**eqn.params, key: value})), key
 
 
 def test_other_primitives_are_no_jits():
-    assert not any(map(_compat.is_plain_jit, traced(in_scan).eqns))
+    assert not any(map(compat.is_plain_jit, traced(in_scan).eqns))
 
 
 def test_the_body_of_a_primitive_with_rules_of_its_own_stays():
@@ -321,7 +321,7 @@ def test_scopes_name_the_jits_that_were_opened():
 
 def test_the_users_line_is_kept():
     (dot,) = dots(flat(lambda x, w: product(x, w)))
-    file, line, _ = _compat.source_line(dot.eqn)
+    file, line, _ = compat.source_line(dot.eqn)
     assert file.endswith("test_flatten.py")
     with open(__file__) as source:
         assert "product = jax.jit(lambda x, w: x @ w)" in source.read().splitlines()[line - 1]

@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Decision, MadeFor, Plan, Scheduler, Skip, Variant, overlap
-from jaxoverlap import made_for as made
 from jaxoverlap.api import Overlapped
-from jaxoverlap.options import Options
-from jaxoverlap.passes.fingerprint import fingerprint
+from jaxoverlap.passes.analysis.fingerprint import fingerprint
+from jaxoverlap.step import check_plan as made
+from jaxoverlap.step.options import Options
 from tests.test_pods import needs_plugin
 
 SHAPE, AXES = (2, 4), ("data", "model")
@@ -511,15 +511,15 @@ def test_a_pods_plan_is_for_the_gpus_of_that_cluster(tmp_path, monkeypatch):
     assert plan.made_for and plan.made_for.cluster == "h100-sxm:1x8"
     assert plan.made_for.devices == "NVIDIA H100 80GB HBM3"
     assert plan.xla_options["xla_gpu_enable_latency_hiding_scheduler"] == "True"
-    assert not {*plan.xla_options} & {*jaxoverlap.pods.compiler_options()}
+    assert not {*plan.xla_options} & {*jaxoverlap.hardware.pods.compiler_options()}
     assert plan.schedule is not None and plan.schedule.slack == 0.05
     with_pods = dict(first.trace(*args)._params["compiler_options_kvs"])
-    assert with_pods == {**plan.xla_options, **jaxoverlap.pods.compiler_options()}
+    assert with_pods == {**plan.xla_options, **jaxoverlap.hardware.pods.compiler_options()}
 
     changed = msgspec.structs.replace(
         plan, xla_options={"xla_gpu_enable_latency_hiding_scheduler": "False"}
     )
-    monkeypatch.setattr("jaxoverlap.pods.is_pod", lambda mesh: False)
+    monkeypatch.setattr("jaxoverlap.hardware.pods.is_pod", lambda mesh: False)
     there = overlap(step, plan=changed).trace(*args)
     assert dict(there._params["compiler_options_kvs"]) == changed.xla_options
 

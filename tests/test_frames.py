@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.frames import Frames
+from jaxoverlap.passes.scheduling.source_lines import Frames
+from jaxoverlap.simulation import hlo
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"
 TABLES = """

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxoverlap.cost import Group
-from jaxoverlap.granularity import Granularity, granularity, site_of
-from jaxoverlap.lagom import search
-from jaxoverlap.passes.timeline import COMPUTE, Event, Timeline
-from jaxoverlap.plan import Plan, Variant
+from jaxoverlap.cost.model import Group
+from jaxoverlap.plan.plan import Plan, Variant
+from jaxoverlap.simulation.timeline import COMPUTE, Event, Timeline
+from jaxoverlap.tuning.lagom.granularity import Granularity, granularity, site_of
+from jaxoverlap.tuning.lagom.search import search
 from tests.test_worth import GATHER, H100, SCATTER, SUM, ring_of
 
 COPIES = Group(8, by_copy=True)

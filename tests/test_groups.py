@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxoverlap.passes.groups import axes_of, domains, parties
+from jaxoverlap.simulation.device_groups import axes_of, domains, parties
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxoverlap.passes.hlo import Instruction, array_shapes, fastest_dim, parse, shape_bytes
+from jaxoverlap.simulation.hlo import Instruction, array_shapes, fastest_dim, parse, shape_bytes
 
 HEAD = "HloModule jit_train_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, num_partitions=8\n"
 

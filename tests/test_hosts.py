@@ -16,16 +16,22 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import _compat, hosts
-from jaxoverlap.cluster import parse_cluster
+from jaxoverlap._jax import compat
 from jaxoverlap.flags import options_for, preset
-from jaxoverlap.flags.rings import BY_COPY
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes import mesh as mesh_of_step
-from jaxoverlap.passes.audit import collectives
-from jaxoverlap.passes.mesh import axis_domains, axis_processes, cluster_of, processes_of_one
-from jaxoverlap.passes.replay import group_of
-from jaxoverlap.road import groups_of
+from jaxoverlap.flags.required import BY_COPY
+from jaxoverlap.hardware import hosts
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.passes.analysis import mesh as mesh_of_step
+from jaxoverlap.passes.analysis.mesh import (
+    axis_domains,
+    axis_processes,
+    cluster_of,
+    processes_of_one,
+)
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.audit import collectives
+from jaxoverlap.simulation.replay import group_of
+from jaxoverlap.step.pipeline import groups_of
 from tests.many_processes import abstract, make_mesh, make_step, train
 from tests.test_agreement import run
 from tests.test_pods import needs_plugin
@@ -69,8 +75,8 @@ class Store(dict[str, str]):
 def store(monkeypatch) -> Store:
     """Of four processes, of which this is number 1."""
     store = Store()
-    monkeypatch.setattr(_compat, "key_value_store", lambda: store)
-    monkeypatch.setattr(_compat, "started_processes", lambda: (1, 4))
+    monkeypatch.setattr(compat, "key_value_store", lambda: store)
+    monkeypatch.setattr(compat, "started_processes", lambda: (1, 4))
     monkeypatch.setattr(hosts, "this_host", lambda: "a")
     return store
 
@@ -108,7 +114,7 @@ def test_one_process_asks_no_store(monkeypatch):
     def asked():
         raise AssertionError("one process has nobody to ask")
 
-    monkeypatch.setattr(_compat, "key_value_store", asked)
+    monkeypatch.setattr(compat, "key_value_store", asked)
     assert len(hosts.hosts_of((0,))) == 1
     hosts.announce()
 
@@ -165,7 +171,9 @@ def test_domains_are_hosts_and_copies_are_a_processs(monkeypatch):
     hosts_are("block")
     assert axis_domains(mesh, None) == {"data": 2, "model": 1}
     assert axis_processes(mesh, None) == {"data": 2, "model": 4}
-    assert groups_of(mesh, None)["model"] == jaxoverlap.cost.Group(4, 1, False, communicator=4)
+    assert groups_of(mesh, None)["model"] == jaxoverlap.cost.model.Group(
+        4, 1, False, communicator=4
+    )
     hosts_are("turns")
     assert axis_domains(mesh, None) == {"data": 1, "model": 2}
 

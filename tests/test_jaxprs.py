@@ -13,8 +13,8 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _compat
-from jaxoverlap.passes.jaxprs import Dot, dots, map_dots
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.jaxprs import Dot, dots, map_dots
 
 N = 4
 X = np.cos(np.arange(N * N, dtype=np.float32)).reshape(N, N)
@@ -41,7 +41,7 @@ def instead(*chosen: int) -> Callable[[Dot], list[Any] | None]:
 
     def visit(dot: Dot) -> list[Any] | None:
         eqn = dot.eqn
-        new = _compat.inline(lambda x, w: x + w, eqn.invars, eqn.outvars, eqn)
+        new = compat.inline(lambda x, w: x + w, eqn.invars, eqn.outvars, eqn)
         return new if dot.index in chosen else None
 
     return visit

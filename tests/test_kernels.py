@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxoverlap._kernels import Kernels
+from jaxoverlap._jax.kernel_cache import Kernels
 
 
 def child(kernels: Kernels, adds: str, *, beside: str = "", ended_well: bool = True) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.lagom import Outcome, search
+from jaxoverlap.tuning.lagom.search import Outcome, search
 
 
 @dataclass(frozen=True)

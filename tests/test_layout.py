@@ -13,9 +13,8 @@ import pytest
 from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes import ring
-from jaxoverlap.passes.layout import Layout, lay_out, traffic
-from jaxoverlap.passes.sites import (
+from jaxoverlap.passes.planning.layout import Layout, lay_out, traffic
+from jaxoverlap.passes.planning.splits import (
     SIDES,
     Einsum,
     Matmul,
@@ -26,6 +25,7 @@ from jaxoverlap.passes.sites import (
     Split,
     split,
 )
+from jaxoverlap.passes.rings import orders
 from tests.test_sites import along, block, devices, einsums, key, one_axis, operands
 
 ITEMSIZE = (2, 2, 2)
@@ -613,7 +613,7 @@ class Mesh:
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
         for part in blocks.values():
             self._send(axis, part)
-        source = {target: source for source, target in ring.permutation(n, 1)}
+        source = {target: source for source, target in orders.permutation(n, 1)}
         return {key(d): blocks[key({**d, axis: source[d[axis]]})] for d in devices(self.sizes)}
 
     def _arrivals(self) -> Iterator[tuple[dict[int, int], Blocks]]:
@@ -621,7 +621,7 @@ class Mesh:
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
         shards = dict(self.lhs if self.motion.side == "lhs" else self.rhs)
         for hop in range(n):
-            chunk_at = {rank: ring.chunk_at(rank, hop, n) for rank in range(n)}
+            chunk_at = {rank: orders.chunk_at(rank, hop, n) for rank in range(n)}
             if self.motion.to is None:
                 shards = self._hop(shards) if hop else shards
                 yield chunk_at, shards
@@ -658,7 +658,7 @@ class Mesh:
             sums = self._hop(sums) if sums else sums
             for d in devices(self.sizes):
                 k = key(d)
-                sums[k] = sums.get(k, 0) + self._product(k, ring.chunk_at(d[axis], hop + 1, n))
+                sums[k] = sums.get(k, 0) + self._product(k, orders.chunk_at(d[axis], hop + 1, n))
         if self.motion.kind == "reduce_scatter":
             return sums
         return self._gather(sums, axis, *self._at("out", self.layout.letter, axis))

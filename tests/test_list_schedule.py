@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.list_schedule import (
+from jaxoverlap.passes.scheduling.list_schedule import (
     Flight,
     Outcome,
     Problem,
@@ -23,7 +23,7 @@ from jaxoverlap.passes.list_schedule import (
     on_the_way,
     outcome,
 )
-from jaxoverlap.passes.schedule import best
+from jaxoverlap.passes.scheduling.reorder import best
 
 UNBOUND = 10**12
 TURNS: tuple[Turn, ...] = get_args(Turn)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks import lagom
 from benchmarks.search import BALANCES, SPACES, exhaustive, problem, whole_step
-from jaxoverlap.cost import Channels, Group, cost_model
-from jaxoverlap.lagom import search
-from jaxoverlap.makespan import (
+from jaxoverlap.cost.model import Channels, Group, cost_model
+from jaxoverlap.simulation.hlo_work import Matmul, Work
+from jaxoverlap.tuning.lagom.model import (
     Communication,
     Computation,
     Makespan,
@@ -21,7 +21,7 @@ from jaxoverlap.makespan import (
     memory_traffic,
     places,
 )
-from jaxoverlap.passes.work import Matmul, Work
+from jaxoverlap.tuning.lagom.search import search
 
 H100 = cost_model("h100-sxm:1x8")
 GATHER = Communication("all-gather", 100 << 20, Group(8))

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Decision
-from jaxoverlap.passes import manual_rings
-from jaxoverlap.passes.flatten import flatten
-from jaxoverlap.passes.jaxprs import bodies, dots
-from jaxoverlap.passes.manual import decide_manual
-from jaxoverlap.passes.rewrite import rewrite
+from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.analysis.jaxprs import bodies, dots
+from jaxoverlap.passes.manual import rewrite as manual_rings
+from jaxoverlap.passes.manual.decide import decide_manual
+from jaxoverlap.passes.rewriting.rewrite import rewrite
 from tests.engine import equations
 
 N = 4

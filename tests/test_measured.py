@@ -6,8 +6,8 @@ import math
 import msgspec
 import pytest
 
-from jaxoverlap import measured
-from jaxoverlap.cluster import chips
+from jaxoverlap.cost import tables as measured
+from jaxoverlap.hardware.cluster import chips
 
 TABLES = {chip.name: measured.packaged(chip.name) for chip in chips()}
 NAMES = sorted({tables.chip for tables in TABLES.values() if tables})

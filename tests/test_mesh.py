@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.passes.mesh import find_mesh, unread
+from jaxoverlap.passes.analysis.mesh import find_mesh, unread
 
 AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
 

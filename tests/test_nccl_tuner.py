@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxoverlap.flags import FLAGS, VARIABLES
-from jaxoverlap.nccl_tuner import ChannelRow, channel_options, tuner_csv, variables
+from jaxoverlap.flags.nccl_tuner import ChannelRow, channel_options, tuner_csv, variables
 
 MIB = 1 << 20
 OWN = 24

@@ -16,14 +16,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import never_slower, trial
-from jaxoverlap.cost import cost_model
-from jaxoverlap.never_slower import Outcome, Rival, Unpriced, choose, predicted
-from jaxoverlap.passes.lost import lost
-from jaxoverlap.passes.timeline import Event, Timeline
-from jaxoverlap.plan import Decision, Plan, Predictions
-from jaxoverlap.speedup import Speedup
-from jaxoverlap.trial import Failure, Trial
+from jaxoverlap.cost.model import cost_model
+from jaxoverlap.plan.plan import Decision, Plan, Predictions
+from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.simulation.slower_rules import lost
+from jaxoverlap.simulation.timeline import Event, Timeline
+from jaxoverlap.step import never_slower, trial
+from jaxoverlap.step.never_slower import Outcome, Rival, Unpriced, choose, predicted
+from jaxoverlap.step.trial import Failure, Trial
 from tests.test_schedule import pytestmark as pods
 from tests.test_trial import megatron
 
@@ -295,8 +295,8 @@ def children(monkeypatch) -> tuple[dict[str, Outcome | Failure], list[str]]:
         asked.append(way)
         return found[way]
 
-    monkeypatch.setattr("jaxoverlap.rewritten.is_gpu", lambda mesh: True)
-    monkeypatch.setattr("jaxoverlap.pods.compiler_options", dict)
+    monkeypatch.setattr("jaxoverlap.step.program.is_gpu", lambda mesh: True)
+    monkeypatch.setattr("jaxoverlap.hardware.pods.compiler_options", dict)
     monkeypatch.setattr(never_slower, "_attempt", attempted)
     monkeypatch.setattr(never_slower, "_lost", lambda *_: "1 ring")
     return found, asked
@@ -371,10 +371,10 @@ def test_process_0_chooses_for_all(children, monkeypatch):
         given.append((what, processes))
         return msgspec.json.encode(told).decode()
 
-    monkeypatch.setattr("jaxoverlap.choice.handed", handed)
+    monkeypatch.setattr("jaxoverlap.step.choice.handed", handed)
     for module in ("rewritten", "choice"):
         monkeypatch.setattr(f"jaxoverlap.{module}.processes_of", lambda mesh: (0, 1))
-    monkeypatch.setattr("jaxoverlap.rewritten.meet", lambda stand, within_s: True)
+    monkeypatch.setattr("jaxoverlap.step.program.meet", lambda stand, within_s: True)
     step = on_gpus()
     with pytest.warns(UserWarning, match="loses by simulation"):
         np.testing.assert_array_equal(step(X, W), X @ W)

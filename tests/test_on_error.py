@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap import RewriteError, overlap
-from jaxoverlap.passes import rewrite
+from jaxoverlap.passes.rewriting import rewrite
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 ROWS, COLUMNS = (NamedSharding(MESH, P(*spec)) for spec in (("model",), (None, "model")))
@@ -87,7 +87,7 @@ def test_another_fault_in_another_signature_is_told_too(monkeypatch):
         def fail(*_, fault=fault, **__):
             raise KeyError(fault)
 
-        monkeypatch.setattr("jaxoverlap.ways.decide", fail)
+        monkeypatch.setattr("jaxoverlap.step.ways.decide", fail)
         with pytest.warns(UserWarning, match=f"KeyError: '{fault}'"):
             step(*args)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.order import Order
+from jaxoverlap.passes.analysis.equation_order import Order
 
 
 @dataclass

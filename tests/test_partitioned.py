@@ -10,11 +10,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import RewriteError, _partitioner
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes import partitioned as partitioned_module
-from jaxoverlap.passes.partitioned import partitioned
-from jaxoverlap.passes.remaining import remaining
+from jaxoverlap import RewriteError
+from jaxoverlap._jax import partitioner
+from jaxoverlap.passes.analysis import partitioned as partitioned_module
+from jaxoverlap.passes.analysis.partitioned import partitioned
+from jaxoverlap.passes.analysis.partitioner_collectives import remaining
+from jaxoverlap.simulation import hlo
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 MODEL, DATA, BOTH = ("model",), ("data",), ("data", "model")
@@ -314,9 +315,9 @@ def test_tags_leave_the_step_as_it_was():
 
 def test_a_failure_of_the_partitioner_is_named(monkeypatch):
     def ask(*_):
-        raise _partitioner.NoAnswerError("INTERNAL: no such pass")
+        raise partitioner.NoAnswerError("INTERNAL: no such pass")
 
-    monkeypatch.setattr(_partitioner, "ask", ask)
+    monkeypatch.setattr(partitioner, "ask", ask)
     with pytest.raises(RewriteError, match=r"no answer about mlp: INTERNAL: no such pass"):
         read(mlp, X, W, V)
 
@@ -390,7 +391,7 @@ def test_answers_count_where_the_question_changes_nothing():
         text = "  %d = f32[8,8]{1,0} dot(%x, %w)"
         changed = (0, "c") in wanted
         shape = "f32[4,8]" if changed else "f32[8,8]"
-        found = _partitioner.Partitioned(text.replace("f32[8,8]", shape), ())
+        found = partitioner.Partitioned(text.replace("f32[8,8]", shape), ())
         return found, {value: (MODEL,) for value in wanted}
 
     unasked = partitioned_module._work(probed(frozenset())[0].text)

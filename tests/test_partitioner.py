@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _compat, _partitioner
+from jaxoverlap._jax import compat, partitioner
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 X = jax.ShapeDtypeStruct((16, 32), "float32", sharding=NamedSharding(MESH, P("model")))
@@ -20,21 +20,21 @@ W = jax.ShapeDtypeStruct((32, 64), "float32", sharding=NamedSharding(MESH, P(Non
 
 def lowered(step, *args, name: str = ""):
     traced = jax.jit(step).trace(*args)
-    params = _compat.with_jaxpr(_compat.traced_params(traced), traced.jaxpr, {})
-    params["name"] = name or _partitioner.new_name()
-    return _compat.traced_with(traced, params).lower()
+    params = compat.with_jaxpr(compat.traced_params(traced), traced.jaxpr, {})
+    params["name"] = name or partitioner.new_name()
+    return compat.traced_with(traced, params).lower()
 
 
 def test_a_question_compiles_nothing_that_jax_counts():
     events: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
-    found = _partitioner.ask(lowered(lambda x, w: x @ w, X, W), MESH)
+    found = partitioner.ask(lowered(lambda x, w: x @ w, X, W), MESH)
     assert "f32[16,16]" in found.text and "all-gather" in found.text
     assert not [name for name in events if "backend_compile" in name]
 
 
 def test_results_are_specs_of_the_mesh():
-    found = _partitioner.ask(lowered(lambda x, w: (x + 1, w.sum(), w), X, W), MESH)
+    found = partitioner.ask(lowered(lambda x, w: (x + 1, w.sum(), w), X, W), MESH)
     assert found.results == ((("model",), ()), (), ((), ("model",)))
 
 
@@ -43,7 +43,7 @@ def test_questions_of_several_threads_are_told_apart():
 
     def ask(n: int) -> None:
         x = jax.ShapeDtypeStruct((n, 32), "float32", sharding=X.sharding)
-        found[n] = _partitioner.ask(lowered(lambda x, w: x @ w, x, W), MESH).text
+        found[n] = partitioner.ask(lowered(lambda x, w: x @ w, x, W), MESH).text
         # What is compiled beside the questions runs as ever.
         jax.block_until_ready(jax.jit(lambda x: x * n)(np.ones(n)))
 
@@ -61,8 +61,8 @@ def test_what_does_not_compile_says_why():
 
     given = lowered(step, X, W)
     given._lowering._compiler_options_kvs = (("xla_no_such_option", "1"),)
-    with pytest.raises(_partitioner.NoAnswerError, match="xla_no_such_option"):
-        _partitioner.ask(given, MESH)
+    with pytest.raises(partitioner.NoAnswerError, match="xla_no_such_option"):
+        partitioner.ask(given, MESH)
 
 
 def test_part_of_an_axis_is_said_in_xlas_words():
@@ -75,10 +75,10 @@ def test_part_of_an_axis_is_said_in_xlas_words():
 
     traced = jax.jit(step).trace(x)
     (reshape, *rest) = traced.jaxpr.eqns
-    probe = _partitioner.probe(reshape.outvars[0], "reshaped", answers, mesh.shape, reshape)
+    probe = partitioner.probe(reshape.outvars[0], "reshaped", answers, mesh.shape, reshape)
     jaxpr = traced.jaxpr.jaxpr if hasattr(traced.jaxpr, "jaxpr") else traced.jaxpr
     jaxpr = jaxpr.replace(eqns=[reshape, probe, *rest])
-    params = _compat.with_jaxpr(_compat.traced_params(traced), jaxpr, {})
-    params["name"] = _partitioner.new_name()
-    _partitioner.ask(_compat.traced_with(traced, params).lower(), mesh)
+    params = compat.with_jaxpr(compat.traced_params(traced), jaxpr, {})
+    params["name"] = partitioner.new_name()
+    partitioner.ask(compat.traced_with(traced, params).lower(), mesh)
     assert answers == {"reshaped": None}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap._text import human_bytes, table
-from jaxoverlap.plan import Decision, Plan, Skip, Variant
+from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 
 QKV = Decision(
     site=3,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap._files import opened, sealed, write_atomically
-from jaxoverlap.plan import (
+from jaxoverlap._util.files import opened, sealed, write_atomically
+from jaxoverlap.plan.plan import (
     SCHEMA,
     ChannelRow,
     MadeFor,

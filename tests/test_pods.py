@@ -15,9 +15,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _compat, pods
-from jaxoverlap.cluster import chips, parse_cluster
-from jaxoverlap.pods import (
+from jaxoverlap._jax import compat
+from jaxoverlap.hardware import pods
+from jaxoverlap.hardware.cluster import chips, parse_cluster
+from jaxoverlap.hardware.pods import (
     PodsUnavailableError,
     compiler_options,
     is_pod,
@@ -55,7 +56,10 @@ def python(code: str, *, platforms: str | None) -> str:
     if platforms is not None:
         env["JAX_PLATFORMS"] = platforms
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    code = "from jaxoverlap.pods import *\nimport jax, jax.numpy as jnp\n" + textwrap.dedent(code)
+    code = (
+        "from jaxoverlap.hardware.pods import *\nimport jax, jax.numpy as jnp\n"
+        + textwrap.dedent(code)
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
     )
@@ -242,7 +246,7 @@ def test_options_are_the_compilers_own():
     options.clear()
     assert compiler_options(), "the caller's copy is the caller's"
     device = pod_mesh("h100-sxm:1x2", {"x": 2}).devices.flat[0]
-    assert not _compat.accepts_option("xla_gpu_option_that_never_was", "True", device)
+    assert not compat.accepts_option("xla_gpu_option_that_never_was", "True", device)
 
 
 @needs_plugin

@@ -34,8 +34,8 @@ from benchmarks.pods.suite import (
     STEPS,
     Step,
 )
-from jaxoverlap.cluster import parse_cluster
-from jaxoverlap.passes.replay import UNKNOWN_TRIPS
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from tests.test_schedule import pytestmark as pods
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import _compat
+from jaxoverlap._jax import compat
 
 LAYERS, B, D, F = 3, 16, 32, 64
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -48,7 +48,7 @@ def step_of(fn):
 
 def scans(jaxpr: Any) -> list[Any]:
     found = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-    return found + [s for e in jaxpr.eqns for inner in _compat.jaxprs_in(e) for s in scans(inner)]
+    return found + [s for e in jaxpr.eqns for inner in compat.jaxprs_in(e) for s in scans(inner)]
 
 
 def gathers_in(jaxpr: Any) -> int:
@@ -57,7 +57,7 @@ def gathers_in(jaxpr: Any) -> int:
         e.primitive.name == "sharding_constraint" and "all_gather_over" in str(e.source_info.name_stack)
         for e in jaxpr.eqns
     )  # fmt: skip
-    return here + sum(gathers_in(inner) for e in jaxpr.eqns for inner in _compat.jaxprs_in(e))
+    return here + sum(gathers_in(inner) for e in jaxpr.eqns for inner in compat.jaxprs_in(e))
 
 
 def compare(fn, arrays, **options) -> jaxoverlap.Plan:
@@ -88,7 +88,7 @@ def test_a_body_gathers_what_the_next_step_reads():
     for scan, reverse in ((forward, False), (backward, True)):
         assert scan.params["reverse"] == reverse
         body = scan.params["jaxpr"]
-        num_consts, num_carry = _compat.scan_counts(scan)
+        num_consts, num_carry = compat.scan_counts(scan)
         carry = body.invars[num_consts : num_consts + num_carry]
         shapes = [v.aval.shape for v in carry]
         assert shapes == [(), (D, F), (B, D)]  # the step, what is gathered, the residual stream

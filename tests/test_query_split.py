@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap import ring
-from jaxoverlap.passes import ring as forms
-from jaxoverlap.plan import Variant
+from jaxoverlap.passes.rings import orders as forms
+from jaxoverlap.plan.plan import Variant
 from tests.engine import AXIS, RINGS, SLICED, assert_close, normal, per_device, sent, shards
 from tests.test_ring_attention import plain
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.replay import UNKNOWN_TRIPS, replay
-from jaxoverlap.passes.timeline import NETWORK, NVLINK, Timeline
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.replay import UNKNOWN_TRIPS, replay
+from jaxoverlap.simulation.timeline import NETWORK, NVLINK, Timeline
 from tests.clock import clock
 from tests.steps import (
     BODY,

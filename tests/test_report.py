@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxoverlap import report
-from jaxoverlap.passes.replay import replay
-from jaxoverlap.passes.timeline import COMPUTE, Event, Timeline
-from jaxoverlap.report.unroll import folded_s, tree, unrolled
+from jaxoverlap.simulation import report
+from jaxoverlap.simulation.replay import replay
+from jaxoverlap.simulation.report.unroll import folded_s, tree, unrolled
+from jaxoverlap.simulation.timeline import COMPUTE, Event, Timeline
 from tests.clock import clock
 from tests.steps import BODY, FAR, INNER, computation, copy, done, gemm, hop, loop, module, sync
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import _compat
+from jaxoverlap._jax import compat
 
 GOLDEN = Path(__file__).parent / "golden"
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -183,7 +183,7 @@ def test_a_gather_before_the_ring_makes_one_axis_whole():
     assert [*gather.invars] == [jaxpr.invars[1]]
     assert [*ring.invars] == [jaxpr.invars[0], *gather.outvars]
     assert str(gather.source_info.name_stack) == "layer/all_gather_over_data"
-    assert _compat.source_line(gather) == _compat.source_line(ring)
+    assert compat.source_line(gather) == compat.source_line(ring)
 
 
 def counts(jaxpr: Any) -> Counter[str]:
@@ -309,7 +309,7 @@ def test_every_new_equation_points_at_the_users_line(name: str):
     lines, start = inspect.getsourcelines(step_of)
     place = start + next(i for i, line in enumerate(lines) if "# the matmul" in line)
     for eqn in equations(rewritten(name).params["jaxpr"]):
-        file, line, function = _compat.source_line(eqn)
+        file, line, function = compat.source_line(eqn)
         assert (Path(file).name, line) == (Path(__file__).name, place), eqn
         assert function.endswith("step")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxoverlap.passes import ring
-from jaxoverlap.passes.ring import chunk_at, gather_steps, permutation, scatter_steps
-from jaxoverlap.plan import Style, Variant
+from jaxoverlap.passes.rings import orders
+from jaxoverlap.passes.rings.orders import chunk_at, gather_steps, permutation, scatter_steps
+from jaxoverlap.plan.plan import Style, Variant
 
 SIZES = range(1, 10)
 RINGS: tuple[Style, ...] = ("one_way", "two_way", "direct")
@@ -60,7 +60,7 @@ def test_a_gather_has_each_chunk_once_and_before_it_is_wanted(style: Style, size
             assert send.arrives_as not in held, "sent twice"
             held[send.arrives_as] = permute(held[send.back], size, send.shift)
             hops += 1
-    assert hops == ring.num_hops(Variant(style), size)
+    assert hops == orders.num_hops(Variant(style), size)
     for rank in range(size):
         assert seen[rank][0] == rank, "the own chunk is first"
         assert sorted(seen[rank]) == list(range(size))
@@ -150,7 +150,7 @@ def test_peak_bytes_are_those_of_the_order(style: Style, n: int, m: int):
     chunk_bytes, variant = 64 * m, Variant(style, m)
 
     def peak(collective):
-        return ring.peak_bytes(collective, variant, n, chunk_bytes) * m // chunk_bytes
+        return orders.peak_bytes(collective, variant, n, chunk_bytes) * m // chunk_bytes
 
     assert peak("all_gather") == max(gather_lives(style, n, m))
     assert peak("reduce_scatter") == max(scatter_lives(style, n, m, count_own=False))
@@ -162,22 +162,22 @@ def test_peak_bytes_are_those_of_the_order(style: Style, n: int, m: int):
 @given(st.integers(2, 12), st.integers(2, 8))
 def test_slices_of_the_whole_need_less_the_more_there_are(n: int, m: int):
     for collective, at_once in (("all_gather", 2), ("reduce_scatter", 2), ("all_to_all", 3)):
-        peak = ring.peak_bytes(collective, Variant("sliced", m), n, 64 * m)  # type: ignore[arg-type]
+        peak = orders.peak_bytes(collective, Variant("sliced", m), n, 64 * m)  # type: ignore[arg-type]
         assert peak == at_once * n * 64
-    assert ring.num_hops(Variant("sliced", m), n) == m
+    assert orders.num_hops(Variant("sliced", m), n) == m
 
 
 def test_one_device_sends_and_holds_nothing():
     for style in RINGS:
-        assert ring.num_hops(Variant(style, 2), 1) == 0
-        assert ring.peak_bytes("all_reduce", Variant(style, 2), 1, 64) == 0
-    assert ring.bytes_sent("all_reduce", 1, 64) == 0
+        assert orders.num_hops(Variant(style, 2), 1) == 0
+        assert orders.peak_bytes("all_reduce", Variant(style, 2), 1, 64) == 0
+    assert orders.bytes_sent("all_reduce", 1, 64) == 0
 
 
 def test_bytes_of_known_collectives():
     # Eight devices, shards of 1 KiB: seven go out; an all-reduce sends them twice.
-    assert ring.bytes_sent("all_gather", 8, 1024) == 7 * 1024
-    assert ring.bytes_sent("reduce_scatter", 8, 1024) == 7 * 1024
-    assert ring.bytes_sent("all_reduce", 8, 1024) == 14 * 1024
+    assert orders.bytes_sent("all_gather", 8, 1024) == 7 * 1024
+    assert orders.bytes_sent("reduce_scatter", 8, 1024) == 7 * 1024
+    assert orders.bytes_sent("all_reduce", 8, 1024) == 14 * 1024
     # Of a whole of 64 KiB each device has 8 KiB, and sends all but one eighth of them.
-    assert ring.bytes_sent("all_to_all", 8, 1024) == (64 - 8) * 1024 // 8
+    assert orders.bytes_sent("all_to_all", 8, 1024) == (64 - 8) * 1024 // 8

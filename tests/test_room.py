@@ -6,9 +6,9 @@ import functools
 
 import pytest
 
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.buffers import buffers
-from jaxoverlap.passes.room import rooms
+from jaxoverlap.passes.scheduling.buffers import buffers
+from jaxoverlap.passes.scheduling.memory_limits import rooms
+from jaxoverlap.simulation import hlo
 
 MB = 2**20
 

@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap import Decision, Plan
-from jaxoverlap.passes import scattered
-from jaxoverlap.passes.decide import decide
-from jaxoverlap.passes.jaxprs import bodies
-from jaxoverlap.passes.partitioned import Shardings as Read
-from jaxoverlap.passes.scattered import Point, exposure, points
-from jaxoverlap.plan import Remaining
+from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.partitioned import Shardings as Read
+from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.rewriting import scatter_sums as scattered
+from jaxoverlap.passes.rewriting.scatter_sums import Point, exposure, points
+from jaxoverlap.plan.plan import Remaining
 from tests.engine import assert_close, equations
 
 AXES = {"data": 2, "model": 4}

@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import _compat, pods
+from jaxoverlap._jax import compat
 from jaxoverlap.flags import options_for
+from jaxoverlap.hardware import pods
 from models.config import Config
 from models.gpt import abstract_args, make_step
 
@@ -86,13 +87,13 @@ def test_on_every_chip(chip):
 
 def test_without_the_ties_xla_undoes_the_ring(monkeypatch):
     """If this fails, XLA has learnt to keep a ring apart by itself, and the barriers may go."""
-    from jaxoverlap.passes import all_gather_matmul
+    from jaxoverlap.passes.rings import all_gather_matmul
 
     untied = type("lax", (), dict(vars(jax.lax)))
     untied.optimization_barrier = staticmethod(lambda operand: operand)
     untied.ppermute = staticmethod(jax.lax.ppermute)
     monkeypatch.setattr(all_gather_matmul, "lax", untied)
-    monkeypatch.setattr(_compat, "_TRACES", type(_compat._TRACES)())  # of tied rings
+    monkeypatch.setattr(compat, "_TRACES", type(compat._TRACES)())  # of tied rings
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
     hops = lower_matmul(mesh, *MATMULS["all_gather_matmul, free"]).compile().audit().hops
     assert hops.covered < hops.count == 7

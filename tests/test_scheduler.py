@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import _xla, scheduler
-from jaxoverlap.passes import hlo
-from jaxoverlap.scheduler import Scheduled, Scheduling
+from jaxoverlap._jax import xla_schedule
+from jaxoverlap.passes.scheduling import scheduler
+from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduling
+from jaxoverlap.simulation import hlo
 from tests.test_schedule import pytestmark as pods
 
 pytestmark = [*pods, pytest.mark.filterwarnings("ignore:overlap.. changes nothing")]
@@ -174,13 +175,13 @@ def test_two_compilations_at_once_each_get_their_order(ordered):
         report = report_of(found[name])
         assert report.xla and report.xla.module.startswith(f"jit_{name}_")
         assert covered(found[name]) == covered(ordered)
-    assert not _xla._wanted
+    assert not xla_schedule._wanted
 
 
 def test_a_compilation_that_fails_leaves_nothing_registered():
     with pytest.raises(Exception, match="xla_no_such_option"):
         overlapped().compile({"xla_no_such_option": "1"})
-    assert not _xla._wanted
+    assert not xla_schedule._wanted
 
 
 def test_what_comes_from_a_cache_says_so():

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from jaxoverlap import search as the_search
-from jaxoverlap.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds, settings
-from jaxoverlap.granularity import Granularity
-from jaxoverlap.options import Options
-from jaxoverlap.passes.errors import RewriteError
-from jaxoverlap.plan import Decision, Plan, Skip, Variant
-from jaxoverlap.scheduler import Scheduler
-from jaxoverlap.search import Ready, Search
-from jaxoverlap.trial import Failure, Trial, Waited
+from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
+from jaxoverlap.step.options import Options
+from jaxoverlap.step.trial import Failure, Trial, Waited
+from jaxoverlap.tuning import search as the_search
+from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds, settings
+from jaxoverlap.tuning.lagom.granularity import Granularity
+from jaxoverlap.tuning.search import Ready, Search
 
 BASE = Options(schedule=Scheduler())
 GB = 10**9

@@ -17,13 +17,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import Decision, _compat
-from jaxoverlap.passes.decide import decide, matmul_of
-from jaxoverlap.passes.jaxprs import Body, bodies
-from jaxoverlap.passes.order import Order
-from jaxoverlap.passes.partitioned import Shardings as Read
-from jaxoverlap.passes.rings import Ring, Sharing
-from jaxoverlap.passes.share import share
+from jaxoverlap import Decision
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies
+from jaxoverlap.passes.analysis.partitioned import Shardings as Read
+from jaxoverlap.passes.planning.decide import decide, matmul_of
+from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
+from jaxoverlap.passes.planning.share import share
 from tests.test_all_gather_matmul import error
 
 AXES = {"data": 2, "model": 4}
@@ -688,7 +689,7 @@ def test_a_layer_in_a_remat_in_a_scan():
     assert Counter(d.axis for d in plan.decisions) == {"model": 22, "data": 5}
     scans = [e for e in step.trace(weights, x).jaxpr.eqns if e.primitive.name == "scan"]
     for scan in scans:
-        (body,) = _compat.jaxprs_in(scan)
+        (body,) = compat.jaxprs_in(scan)
         assert scopes(body)["all_gather_over_data"] == 7, "each weight is gathered once"
 
 
@@ -701,5 +702,5 @@ def scopes(jaxpr: Any) -> Counter[str]:
     """How many reshards of a body, at any depth, stand in each innermost scope."""
     reshards = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
     here = Counter(str(e.source_info.name_stack).split("/")[-1] for e in reshards)
-    inner = (scopes(body) for e in jaxpr.eqns for body in _compat.jaxprs_in(e))
+    inner = (scopes(body) for e in jaxpr.eqns for body in compat.jaxprs_in(e))
     return sum(inner, here)

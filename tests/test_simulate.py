@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import pods
+from jaxoverlap.hardware import pods
 from tests.clock import clock
 from tests.steps import HEAD, computation, gemm, sync
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.sites import (
+from jaxoverlap.passes.planning.splits import (
     LETTERS,
     SIDES,
     Einsum,

@@ -21,8 +21,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import _compat
-from jaxoverlap.passes import rewrite
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.rewriting import rewrite
 from models.config import Config
 from models.gpt import (
     abstract_args,
@@ -108,7 +108,7 @@ def test_one_wrong_ring_shows_in_the_gradients(params, plain, exact, monkeypatch
         return lambda *operands: [result * scale for result in ring(*operands)]
 
     monkeypatch.setattr(rewrite, "ringed", wrong)
-    monkeypatch.setattr(_compat, "_TRACES", type(_compat._TRACES)())  # of rings that are right
+    monkeypatch.setattr(compat, "_TRACES", type(compat._TRACES)())  # of rings that are right
     step = jaxoverlap.overlap(make_grads(CONFIG, make_mesh(CONFIG)))
     assert worse(plain, jax.device_get(step(params, BATCH)), exact)
 

@@ -16,11 +16,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import _jobs, trial
-from jaxoverlap._kernels import Kernels
-from jaxoverlap.cost import cost_model
-from jaxoverlap.scheduler import Scheduler, ordering_for
-from jaxoverlap.trial import Failure, Request, Trial, attempt
+from jaxoverlap._jax import jobs
+from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap.cost.model import cost_model
+from jaxoverlap.passes.scheduling.scheduler import Scheduler, ordering_for
+from jaxoverlap.step import trial
+from jaxoverlap.step.trial import Failure, Request, Trial, attempt
 from tests.test_schedule import pytestmark as pods
 
 POD = "h100-sxm:1x8"
@@ -48,7 +49,7 @@ def request_() -> Request:
     cost = cost_model(POD)
     lowered = jaxoverlap.overlap(step, cluster=POD).lower(*args)
     assert lowered._ordering is not None
-    return Request(_jobs.job_of(lowered._lowered), cost, lowered._ordering)
+    return Request(jobs.job_of(lowered._lowered), cost, lowered._ordering)
 
 
 def broken(request: Request) -> Request:
@@ -122,7 +123,7 @@ class TestPods:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp_path, again: bool):
-    job = _jobs.Job(b"", b"", "cpu", (0,))
+    job = jobs.Job(b"", b"", "cpu", (0,))
     refused, fine, lent = Failure(why="two names", again=again), Failure(why="no"), list[bool]()
 
     def in_child(request, schedule, file, timeout_s):
@@ -141,7 +142,7 @@ def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp
 @pytest.mark.parametrize("ends", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
     """As by a check that fails in the compiler, and by a machine that is out of memory."""
-    job = _jobs.Job(b"", b"", "cpu", (0,))
+    job = jobs.Job(b"", b"", "cpu", (0,))
     request = Request(job, cost_model(POD), None)
     program = f"import os, signal, sys; print('F1121 the check', file=sys.stderr); {ends}"
     popen = subprocess.Popen
@@ -176,11 +177,11 @@ def test_a_cpu_job_compiles_as_it_would_here(tmp_path):
     step = jax.jit(lambda x, w: x @ w, out_shardings=at)
     args = (jax.ShapeDtypeStruct((64, 64), np.float32, sharding=at),) * 2
     lowered = step.lower(*args)
-    job = _jobs.job_of(lowered)
+    job = jobs.job_of(lowered)
     assert job.platform == "cpu" and len(job.places) == 8
-    done, here = _jobs.compile_job(job, jax.devices(), tmp_path / "kernels"), lowered.compile()
+    done, here = jobs.compile_job(job, jax.devices(), tmp_path / "kernels"), lowered.compile()
     assert "all-gather" in done.text
-    assert done.peak_bytes == _jobs.peak_bytes(here.memory_analysis())
+    assert done.peak_bytes == jobs.peak_bytes(here.memory_analysis())
 
 
 def test_a_step_that_calls_back_cannot_go_elsewhere():
@@ -190,4 +191,4 @@ def test_a_step_that_calls_back_cannot_go_elsewhere():
 
     lowered = jax.jit(step).lower(jnp.ones(3))
     with pytest.raises(ValueError, match="calls back into Python"):
-        _jobs.job_of(lowered)
+        jobs.job_of(lowered)

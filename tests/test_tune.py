@@ -20,11 +20,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import clock, rewritten
-from jaxoverlap.candidates import Candidate
-from jaxoverlap.plan import Attempt, Skip
-from jaxoverlap.search import Tried
-from jaxoverlap.trial import Trial
+from jaxoverlap.plan.plan import Attempt, Skip
+from jaxoverlap.step import program as rewritten
+from jaxoverlap.step.trial import Trial
+from jaxoverlap.tuning import clock
+from jaxoverlap.tuning.candidates import Candidate
+from jaxoverlap.tuning.search import Tried
 from tests.test_schedule import pytestmark as pods
 from tests.test_trial import POD, megatron
 

@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap import _compat, overlap
-from jaxoverlap.passes import rewrite
-from jaxoverlap.passes.fingerprint import fingerprint
+from jaxoverlap import overlap
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.fingerprint import fingerprint
+from jaxoverlap.passes.rewriting import rewrite
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -57,7 +58,7 @@ def traced(monkeypatch) -> Counter[str]:
 def test_rings_of_equal_layers_are_traced_once(traced):
     counts = []
     for depth in (2, 8):
-        _compat._TRACES.cache_clear()
+        compat._TRACES.cache_clear()
         traced.clear()
         plan = overlap(jax.jit(gradient)).explain(*many(depth))
         assert len({d.ring for d in plan.decisions}) >= 4 * depth
@@ -95,7 +96,7 @@ def test_what_differs_is_traced_for_itself(different: dict[str, Any], monkeypatc
     """Each matmul gets the ring that it gets where nothing is shared."""
     step = of_two({}, different)
     args = struct((32, 64), None, "model"), struct((64, 32), "model")
-    _compat._TRACES.cache_clear()
+    compat._TRACES.cache_clear()
     shared = [fingerprint(overlap(step).trace(*args).jaxpr) for _ in range(2)]
     monkeypatch.setattr(rewrite, "likeness", lambda ring: object())
     assert shared == [fingerprint(overlap(step).trace(*args).jaxpr)] * 2
@@ -124,7 +125,7 @@ def test_a_shared_trace_is_the_same_program(mesh, monkeypatch):
         assert len(lowered.plan.decisions) >= 3
         return lowered.as_text(debug_info=True)
 
-    _compat._TRACES.cache_clear()
+    compat._TRACES.cache_clear()
     texts = []
     for likeness in (rewrite.likeness, rewrite.likeness, lambda ring: object()):
         monkeypatch.setattr(rewrite, "likeness", likeness)

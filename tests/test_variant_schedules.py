@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap import ring
 from jaxoverlap.flags import options_for
-from jaxoverlap.passes.all_gather_matmul import Reader, all_gather_matmul
+from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from tests.engine import AXIS, dot, einsum
 from tests.test_schedule import pytestmark as pytestmark
 

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoverlap.passes import ring
-from jaxoverlap.passes.all_gather_matmul import Reader, all_gather_matmul
-from jaxoverlap.passes.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
-from jaxoverlap.passes.matmul_all_reduce import matmul_all_reduce
-from jaxoverlap.passes.matmul_reduce_scatter import Term, matmul_reduce_scatter
-from jaxoverlap.plan import Variant
+from jaxoverlap.passes.rings import orders
+from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
+from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
+from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
+from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
+from jaxoverlap.plan.plan import Variant
 from tests.engine import (
     AXIS,
     RINGS,
@@ -302,9 +302,9 @@ def test_what_is_sent_is_what_ring_says(kind: str):
             if variant.style == "sliced":
                 continue
             hops, carried = sent(n, matmul(kind, n, variant), x, w)
-            assert hops == ring.num_hops(variant, n)
+            assert hops == orders.num_hops(variant, n)
             collective = kind.removeprefix("result ")
-            total = ring.bytes_sent(collective, n, chunk_bytes)  # type: ignore[arg-type]
+            total = orders.bytes_sent(collective, n, chunk_bytes)  # type: ignore[arg-type]
             assert carried == (total // 2 if kind == "all_reduce" else total)
 
 

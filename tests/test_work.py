@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxoverlap.passes import hlo
-from jaxoverlap.passes.work import FREE, Matmul, Work, work
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.hlo_work import FREE, Matmul, Work, work
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8"
 MB = 1_000_000

@@ -7,13 +7,13 @@ import re
 import jax
 import pytest
 
-from jaxoverlap.cost import Group, cost_model
-from jaxoverlap.passes.beside import Beside
-from jaxoverlap.passes.decide import decide
-from jaxoverlap.passes.jaxprs import bodies
-from jaxoverlap.passes.rings import Ring
-from jaxoverlap.passes.worth import Prices, local_sizes
-from jaxoverlap.plan import Decision, Skip, Variant
+from jaxoverlap.cost.model import Group, cost_model
+from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.planning.independent_matmuls import Beside
+from jaxoverlap.passes.planning.profit import Prices, local_sizes
+from jaxoverlap.passes.planning.ring_plan import Ring
+from jaxoverlap.plan.plan import Decision, Skip, Variant
 from tests.test_decide import NO, M, Read, matmul
 
 AXES = {"model": 8}

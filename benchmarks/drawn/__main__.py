@@ -32,7 +32,7 @@ from benchmarks.lanes import Job, Row, dealt, done, kernels
 from benchmarks.pod_step import in_child, write_rows
 from benchmarks.strangers.__main__ import environment
 from benchmarks.strangers.cases import CASES
-from jaxoverlap._kernels import Kernels
+from jaxoverlap._jax.kernel_cache import Kernels
 
 CHILD_S = 1200  # the longest that one row may take
 SEEDS = range(40)

@@ -17,11 +17,11 @@ import jaxoverlap
 from benchmarks.drawn.rows import FALLBACK, PLAIN, UNRINGED
 from benchmarks.drawn.steps import step_of
 from benchmarks.pod_step import provenance
-from jaxoverlap._jobs import peak_bytes
-from jaxoverlap.plan import Plan
-from jaxoverlap.pods import compiler_options
-from jaxoverlap.simulate import Simulation
-from jaxoverlap.speedup import Speedup
+from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap.hardware.pods import compiler_options
+from jaxoverlap.plan.plan import Plan
+from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.simulation.simulation import Simulation
 
 LONGEST = 12  # collectives and kernels of a row that it keeps
 

@@ -6,7 +6,7 @@ import math
 import random
 
 from benchmarks.drawn.sketch import LAYOUTS, Layout, Sketch, layer_shapes, weight_spec
-from jaxoverlap.cluster import parse_cluster
+from jaxoverlap.hardware.cluster import parse_cluster
 
 CHIPS = ("h100-sxm", "a100-sxm-80", "h200", "b200")
 GPUS_PER_HOST = 8

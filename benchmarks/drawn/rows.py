@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.pods.rows import notes, unfinished
-from jaxoverlap.passes.schedule import SAME
+from jaxoverlap.passes.scheduling.reorder import SAME
 
 PLAIN, OVERLAPPED, FALLBACK, UNRINGED = "plain", "overlapped", "never slower", "no rings"
 ROWS = (PLAIN, OVERLAPPED, FALLBACK, UNRINGED)

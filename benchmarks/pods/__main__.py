@@ -8,7 +8,7 @@ Every row is a step compiled for a pod by XLA's GPU compiler, and its schedule s
 (`jaxoverlap.simulate`): nothing was timed on a GPU. Plain steps have Megatron's constraints and the
 compiler's defaults. Each compile is a child process of its own, so that a compiler that aborts, or
 does not end, is a row and not the end. What compiling took is with the kernels of the rows before
-at hand (jaxoverlap/_kernels.py). Needs no GPU.
+at hand (jaxoverlap/_jax/kernel_cache.py). Needs no GPU.
 """
 
 from enum import StrEnum
@@ -27,7 +27,7 @@ from benchmarks.pod_step import write_rows
 from benchmarks.pods.child import measured
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import ALL, BY_PROCESS, STEPS, Step
-from jaxoverlap._kernels import Kernels
+from jaxoverlap._jax.kernel_cache import Kernels
 
 CHILD_S = 300  # the longest that one compile may take
 

@@ -9,9 +9,9 @@ import jaxoverlap
 from benchmarks.pod_step import provenance
 from benchmarks.pods.presets import accepted
 from benchmarks.pods.suite import ALL, OVERLAPPED, PRESET_ROWS, SCHEDULED, Step
-from jaxoverlap._jobs import peak_bytes
-from jaxoverlap.pods import compiler_options
-from jaxoverlap.simulate import Simulation
+from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap.hardware.pods import compiler_options
+from jaxoverlap.simulation.simulation import Simulation
 
 Row = dict[str, Any]
 

@@ -8,9 +8,9 @@ schedule. Flags that have been renamed stand under their new names.
 import functools
 from dataclasses import dataclass
 
-from jaxoverlap import _compat
-from jaxoverlap.cluster import chips
-from jaxoverlap.pods import compiler_options, pod_mesh
+from jaxoverlap._jax import compat
+from jaxoverlap.hardware.cluster import chips
+from jaxoverlap.hardware.pods import compiler_options, pod_mesh
 
 _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 # xla_gpu_enable_pipelined_*=true; XLA_FLAGS still take that name, compiler options the new one.
@@ -74,6 +74,6 @@ def accepted(preset: str) -> tuple[dict[str, str], tuple[str, ...]]:
     chip = chips()[0].name
     device = pod_mesh(f"{chip}:1x2", {"x": 2}).devices.flat[0]
     options = PRESETS[preset].options
-    known = {n: v for n, v in options.items() if _compat.accepts_option(n, v, device)}
+    known = {n: v for n, v in options.items() if compat.accepts_option(n, v, device)}
     refused = tuple(n for n in options if n not in known)
     return {**known, **compiler_options()}, refused

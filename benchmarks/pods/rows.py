@@ -6,9 +6,9 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.pods.suite import OVERLAPPED, PLAIN, PRESET_ROWS, SCHEDULED
-from jaxoverlap.cluster import parse_cluster
-from jaxoverlap.passes.replay import UNKNOWN_TRIPS
-from jaxoverlap.passes.schedule import SAME
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.passes.scheduling.reorder import SAME
+from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 
 Row = dict[str, Any]
 MAX_EXPOSED_RATIO, MAX_MEMORY_RATIO = 0.25, 1.15  # of plain's

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step, plain_mlp
 from benchmarks.pods.hand_ring import hand_mlp
 from benchmarks.pods.presets import PRESETS
-from jaxoverlap.cluster import parse_cluster
+from jaxoverlap.hardware.cluster import parse_cluster
 
 PLAIN, HAND, IN_SHARDINGS = "plain", "hand ring", "in_shardings only"
 OVERLAPPED, SCHEDULED = "overlapped", "overlapped + pass"

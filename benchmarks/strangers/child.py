@@ -25,9 +25,9 @@ from benchmarks.pod_step import dump
 from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.rows import Row, compare, summary
 from benchmarks.strangers.stranger import Stranger
-from jaxoverlap import pods
-from jaxoverlap._inside import arguments_reach, find_jit
+from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit
 from jaxoverlap.flags import options_for
+from jaxoverlap.hardware import pods
 
 POD = "h100-sxm:1x8"
 STEPS = 3

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxoverlap.plan import Decision, Plan, Skip
+from jaxoverlap.plan.plan import Decision, Plan, Skip
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from jaxoverlap._text import WIDTH, table
+from jaxoverlap._util.text import WIDTH, table
 
 OK, NO, MISTAKE, FAILED = 0, 1, 2, 3  # exit codes
 

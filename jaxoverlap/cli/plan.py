@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from jaxoverlap._text import human_bytes
+from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cli.differences import differences
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json, show_table
 from jaxoverlap.flags import FLAGS
-from jaxoverlap.nccl_tuner import ChannelRow, tuner_csv, variables
-from jaxoverlap.plan import MadeFor, Plan
-from jaxoverlap.tune_table import tried_table
+from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv, variables
+from jaxoverlap.plan.plan import MadeFor, Plan
+from jaxoverlap.tuning.table import tried_table
 
 plan = typer.Typer(no_args_is_help=True, help="Show a plan's file, or compare two.")
 _File = Annotated[

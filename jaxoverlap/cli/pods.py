@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from jaxoverlap.cli.output import OK, Json, command, say, show_json, show_table
-from jaxoverlap.cluster import Cluster, chips, parse_cluster
 from jaxoverlap.flags import PRESETS
+from jaxoverlap.hardware.cluster import Cluster, chips, parse_cluster
 
 
 @command

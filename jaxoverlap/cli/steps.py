@@ -10,10 +10,10 @@ import typer
 
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
 from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
-from jaxoverlap.passes.audit import Audit
-from jaxoverlap.passes.audit import audit as audited
-from jaxoverlap.simulate import Simulation
-from jaxoverlap.simulate import simulate as simulated
+from jaxoverlap.simulation.audit import Audit
+from jaxoverlap.simulation.audit import audit as audited
+from jaxoverlap.simulation.simulation import Simulation
+from jaxoverlap.simulation.simulation import simulate as simulated
 
 _Plain = Annotated[bool, typer.Option("--plain", help="Do the same with the step as it is.")]
 _KeepRings = Annotated[

@@ -15,9 +15,9 @@ import typer
 from jax.sharding import AxisType, Mesh
 
 from jaxoverlap.api import Overlapped, overlap
-from jaxoverlap.cluster import parse_cluster
-from jaxoverlap.pods import compiler_options, pod_mesh
-from jaxoverlap.stages import Compiled
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.hardware.pods import compiler_options, pod_mesh
+from jaxoverlap.step.stages import Compiled
 
 _STEP_HELP = (
     "MODULE:FUNCTION, where `def build(mesh) -> (step, args)` gives a train step, jitted or not, "

@@ -10,7 +10,7 @@ import typer
 from jaxoverlap import api
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
 from jaxoverlap.cli.target import Axes, Processes, Step, target, target_here, with_processes
-from jaxoverlap.tune import Tuning
+from jaxoverlap.tuning.tune import Tuning
 
 _DEFAULT = Tuning()
 

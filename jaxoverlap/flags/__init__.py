@@ -7,7 +7,7 @@ check("--xla_gpu_graph_level=0")     # what the installed XLA makes of it
 from jaxoverlap.flags.check import Finding, check
 from jaxoverlap.flags.dead import DEAD, Dead
 from jaxoverlap.flags.presets import PRESETS, preset
-from jaxoverlap.flags.rings import is_gpu, options_for
+from jaxoverlap.flags.required import is_gpu, options_for
 from jaxoverlap.flags.setting import Conflict, Preset, Setting
 from jaxoverlap.flags.variables import VARIABLES, Variable
 from jaxoverlap.flags.xla import FLAGS, Flag

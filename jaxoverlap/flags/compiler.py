@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_SCRIPT = Path(__file__).parents[1] / "_xla_flags.py"
+_SCRIPT = Path(__file__).parents[1] / "_jax" / "xla_flags_probe.py"
 _FIELD = re.compile(r"^(\w+)(?:: (.*)| \{)$", re.MULTILINE)
 _IN_MAP = re.compile(r'^(\w+) \{\n  key: "(.*)"\n  value: "(.*)"\n\}', re.MULTILINE)
 _REASON = re.compile(r"^[EF]\d{4} [^\]]*\] (.*)", re.MULTILINE)

@@ -13,11 +13,11 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxoverlap.cluster import parse_cluster
 from jaxoverlap.flags import networks as net
 from jaxoverlap.flags import sources as src
-from jaxoverlap.flags.rings import BY_COPY, RINGS
+from jaxoverlap.flags.required import BY_COPY, RINGS
 from jaxoverlap.flags.setting import Conflict, Preset, Setting
+from jaxoverlap.hardware.cluster import parse_cluster
 
 # -- XLA's options --------------------------------------------------------------------------------
 

@@ -1,0 +1,97 @@
+"""Steps that hold their `jax.jit` inside: a partial or bound method of one, or an `nnx.jit` object.
+
+Told by their shape, so that flax need not be installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxoverlap._jax import compat
+
+
+class Found(NamedTuple):
+    """A function from `jax.jit`, and the callable that it was found in.
+
+    Attributes:
+        jitted: the function.
+        around: makes a callable like the one it was found in, around another function.
+    """
+
+    jitted: Any
+    around: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def find_jit(fn: Any) -> Found | None:
+    """The function from `jax.jit` that `fn` is or holds; None if there is none to be found."""
+    if isinstance(fn, types.MethodType):  # shows its function's attributes as its own
+        fn = functools.partial(fn.__func__, fn.__self__)
+    if compat.is_jitted(fn):
+        return Found(fn, lambda new: new)
+    if isinstance(fn, functools.partial):
+        found = find_jit(fn.func)
+        if found is None:
+            return None
+        bind = functools.partial(_bound, found.around, fn)
+        return Found(found.jitted, bind)
+    # A function may carry the name too, copied by functools.wraps, and would not look it up.
+    inside = getattr(fn, "jitted_fn", None)
+    if compat.is_jitted(inside) and not isinstance(fn, types.FunctionType):
+        return Found(inside, functools.partial(_twin, fn, _twin_class(fn)))
+    return None
+
+
+def arguments_reach(
+    found: Found, work: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """What `work` gives for the arguments that reach the jit in a call with `args` and `kwargs`.
+
+    nnx.jit takes its models apart on the way in and has to be tracing for `work` to trace; the way
+    out, where it would put results back into them, is broken off.
+    """
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise _Reached(work(*args, **kwargs))
+
+    try:
+        found.around(stop)(*args, **kwargs)
+    except _Reached as reached:
+        return reached.result
+    raise AssertionError("the callable did not call the jit that was found in it")
+
+
+class _Reached(BaseException):  # not to be caught by what stands between
+    """Carries a result past a wrapper's way out."""
+
+    def __init__(self, result: Any):
+        self.result = result
+
+
+def _bound(around: Callable[..., Any], fn: functools.partial, new: Callable[..., Any]) -> Any:
+    return functools.partial(around(new), *fn.args, **fn.keywords)
+
+
+def _twin_class(fn: Any) -> type:
+    """`fn`'s class, but its objects are equal to `fn`.
+
+    nnx.jit files what it knows of a running call under the object that was called, and the function
+    inside its jit, which the twin shares, looks there.
+    """
+
+    def equal(self: Any, other: Any) -> bool:
+        return other is fn or other is self
+
+    members = {"__eq__": equal, "__hash__": lambda self: hash(fn)}
+    return type(type(fn).__name__, (type(fn),), members)
+
+
+def _twin(fn: Any, kind: type, new: Callable[..., Any]) -> Any:
+    """A copy of `fn` with another function in the jit's place; `fn` stays as it is."""
+    twin = copy.copy(fn)
+    twin.__class__ = kind
+    twin.jitted_fn = new
+    return twin

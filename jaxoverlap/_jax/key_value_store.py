@@ -1,0 +1,72 @@
+"""The key-value store of jax.distributed, through which processes tell each other what they are.
+
+It runs over the network and needs no device, so that a wait in it always ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+
+from jaxoverlap._jax import compat
+
+_POLL_S = 2.0  # how long a wait may keep a Ctrl-C
+
+
+class Store(Protocol):
+    """The key-value store of `jax.distributed`, of which all processes are clients.
+
+    What takes longer than its timeout, in milliseconds, raises a JaxRuntimeError.
+    """
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Leave a value."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Wait for a value."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """All keys that are there now below a key, which ends in "/", and their values."""
+        ...
+
+    def wait_at_barrier(
+        self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int]
+    ) -> None:
+        """Wait until these processes are all here; the timeout runs from the first one's coming."""
+        ...
+
+
+class DisagreementError(RuntimeError):
+    """The processes are not about to run one program, or one of them is missing."""
+
+
+def store_of_processes() -> Store:
+    """The store that all processes share.
+
+    Raises:
+        DisagreementError: if jax.distributed was not initialized.
+    """
+    store = compat.key_value_store()
+    if store is None:
+        raise DisagreementError(
+            f"{jax.process_count()} processes, but jax.distributed was not initialized, so they "
+            "cannot agree on a program: call jax.distributed.initialize() first"
+        )
+    return store
+
+
+def awaited(store: Store, key: str, within_s: float) -> str | None:
+    """A value, as soon as somebody leaves it; None if nobody does for so many seconds."""
+    end = time.monotonic() + within_s
+    while (left := end - time.monotonic()) > 0:
+        try:
+            return store.blocking_key_value_get(key, max(round(min(left, _POLL_S) * 1e3), 1))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+    return None

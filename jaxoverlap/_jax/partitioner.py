@@ -1,0 +1,240 @@
+"""Ask XLA's partitioner what it makes of a lowered step, and stop the compiler there.
+
+XLA calls a Python pass between its partitioner and its scheduler (`jax.extend.xla`). The pass here
+keeps the partitioned module and raises, which ends the compilation: a step that takes ten seconds
+to compile is partitioned within a few tenths. The module goes to XLA's own client, past JAX's
+caches, logs and counters: for all that they tell, nothing was compiled.
+
+Written against jax 0.11.2 and 0.12.0; `tests/test_partitioner.py` pins each behaviour that is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import compiler, core, debugging
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
+from jax._src.lib.mlir.dialects import hlo  # type: ignore[attr-defined]
+from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax.extend import xla
+from jax.sharding import AbstractMesh, Mesh
+from jaxlib import _hlo  # type: ignore[attr-defined]
+
+from jaxoverlap._jax import compat
+
+_PASS = "jaxoverlap-ask"
+_lock = threading.Lock()
+_registered: set[str] = set()  # platforms whose compiler calls `_keep`
+_modules: dict[str, list[Any]] = {}  # what was asked about, by name: the partitioned module
+_numbers = itertools.count()
+
+Spec = tuple[tuple[str, ...], ...]
+"""Mesh axes of every dim, major to minor."""
+
+
+class Partitioned(NamedTuple):
+    """What the partitioner made of a step.
+
+    Attributes:
+        text: the partitioned module's, not scheduled yet.
+        results: how each result lies on the mesh; XLA's own words where whole axes do not say it.
+    """
+
+    text: str
+    results: tuple[Spec | str, ...]
+
+
+class NoAnswerError(RuntimeError):
+    """XLA did not get as far as its partitioner."""
+
+
+class _Enough(Exception):
+    """Ends the compilation."""
+
+
+def new_name() -> str:
+    """A name for a module that is only asked about: no other compilation of the process has it."""
+    return f"jaxoverlap_asks_{next(_numbers)}"
+
+
+def ask(lowered: jax.stages.Lowered, mesh: Mesh) -> Partitioned:
+    """What XLA's partitioner makes of a lowered step.
+
+    Args:
+        lowered: the step, under a name from `new_name`.
+        mesh: that its results are to be read by.
+
+    Raises:
+        NoAnswerError: if the compilation ended in another way; its message is XLA's.
+    """
+    lowering: Any = lowered._lowering  # type: ignore[attr-defined]
+    name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
+    on_cpu = next(iter(lowering._device_list)).platform == "cpu"
+    _register("cpu" if on_cpu else "cuda")
+    _modules[name] = []
+    try:
+        _compile(lowering)
+    except jax.errors.JaxRuntimeError as error:
+        if not _modules[name]:
+            raise NoAnswerError(str(error)) from error
+    finally:
+        found = _modules.pop(name)
+    if not found:
+        raise NoAnswerError(f"XLA compiled {name} without calling the pass after its partitioner")
+    avals = lowering.compile_args["global_out_avals"]
+    return Partitioned(found[0].to_string(), _results(found[0], avals, mesh))
+
+
+def _register(platform: str) -> None:
+    """Have XLA call `_keep`, for as long as the process lives.
+
+    What is cleared while another thread compiles may be called all the same: XLA crashes then.
+    """
+    with _lock:
+        if platform not in _registered:
+            stage = xla.PipelineStage.PRE_SCHEDULER
+            xla.register_hlo_module_transformation(
+                _keep, name=_PASS, stage=stage, platforms=platform
+            )
+            _registered.add(platform)
+
+
+def _keep(serialized: bytes) -> None:
+    """What XLA calls for every module that it has partitioned: ends the compilation of ours."""
+    wanted = _modules.get(module_name(serialized))
+    if wanted is not None:
+        wanted.append(_hlo.HloModule.from_serialized_hlo_module_proto(serialized))
+        raise _Enough
+
+
+def module_name(serialized: bytes) -> str:
+    """A serialized module's name, which is its first field: tag, length as a varint, text."""
+    assert serialized[0] == 0x0A, "HloModuleProto.name is field 1"
+    size, shift, at = 0, 0, 1
+    while True:
+        size, more, at = size | (serialized[at] & 0x7F) << shift, serialized[at] & 0x80, at + 1
+        shift += 7
+        if not more:
+            return serialized[at : at + size].decode()
+
+
+def _compile(lowering: Any) -> None:
+    """Compile a lowering as JAX would, but for what JAX caches, logs and counts."""
+    given = lowering.compile_args
+    compiler.backend_compile_and_load(
+        given["backend"],
+        lowering._hlo,
+        lowering._device_list,
+        compat.compile_options(lowering),
+        list(given["host_callbacks"]),
+    )
+
+
+def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str, ...]:
+    """How the results of a partitioned module lie; tokens of ordered effects come first."""
+    said = module.spmd_output_sharding
+    if said is None:
+        return ("",) * len(avals)
+    sharding = xla_client.HloSharding.from_proto(said)
+    found = sharding.tuple_elements() or [sharding]
+    if len(found) == 1:  # XLA says once what holds for all
+        found = found * len(avals)
+    last = found[len(found) - len(avals) :]
+    specs = [_spec(s, aval, mesh.shape) for s, aval in zip(last, avals, strict=True)]
+    return tuple(
+        s.to_string() if spec is None else spec for s, spec in zip(last, specs, strict=True)
+    )
+
+
+def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
+    """An XLA sharding as mesh axes a dim; None where whole axes do not say it.
+
+    Args:
+        sharding: an `HloSharding`.
+        aval: of the value.
+        axes: devices along each axis of the mesh; in a manual body those that are automatic.
+    """
+    if sharding.is_replicated() or sharding.is_manual():
+        return ((),) * aval.ndim  # what is manual has no automatic axis
+    if not sharding.is_tiled():
+        return None
+    # XLA ends the process where a named sharding (v3) is asked for its tiles.
+    tiles = xla_client.HloSharding.v3_to_v2_sharding(sharding)
+    if tiles.num_devices() != math.prod(axes.values()) or len(tiles.subgroup_types()) > 1:
+        return None
+    try:
+        (spec,) = parse_flatten_op_sharding(tiles, AbstractMesh(tuple(axes.values()), tuple(axes)))
+    except (ValueError, AssertionError):  # part of an axis
+        return None
+    dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec]
+    if len(dims) > aval.ndim:  # a random key is an array of words
+        return None
+    return (*dims, *((),) * (aval.ndim - len(dims)))
+
+
+# -- probes ---------------------------------------------------------------------------------------
+
+Answers = MutableMapping[Hashable, Spec | None]
+
+_probe_p = core.Primitive("jaxoverlap_probe")
+_probe_p.multiple_results = True
+
+
+@_probe_p.def_effectful_abstract_eval
+def _no_results(aval: Any, **_: Any) -> Any:
+    """A probe gives nothing; the effect keeps it from being dropped."""
+    del aval
+    return [], {debugging.debug_effect}
+
+
+def probe(var: Any, key: Hashable, answers: Answers, axes: Mapping[str, int], like: Any) -> Any:
+    """An equation that asks how a variable lies, once its module is partitioned.
+
+    As `jax.debug.inspect_array_sharding` does, which raises inside the compiler where a value is
+    sharded by half a mesh axis, or lies in a body that is manual over some axes. It leaves nothing
+    in the partitioned module; but it is one more reader of the value, and the partitioner may
+    resolve a conflict in another way for it.
+
+    Args:
+        var: the variable.
+        key: under which the answer goes into `answers`; None for what mesh axes do not say.
+        answers: filled in by `ask`.
+        axes: devices along each axis of the mesh; in a manual body those that are automatic.
+        like: an equation of the same body.
+    """
+
+    def told(sharding: Any) -> None:
+        answers[key] = _spec(sharding, var.aval, axes)
+
+    effects = {debugging.debug_effect}
+    return like.replace(
+        invars=[var], outvars=[], primitive=_probe_p, params={"told": told}, effects=effects
+    )
+
+
+def _lower_probe(ctx: Any, value: Any, *, told: Callable[[Any], None]) -> list[Any]:
+    """What XLA's partitioner takes for a question (as jax/_src/debugging.py writes it)."""
+    key = xla_client.encode_inspect_sharding_callback(told)
+    ctx.module_context.add_keepalive(told)
+    hlo.CustomCallOp(
+        [value.type],
+        [value],
+        call_target_name=ir.StringAttr.get("InspectSharding"),
+        has_side_effect=ir.BoolAttr.get(True),
+        api_version=mlir.i32_attr(1),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(key),
+        operand_layouts=None,
+        result_layouts=None,
+    )
+    return []
+
+
+mlir.register_lowering(_probe_p, _lower_probe)

@@ -1,0 +1,25 @@
+"""One hash of this package's source, for what is kept under a version's name."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def source_hash() -> bytes:
+    """A hash of every module of the package: other code may give other results."""
+    return hash_of(_ROOT)
+
+
+def hash_of(root: Path) -> bytes:
+    """A hash of every Python file under a folder, by its place there; links are followed."""
+    found = hashlib.sha256()
+    folders = root.walk(follow_symlinks=True)
+    files = (folder / name for folder, _, names in folders for name in names)
+    for path in sorted(file for file in files if file.suffix == ".py"):
+        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return found.digest()

@@ -1,0 +1,57 @@
+"""Tables, units and warnings for the terminal."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 160
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    width: int = WIDTH,
+) -> str:
+    """A table as plain text; the columns named in `right` are right-aligned."""
+    grid = Table(
+        title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for column in columns:
+        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False
+    )
+    console.print(grid)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in decimal units, as links are sold: 29.4 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def short_source(file: str, line: int) -> str:
+    """A source line as tables show it: folder/file.py:line."""
+    return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line, however deep in this package it shows."""
+    warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parents[1]),))

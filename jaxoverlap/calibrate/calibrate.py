@@ -1,0 +1,298 @@
+"""Make the tables of the cost model: `python -m jaxoverlap.calibrate`.
+
+Without options, of the package's chips, from the measurements that NVIDIA publishes in the package
+aiconfigurator-core (extra `calibrate`): cuBLAS matmuls and NCCL collectives inside one NVLink
+domain. With `--here`, of the devices that JAX sees on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from jaxoverlap.calibrate import fit, this_machine, xla_perf_table
+from jaxoverlap.cost.tables import (
+    Attention,
+    Collectives,
+    FitError,
+    Matmuls,
+    Memory,
+    Permutes,
+    Tables,
+    decode,
+)
+
+PACKAGE = "aiconfigurator-core"
+_INSTALL = "pip install 'jaxoverlap[calibrate]'"
+_KINDS = {
+    "all_gather": "all-gather",
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
+_NCCL_BYTES = {"half": 2, "int8": 1}  # of an element: message_size counts elements
+_CHANNELS = 24  # NCCL's log on eight A100s and on eight H100s: "24 coll channels"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a chip's rows are.
+
+    Attributes:
+        chip: as `parse_cluster` takes it.
+        system: its folder in aiconfigurator-core, under systems/data.
+        bf16, fp8: whose matmuls, in gemm/ there; "" for none.
+        attention: whose fused attention, in attention/ there.
+        nccl: the version whose collectives, in comm/nccl/ there.
+        xla: the chip in XLA's own table, which has permutes and larger groups.
+    """
+
+    chip: str
+    system: str
+    bf16: str
+    fp8: str
+    attention: str
+    nccl: str
+    xla: str
+
+
+# Several frameworks called the same libraries; on one H100 their bf16 rows differ by 5 to 8% from
+# each other. For fp8 TensorRT-LLM's rows also time how it makes fp8 of its input (12 µs at least),
+# which in XLA is a kernel of its own. vLLM's do not, but on the B200 some of them are up to six
+# times slower than SGLang's, which stand in there.
+_TRTLLM, _VLLM, _SGLANG = "trtllm/1.3.0rc20", "vllm/0.24.0", "sglang/0.5.14"
+SOURCES = (
+    Source("a100-sxm-80", "a100_sxm", "sglang/0.5.10", "", "trtllm/1.0.0", "2.27.3", "sm_90"),
+    Source("h100-sxm", "h100_sxm", _TRTLLM, _VLLM, _TRTLLM, "2.29.2", "sm_90"),
+    Source("h200", "h200_sxm", _TRTLLM, _VLLM, _TRTLLM, "2.29.2", "sm_90"),
+    Source("b200", "b200_sxm", _TRTLLM, _SGLANG, _TRTLLM, "2.29.2", "sm_100_B200"),
+    Source("gb200", "gb200", _TRTLLM, _VLLM, _TRTLLM, "2.29.2", "sm_100_GB200"),
+)
+_PERMUTES_OF_ANOTHER = ("a100-sxm-80", "h200")
+# XLA measured an NVL72 rack in groups of 18, 32 and 64 too: these test what lies between.
+_LARGER_GROUPS = {"gb200": (8, 16, 36, 72)}
+_LARGEST_BYTES = 4e9
+_DTYPE_NAMES = {"bf16": ("bfloat16", 2.0), "fp8": ("fp8", 1.0)}  # theirs, bytes of an element
+
+
+def chip_tables(source: Source, date: str) -> Tables:
+    """The tables of one chip, from aiconfigurator-core and from JAX's CUDA plugin.
+
+    Raises:
+        ImportError: if one of these is not installed.
+    """
+    matmuls = {dtype: _matmuls(source, dtype) for dtype in _DTYPE_NAMES if getattr(source, dtype)}
+    rows = collective_rows(source) + larger_groups(source)
+    origin = f"{_origin()} {source.system}/comm/nccl/{source.nccl}"
+    if larger_groups(source):
+        origin += f"; groups above four: {xla_perf_table.version()} {source.xla}"
+    collectives = fit.fit_collectives(rows, origin)
+    thin = matmuls["bf16"]
+    return Tables(
+        chip=source.chip,
+        date=date,
+        matmuls=matmuls,
+        memory=Memory(
+            thin.launch_s, thin.bytes_per_s, "the bf16 matmuls of at most 16 rows, which read all"
+        ),
+        attention=_attention(source, thin.bytes_per_s),
+        collectives=collectives,
+        permutes=_permutes(source, collectives),
+        channels=_CHANNELS,
+    )
+
+
+def _matmuls(source: Source, dtype: str) -> Matmuls:
+    rows = matmul_rows(source, dtype)
+    rates = fit.fit_rates(rows, _DTYPE_NAMES[dtype][1], 2.0)
+    name = f"{_origin()} {source.system}/gemm/{getattr(source, dtype)}, {len(rows)} rows"
+    return fit.fit_matmuls(rows, rates, name, fit.M_KNOTS, fit.NK_KNOTS)
+
+
+def _attention(source: Source, bytes_per_s: float) -> Attention:
+    """Of NVIDIA's TensorRT-LLM on all chips, whose kernels are no cuDNN: no rows of that."""
+    rows = attention_rows(source, "attention", "context_attention_perf.parquet")
+    full = None
+    if source.attention == _TRTLLM:  # the older version was not measured without a mask
+        full = attention_rows(source, "encoder_attention", "encoder_attention_perf.parquet")
+    name = f"{_origin()} {source.system}/attention/{source.attention}, {len(rows)} rows"
+    return fit.fit_attention(rows, full, bytes_per_s, name)
+
+
+def _permutes(source: Source, collectives: Collectives) -> Permutes:
+    """From XLA's rows; a chip that has none takes another's latency and channels."""
+    rows = [r for r in xla_perf_table.collective_rows(source.xla) if r.kind == "collective-permute"]
+    fitted = fit.fit_permutes(rows, f"{xla_perf_table.version()} {source.xla}, {len(rows)} rows")
+    if source.chip not in _PERMUTES_OF_ANOTHER:
+        return fitted
+    gathers = collectives.curves["all-gather"].values()
+    return msgspec.structs.replace(
+        fitted,
+        bytes_per_s=max(curve.bytes_per_s for curve in gathers),
+        source=f"no rows: as the H100's ({fitted.source}), at most at the all-gathers' rate",
+        error=None,
+    )
+
+
+def larger_groups(source: Source) -> list[fit.CollectiveRow]:
+    """Collectives of more devices than aiconfigurator-core has, from XLA's table."""
+    if source.chip not in _LARGER_GROUPS:
+        return []
+    return [
+        row
+        for row in xla_perf_table.collective_rows(source.xla)
+        if row.size in _LARGER_GROUPS[source.chip] and row.bytes_moved <= _LARGEST_BYTES
+    ]
+
+
+def _origin() -> str:
+    return f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
+
+
+def matmul_rows(source: Source, dtype: str) -> fit.MatmulRows:
+    """The measured matmuls of one dtype."""
+    theirs, _ = _DTYPE_NAMES[dtype]
+    found = _parquet(source, "gemm", getattr(source, dtype), "gemm_perf.parquet")
+    mine = found["gemm_dtype"] == theirs
+    m, n, k = (found[dim][mine].astype(float) for dim in "mnk")
+    return fit.MatmulRows(m, n, k, found["latency"][mine] * 1e-3)
+
+
+def attention_rows(source: Source, folder: str, file: str) -> fit.MatmulRows:
+    """Measured fused attention in bf16, with as many heads of keys as of queries.
+
+    Whole sequences of 64 and more, no window, no keys from before, heads of 64 to 256. Rows are
+    length, heads of all the batch, and their size.
+    """
+    found = _parquet(source, folder, source.attention, file)
+    mine = (found["attn_dtype"] == "bfloat16") & (found["isl"] >= 64)
+    mine &= (found["head_dim"] >= 64) & (found["head_dim"] <= 256)
+    if "num_key_value_heads" in found:
+        mine &= found["num_heads"] == found["num_key_value_heads"]
+        mine &= (found["kv_cache_dtype"] == "bfloat16") & (found["step"] == 0)
+        mine &= found["window_size"] == 0
+    names = ("isl", "batch_size", "num_heads", "head_dim")
+    length, batch, heads, size = (found[name][mine].astype(float) for name in names)
+    return fit.MatmulRows(length, batch * heads, size, found["latency"][mine] * 1e-3)
+
+
+def collective_rows(source: Source) -> list[fit.CollectiveRow]:
+    """The measured collectives; bytes turned into what each device sends by a ring."""
+    found = _parquet(source, "comm", f"nccl/{source.nccl}", "nccl_perf.parquet")
+    names = ("op_name", "num_gpus", "message_size", "nccl_dtype", "latency")
+    rows = []
+    for name, size, elements, dtype, ms in zip(*(found[n] for n in names), strict=True):
+        kind, n = _KINDS[name], int(size)
+        passes = 2 if kind == "all-reduce" else 1
+        moved = passes * int(elements) * _NCCL_BYTES[dtype] * (n - 1) // n
+        rows.append(fit.CollectiveRow(kind, n, moved, float(ms) * 1e-3))
+    return rows
+
+
+def _parquet(source: Source, *path: str) -> dict[str, np.ndarray]:
+    """The columns of one of aiconfigurator-core's files."""
+    spec = importlib.util.find_spec("aiconfigurator_core")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"the chips' measurements are in {PACKAGE}: {_INSTALL}")
+    systems = Path(spec.submodule_search_locations[0]) / "systems" / "data" / source.system
+    parquet = importlib.import_module("pyarrow.parquet")  # of the extra, not ours to type
+    table = parquet.read_table(systems.joinpath(*path))
+    return {name: np.asarray(table[name].to_pylist()) for name in table.column_names}
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+PACKAGED = Path(__file__).parents[1] / "cost" / "data"
+
+
+def write(tables: Tables, path: Path) -> None:
+    """Write a table file, whole or not at all.
+
+    Where only the date would change the file keeps the one that it has.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError):  # none, or of another format
+        before = decode(path.read_bytes(), str(path))
+        tables = msgspec.structs.replace(tables, date=before.date)
+        if tables == before:
+            return
+    text = msgspec.json.format(msgspec.json.encode(tables), indent=1).decode()
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\s+", " ", found.group()), text)
+    part = path.with_name(f"{path.name}.part{os.getpid()}")
+    part.write_text(text + "\n")
+    os.replace(part, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m jaxoverlap.calibrate", description=__doc__)
+    parser.add_argument(
+        "--here", type=Path, metavar="FILE", help="measure this machine's devices, and write FILE"
+    )
+    options = parser.parse_args(arguments)
+    today = datetime.date.today().isoformat()
+    console = Console()
+    with Progress(console=console) as progress:
+        if options.here:
+            made = [_here(options.here, today, progress)]
+        else:
+            chosen = progress.track(SOURCES, description="chips")
+            made = [_packaged(source, today) for source in chosen]
+    console.print(_errors(made))
+
+
+def _packaged(source: Source, today: str) -> Tables:
+    tables = chip_tables(source, today)
+    write(tables, PACKAGED / f"{source.chip}.json")
+    return tables
+
+
+def _here(path: Path, today: str, progress: Progress) -> Tables:
+    task = progress.add_task("here", total=this_machine.measurements())
+
+    def advance(what: str) -> None:
+        progress.update(task, advance=1, description=what)
+
+    tables = this_machine.tables_here(today, advance)
+    write(tables, path)
+    return tables
+
+
+def _errors(made: Sequence[Tables]) -> Table:
+    """How far the fits are from the rows that they did not see."""
+    grid = Table(title="Error of the fits, on rows held back")
+    for column in ("chip", "rows of", "held back", "mean", "median", "worst"):
+        grid.add_column(column, justify="left" if column in ("chip", "rows of") else "right")
+    for tables in made:
+        found: dict[str, FitError | None] = {
+            f"{dtype} matmuls": table.error for dtype, table in tables.matmuls.items()
+        }
+        if tables.attention:
+            found["attention"] = tables.attention.error
+            found["attention without a mask (not fitted)"] = tables.attention.error_full
+        found["collectives"] = tables.collectives.error
+        found["collectives of other sizes"] = tables.collectives.error_new_sizes
+        found["permutes (all fitted)"] = tables.permutes.error
+        for name, error in found.items():
+            if error:
+                parts = (f"{part:.1%}" for part in (error.mean, error.median, error.worst))
+                grid.add_row(tables.chip, name, str(error.rows), *parts)
+    return grid
+
+
+if __name__ == "__main__":
+    main()

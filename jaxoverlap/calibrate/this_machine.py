@@ -1,0 +1,349 @@
+"""Times matmuls, other kernels and collectives on the devices that JAX sees here.
+
+Every measurement runs on all devices at once, as in a step: what they share (a CPU's cores and
+memory, most of all) is shared while it is timed. An op runs in a loop inside one program, long
+enough for what starting the program costs to vanish. All ops are timed in turn, round by round, and
+medians are taken, since steps are compared by medians. Let nothing else run on the machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxoverlap.calibrate import fit, step_factors
+from jaxoverlap.cost.model import PERMUTE
+from jaxoverlap.cost.tables import Curve, Here, InAStep, Memory, Permutes, Skew, Tables
+
+M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
+NK_SIZES = (32, 128, 512)
+DTYPES = ("f32", "bf16")
+_ELEMENTS = tuple(1 << p for p in range(8, 21, 3))  # of float32, on each device
+_ROUNDS = 21
+_RUNS = {"kernel": 5, "skew": 5, "step": 3}  # in a round, of what gives differences of noisy times
+_TARGET_S = 0.02  # how long a loop should run: by far longer than its program takes to start
+# How many matmuls stand before a collective, to show how long it waits for the last device.
+_RUNS_BEFORE, _KERNEL_SIZE = (1, 2, 4, 8), 128
+# In a step a core runs other kernels, of other devices too, before it sees an array again: what is
+# timed takes turns among so many bytes on each device, which no core's own cache holds.
+_FOOTPRINT_BYTES = 1 << 20
+_MOST_SETS = 16  # of arrays, each of which is a kernel to compile and to load
+# Of batches of matrices, as in attention; of activations, as for a weight's gradient.
+_SETS_TRANSPOSED = 2  # a step transposes what it has just written
+_TRANSPOSED_ROWS, _TRANSPOSED = (64, 128, 512), _ELEMENTS[2:4]
+_NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+_SOURCE = "python -m jaxoverlap.calibrate --here"
+
+Body = Callable[..., tuple[jax.Array, ...]]
+Shapes = tuple[tuple[int, ...], ...]
+Clock = Callable[[], float]  # seconds of one run of what is measured
+
+
+def measurements() -> int:
+    """How many steps `tables_here` takes: programs to compile, then rounds."""
+    return sum(1 for _ in _programs()) + _ROUNDS
+
+
+def tables_here(
+    date: str, advance: Callable[[str], None], *, each_round: Callable[[], object] = lambda: None
+) -> Tables:
+    """Measure, and fit the tables of the cost model.
+
+    All is timed once a round, and medians over the rounds are taken: what else the machine does
+    comes and goes over seconds, and meets all alike.
+
+    Args:
+        advance: called with a few words before each program is made, and before each round.
+        each_round: called in each round, to time something else under the same conditions.
+
+    Raises:
+        ValueError: if there is but one device.
+    """
+    devices = jax.devices()
+    if len(devices) < 2:
+        raise ValueError(
+            "one device has no collectives to time: for eight CPU devices set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        )
+    clocks: dict[tuple[Any, ...], Clock] = {}
+    for key, make in _programs():
+        advance(" ".join(map(str, key)))
+        clocks[key] = make()
+    taken: dict[tuple[Any, ...], list[float]] = {key: [] for key in clocks}
+    for turn in range(_ROUNDS):
+        advance(f"round {turn + 1} of {_ROUNDS}")
+        for key, clock in clocks.items():
+            runs = _RUNS.get(key[0], 1)
+            taken[key].append(statistics.median(clock() for _ in range(runs)))
+        each_round()
+    return _fit(date, {key: np.array(rounds) for key, rounds in taken.items()})
+
+
+Taken = dict[tuple[Any, ...], np.ndarray]  # seconds by what was measured, one a round
+
+
+def _fit(date: str, taken: Taken) -> Tables:
+    devices = jax.devices()
+    matmuls = {}
+    for dtype in DTYPES:
+        found = [(*key[1:], np.median(s)) for key, s in taken.items() if key[0] == dtype]
+        rows, width = fit.MatmulRows(*np.array(found, float).T), np.dtype(_NAMES[dtype]).itemsize
+        rates = fit.fit_rates(rows, float(width), float(width))
+        matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, M_SIZES, NK_SIZES)
+    rows = list(_collective_rows(taken))
+    tables = Tables(
+        chip=devices[0].device_kind,
+        date=date,
+        matmuls=matmuls,
+        memory=_memory(taken),
+        collectives=fit.fit_collectives([r for r in rows if r.kind != PERMUTE], _SOURCE),
+        permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
+        channels=0,
+        skew=_skew(taken),
+        here=Here(
+            devices=len(devices),
+            platform=devices[0].platform,
+            versions=f"jax {jax.__version__}, Python {platform.python_version()}",
+            in_a_step=InAStep(),
+        ),
+    )
+    steps = {key: float(np.median(taken["step", *key])) for key in _steps()}
+    return step_factors.in_a_step(steps, tables) if steps else tables
+
+
+def _steps() -> tuple[step_factors.Key, ...]:
+    """The steps to time: of devices that share cores and caches."""
+    return step_factors.STEPS if jax.devices()[0].platform == "cpu" else ()
+
+
+# -- what is timed --------------------------------------------------------------------------------
+
+
+def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
+    """What is timed, by name, and how its program is made."""
+    devices = len(jax.devices())
+    for dtype, m, n, k in itertools.product(DTYPES, M_SIZES, NK_SIZES, NK_SIZES):
+        sets = _sets((m * k + k * n + m * n) * np.dtype(_NAMES[dtype]).itemsize)
+        shapes = ((m, k), (k, n), (m, n)) * sets
+        make = partial(_clock, _matmuls, shapes, _NAMES[dtype], devices, each=sets)
+        yield (dtype, m, n, k), make
+    for (name, apply), count in itertools.product(_KERNELS.items(), _ELEMENTS):
+        body, sets = partial(_kernels, apply), _sets(4 * count)
+        make = partial(_clock, body, ((count,),) * sets, jnp.float32, devices, each=sets)
+        yield (name, count), make
+    for rows, count in itertools.product(_TRANSPOSED_ROWS, _TRANSPOSED):
+        columns, sets = min(rows, _TRANSPOSED_ROWS[1], count // rows), _SETS_TRANSPOSED
+        body, shape = partial(_kernels, _transpose), (count // (rows * columns), rows, columns)
+        make = partial(_clock, body, (shape,) * sets, jnp.float32, devices, each=sets)
+        yield ("transposed", rows, count), make
+    for (kind, (body, lengths, _)), count in itertools.product(_COLLECTIVES.items(), _ELEMENTS):
+        # XLA:CPU lets a permute wait for all devices, however few it joins.
+        for size in [devices] if kind == PERMUTE else _group_sizes(devices):
+            shapes = tuple((length,) for length in lengths(count, size))
+            yield (kind, count, size), partial(_clock, body, shapes, jnp.float32, size)
+    for key in _steps():
+        yield ("step", *key), partial(step_factors.clock, *key)
+    shapes = (*((_KERNEL_SIZE,) * 2,) * 3, (_ELEMENTS[0],))
+    for runs in _RUNS_BEFORE:
+        nothing = partial(_after_kernels, runs, lambda x: (x,))
+        yield ("kernel", runs), partial(_clock, nothing, shapes, jnp.float32, devices)
+        for size in _group_sizes(devices):
+            both = partial(_after_kernels, runs, _reduce)
+            yield ("skew", runs, size), partial(_clock, both, shapes, jnp.float32, size)
+
+
+def _matmuls(*carry: jax.Array) -> tuple[jax.Array, ...]:
+    """Matmuls of arrays of their own, each of which waits for the last one's result."""
+    carried = list(carry)
+    for place in range(0, len(carry), 3):
+        a, b, _ = carried[place : place + 3]
+        a = a.at[0, 0].set(carried[place - 1][0, 0])
+        carried[place : place + 3] = a, b, jnp.dot(a, b)
+    return tuple(carried)
+
+
+def _kernels(apply: Callable[..., jax.Array], *carry: jax.Array) -> tuple[jax.Array, ...]:
+    """Kernels of arrays of their own, each of which waits for the last one's result."""
+    carried = list(carry)
+    for place in range(len(carry)):
+        x, before = lax.optimization_barrier((carried[place], carried[place - 1]))
+        carried[place] = apply(x, before.reshape(-1)[0])
+    return tuple(carried)
+
+
+def _transpose(x: jax.Array, before: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x * 0.5 + before, 1, 2).reshape(x.shape)
+
+
+_KERNELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "bytes": lambda x, before: x * 0.5 + before,
+    "transcendental": lambda x, before: jnp.tanh(x) + before,
+}
+
+
+def _sets(num_bytes: int) -> int:
+    """How many sets of arrays take turns, each of so many bytes."""
+    return min(math.ceil(_FOOTPRINT_BYTES / num_bytes), _MOST_SETS)
+
+
+def _permute(x: jax.Array) -> tuple[jax.Array, ...]:
+    size = lax.axis_size("x")
+    return (lax.ppermute(x, "x", [(i, (i + 1) % size) for i in range(size)]),)
+
+
+def _gather(x: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
+    whole = lax.all_gather(x, "x", tiled=True)
+    return x.at[0].set(before[0]), whole
+
+
+def _scatter(x: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
+    return x.at[0].set(before[0]), lax.psum_scatter(x, "x", tiled=True)
+
+
+def _reduce(x: jax.Array) -> tuple[jax.Array, ...]:
+    return (lax.psum(x, "x") / lax.axis_size("x"),)
+
+
+def _exchange(x: jax.Array) -> tuple[jax.Array, ...]:
+    return (lax.all_to_all(x, "x", 0, 0, tiled=True),)
+
+
+# Body, and the lengths of what it carries as parts of the whole.
+_COLLECTIVES: dict[str, tuple[Body, Callable[[int, int], tuple[int, ...]], int]] = {
+    "all-gather": (_gather, lambda count, n: (count // n, count), 1),
+    "reduce-scatter": (_scatter, lambda count, n: (count, count // n), 1),
+    "all-reduce": (_reduce, lambda count, n: (count,), 2),
+    "all-to-all": (_exchange, lambda count, n: (count,), 1),
+    PERMUTE: (_permute, lambda count, n: (count,), 1),
+}
+
+
+def _group_sizes(devices: int) -> list[int]:
+    return [n for n in range(2, devices + 1) if devices % n == 0]
+
+
+# -- what is found --------------------------------------------------------------------------------
+
+
+def _memory(taken: Taken) -> Memory:
+    """A curve by bytes; what is added by a transcendental (of the larger sizes), by a transpose."""
+    moved = tuple(8.0 * count for count in _ELEMENTS)  # a float32 read, one written
+    simple, hard = (
+        np.array([np.median(taken[name, count]) for count in _ELEMENTS]) for name in _KERNELS
+    )
+    more_s = ((hard - simple) / _ELEMENTS)[len(_ELEMENTS) // 2 :]
+    curve = Curve(moved, tuple(simple.tolist()))
+    turned_s = (
+        (np.median(taken["transposed", rows, count]) - curve.at(8.0 * count)) / (8.0 * count)
+        for rows, count in itertools.product(_TRANSPOSED_ROWS, _TRANSPOSED)
+    )
+    return Memory(
+        launch_s=curve.floor_s,
+        bytes_per_s=curve.bytes_per_s,
+        source=_SOURCE,
+        curve=curve,
+        transcendental_s=max(float(np.median(more_s)), 0.0),
+        transposed_s=max(float(np.median(list(turned_s))), 0.0),
+    )
+
+
+def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
+    """Bytes are those that each device sends by a ring; a permute sends all that it has."""
+    for kind, count, size in (key for key in taken if key[0] in _COLLECTIVES):
+        share = 1.0 if kind == PERMUTE else (size - 1) / size
+        moved = _COLLECTIVES[kind][2] * 4 * count * share
+        yield fit.CollectiveRow(kind, size, moved, float(np.median(taken[kind, count, size])))
+
+
+def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:
+    """A curve; its two ends give latency and rate."""
+    curve = Curve(tuple(r.bytes_moved for r in rows), tuple(r.seconds for r in rows))
+    rate = curve.bytes_moved[-1] / max(curve.seconds[-1] - curve.floor_s, 1e-9)
+    return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None, curve)
+
+
+def _skew(taken: Taken) -> Skew:
+    """By what matmuls and a small all-reduce take together more than alone."""
+    sizes = _group_sizes(len(jax.devices()))
+    computed_s = np.array([np.median(taken["kernel", runs]) for runs in _RUNS_BEFORE])
+    waited_s = np.array(
+        [
+            [np.median(taken["skew", runs, size] - taken["kernel", runs]) for runs in _RUNS_BEFORE]
+            - np.median(taken["all-reduce", _ELEMENTS[0], size])
+            for size in sizes
+        ]
+    )
+    return fit.fit_skew(computed_s, waited_s, sizes, _SOURCE)
+
+
+# -- the clock ------------------------------------------------------------------------------------
+
+
+def _after_kernels(
+    runs: int, body: Body, a: jax.Array, b: jax.Array, last: jax.Array, x: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Matmuls that wait for the last run of `body`, then the next one, which waits for them.
+
+    Always of the same arrays: what caches do to them would hide the wait.
+    """
+    last = last.at[0, 0].set(x[0])
+    for _ in range(runs):
+        a = a.at[0, 0].set(last[0, 0])
+        last = jnp.dot(a, b)
+    return a, b, last, *body(x.at[0].set(last[0, 0]))
+
+
+def _clock(body: Body, shapes: Shapes, dtype: Any, group: int, *, each: int = 1) -> Clock:
+    """A clock for one run of `body` on every device at once, in groups along the axis "x".
+
+    Args:
+        shapes: what the body takes and gives on each device.
+        each: how often the body runs what is timed.
+    """
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices.reshape(-1, group), ("groups", "x"))
+    everywhere = PartitionSpec(("groups", "x"))
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), everywhere),
+        out_specs=everywhere,
+        check_vma=False,
+    )
+    def run(trips: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return lax.fori_loop(0, trips, lambda _, c: body(*c), carry)
+
+    sharding = jax.sharding.NamedSharding(mesh, everywhere)
+    carry = tuple(
+        jax.device_put(np.ones((len(devices) * s[0], *s[1:]), dtype), sharding) for s in shapes
+    )
+
+    def seconds(trips: jax.Array) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(trips, carry))
+        return time.perf_counter() - start
+
+    trips = 1
+    seconds(_replicated(mesh, trips))  # compiles
+    while seconds(_replicated(mesh, trips)) < _TARGET_S / 2:
+        trips *= 4
+    count = _replicated(mesh, trips)
+    return lambda: seconds(count) / trips / each
+
+
+def _replicated(mesh: Mesh, number: int) -> jax.Array:
+    return jax.device_put(np.int32(number), jax.sharding.NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,405 @@
+"""What an op costs in seconds: matmuls, attention, other kernels, collectives, and side by side.
+
+Alone, by measured tables (`jaxoverlap.cost.tables`; benchmarks/accuracy.py has their errors). Across
+NVLink domains, by NCCL's tuning model (`jaxoverlap.cost.nccl`): there are no rows of that.
+
+Side by side, by the two terms of Lagom (arXiv 2602.20656): the channels of a collective take SMs,
+so that a matmul needs more waves, and its traffic takes memory bandwidth, so that each wave may
+last longer. The paper's closed forms were not at hand: what stands here is a reconstruction from
+its description, with FlashOverlap's ratio of waves (arXiv 2504.19519).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxoverlap.cost import nccl
+from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of
+from jaxoverlap.cost.nccl import Channels
+from jaxoverlap.cost.tables import Matmuls, Tables
+from jaxoverlap.hardware.cluster import Cluster, chips, parse_cluster
+
+PERMUTE = "collective-permute"
+# Of what was not measured, what it is counted as.
+_COUNTED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
+# The dtypes of HLO: the table that holds for one, and how many times longer its matmuls take.
+# TF32, which XLA takes for float32, has half of bf16's rate and twice its bytes.
+_DTYPES = {
+    "f16": ("bf16", 1.0),
+    "f32": ("bf16", 2.0),
+    "f8e4m3fn": ("fp8", 1.0),
+    "f8e5m2": ("fp8", 1.0),
+}
+# Which tile cuBLAS takes for a matmul is not known: the mean over its usual large ones.
+_TILES = ((128, 128), (128, 256), (256, 128))
+# Bytes of device memory read and written for each byte sent. Ring, Simple protocol: what arrives is
+# written, read and copied or added to what lies there; a permute reads once and writes once.
+_MEMORY_BYTES_PER_BYTE = {"all-reduce": 3.0, "reduce-scatter": 3.0, PERMUTE: 2.0}
+_MEMORY_BYTES_OF_OTHERS = 2.0
+# A permute by copy engines: bf16[512, 24576] in 100 µs, where NCCL's took 445 (openxla/xla, pull
+# request 11182, by NVIDIA; one host, the chip is not named and taken for an H100). The latency is
+# NCCL's; the rest is 0.6 of NVLink's peak.
+_COPY_LATENCY_S, _COPY_EFFICIENCY = 8.4e-6, 25.2e6 / (100e-6 - 8.4e-6) / 450e9
+
+
+@dataclass(frozen=True)
+class Group:
+    """Who takes part in a collective, as far as its time depends on it.
+
+    Attributes:
+        size: devices that take part together; a permute: 2.
+        domains: NVLink domains that they spread over; 1: all traffic stays on NVLink.
+        by_copy: whether it is a permute that the GPUs' copy engines carry out, and not NCCL: inside
+            one process, with XLA's option for it (`flags/rings.py`).
+        communicator: of a permute, if not all devices are in it: how many are.
+    """
+
+    size: int
+    domains: int = 1
+    by_copy: bool = False
+    communicator: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.domains <= self.size:
+            raise ValueError(
+                f"{self}: give at least one device, and no more NVLink domains than devices"
+            )
+
+
+Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device sends, who
+
+
+@dataclass(frozen=True)
+class Share:
+    """What running collectives take from compute beside them: Lagom's two terms.
+
+    Attributes:
+        sms: streaming multiprocessors.
+        memory_bytes_per_s: of the device memory's bandwidth.
+    """
+
+    sms: float = 0.0
+    memory_bytes_per_s: float = 0.0
+
+    def __add__(self, other: Share) -> Share:
+        return Share(self.sms + other.sms, self.memory_bytes_per_s + other.memory_bytes_per_s)
+
+
+ALONE = Share()
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The seconds of one device's ops in a cluster. Make one by `cost_model`.
+
+    Attributes:
+        cluster: chip and links.
+        tables: what was measured of the chip.
+        permute_channels: that each permute on NVLink runs on; None: as many as NCCL gives it.
+        given: the channels of single collectives, by kind, bytes moved and group; of others NCCL's.
+    """
+
+    cluster: Cluster
+    tables: Tables
+    permute_channels: int | None = None
+    given: tuple[tuple[Sent, Channels], ...] = ()
+
+    def matmul_s(
+        self, m: int, n: int, k: int, *, batch: int = 1, dtype: str = "bf16", beside: Share = ALONE
+    ) -> float:
+        """Seconds of [batch, m, k] x [batch, k, n].
+
+        Alone: the table. Beside a collective the time over the launch grows by the ratio of waves,
+        ceil(tiles / SMs left) / ceil(tiles / SMs), and is no shorter than the matmul's bytes take
+        at the memory bandwidth that is left.
+
+        Args:
+            dtype: of the operands, as HLO writes it; "fp8" for either kind.
+
+        Raises:
+            ValueError: for dims below one, or a dtype that was not measured.
+        """
+        if min(m, n, k, batch) < 1:
+            raise ValueError(f"a matmul of {batch} x [{m}, {k}] x [{k}, {n}]: give dims above zero")
+        table, times = self._matmuls(dtype)
+        over_launch_s = max(table.seconds(m, n, k, batch) - table.launch_s, 0.0) * times
+        if beside != ALONE:
+            memory_s = table.bytes_touched(m, n, k, batch) * times / self._memory_left(beside)
+            over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
+        return table.launch_s + over_launch_s
+
+    def attention_s(
+        self,
+        queries: int,
+        keys: int,
+        heads: int,
+        head_size: int,
+        *,
+        causal: bool = False,
+        backward: bool = False,
+        dtype: str = "bf16",
+        beside: Share = ALONE,
+    ) -> float:
+        """Seconds of one kernel of fused attention.
+
+        Alone: the table, which is of square causal scores, forward. Others by their operations at
+        the same rate: twice without a mask (`benchmarks/accuracy.py` has the error of that), 2.5
+        times backward (FlashAttention-2, arXiv 2307.08691, section 4.1; an assumption: no rows).
+        Scores that are not square count as the square one with as many. Beside a collective as a
+        matmul, with a tile for 128 queries of a head.
+
+        Args:
+            heads: of all the batch.
+
+        Raises:
+            ValueError: for dims below one, a dtype of other than 16 bits, or a chip without rows.
+        """
+        if min(queries, keys, heads, head_size) < 1:
+            raise ValueError(
+                f"attention of {heads} heads, {queries} x {keys} x {head_size}: give dims above 0"
+            )
+        table = self.tables.attention
+        if table is None or dtype not in ("bf16", "f16"):
+            known = "bf16 and f16" if table else "none"
+            raise ValueError(
+                f"no attention of {dtype} was measured on {self.tables.chip}: known are {known}"
+            )
+        times = (1.0 if causal else 2.0) * (2.5 if backward else 1.0)
+        seconds = table.seconds(math.sqrt(queries * keys), heads, head_size, times)
+        if beside == ALONE:
+            return seconds
+        moved = 4.0 * heads * (queries + keys) * head_size
+        waves = self._waves_ratio(heads * math.ceil(queries / 128), beside)
+        over_launch_s = max(seconds - table.launch_s, 0.0) * waves
+        return table.launch_s + max(over_launch_s, moved / self._memory_left(beside))
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """The dtypes whose matmuls have a price, as HLO writes them."""
+        measured = self.tables.matmuls
+        return frozenset(measured) | {d for d, (of, _) in _DTYPES.items() if of in measured}
+
+    def memory_s(
+        self,
+        num_bytes: float,
+        *,
+        transcendentals: int = 0,
+        transposed_bytes: float = 0,
+        beside: Share = ALONE,
+    ) -> float:
+        """Seconds of a kernel that is no matmul, with its launch.
+
+        Args:
+            num_bytes: that it reads and writes.
+            transcendentals: elements that it takes an exponential, a tangent, a root of. They take
+                no time of their own on a GPU; on a CPU as long as was measured.
+            transposed_bytes: that it reads along one dim and writes along another. Likewise.
+        """
+        memory = self.tables.memory
+        if memory.curve:
+            moving_s = memory.curve.at(num_bytes)
+        else:
+            rate = min(memory.bytes_per_s, self._memory_left(beside))
+            moving_s = memory.launch_s + num_bytes / rate
+        hard_s = transcendentals * memory.transcendental_s
+        return moving_s + hard_s + transposed_bytes * memory.transposed_s
+
+    def collective_s(
+        self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
+    ) -> float:
+        """Seconds of a collective that runs alone on its links.
+
+        Args:
+            kind: as HLO writes it, as in "all-gather".
+            bytes_moved: bytes that each device sends by a ring (`passes.audit.Collective`).
+            channels: if not those given, or NCCL's own choice: what bounds the rate.
+
+        Raises:
+            ValueError: for a kind that was not measured, or a negative number of bytes.
+        """
+        channels = channels or self._given.get((kind, bytes_moved, group))
+        kind = self._known(kind, bytes_moved)
+        if group.size == 1:
+            return self.tables.memory.launch_s  # nothing to send
+        if kind == PERMUTE:
+            return self._permute_s(bytes_moved, group, channels)
+        if group.domains == 1:
+            seconds = self._on_nvlink(
+                self.tables.collectives.seconds(kind, bytes_moved, group.size),
+                self.tables.collectives.seconds(kind, 0, group.size),
+            )
+        else:
+            spread = nccl.Spread(
+                group.size, group.domains, self._nvlink_rate(kind), self.cluster.network
+            )
+            seconds = nccl.collective_s(kind, bytes_moved, spread)
+        if channels is None:
+            return seconds
+        rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
+        return max(seconds, self.collective_s(kind, 0, group) + bytes_moved / rate)
+
+    def skew_s(self, computed_s: float, kind: str, group: Group) -> float:
+        """How long a collective waits for the last device, if all computed for so long before it.
+
+        Zero where each device has cores of its own. XLA:CPU lets a permute wait for all devices.
+        """
+        if self.tables.skew is None:
+            return 0.0
+        size = self.cluster.num_devices if kind == PERMUTE else group.size
+        return self.tables.skew.seconds(computed_s, size)
+
+    def share(
+        self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
+    ) -> Share:
+        """What such a collective takes from compute while it runs.
+
+        SMs: its channels; a copy takes none. Memory bandwidth: two or three bytes read and written
+        for each byte sent (a sum reads what it adds to), over the time that it takes alone.
+
+        Raises:
+            ValueError: as `collective_s`.
+        """
+        channels = channels or self._given.get((kind, bytes_moved, group))
+        kind = self._known(kind, bytes_moved)
+        most = self.tables.channels
+        if group.size == 1 or most == 0:
+            return ALONE
+        rate = bytes_moved / self.collective_s(kind, bytes_moved, group, channels)
+        traffic = rate * _MEMORY_BYTES_PER_BYTE.get(kind, _MEMORY_BYTES_OF_OTHERS)
+        if kind == PERMUTE and group.by_copy:
+            return Share(0, traffic)
+        if channels is not None:
+            return Share(channels.count, traffic)
+        if kind != PERMUTE:
+            count = nccl.ring_channels(bytes_moved, group.size, group.domains, most)
+        elif group.domains > 1:
+            count = nccl.NETWORK_PERMUTE_CHANNELS
+        else:
+            count = self._channels_of_permute(bytes_moved, group)
+        return Share(count, traffic)
+
+    # -- pieces -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _given(self) -> dict[Sent, Channels]:
+        return dict(self.given)
+
+    def _matmuls(self, dtype: str) -> tuple[Matmuls, float]:
+        """The table that holds for a dtype, and how many times longer its matmuls take."""
+        tables = self.tables.matmuls
+        name, times = (dtype, 1.0) if dtype in tables else _DTYPES.get(dtype, (dtype, 1.0))
+        if name not in tables:
+            also = [d for d, (of, _) in _DTYPES.items() if of in tables and d not in tables]
+            raise ValueError(
+                f"no matmuls of {dtype} were measured on {self.tables.chip}: known are "
+                f"{', '.join([*tables, *also])}"
+            )
+        return tables[name], times
+
+    def _more_waves(self, m: int, n: int, batch: int, beside: Share) -> float:
+        """How many times more waves a matmul needs on the SMs that are left."""
+        counts = (
+            batch * math.ceil(m / tile_m) * math.ceil(n / tile_n) for tile_m, tile_n in _TILES
+        )
+        return sum(self._waves_ratio(tiles, beside) for tiles in counts) / len(_TILES)
+
+    def _waves_ratio(self, tiles: int, beside: Share) -> float:
+        """Waves of so many tiles on the SMs that are left, over those on all SMs."""
+        sms = self.cluster.chip.num_sms
+        left = max(sms - beside.sms, 1.0)
+        return math.ceil(tiles / left) / math.ceil(tiles / sms)
+
+    def _memory_left(self, beside: Share) -> float:
+        """The memory's bytes per second that compute can have; a tenth at least."""
+        peak = self.cluster.chip.memory_bandwidth_bytes_per_s
+        return max(peak - beside.memory_bytes_per_s, peak / 10)
+
+    def _known(self, kind: str, bytes_moved: int) -> str:
+        """The kind that a kind is counted as."""
+        if bytes_moved < 0:
+            raise ValueError(f"a {kind} of {bytes_moved} bytes: give zero or more")
+        known = _COUNTED_AS.get(kind, kind)
+        curves = self.tables.collectives.curves
+        if known != PERMUTE and known not in curves:
+            names = ", ".join(dict.fromkeys([*curves, PERMUTE, *_COUNTED_AS]))
+            raise ValueError(f"unknown collective {kind!r}: known are {names}")
+        return known
+
+    def _permute_s(self, bytes_moved: int, group: Group, channels: Channels | None) -> float:
+        if group.domains > 1:
+            return nccl.network_permute_s(bytes_moved, self.cluster.network)
+        if group.by_copy:
+            peak = self.cluster.nvlink.bandwidth_bytes_per_s
+            return _COPY_LATENCY_S + bytes_moved / (_COPY_EFFICIENCY * peak)
+        table = self.tables.permutes
+        if table.curve:
+            return table.curve.at(bytes_moved)
+        rate = table.bytes_per_s
+        if table.channel_bytes_per_s:
+            count = channels.count if channels else self._channels_of_permute(bytes_moved, group)
+            rate = min(rate, nccl.permute_rate(bytes_moved, count, table.channel_bytes_per_s))
+        return self._on_nvlink(table.latency_s + bytes_moved / rate, table.latency_s)
+
+    def _channels_of_permute(self, bytes_moved: int, group: Group) -> int:
+        """On NVLink. XLA makes one communicator of all devices; NCCL's part here is a domain's."""
+        if self.permute_channels is not None:
+            return self.permute_channels
+        devices = group.communicator or self.cluster.gpus_per_nvlink_domain
+        return nccl.permute_channels(bytes_moved, devices)
+
+    def _nvlink_rate(self, kind: str) -> float:
+        """What each device sends in a second in a large collective within a domain."""
+        curves = self.tables.collectives.curves[kind]
+        have, was = self.cluster.nvlink, self.cluster.chip.nvlink
+        slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
+        return curves[max(curves)].bytes_per_s / slower
+
+    def _on_nvlink(self, seconds: float, floor_s: float) -> float:
+        """Measured seconds, where the cluster's link is another than the chip's own.
+
+        What does not grow with the bytes goes by the links' latencies, the rest by their rates.
+        """
+        have, was = self.cluster.nvlink, self.cluster.chip.nvlink
+        if have == was:
+            return seconds
+        slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
+        return floor_s * have.latency_s / was.latency_s + (seconds - floor_s) * slower
+
+
+def cost_model(
+    cluster: Cluster | str | None = None, *, table: str | Path | None = None
+) -> CostModel:
+    """The cost model of a cluster, with the package's tables of its chip or with a file's.
+
+    Args:
+        cluster: what `parse_cluster` takes or gives. May be left out where `table` is the work of
+            `python -m jaxoverlap.calibrate --here`: then it is what that found.
+        table: a file of tables to take in place of the package's.
+
+    Raises:
+        ValueError: for a cluster that does not parse, a chip that has no tables, or a file that is
+            no table of this chip.
+    """
+    tables = None if table is None else measured.read(table)
+    if cluster is None:
+        if tables is None or tables.here is None:
+            raise ValueError("no cluster: give one, or a table that was measured by --here")
+        return CostModel(cluster_here(tables, tables.here), tables)
+    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    tables = tables or measured.packaged(cluster.chip.name)
+    if tables is None:
+        known = ", ".join(c.name for c in chips() if measured.packaged(c.name))
+        raise ValueError(
+            f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
+            "`python -m jaxoverlap.calibrate --here`"
+        )
+    return CostModel(cluster, with_memory_of(cluster.chip, tables))
+
+
+def has_cost_model(cluster: Cluster) -> bool:
+    """Whether the package has tables of a cluster's chip."""
+    return measured.packaged(cluster.chip.name) is not None

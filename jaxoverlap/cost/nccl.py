@@ -1,0 +1,206 @@
+"""How long NCCL takes over a network, and how many channels it runs on: arithmetic, no tables.
+
+The measured tables end at one NVLink domain. Beyond it stands the model by which NCCL itself picks
+algorithm and protocol (NVIDIA/nccl, src/graph/tuning.cc of 2.18.3): latency + bytes / bandwidth,
+the least over ring and tree and the three protocols. It is a model and no measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxoverlap.hardware.cluster import Link
+
+# Seconds of (LL, LL128, Simple): to start, per step over NVLink, per step over the network.
+_RING = ((6.6e-6, 14.0e-6, 8.4e-6), (0.6e-6, 1.9e-6, 3.4e-6), (2.7e-6, 4.0e-6, 14.0e-6))
+_TREE = ((6.8e-6, 14.0e-6, 0.0), (0.6e-6, 1.25e-6, 4.0e-6), (5.0e-6, 8.5e-6, 14.0e-6))
+_LL_BYTES_PER_S, _LL_BYTES_PER_S_OF_TWO = 19.0e9, 22.5e9  # at most, by domains
+_LL128_EFFICIENCY = _TREE_EFFICIENCY = 0.92
+_CHANNEL_BYTES_PER_S = {"Ampere": 20e9, "Hopper": 36.7e9}  # perChMaxRingLL128Bws
+# What trees reach of their bandwidth, by protocol and log2 of the bytes from 64 on.
+_TREE_REACHES = (
+    (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9),
+    (*(0.9,) * 7, 0.8, 0.7, 0.6, 0.6, *(0.5,) * 4, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+)
+_PLATEAU = 1.4  # an all-reduce by a ring over the network, Simple: its latency is longer
+
+# Of a NIC's rate, what NCCL's search for channels settles at: 48 of a 400 Gb/s NIC's 50 GB/s
+# (src/graph/search.cc, sm90SpeedArrayInter).
+_NETWORK_EFFICIENCY = 0.96
+
+
+THREADS = 512  # of a channel, by NCCL's own choice for large messages
+_BYTES_A_THREAD = 64  # threadThresholds: that Simple wants for each thread
+
+
+@dataclass(frozen=True)
+class Channels:
+    """How many resources a collective is given: Lagom's NC, C and NT.
+
+    Attributes:
+        count: channels; each is a thread block with an SM to itself.
+        chunk_bytes: that a channel sends before it waits for its neighbour.
+        threads: of a channel.
+    """
+
+    count: int
+    chunk_bytes: int = 512 * 1024  # NCCL: a buffer of 4 MiB in 8 steps
+    threads: int = THREADS
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.chunk_bytes < 1 or self.threads < 1:
+            raise ValueError(f"{self}: give at least one channel, one byte and one thread")
+
+    def bytes_per_s(self, compute_capability: tuple[int, int]) -> float:
+        """What they can send together: each a chunk, then a step over NVLink to be told to go on.
+
+        A channel's own rate is that of NCCL's tuning model (ring, LL128). The terms for chunks and
+        threads are reconstructions: Lagom says that the rate rises with C, and little with NT, and
+        gives no formula. A thread has 64 bytes under way for a step's time (Little's law), so that
+        512 threads never bound the rate, and 96 halve an A100's.
+        """
+        channel = _CHANNEL_BYTES_PER_S["Hopper" if compute_capability >= (9, 0) else "Ampere"]
+        channel = min(channel, self.threads * _BYTES_A_THREAD / _RING[1][0])
+        return self.count * self.chunk_bytes / (self.chunk_bytes / channel + _RING[1][0])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A group of devices that spread evenly over two or more NVLink domains.
+
+    Attributes:
+        size: devices that take part together.
+        domains: NVLink domains.
+        nvlink_bytes_per_s: what each device can send inside its domain, as measured.
+        network: the link between domains. Each GPU has a NIC of its own (rails).
+    """
+
+    size: int
+    domains: int
+    nvlink_bytes_per_s: float
+    network: Link
+
+    @property
+    def here(self) -> int:
+        """Devices in a domain."""
+        return -(-self.size // self.domains)
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        """What a device sends over the network."""
+        return self.network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Of a device in a ring, which crosses between domains on all their NICs at once."""
+        return min(self.nvlink_bytes_per_s, self.here * self.nic_bytes_per_s)
+
+    def rate(self, protocol: int) -> float:
+        """Of LL (0), LL128 (1) or Simple (2)."""
+        if protocol == 0:
+            most = _LL_BYTES_PER_S if self.domains > 2 else _LL_BYTES_PER_S_OF_TWO
+            return min(most, self.ring_bytes_per_s / 4)
+        return self.ring_bytes_per_s * (_LL128_EFFICIENCY if protocol == 1 else 1.0)
+
+    def step_s(self, nccl_s: float) -> float:
+        """NCCL's seconds of a step over the network, for a network with another latency."""
+        return nccl_s * max(self.network.latency_s - _RING[0][2], 0.0) / _RING[2][2]
+
+
+def collective_s(kind: str, bytes_moved: float, spread: Spread) -> float:
+    """Seconds of a collective across NVLink domains.
+
+    Args:
+        bytes_moved: what each device sends, by a ring.
+    """
+    if kind == "all-to-all":
+        return _exchange_s(bytes_moved, spread)
+    ways = [_ring_s(protocol, kind, bytes_moved, spread) for protocol in range(3)]
+    if kind == "all-reduce":  # NCCL has trees for nothing else
+        ways += [_tree_s(protocol, bytes_moved, spread) for protocol in range(3)]
+    return min(ways)
+
+
+def _ring_s(protocol: int, kind: str, bytes_moved: float, spread: Spread) -> float:
+    start_s, near_s, far_s = (seconds[protocol] for seconds in _RING)
+    reduces = kind == "all-reduce"
+    steps = (2 if reduces else 1) * (spread.size - 1)
+    across = 2 * spread.domains if reduces else spread.domains - 1
+    latency_s = start_s + max(steps - across, 0) * near_s + across * spread.step_s(far_s)
+    if reduces and protocol == 2:
+        latency_s *= _PLATEAU
+    return latency_s + bytes_moved / spread.rate(protocol)
+
+
+def _tree_s(protocol: int, bytes_moved: float, spread: Spread) -> float:
+    start_s, near_s, far_s = (seconds[protocol] for seconds in _TREE)
+    depth_s = (spread.here - 1) * near_s + math.log2(spread.domains) * spread.step_s(far_s)
+    summed_bytes = bytes_moved * spread.size / (2 * (spread.size - 1))
+    reaches, at = _TREE_REACHES[protocol], int(math.log2(max(summed_bytes / 64, 1)))
+    part = _TREE_EFFICIENCY * (reaches[at] if at < len(reaches) else 1.0)
+    return start_s + 2 * depth_s + bytes_moved / (spread.rate(protocol) * part)
+
+
+def _exchange_s(bytes_moved: float, spread: Spread) -> float:
+    """An all-to-all: to each peer directly, to near and far ones at once.
+
+    NCCL's tuning model has none. Latency: peers are served eight at a time (an assumption, from
+    the eight sends and receives that a block of NCCL's kernel takes).
+    """
+    far = (spread.size - spread.here) / (spread.size - 1)
+    rounds = math.ceil((spread.size - spread.here) / 8)
+    latency_s = spread.network.latency_s + (rounds - 1) * spread.step_s(_RING[2][0])
+    near_s = bytes_moved * (1 - far) / spread.nvlink_bytes_per_s
+    return latency_s + max(near_s, bytes_moved * far / spread.nic_bytes_per_s)
+
+
+def network_permute_s(bytes_moved: float, network: Link) -> float:
+    """A permute over the network: the link's latency, then bytes at its rate.
+
+    As the P2P model of aiconfigurator-core (10 µs + bytes / 50 GB/s at 400 Gb/s), with the
+    latency of the cluster's own link.
+    """
+    return network.latency_s + bytes_moved / (network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY)
+
+
+# -- channels -------------------------------------------------------------------------------------
+
+_CHANNEL_BYTES = THREADS * _BYTES_A_THREAD  # what Simple wants for a channel
+_CHANNELS_A_NIC = 4  # as NCCL logs for hosts of few GPUs (NVIDIA/nccl issue 1189)
+_P2P_CHANNELS = 32  # as NCCL logs on HGX hosts: "24 coll channels, ..., 32 p2p channels"
+_PART_BYTES = 16 * 1024 * 1024  # the most of a permute on one channel while others are free
+_P2P_LL_BYTES = 512 * 1024  # up to here a permute goes by LL, in the measured rows
+
+
+def ring_channels(bytes_moved: float, size: int, domains: int, most: int) -> int:
+    """Channels of a collective: `most`, unless it is small or has few NICs.
+
+    Source: NCCL's `threadThresholds` (64 bytes a thread for Simple, 512 threads a channel).
+    """
+    if domains > 1:
+        most = min(most, _CHANNELS_A_NIC * -(-size // domains))
+    return max(1, min(most, math.ceil(bytes_moved / _CHANNEL_BYTES)))
+
+
+def permute_channels(bytes_moved: float, communicator: int) -> int:
+    """Channels of one send and receive inside an NVLink domain.
+
+    Source: addP2pToPlan in NCCL's src/enqueue.cc: an equal part of the p2p channels for each
+    device of the communicator, doubled while more than 16 MiB are left for each. The rows that XLA
+    measured on 8, 64 and 72 GPUs show the same steps.
+    """
+    count = max(1, _P2P_CHANNELS // communicator)
+    while bytes_moved / count > _PART_BYTES and count <= _P2P_CHANNELS // 2:
+        count *= 2
+    return count
+
+
+def permute_rate(bytes_moved: float, channels: int, channel_bytes_per_s: float) -> float:
+    """Bytes per second of a permute's channels: LL has a quarter of Simple's rate."""
+    ll = 4 if bytes_moved <= _P2P_LL_BYTES else 1
+    return channels * channel_bytes_per_s / ll
+
+
+NETWORK_PERMUTE_CHANNELS = 2  # for a peer over the network: NCCL_NCHANNELS_PER_NET_PEER

@@ -1,0 +1,96 @@
+"""XLA options that rings on GPUs need, each with its reason."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import compat
+from jaxoverlap.flags.setting import Setting
+from jaxoverlap.hardware import pods
+
+_TRIED = "tried on jax 0.11.2 and 0.12.0 with benchmarks/pod_audit.py"
+
+
+def _ring(name: str, value: str, reason: str) -> Setting:
+    return Setting(name, value, reason, _TRIED)
+
+
+BY_COPY = "xla_gpu_collective_permute_mode"
+RINGS = (
+    _ring(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        "True",
+        "XLA turns its overlapping scheduler on by itself from Hopper on; on an A100 the hops of a "
+        "reduce-scatter ring were seen synchronous without it",
+    ),
+    _ring(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        "8",
+        "XLA lets one collective fly at a time: a gather of the next weights then takes the last "
+        "matmul of a ring for itself and leaves that ring's hop bare",
+    ),
+    _ring(
+        "xla_gpu_collective_permute_combine_threshold_bytes",
+        "0",
+        "hops of different rings become one, which then waits for both rings' matmuls",
+    ),
+    _ring(
+        "xla_gpu_all_gather_combine_threshold_bytes",
+        "1",
+        "merged gathers wait for the last of what they carry, and hide behind nothing",
+    ),
+    _ring(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        "1",
+        "merged scatters wait for the last of what they carry, and hide behind nothing",
+    ),
+    _ring(
+        "xla_gpu_pipeline_reduce_scatter",
+        "COLLECTIVE_PIPELINING_MODE_OFF",
+        "peels a layer of the backward pass out of its loop, buffers and all, to move a "
+        "reduce-scatter into the next step; ours stands right after its ring, with matmuls to come",
+    ),
+    _ring(
+        BY_COPY,
+        "COLLECTIVES_PEER_MEMORY",
+        "permutes between the GPUs of one process are copies by their copy engines, at the link's "
+        "rate and with no SMs. NCCL gives a permute its 32 channels over the communicator's "
+        "devices, four of 18 GB/s on a host of eight: rings would lose against its gathers. "
+        "Between processes they stay NCCL's; with one process a GPU it is left out",
+    ),
+    _ring(
+        "xla_gpu_collective_permute_connected_components",
+        "True",
+        "a communicator a ring, and not one of all devices: only that can be of one process, and "
+        "where it is not NCCL shares its channels between fewer",
+    ),
+)
+
+
+def is_gpu(mesh: Mesh) -> bool:
+    """Whether a mesh is of NVIDIA GPUs, there or not."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
+def options_for(mesh: Mesh, *, rings: bool = True) -> dict[str, str]:
+    """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
+
+    Where each process has one GPU of the mesh no permute is a copy, and none is asked for.
+
+    Args:
+        mesh: the mesh.
+        rings: whether the step has any; without them XLA's defaults are as good.
+
+    Returns:
+        What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
+        step's own options win over these.
+    """
+    if not is_gpu(mesh):
+        return {}
+    devices = list(mesh.devices.flat)
+    mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    together = len({device.process_index for device in devices}) < len(devices)
+    wanted = {s.name: s.value for s in RINGS if together or s.name != BY_COPY} if rings else {}
+    known = {n: v for n, v in wanted.items() if compat.accepts_option(n, v, mine)}
+    return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

@@ -1,0 +1,276 @@
+"""Meshes of GPUs that are not there.
+
+XLA compiles for a GPU from a description of it. `pod_mesh("h100-sxm:8x8", {"fsdp": 8, "tp": 8})`
+is a mesh of sixty-four such descriptions: a jitted step whose arguments are sharded over it lowers
+and compiles as on the cluster, on any Linux machine with JAX's CUDA plugin. Pass
+`compiler_options()` to every such compile. Nothing on the mesh can run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from jaxoverlap._jax import compat
+from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
+
+# The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
+_PLUGINS = {
+    "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
+    "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
+}
+_INSTALL = "pip install 'jaxoverlap[pods]'"
+_SKIP_CUDA_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+class PodsUnavailableError(ImportError):
+    """XLA's GPU compiler is missing here, or does not belong to the installed jaxlib."""
+
+
+def target_config(chip: Chip) -> str:
+    """XLA's description of `chip`: a `stream_executor.GpuTargetConfigProto` in text form.
+
+    XLA's files also list the rates of the scalar and matrix units and the versions of driver and
+    libraries. Left out: with and without them a train step compiled to the same schedule.
+    """
+    major, minor = chip.compute_capability
+    # From Hopper on XLA compiles for the chip itself (sm_90a), not for its whole family.
+    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    return f"""\
+gpu_device_info {{
+  name: "{chip.device_name}"
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  core_count: {chip.num_sms}
+  fpus_per_core: {chip.fpus_per_sm}
+  clock_rate_ghz: {chip.clock_ghz}
+  device_memory_size: {chip.memory_bytes}
+  memory_bandwidth: {chip.memory_bandwidth_bytes_per_s:.0f}
+  l2_cache_size: {chip.l2_bytes}
+  shared_memory_per_core: {chip.shared_memory_per_sm_bytes}
+  shared_memory_per_block_optin: {chip.shared_memory_per_block_bytes}
+  device_interconnect_info {{ active_links: {chip.nvlinks} }}
+{_SAME_ON_ALL}}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{chip.device_name}"
+"""
+
+
+# CUDA C++ Programming Guide, technical specifications by compute capability: 8.0, 9.0 and 10.0.
+_SAME_ON_ALL = """\
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+"""
+
+
+def pod_mesh(cluster: str | Cluster, axes: Mapping[str, int]) -> Mesh:
+    """A mesh over GPUs that are not there, to compile for them. Its axes are Auto.
+
+    Devices stand in row-major order of `axes`, host after host: the last axis is the fastest and
+    lands inside a host as far as it fits, so give it the parallelism that talks most. On
+    "h100-sxm:8x8", `{"fsdp": 8, "tp": 8}` keeps every tp group on one host's NVLink and every fsdp
+    group on the network. Equal clusters and axes give equal meshes within a process.
+
+    Args:
+        cluster: What `parse_cluster` takes or gives.
+        axes: Sizes by axis name, slowest first; their product is the number of GPUs.
+
+    Raises:
+        ValueError: The cluster does not parse, the axes do not fit it, or it has but one GPU.
+        PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
+    """
+    pod = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    _check_axes(pod, axes)
+    shape = tuple(axes.values())
+    return Mesh(
+        np.array(devices(pod), dtype=object).reshape(shape),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(shape),
+    )
+
+
+def devices(pod: Cluster) -> tuple[Any, ...]:
+    """The GPUs of a cluster, host after host, to compile for; none of them is there.
+
+    Raises:
+        PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
+    """
+    described = replace(pod, nvlink=pod.chip.nvlink, network=pod.chip.network)
+    found = _devices(described)
+    _described[found[0].client] = described
+    return found
+
+
+_described: dict[Any, Cluster] = {}  # by the client of its devices: each pod has one of its own
+
+
+def pod_of(mesh: Mesh) -> Cluster | None:
+    """The pod that a mesh is of, with its chip's own links; None for a mesh of other devices."""
+    return _described.get(mesh.devices.flat[0].client)
+
+
+def topology_of(pod: Cluster) -> str:
+    """XLA's word for a pod: partitions, what it calls hosts in each, GPUs in each of those.
+
+    A partition is what NVLink joins, and XLA schedules collectives that leave one differently. A
+    host is a process of its own to XLA: on a machine that runs eight there are eight.
+    """
+    hosts = pod.hosts_per_nvlink_domain
+    return f"{pod.num_hosts // hosts}x{hosts * pod.processes_per_host}x{pod.gpus_per_process}"
+
+
+def is_pod(mesh: Mesh) -> bool:
+    """Whether the devices of `mesh` are only descriptions, which compile but cannot run."""
+    # JAX has no public name for their client's class; an AbstractMesh has no devices at all.
+    return isinstance(mesh, Mesh) and type(mesh.devices.flat[0].client).__name__.startswith(
+        "CompileOnly"
+    )
+
+
+def compiler_options() -> dict[str, str]:
+    """Options that every compile for a pod needs, less those that the installed XLA lacks.
+
+    Returns:
+        What `jax.stages.Lowered.compile(compiler_options=...)` takes.
+
+    Raises:
+        PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
+    """
+    device = devices(parse_cluster(f"{chips()[0].name}:1x1"))[0]
+    return {n: v for n, v in _WANTED_OPTIONS.items() if compat.accepts_option(n, v, device)}
+
+
+_WANTED_OPTIONS = {
+    # XLA finds the tiles of a Triton matmul by timing some on the GPU. With none there it takes
+    # tiny ones that no GPU would run; a call to cuBLAS stands in for what the tuning would give.
+    "xla_gpu_enable_triton_gemm": "False",
+    # XLA's own one-shot kernel for small all-reduces is a fusion, in which a reader of the
+    # schedule does not see the collective; and in jax 0.12.0 compiling one over 64 devices aborts
+    # the process.
+    "xla_gpu_experimental_use_collective_kernels": "",
+}
+
+
+def _check_axes(pod: Cluster, axes: Mapping[str, int]) -> None:
+    if not axes:
+        raise ValueError(f"no axes for {pod}: give their sizes, for instance {{'tp': 8}}")
+    for name, size in axes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"axis {name!r} has size {size!r}: give a positive whole number")
+    product = math.prod(axes.values())
+    if product != pod.num_devices:
+        sizes = " × ".join(f"{name} {size}" for name, size in axes.items())
+        raise ValueError(
+            f"a mesh that does not fit the pod: {sizes} is {product} devices, {pod} has "
+            f"{pod.num_hosts} × {pod.gpus_per_host} = {pod.num_devices}; change either"
+        )
+    if product == 1:
+        raise ValueError(f"{pod} is one device: with no other there is no collective to hide")
+
+
+# -- XLA's GPU compiler ---------------------------------------------------------------------------
+
+
+@functools.cache  # equal pods share their devices, so that meshes made of them are equal
+def _devices(pod: Cluster) -> tuple[Any, ...]:
+    target, topology = target_config(pod.chip), topology_of(pod)
+    module = _plugin()
+    try:
+        with contextlib.nullcontext() if _has_gpu() else _cuda_check_skipped():
+            return _describe(target, topology)
+    except NotImplementedError:
+        _register(module)
+    return _describe(target, topology)
+
+
+def _describe(target: str, topology: str) -> tuple[Any, ...]:
+    described = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=topology
+    )
+    return tuple(described.devices)
+
+
+def _plugin() -> str:
+    """The installed CUDA plugin's module, of the same version as jaxlib."""
+    for module, package in _PLUGINS.items():
+        if not _is_installed(module):
+            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # built from source
+            have, want = importlib.metadata.version(package), importlib.metadata.version("jaxlib")
+            if have != want:
+                # It may well load; but its schedule would not be that of the JAX in use.
+                raise PodsUnavailableError(
+                    f"{package} is {have} and jaxlib is {want}: to compile for a pod they have to "
+                    f"be of one version; {_INSTALL} takes the one that JAX has"
+                )
+        return module
+    raise PodsUnavailableError(
+        "compiling for GPUs that are not there needs JAX's CUDA plugin (Linux only), which is not "
+        f"installed: {_INSTALL}"
+    )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package of plugins
+        return False
+
+
+def _has_gpu() -> bool:
+    """Whether JAX, too, would look for NVIDIA GPUs here: it goes by these device files."""
+    return any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
+
+
+@contextlib.contextmanager
+def _cuda_check_skipped() -> Iterator[None]:
+    """The plugin refuses to register where CUDA's libraries are missing; compiling needs none.
+
+    It makes no such check when JAX_PLATFORMS names platforms and CUDA is none of them; a user with
+    a laptop should not have to know.
+    """
+    before = os.environ.get(_SKIP_CUDA_CHECK)
+    os.environ[_SKIP_CUDA_CHECK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SKIP_CUDA_CHECK]
+        else:
+            os.environ[_SKIP_CUDA_CHECK] = before
+
+
+def _register(module: str) -> None:
+    """Registers a plugin that refused when JAX, used before, looked for its plugins."""
+    try:
+        jax.devices()  # JAX settles first on what it runs on: the plugin is here to compile only
+        with _cuda_check_skipped():
+            importlib.import_module(module).initialize()
+    except Exception as error:
+        raise PodsUnavailableError(
+            f"JAX's CUDA plugin {module} does not load: {error}; {_INSTALL}, or set "
+            "JAX_PLATFORMS=cpu before JAX is first used"
+        ) from error

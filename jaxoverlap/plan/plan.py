@@ -1,0 +1,370 @@
+"""A plan: what is to be done with each matmul of a step, for what it was made, as a file.
+
+The file is JSON with a checksum in it, so that one that was cut short or edited is told from one
+that is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from jaxoverlap._util.files import opened, sealed, write_atomically
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.flags.nccl_tuner import ChannelRow
+from jaxoverlap.plan.decisions import (
+    Decision,
+    Remaining,
+    Scattered,
+    ScatteredSum,
+    Skip,
+    Style,
+    Variant,
+)
+from jaxoverlap.plan.table import (
+    cluster_lines,
+    count_lines,
+    entry_table,
+    mesh_text,
+    prefetched_lines,
+    remaining_lines,
+    scattered_line,
+)
+
+__all__ = [
+    "FSDP",
+    "SCHEMA",
+    "Attempt",
+    "ChannelRow",
+    "Decision",
+    "MadeFor",
+    "Measured",
+    "Nccl",
+    "Plan",
+    "Predictions",
+    "Remaining",
+    "Scattered",
+    "ScatteredSum",
+    "Schedule",
+    "Skip",
+    "Style",
+    "Variant",
+]
+
+FSDP = Literal["prefetch", "ring"]
+_FORMAT = "jaxoverlap plan"
+SCHEMA = 2  # of a plan's JSON: counts up with every change that another version cannot read
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the scheduler pass was told; as in `jaxoverlap.Scheduler`."""
+
+    slack: float
+    in_flight: int
+
+
+class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of NCCL, which it reads when a process starts: `overlap` cannot make them.
+
+    Attributes:
+        env: environment variables.
+        channels: by collective and size.
+    """
+
+    env: Mapping[str, str] = {}
+    channels: tuple[ChannelRow, ...] = ()
+
+
+class Predictions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the simulation says of the compiled step, and of the plain one.
+
+    Attributes:
+        step_s, compute_s, communication_s, exposed_s, bound_s: as in `Timeline`.
+        peak_bytes: XLA's, of one device: arguments + temp + outputs - aliased.
+        plain_step_s, plain_peak_bytes: of the step without jaxoverlap; None if XLA failed on it.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    bound_s: float
+    peak_bytes: int
+    plain_step_s: float | None
+    plain_peak_bytes: int | None
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the step took on the devices that it was tuned on.
+
+    Attributes:
+        step_s, plain_step_s: medians of `runs` runs, in turns.
+        devices: how many of which kind.
+        compute_factor, exposed_factor: measured seconds for each that was simulated, of kernels and
+            of waiting for collectives; None where nothing was simulated.
+    """
+
+    step_s: float
+    plain_step_s: float
+    runs: int
+    devices: str
+    compute_factor: float | None = None
+    exposed_factor: float | None = None
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One candidate of the tuning that gave a plan.
+
+    Attributes:
+        name: in words; "plain" is the step as it is, "rules" what `overlap` does unasked.
+        taken: whether the plan is this one's.
+        step_s, compute_s, exposed_s, peak_bytes: as in `Predictions`, with NCCL's own channels;
+            None where nothing was simulated.
+        hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
+        measured_s: a step on the devices that were there; None if it was not timed.
+        why: why there is no such step; empty where there is one.
+    """
+
+    name: str
+    taken: bool = False
+    step_s: float | None = None
+    compute_s: float | None = None
+    exposed_s: float | None = None
+    peak_bytes: int | None = None
+    hops: int | None = None
+    hops_covered: int | None = None
+    measured_s: float | None = None
+    why: str = ""
+
+
+class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The one step, mesh and versions that a plan is for.
+
+    Attributes:
+        step: a hash of the traced step, with its arguments, results and donations. The same in
+            every process: there is nothing in it of the devices, and no path.
+        arguments: what each argument is and how it lies.
+        results: how each result lies, where the step says so.
+        axis_types: of each mesh axis: Auto, Explicit or Manual.
+        domains: over how many NVLink domains the devices along each mesh axis spread; empty where
+            the cluster is not known.
+        devices: what the devices call themselves.
+        cluster: as named, or as the devices say; None if it is not known.
+        versions: of jaxoverlap, jax and jaxlib.
+    """
+
+    step: str
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    axis_types: Mapping[str, str]
+    domains: Mapping[str, int]
+    devices: str
+    cluster: str | None
+    versions: Mapping[str, str]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `Decision` or a `Skip` for every `dot_general` of a step, in order, and what goes with it.
+
+    Attributes:
+        schema: of its JSON.
+        step: the step's name.
+        mesh: devices along each mesh axis.
+        entries: one a matmul.
+        prefetched: gathers of scanned weights that run one step of their scan ahead.
+        scattered: the gradients of embedding lookups that are scattered.
+        sums: the sums of activations that stay scattered.
+        fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
+        schedule: the scheduler pass; None where there is none.
+        xla_options: compiler options, beyond the user's own and those that a pod needs.
+        nccl: settings that the process has to be started with.
+        predictions: of the simulation; None if there was none.
+        measured: on the hardware; None if it was not.
+        tried: what the tuning tried, in order; empty for a plan that was not tuned.
+        plain: whether the step is left as it is: nothing else was faster. The scheduler pass may
+            give it another order.
+        made_for: the step that it is for; None for one that no step gave.
+        remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
+    """
+
+    schema: int = SCHEMA
+    step: str
+    mesh: Mapping[str, int]
+    entries: tuple[Decision | Skip, ...]
+    prefetched: int = 0
+    scattered: tuple[Scattered, ...] = ()
+    sums: tuple[ScatteredSum, ...] = ()
+    fsdp: FSDP = "prefetch"
+    schedule: Schedule | None = None
+    xla_options: Mapping[str, str] = {}
+    nccl: Nccl = Nccl()
+    predictions: Predictions | None = None
+    measured: Measured | None = None
+    tried: tuple[Attempt, ...] = ()
+    plain: bool = False
+    made_for: MadeFor | None = None
+    remaining: tuple[Remaining, ...] = ()
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The matmuls that become rings."""
+        return tuple(e for e in self.entries if isinstance(e, Decision))
+
+    @property
+    def skips(self) -> tuple[Skip, ...]:
+        """The matmuls that are left alone."""
+        return tuple(e for e in self.entries if isinstance(e, Skip))
+
+    @property
+    def choices(self) -> dict[int, Variant]:
+        """How the pieces of each ring travel, by the site that the ring is named after."""
+        rings = (d for d in self.decisions if d.num_chunks > 1 and d.site == d.ring)
+        return {d.site: d.variant for d in rings}
+
+    def left_alone(self, schedule: Schedule | None = None) -> Plan:
+        """The plan to leave the same step as it is.
+
+        Args:
+            schedule: the scheduler pass that it is compiled with all the same.
+        """
+        plan = self.without_rings("left alone: the step as it is is faster")
+        return msgspec.structs.replace(plan, plain=True, schedule=schedule, xla_options={})
+
+    def without_rings(self, why: str) -> Plan:
+        """The plan that rewrites nothing; matmuls without a ring keep their reasons.
+
+        Args:
+            why: the other matmuls have none.
+        """
+        entries = tuple(
+            Skip(site=e.site, source=e.source, einsum=e.einsum, runs=e.runs, reason=why)
+            if isinstance(e, Decision)
+            else e
+            for e in self.entries
+        )
+        return msgspec.structs.replace(self, entries=entries, prefetched=0, scattered=(), sums=())
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: if `text` is not such a plan; it says where.
+        """
+        try:
+            _check_schema(msgspec.json.decode(text, type=_Schema).schema)
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(
+                f"not a plan: {error}; expected the JSON that Plan.to_json() writes"
+            ) from error
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file: a kill at any moment leaves the old file or the new one.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        write_atomically(path, sealed(_FORMAT, msgspec.json.encode(self)))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that `write` wrote.
+
+        Raises:
+            ValueError: if the file is cut short, edited, of another schema, or no plan at all.
+            OSError: if it cannot be read.
+        """
+        try:
+            return cls.from_json(opened(_FORMAT, Path(path).read_bytes()))
+        except ValueError as error:
+            raise ValueError(
+                f"{os.fspath(path)}: {error}. Tune again, or write what explain() gives"
+            ) from error
+
+    @property
+    def summary(self) -> str:
+        """What there is to say of it beside the table of its matmuls."""
+        settings = (self._compiled(), self._nccl(), self._predicted(), self._measured())
+        origin = self.made_for
+        return "\n".join(
+            (
+                *count_lines(self.entries),
+                *prefetched_lines(self.prefetched),
+                *map(scattered_line, self.scattered),
+                *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
+                *filter(None, settings),
+            )
+        )
+
+    def __str__(self) -> str:
+        title = f"{self.step} on {mesh_text(self.mesh)}"
+        return "\n".join(
+            (entry_table(title, self.entries), self.summary, *remaining_lines(self.remaining))
+        )
+
+    def _compiled(self) -> str:
+        options = len(self.xla_options)
+        used = [f"{options} XLA option{'s' * (options > 1)}"] if options else []
+        if at := self.schedule:
+            used.append(f"the scheduler pass (slack {at.slack:g}, {at.in_flight} in flight)")
+        compiled = f"  Compiled with {' and '.join(used)}." if used else ""
+        if not self.plain:
+            return compiled
+        return f"  The step is left as it is: nothing else was faster.{compiled[1:]}"
+
+    def _nccl(self) -> str:
+        said = [f"{name}={value}" for name, value in self.nccl.env.items()]
+        if rows := len(self.nccl.channels):
+            said.append(f"{rows} row{'s' * (rows > 1)} of channels by collective and size")
+        return f"  NCCL is to be started with {', '.join(said)}." if said else ""
+
+    def _predicted(self) -> str:
+        if (found := self.predictions) is None:
+            return ""
+        plain_s, plain_bytes = found.plain_step_s, found.plain_peak_bytes
+        return (
+            f"  Simulated: {found.step_s * 1e3:.1f} ms a step"
+            f"{f', plain {plain_s * 1e3:.1f}' if plain_s is not None else ''}"
+            f"; exposed {found.exposed_s * 1e3:.1f}; the bound {found.bound_s * 1e3:.1f}; "
+            f"{human_bytes(found.peak_bytes)}"
+            f"{f', plain {human_bytes(plain_bytes)}' if plain_bytes is not None else ''}."
+        )
+
+    def _measured(self) -> str:
+        if (found := self.measured) is None:
+            return ""
+        off = ""
+        if found.compute_factor is not None:
+            off = (
+                f"; computing {found.compute_factor:.2f}, waiting {found.exposed_factor:.2f} times "
+            )
+            off += "as long as simulated"
+        return (
+            f"  Measured: {found.step_s * 1e3:.1f} ms a step, plain "
+            f"{found.plain_step_s * 1e3:.1f}; medians of {found.runs}, {found.devices}{off}."
+        )
+
+
+class _Schema(msgspec.Struct):
+    """What has to be known of a plan before the rest can be read."""
+
+    schema: Any = SCHEMA
+
+
+def _check_schema(schema: Any) -> None:
+    """Refuse a plan that another version's words may mean something else in."""
+    if schema == SCHEMA:
+        return
+    age = "a newer" if isinstance(schema, int) and schema > SCHEMA else "an older or no"
+    raise ValueError(
+        f"schema {schema!r}, written by {age} jaxoverlap; this one reads schema {SCHEMA}"
+    )

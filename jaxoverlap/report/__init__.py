@@ -1,8 +1,0 @@
-"""Pictures of a timeline: a trace for Perfetto, an SVG, a page to zoom into."""
-
-from jaxoverlap.report.page import write_page
-from jaxoverlap.report.perfetto import write_perfetto
-from jaxoverlap.report.style import headline
-from jaxoverlap.report.svg import write_svg
-
-__all__ = ["headline", "write_page", "write_perfetto", "write_svg"]

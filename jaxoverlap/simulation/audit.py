@@ -1,0 +1,357 @@
+"""Which collective is hidden behind what, read off the schedule that XLA made.
+
+A collective hides if it is asynchronous and a matmul is scheduled between its start and its done.
+That is necessary for overlap, not sufficient: it says nothing yet about seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from bisect import bisect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.passes.planning.decide import PASSES
+from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.device_groups import parties
+
+_KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_RING = re.compile(rf"({'|'.join(PASSES.values())})\.(\d+)/")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
+_GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
+_BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
+_MATMUL_TARGET = re.compile(
+    r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?:fmha|conv)|[^"]*(?:matmul|gemm|Dot))',
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a scheduled module.
+
+    Attributes:
+        name: the instruction; computation: where it stands.
+        kind: as HLO writes it, as in "all-gather".
+        bytes_moved: bytes that each device sends when it runs once, by a ring.
+        group_size: devices that take part together.
+        runs: how often a step runs it; a loop whose trips XLA does not know counts once.
+        source: the "folder/file.py:line" it came from; empty if the module does not say.
+        ring: the ring that it is a hop of, as in "all_gather_matmul.7", or None.
+        asynchronous: whether anything can run beside it.
+        matmuls: the matmuls scheduled between its start and its done.
+        groups: which devices take part together, as HLO writes it; empty: all.
+        op_name: the path of names above the JAX operation it came from.
+        by_copy: whether it is a permute that is to be a copy, where its devices are one process's.
+    """
+
+    name: str
+    computation: str
+    kind: str
+    bytes_moved: int
+    group_size: int
+    runs: int
+    source: str
+    ring: str | None
+    asynchronous: bool
+    matmuls: tuple[str, ...]
+    groups: str = ""
+    op_name: str = ""
+    by_copy: bool = False
+
+    @property
+    def covered(self) -> bool:
+        """Whether a matmul runs beside it."""
+        return self.asynchronous and bool(self.matmuls)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of some collectives hides; loops are counted by their trips.
+
+    Attributes:
+        count, covered: collectives that a step runs, and how many of them are covered.
+        bytes_moved, bytes_covered: bytes that each device sends in them, and in the covered ones.
+        synchronous: how many nothing can run beside.
+    """
+
+    count: int
+    covered: int
+    bytes_moved: int
+    bytes_covered: int
+    synchronous: int
+
+    @classmethod
+    def of(cls, collectives: Iterator[Collective]) -> Coverage:
+        """Add collectives up."""
+        found = list(collectives)
+        return cls(
+            count=sum(c.runs for c in found),
+            covered=sum(c.runs for c in found if c.covered),
+            bytes_moved=sum(c.runs * c.bytes_moved for c in found),
+            bytes_covered=sum(c.runs * c.bytes_moved for c in found if c.covered),
+            synchronous=sum(c.runs for c in found if not c.asynchronous),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.covered} of {self.count} covered, {human_bytes(self.bytes_covered)} of "
+            f"{human_bytes(self.bytes_moved)}, {self.synchronous} synchronous"
+        )
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Every collective of a scheduled module, in schedule order.
+
+    Attributes:
+        module: the module's name.
+        collectives: all of them.
+        speedup: how the step stands beside the step as it is, where `overlap` held it against that.
+    """
+
+    module: str
+    collectives: tuple[Collective, ...]
+    speedup: Speedup | None = None
+
+    @property
+    def total(self) -> Coverage:
+        """Coverage of all collectives."""
+        return Coverage.of(iter(self.collectives))
+
+    @property
+    def hops(self) -> Coverage:
+        """Coverage of the rings' hops."""
+        return Coverage.of(c for c in self.collectives if c.ring)
+
+    @property
+    def rest(self) -> Coverage:
+        """Coverage of the collectives that are XLA's own."""
+        return Coverage.of(c for c in self.collectives if not c.ring)
+
+    def __str__(self) -> str:
+        groups: dict[tuple, list[Collective]] = {}
+        for c in self.collectives:
+            groups.setdefault((c.kind, c.ring, c.source, c.group_size), []).append(c)
+        return "\n".join(
+            (
+                table(self.module, _COLUMNS, map(_row, groups.values()), right=_RIGHT),
+                f"all collectives: {self.total}",
+                f"  ring hops:     {self.hops}",
+                f"  XLA's own:     {self.rest}",
+                *([str(self.speedup)] if self.speedup else ()),
+            )
+        )
+
+
+_COLUMNS = (
+    "collective", "ring", "source", "devices", "runs", "bytes", "async", "covered", "matmuls under"
+)  # fmt: skip
+_RIGHT = ("devices", "runs", "bytes", "async", "covered", "matmuls under")
+
+
+def _row(group: list[Collective]) -> tuple[str, ...]:
+    """A table's row for the hops of one ring, or for other collectives of one source line."""
+    first, sums = group[0], Coverage.of(iter(group))
+    under = sorted({len(c.matmuls) for c in group})
+    return (
+        first.kind,
+        first.ring or "",
+        first.source,
+        str(first.group_size),
+        str(sums.count),
+        human_bytes(sums.bytes_moved),
+        str(sums.count - sums.synchronous),
+        str(sums.covered),
+        "-".join(str(n) for n in dict.fromkeys((under[0], under[-1]))),
+    )
+
+
+def audit(compiled: jax.stages.Compiled | str) -> Audit:
+    """Audit a compiled step, overlapped or not, or the text of a scheduled HLO module.
+
+    Raises:
+        ValueError: if it is not such a text.
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    module = hlo.parse(text)
+    return Audit(module.name, collectives(module))
+
+
+def collectives(module: hlo.Module) -> tuple[Collective, ...]:
+    """Every collective of a scheduled module, in schedule order.
+
+    Raises:
+        ValueError: if one is never waited for, or the module lacks a computation that it calls.
+    """
+    matmuls = Matmuls(module)
+    return tuple(
+        collective
+        for computation, runs in _running(module, module.entry, 1)
+        for collective in _in_computation(module, computation, runs, matmuls)
+    )
+
+
+def _running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[str, int]]:
+    """Every computation that a step runs in sequence, with how often."""
+    yield computation, runs
+    for instruction in module.body(computation):
+        if instruction.opcode in ("while", "conditional", "call"):
+            inner = runs * (instruction.trip_count or 1 if instruction.opcode == "while" else 1)
+            for called in instruction.called:
+                yield from _running(module, called, inner)
+
+
+class Matmuls:
+    """Which instructions are matmuls, or run some."""
+
+    def __init__(self, module: hlo.Module):
+        self._module = module
+        self._inside = functools.cache(self._computation)
+
+    def __call__(self, instruction: hlo.Instruction) -> bool:
+        """Whether an instruction is one of them."""
+        if instruction.opcode in ("dot", "convolution"):
+            return True
+        if instruction.opcode == "custom-call":
+            return bool(_MATMUL_TARGET.search(instruction.line))
+        return any(map(self._inside, instruction.called))
+
+    def _computation(self, name: str) -> bool:
+        return any(map(self, self._module.computations.get(name, ())))
+
+
+def _in_computation(
+    module: hlo.Module, computation: str, runs: int, matmuls: Matmuls
+) -> Iterator[Collective]:
+    """The collectives of one computation, with the matmuls under each."""
+    instructions = module.body(computation)
+    shapes = {i.name: i.shape for i in instructions}
+    waiters = _waiters(instructions)
+    products = [place for place, i in enumerate(instructions) if matmuls(i)]
+    for place, start in enumerate(instructions):
+        core = _collective(module, start)
+        if core is None:
+            continue
+        done = _done(instructions, place, waiters) if _starts(start) else place
+        asynchronous = done > place and not re.search(r'"?is_sync"?[:=]true', start.line)
+        under = products[bisect(products, place) : bisect(products, done)] if asynchronous else ()
+        kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
+        sent = [_operand_bytes(shapes, name) for name in start.operands]
+        ring = _RING.search(core.op_name) if kind == "collective-permute" else None
+        yield Collective(
+            name=start.name,
+            computation=computation,
+            kind=kind,
+            bytes_moved=_sent(kind, size, sent, hlo.shape_bytes(instructions[done].shape)),
+            group_size=size,
+            runs=runs,
+            source=module.source(core) or module.source(start),
+            ring=f"{ring.group(1)}.{ring.group(2)}" if ring else None,
+            asynchronous=asynchronous,
+            matmuls=tuple(instructions[i].name for i in under),
+            groups=_groups(core),
+            op_name=core.op_name,
+            by_copy=_BY_COPY in core.line,
+        )
+
+
+def _operand_bytes(shapes: Mapping[str, str], operand: str) -> int:
+    """Bytes of an operand; "pair#1" is an element of a tuple."""
+    name, _, element = operand.partition("#")
+    shape = shapes.get(name, "")
+    return hlo.shape_bytes(hlo.array_shapes(shape)[int(element)] if element else shape)
+
+
+def _starts(instruction: hlo.Instruction) -> bool:
+    return instruction.opcode.endswith("-start")
+
+
+def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
+    """The collective that an instruction is, or starts, or wraps."""
+    if instruction.opcode.removesuffix("-start") in _KINDS:
+        return instruction
+    if instruction.opcode == "async-start":
+        inside = (i for called in instruction.called for i in module.computations.get(called, ()))
+        return next((i for i in inside if i.opcode in _KINDS), None)
+    return None
+
+
+def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
+    """By what they wait for: the places of the updates and dones of a computation."""
+    return {
+        i.operands[0]: place
+        for place, i in enumerate(instructions)
+        if i.operands and i.opcode.endswith(("-update", "-done"))
+    }
+
+
+def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]) -> int:
+    """The place of the instruction that waits for the start at a place, through its updates."""
+    place = start
+    while instructions[place].name in waiters:
+        place = waiters[instructions[place].name]
+    if not instructions[place].opcode.endswith("-done"):
+        name = instructions[place].name
+        raise ValueError(f"the module never waits for {name}: it is not a whole module's text")
+    return place
+
+
+def _groups(collective: hlo.Instruction) -> str:
+    if "replica_groups=mesh[" in collective.line and (
+        found := _MESH_GROUPS.search(collective.line)
+    ):
+        return found.group().removeprefix("replica_groups=")
+    found = _GROUPS.search(collective.line)
+    return found.group(2) if found else ""
+
+
+def group_size(collective: hlo.Instruction, num_devices: int) -> int:
+    """Devices that take part in a collective together; those on the way of a permute's hops."""
+    permute = ", source_target_pairs=" in collective.line
+    return _group_size(_groups(collective), num_devices, permute)
+
+
+@functools.lru_cache(maxsize=4096)  # a ring writes the same pairs a thousand times
+def _group_size(groups: str, num_devices: int, permute: bool) -> int:
+    if permute:
+        target = {source: to for source, to in parties(groups, num_devices)}
+        return max((_path(target, start) for start in target), default=1)
+    return max(map(len, parties(groups, num_devices)))
+
+
+def _path(target: dict[int, int], start: int) -> int:
+    """Devices on the way of permutes from one device on, until it closes or ends."""
+    size, at = 1, target[start]
+    while at != start:
+        size += 1
+        if at not in target:
+            break
+        at = target[at]
+    return size
+
+
+def _sent(kind: str, n: int, operands: list[int], result: int) -> int:
+    """Bytes that each device sends in a collective, by a ring."""
+    if kind == "all-gather":
+        return result * (n - 1) // n
+    if kind == "all-reduce":
+        return 2 * sum(operands) * (n - 1) // n
+    if kind in ("reduce-scatter", "all-to-all"):
+        return sum(operands) * (n - 1) // n
+    if kind == "ragged-all-to-all":  # the other operands are its result and where slices lie
+        return operands[0] * (n - 1) // n
+    return sum(operands)

@@ -1,0 +1,381 @@
+"""What one HLO instruction asks of a device: matmuls, attention, and bytes of its memory.
+
+Values only, no seconds: `jaxoverlap/cost/model.py` prices them. A fusion is one kernel, so what passes
+between its instructions touches no memory; only its parameters and results do, and of these only
+what it needs (a slice of a stacked weight, an update of a buffer in place).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxoverlap.simulation import hlo
+
+_FREE_OPS = """
+    add-dependency after-all bitcast constant domain get-tuple-element opt-barrier parameter
+    partition-id replica-id tuple
+"""
+_MEMORY_OPS = """
+    abs add and atan2 bitcast-convert broadcast cbrt ceil clamp clz compare complex concatenate
+    convert copy cosine divide dynamic-slice dynamic-update-slice erf exponential
+    exponential-minus-one floor gather imag iota is-finite log log-plus-one logistic map maximum
+    minimum multiply negate not or pad popcnt power real reduce reduce-precision reduce-window
+    remainder reshape reverse rng rng-bit-generator rng-get-and-update-state round-nearest-afz
+    round-nearest-even rsqrt scatter select select-and-scatter shift-left shift-right-arithmetic
+    shift-right-logical sign sine slice sqrt subtract tan tanh transpose xor
+"""
+_TRANSCENDENTAL_OPS = """
+    atan2 cbrt cosine erf exponential exponential-minus-one log log-plus-one logistic power rsqrt
+    sine sqrt tan tanh
+"""
+_FREE = frozenset(_FREE_OPS.split())  # XLA:GPU runs no kernel for these
+_MEMORY = frozenset(_MEMORY_OPS.split())  # one kernel, bound by the bytes that it moves
+_TRANSCENDENTAL = frozenset(_TRANSCENDENTAL_OPS.split())
+_SLICES = ("dynamic-slice", "slice", "gather")  # read of their first operand what they return
+_UPDATES = ("dynamic-update-slice", "scatter")  # write into their first operand
+_FREE_CALLS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin")
+_MEMORY_CALLS = ("__cudnn$norm", "cu_threefry2x32", "cu_threefry2x32_ffi")
+
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_DIMS = re.compile(
+    r'"?lhs_(contracting|batch)_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]'
+)  # of a dot, and of a call to cuBLAS
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_SCORES = re.compile(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]')
+HOST_SPACE = "S(5)"  # in a layout: the array lies in the host's memory
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[batch, m, k] times [batch, k, n]; `dtype` of the operands, as HLO writes it."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "bf16"
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, a multiply-add counted as two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of operands and result, each once; the result in the operands' dtype."""
+        m, n, k = self.m, self.n, self.k
+        return self.batch * hlo.shape_bytes(f"{self.dtype}[{m * k + k * n + m * n}]")
+
+    def __str__(self) -> str:
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{batch}[{self.m}, {self.k}] [{self.k}, {self.n}] {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One kernel of fused attention; `dtype` of the queries, as HLO writes it.
+
+    Attributes:
+        queries, keys: lengths.
+        heads: of all the batch.
+        head_size: of a query's vector.
+        causal: whether half of the scores are masked, and not computed.
+        backward: whether it is the gradient's.
+    """
+
+    queries: int
+    keys: int
+    heads: int
+    head_size: int
+    causal: bool = False
+    backward: bool = False
+    dtype: str = "bf16"
+
+    @property
+    def flops(self) -> int:
+        """Of two matmuls of the scores' size forward, five backward; half under a causal mask.
+
+        FlashAttention-2 (Dao 2023), section 4.1, counts so.
+        """
+        matmuls = 5 if self.backward else 2
+        flops = 2 * matmuls * self.heads * self.queries * self.keys * self.head_size
+        return flops // 2 if self.causal else flops
+
+    def __str__(self) -> str:
+        mask, way = ("causal " if self.causal else ""), (" backward" if self.backward else "")
+        sizes = f"{self.heads} heads of {self.head_size}, {self.queries} x {self.keys}"
+        return f"{mask}attention{way}, {sizes} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one kernel does; all zero where none runs.
+
+    Attributes:
+        matmuls: in the order in which they run.
+        memory_bytes: read and written, beside operands and results of a kernel that is a matmul
+            and nothing else.
+        unknown: the name of what this does not know, an opcode or a custom call's target. Its
+            bytes are those of its operands and results, the least that it can cost.
+        transcendentals: exponentials, tangents, roots and the like, one for each element. They hide
+            behind the bytes on a GPU, and do not on a CPU.
+        attention: fused, if the kernel is that.
+        transposed_bytes: that are read along one dim and written along another. A GPU turns them in
+            tiles, at its memory's rate; a CPU does not.
+    """
+
+    matmuls: tuple[Matmul, ...] = ()
+    memory_bytes: int = 0
+    unknown: str = ""
+    transcendentals: int = 0
+    attention: Attention | None = None
+    transposed_bytes: int = 0
+
+
+FREE = Work()
+
+
+def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Work:
+    """What an instruction asks of a device.
+
+    Args:
+        module: that it stands in.
+        instruction: anything but a collective, and what runs other computations (while, call,
+            conditional).
+        shapes: of the instructions beside it, by name, as text.
+    """
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        return FREE
+    if opcode == "custom-call":
+        return _custom_call(instruction, shapes)
+    if opcode == "dot":
+        return Work(matmuls=(_dot(instruction, shapes),))
+    if opcode == "convolution":
+        return Work(matmuls=(_convolution(instruction, shapes, "forward"),))
+    if HOST_SPACE in instruction.shape:
+        touched = _touched(instruction, shapes)
+        return Work((), touched, f"{opcode} to or from the host's memory")
+    if opcode == "fusion" or opcode.endswith("-start"):
+        bodies = [module.body(name) for name in instruction.called]
+        if len(bodies) == 1:  # of a start: the one kernel that runs beside the others
+            return _fusion(module, bodies[0])
+        opcode = opcode.removesuffix("-start")  # copy-start has no computation
+    hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
+    unknown = "" if opcode in _MEMORY else opcode
+    turned = _transposed(instruction, shapes) * 2 * hlo.shape_bytes(instruction.shape)
+    return Work((), _unfused(instruction, shapes), unknown, hard, transposed_bytes=turned)
+
+
+def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
+    """Bytes that an instruction reads and writes outside of any fusion."""
+    result = hlo.shape_bytes(instruction.shape)
+    if instruction.opcode in _SLICES:
+        return 2 * result
+    if instruction.opcode in _UPDATES:
+        last = 1 if instruction.opcode == "dynamic-update-slice" else -1
+        return 2 * hlo.shape_bytes(operand_shape(shapes, instruction.operands[last]))
+    if instruction.opcode == "copy-start":  # its shape is destination, source, context
+        return 2 * hlo.shape_bytes(operand_shape(shapes, instruction.operands[0]))
+    return _touched(instruction, shapes)
+
+
+def operand_shape(shapes: Mapping[str, str], operand: str) -> str:
+    """The shape of an operand, as text; "pair#1" is an element of a tuple."""
+    name, _, element = operand.partition("#")
+    shape = shapes.get(name, "")
+    return hlo.array_shapes(shape)[int(element)] if element else shape
+
+
+def _touched(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
+    read = (hlo.shape_bytes(operand_shape(shapes, name)) for name in instruction.operands)
+    return sum(read) + hlo.shape_bytes(instruction.shape)
+
+
+# -- fusions --------------------------------------------------------------------------------------
+
+
+def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
+    """The work of a fused computation, dots and fusions inside it included."""
+    shapes = {i.name: i.shape for i in body}
+    matmuls: list[Matmul] = []
+    unknown = ""
+    for i in body:
+        if i.opcode in ("dot", "convolution", "custom-call", "fusion"):
+            inside = work(module, i, shapes)
+            matmuls += inside.matmuls
+            unknown = unknown or inside.unknown
+    memory_bytes, hard, turned = _fusion_traffic(body, shapes)
+    return Work(tuple(matmuls), memory_bytes, unknown, hard, transposed_bytes=turned)
+
+
+def _fusion_traffic(
+    body: Sequence[hlo.Instruction], shapes: Mapping[str, str]
+) -> tuple[int, int, int]:
+    """Bytes that a fused computation reads and writes, its transcendentals, bytes transposed.
+
+    How many elements of each value are needed follows from the results backwards. An update of a
+    parameter is taken to be in place, as XLA:GPU compiles it where it can.
+    """
+    by_name = {i.name: i for i in body}
+    results = _results(body[-1], by_name)
+    need: dict[str, float] = defaultdict(float)
+    written = 0
+    for result in results:
+        updated = _updated_in_place(result, by_name)
+        written += sum(map(hlo.shape_bytes, updated)) if updated else hlo.shape_bytes(result.shape)
+        need[result.name] = _elements(result.shape)
+    read = hard = turned = 0.0
+    for i in reversed(body):
+        total = _elements(i.shape)
+        wanted = min(need[i.name], total)
+        if i.opcode == "parameter":
+            read += hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
+        if i.opcode in _TRANSCENDENTAL:
+            hard += wanted
+        if _transposed(i, shapes):
+            turned += 2 * hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
+        for place, name in enumerate(i.operands):
+            if name in by_name and i.opcode != "tuple":
+                need[name] += _needed(i, place, wanted, total, by_name)
+    return round(read) + written, round(hard), round(turned)
+
+
+def _transposed(i: hlo.Instruction, shapes: Mapping[str, str]) -> bool:
+    """Whether it writes along another dim than it reads along."""
+    if i.opcode not in ("transpose", "copy"):
+        return False
+    read = hlo.fastest_dim(operand_shape(shapes, i.operands[0]))
+    written = hlo.fastest_dim(i.shape)
+    if i.opcode == "transpose" and written is not None:  # which dim of the operand that is
+        written = int(re.findall(r"\d+", i.attribute("dimensions"))[written])
+    return None not in (read, written) and read != written
+
+
+def _needed(
+    user: hlo.Instruction,
+    place: int,
+    wanted: float,
+    total: int,
+    by_name: Mapping[str, hlo.Instruction],
+) -> float:
+    """How many elements of an operand its user needs to give `wanted` of its `total` elements."""
+    operand = _elements(by_name[user.operands[place]].shape)
+    if user.opcode in _SLICES and place == 0:
+        return wanted
+    if user.opcode in _UPDATES:
+        in_place = bool(_updated_in_place(user, by_name))
+        return operand if place else 0 if in_place else wanted
+    if user.opcode == "broadcast":
+        return min(operand, wanted)
+    return operand * wanted / total if total else operand
+
+
+def _results(
+    root: hlo.Instruction, by_name: Mapping[str, hlo.Instruction]
+) -> list[hlo.Instruction]:
+    """The arrays that a fused computation returns."""
+    if root.opcode != "tuple":
+        return [root]
+    return [found for name in root.operands for found in _results(by_name[name], by_name)]
+
+
+def _updated_in_place(result: hlo.Instruction, by_name: Mapping[str, hlo.Instruction]) -> list[str]:
+    """Shapes of the updates of a parameter that a value is; none if it is something else."""
+    found: list[str] = []
+    while True:
+        if result.opcode in _UPDATES:
+            last = 1 if result.opcode == "dynamic-update-slice" else -1
+            found.append(by_name[result.operands[last]].shape)
+        elif result.opcode != "bitcast":
+            return found if result.opcode == "parameter" else []
+        result = by_name[result.operands[0]]
+
+
+@functools.lru_cache(maxsize=65536)
+def _elements(shape: str) -> int:
+    return sum(math.prod(hlo.dims(array)) for array in hlo.array_shapes(shape))
+
+
+# -- matmuls --------------------------------------------------------------------------------------
+
+
+def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Work:
+    found = _TARGET.search(instruction.line)
+    target = found.group(1) if found else "custom-call"
+    if target in _FREE_CALLS:
+        return FREE
+    if target.startswith("__cublas$") and _DIMS.search(instruction.line):
+        return Work(matmuls=(_dot(instruction, shapes),))
+    if target.startswith("__cudnn$fmha"):
+        return _attention(instruction, shapes, target)
+    if target.startswith("__cudnn$conv") and _LABELS.search(instruction.line):
+        way = next((w for w in _ROLES if w in target.lower()), "forward")
+        return Work(matmuls=(_convolution(instruction, shapes, way),))
+    if target in _MEMORY_CALLS:
+        return Work(memory_bytes=_touched(instruction, shapes))
+    return Work((), _touched(instruction, shapes), target)
+
+
+def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Matmul:
+    """A dot, or a call to cuBLAS, whose first result is the product."""
+    lhs = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
+    sizes = hlo.dims(lhs)
+    named = {kind: re.findall(r"\d+", dims) for kind, dims in _DIMS.findall(instruction.line)}
+    batch = math.prod(sizes[int(d)] for d in named.get("batch", ()))
+    k = math.prod(sizes[int(d)] for d in named.get("contracting", ()))
+    m = math.prod(sizes) // (batch * k) if batch * k else 0
+    result = math.prod(hlo.dims(hlo.array_shapes(instruction.shape)[0]))
+    n = result // (batch * m) if batch * m else 0
+    return Matmul(m, n, k, batch, lhs.partition("[")[0])
+
+
+_ROLES = {  # of a convolution: where input, filter and output stand; 2 is the result
+    "backwardinput": (2, 1, 0),
+    "backwardfilter": (0, 2, 1),
+    "forward": (0, 1, 2),
+}
+
+
+def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: str) -> Matmul:
+    """A convolution as the implicit matmul that cuDNN makes of it (NVIDIA's deep learning guide).
+
+    Forward: output positions x (filter taps and input features) x output features.
+    """
+    found = _LABELS.search(instruction.line)
+    assert found
+    arrays = [operand_shape(shapes, name) for name in instruction.operands[:2]]
+    arrays = [hlo.array_shapes(shape)[0] for shape in (*arrays, instruction.shape)]
+    _, taps, output = (hlo.dims(arrays[place]) for place in _ROLES[way])
+    features = taps[found.group(2).index("o")]
+    positions, depth = math.prod(output) // features, math.prod(taps) // features
+    sizes = {
+        "forward": (positions, features, depth),
+        "backwardinput": (positions, depth, features),
+        "backwardfilter": (depth, features, positions),
+    }
+    return Matmul(*sizes[way], dtype=arrays[0].partition("[")[0])
+
+
+def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> Work:
+    """Flash attention by cuDNN. XLA gives its scores' shape: batch, heads, queries, keys."""
+    scores = _SCORES.search(instruction.line)
+    if scores is None:
+        return Work((), _touched(instruction, shapes), target)
+    *heads, queries, keys = (int(d) for d in re.findall(r"\d+", scores.group(1)))
+    query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
+    kernel = Attention(
+        queries=queries,
+        keys=keys,
+        heads=math.prod(heads),
+        head_size=hlo.dims(query)[-1],
+        causal='"mask_type":"CAUSAL"' in instruction.line,
+        backward="Backward" in target,
+        dtype=query.partition("[")[0],
+    )
+    return Work(memory_bytes=_touched(instruction, shapes), attention=kernel)

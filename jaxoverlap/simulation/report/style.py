@@ -1,0 +1,53 @@
+"""What all pictures share: colours, and how an event is put in words."""
+
+from __future__ import annotations
+
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.simulation.timeline import COMPUTE, NETWORK, NVLINK, Event, Timeline
+
+LANES = (COMPUTE, NVLINK, NETWORK)
+COLOURS = {  # by kind of event; a collective has its link's
+    "matmul": "#2f6fb5",
+    "memory": "#a9c7e6",
+    "wait": "#e5261f",
+    NVLINK: "#3f9a55",
+    NETWORK: "#8a5cb8",
+}
+LEGEND = (
+    ("matmul", "matmul"),
+    ("memory", "memory-bound kernel"),
+    ("wait", "exposed: kernels wait for a collective"),
+    (NVLINK, "collective on NVLink"),
+    (NETWORK, "collective on the network"),
+)
+
+
+def paint(event: Event) -> str:
+    """The key of an event's colour."""
+    return event.lane if event.kind == "collective" else event.kind
+
+
+def headline(title: str, timeline: Timeline) -> str:
+    """A step in one line, in milliseconds."""
+    t = timeline
+    links = ", ".join(f"{lane} {seconds * 1e3:.1f}" for lane, seconds in t.link_s.items())
+    return (
+        f"{title}: step {t.step_s * 1e3:.1f} ms = compute {t.compute_s * 1e3:.1f} + slowed beside "
+        f"collectives {t.slowdown_s * 1e3:.1f} + exposed {t.exposed_s * 1e3:.1f}; communication "
+        f"{t.communication_s * 1e3:.1f} ({links}); bound {t.bound_s * 1e3:.1f}"
+    )
+
+
+def detail(event: Event) -> str:
+    """What an event works on."""
+    if c := event.collective:
+        where = f"{c.kind} of {c.group_size} devices, {human_bytes(c.bytes_moved)} sent by each"
+        ring = f", {c.ring}" if c.ring else ""
+        return f"waits for {where}{ring}" if event.kind == "wait" else f"{where}{ring}"
+    asked = event.work
+    parts = [str(kernel) for kernel in (*asked.matmuls, asked.attention) if kernel]
+    if event.work.memory_bytes:
+        parts.append(f"{human_bytes(event.work.memory_bytes)} of memory")
+    if event.work.unknown:
+        parts.append(f"not known: {event.work.unknown}")
+    return "; ".join(parts)

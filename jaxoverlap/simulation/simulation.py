@@ -1,0 +1,126 @@
+"""`simulate`: what a compiled step takes in seconds, and what its schedule looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import jax
+
+from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.cost.model import CostModel, cost_model
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.simulation import hlo, report
+from jaxoverlap.simulation.advice import Stray, strays
+from jaxoverlap.simulation.replay import replay
+from jaxoverlap.simulation.timeline import Spent, Timeline
+
+_SHOWN = 10  # rows of a printed table
+_WORTH = 0.001  # of a step: what is exposed for less is not worth a line of advice
+
+
+@dataclass(frozen=True)
+class Simulation(Timeline):
+    """A step in time on a cluster, with what no ring hides; print it.
+
+    Attributes:
+        cluster: that it is for.
+        strays: the collectives that are no hops of a ring, longest exposed first, each with what
+            a sharding constraint can do about it.
+        speedup: how it stands beside the step as it is, where `overlap` held it against that.
+    """
+
+    cluster: Cluster
+    strays: tuple[Stray, ...]
+    speedup: Speedup | None = None
+
+    def to_perfetto(self, path: str | Path) -> None:
+        """Write all events, loops unrolled, as a trace that ui.perfetto.dev opens."""
+        report.write_perfetto(path, {self.module: self})
+
+    def to_svg(self, path: str | Path, *, plain: Timeline | None = None) -> None:
+        """Draw the step, each loop once; `plain` above it, at the same scale."""
+        report.write_svg(path, self._beside(plain))
+
+    def to_html(self, path: str | Path, *, plain: Timeline | None = None) -> None:
+        """Write a page of the whole step to zoom into; `plain` above it, at the same scale.
+
+        Hovering tells op, bytes, time and source line. The page needs nothing but itself.
+        """
+        said = f": {self.speedup}" if self.speedup else ""
+        title = f"{self.module} on {self.cluster}{said}"
+        report.write_page(path, self._beside(plain), title=title)
+
+    def _beside(self, plain: Timeline | None) -> dict[str, Timeline]:
+        name = self.speedup.name if self.speedup else "overlapped"
+        return {"plain": plain, name: self} if plain else {self.module: self}
+
+    def __str__(self) -> str:
+        parts = [report.headline(f"{self.module} on {self.cluster}", self)]
+        if self.speedup:
+            parts.append(str(self.speedup))
+        if self.unknown:
+            named = ", ".join(f"{name} ({runs}x)" for name, runs in self.unknown.items())
+            parts.append(f"not known, counted by their bytes: {named}")
+        parts.append(table("longest exposed", _COLUMNS, _rows(self.spent), right=_RIGHT))
+        worth = [s for s in self.strays if s.advice and s.exposed_s > _WORTH * self.step_s]
+        if worth:
+            parts.append("of no ring, and what a sharding constraint can do:")
+            parts += [f"  {_ms(s.exposed_s)} ms exposed: {s.advice}" for s in worth[:_SHOWN]]
+        return "\n".join(parts)
+
+
+_COLUMNS = (
+    "collective", "ring", "source", "link", "devices", "runs", "bytes", "ms", "exposed ms"
+)  # fmt: skip
+_RIGHT = ("devices", "runs", "bytes", "ms", "exposed ms")
+
+
+def _rows(spent: tuple[Spent, ...]) -> list[tuple[str, ...]]:
+    """A row for the hops of one ring, or for other collectives of one source line."""
+    groups: dict[tuple, list[Spent]] = {}
+    for s in spent:
+        c = s.collective
+        groups.setdefault((c.kind, c.ring or "", c.source, s.lane, c.group_size), []).append(s)
+    longest = sorted(groups.items(), key=lambda item: -sum(s.exposed_s for s in item[1]))
+    return [
+        (
+            *map(str, key),
+            str(sum(s.runs for s in group)),
+            human_bytes(sum(s.runs * s.collective.bytes_moved for s in group)),
+            _ms(sum(s.seconds for s in group)),
+            _ms(sum(s.exposed_s for s in group)),
+        )
+        for key, group in longest[:_SHOWN]
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def simulate(compiled: jax.stages.Compiled | str, cluster: str | Cluster | CostModel) -> Simulation:
+    """Replay a compiled step in time, as one device of a cluster runs it.
+
+    Kernels run in schedule order and collectives beside them, one at a time on each class of link;
+    while both run, the kernels are slower by what the cost model says (`jaxoverlap/simulation/replay.py` has the
+    rules and what they leave out). Nothing runs: only the text of the scheduled module is read.
+
+    Args:
+        compiled: a compiled step, overlapped or not, or the text of its scheduled HLO module.
+        cluster: as "chip:hosts x GPUs a host", with as many devices as the step has; or a cost
+            model, as one of a calibrated machine. Devices count up in the order of the mesh.
+
+    Raises:
+        ValueError: if the text is no such module, the cluster does not parse, has no cost model,
+            or has another number of devices.
+    """
+    if isinstance(cluster, str):
+        cluster = parse_cluster(cluster)
+    cost = cost_model(cluster) if isinstance(cluster, Cluster) else cluster
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    module = hlo.parse(text)
+    timeline = replay(module, cost)
+    values = {f.name: getattr(timeline, f.name) for f in fields(Timeline)}
+    return Simulation(**values, cluster=cost.cluster, strays=strays(module, timeline))

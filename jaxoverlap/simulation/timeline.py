@@ -1,0 +1,184 @@
+"""A step in time, as a simulation gives it: events on lanes, and the sums over them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxoverlap.simulation.audit import Collective
+from jaxoverlap.simulation.hlo_work import FREE, Work
+
+COMPUTE, NVLINK, NETWORK = "compute", "NVLink", "network"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that takes time on a lane, where it happens first.
+
+    Attributes:
+        lane: COMPUTE, NVLINK or NETWORK.
+        kind: "matmul", "memory" (a kernel bound by memory), "collective", or "wait": the compute
+            lane waits for `collective`.
+        name: the instruction; computation: where it stands.
+        start_s, end_s: from the step's start.
+        alone_s: seconds that it would take with nothing beside it.
+        runs: how often a step does this.
+        source: the "folder/file.py:line" it came from; empty if the module does not say.
+        op: the last names of the JAX operation that it came from.
+        work: of a kernel.
+        collective: on a link, or waited for.
+    """
+
+    lane: str
+    kind: str
+    name: str
+    computation: str
+    start_s: float
+    end_s: float
+    alone_s: float
+    runs: int
+    source: str = ""
+    op: str = ""
+    work: Work = FREE
+    collective: Collective | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of all its runs."""
+        return (self.end_s - self.start_s) * self.runs
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One iteration of a loop, of which all that follow are copies.
+
+    Attributes:
+        computation: the loop's body.
+        start_s: when this iteration begins; period_s: how long one takes.
+        times: how often it runs, this one included.
+        events: [first, last) of the timeline's events that stand in it.
+    """
+
+    computation: str
+    start_s: float
+    period_s: float
+    times: int
+    events: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What one collective of the module costs in a step, all runs together.
+
+    Attributes:
+        collective: which.
+        lane: its link.
+        runs: how often it runs.
+        seconds: on the link.
+        exposed_s: of these, while the kernels wait.
+    """
+
+    collective: Collective
+    lane: str
+    runs: int
+    seconds: float
+    exposed_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds beside kernels, or beside nothing that anyone waits for."""
+        return self.seconds - self.exposed_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step in time, as one device sees it; all devices are alike.
+
+    step_s = compute_s + slowdown_s + exposed_s.
+
+    Attributes:
+        module: its name.
+        step_s: from start to end.
+        events: in schedule order, loops as in `repeats`.
+        repeats: iterations that stand for many; those of inner loops come before the outer's.
+    """
+
+    module: str
+    step_s: float
+    events: tuple[Event, ...]
+    repeats: tuple[Repeat, ...]
+
+    @functools.cached_property
+    def compute_s(self) -> float:
+        """Seconds of all kernels, each alone on the chip."""
+        return math.fsum(e.alone_s * e.runs for e in self._kernels)
+
+    @functools.cached_property
+    def slowdown_s(self) -> float:
+        """Seconds that kernels take longer because collectives run beside them."""
+        return math.fsum(e.seconds - e.alone_s * e.runs for e in self._kernels)
+
+    @functools.cached_property
+    def exposed_s(self) -> float:
+        """Seconds that no kernel runs because one waits for a collective."""
+        return math.fsum(e.seconds for e in self.events if e.kind == "wait")
+
+    @functools.cached_property
+    def link_s(self) -> dict[str, float]:
+        """Seconds that each link is busy."""
+        busy = {NVLINK: 0.0, NETWORK: 0.0}
+        for e in self.events:
+            if e.kind == "collective":
+                busy[e.lane] += e.seconds
+        return busy
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all collectives, hidden or not."""
+        return math.fsum(self.link_s.values())
+
+    @property
+    def bound_s(self) -> float:
+        """What no order of the schedule can beat: the busiest of kernels and links."""
+        return max(self.compute_s, *self.link_s.values())
+
+    @functools.cached_property
+    def unknown(self) -> dict[str, int]:
+        """What the simulation does not know, and how often a step runs it."""
+        found: Counter[str] = Counter()
+        for e in self.events:
+            if e.work.unknown:
+                found[e.work.unknown] += e.runs
+        return dict(found)
+
+    @functools.cached_property
+    def spent(self) -> tuple[Spent, ...]:
+        """Every collective's seconds, longest exposed first."""
+        found: dict[tuple[str, str], list[Event]] = {}
+        for e in self.events:
+            if e.collective:
+                found.setdefault((e.collective.computation, e.collective.name), []).append(e)
+        return tuple(sorted(map(_spent, found.values()), key=lambda s: -s.exposed_s))
+
+    @property
+    def _kernels(self) -> Iterator[Event]:
+        return (e for e in self.events if e.kind in ("matmul", "memory"))
+
+
+def _spent(events: list[Event]) -> Spent:
+    """Of one collective: its events on the link, and the waits for it."""
+    runs = [e for e in events if e.kind == "collective"]
+    return Spent(
+        collective=runs[0].collective or _never(),
+        lane=runs[0].lane,
+        runs=sum(e.runs for e in runs),
+        seconds=math.fsum(e.seconds for e in runs),
+        exposed_s=math.fsum(e.seconds for e in events if e.kind == "wait"),
+    )
+
+
+def _never() -> Collective:
+    raise AssertionError("an event on a link without its collective")

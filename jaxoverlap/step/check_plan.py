@@ -1,0 +1,282 @@
+"""What a plan was made for, and whether a step is that.
+
+A plan names matmuls by their number, so on another step it would do other things than were meant.
+It is held against the step before it is followed, and what came of it against the plan after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+from jax.sharding import Mesh, NamedSharding
+
+from jaxoverlap._jax import compat
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.fingerprint import fingerprint, memory_text
+from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.mesh import axis_domains, cluster_of
+from jaxoverlap.passes.planning.decide import letters_of, source_of
+from jaxoverlap.plan.plan import Decision, MadeFor, Plan, Skip
+from jaxoverlap.plan.table import mesh_text
+
+_PACKAGES = ("jaxoverlap", "jax", "jaxlib")
+_SHOWN = 3  # matmuls and arguments that differ
+
+
+def made_for(call: compat.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
+    """What a plan for these arguments is made for.
+
+    Args:
+        call: the jit's view of the call.
+        mesh: the step's mesh.
+        cluster: its GPUs, if named.
+    """
+    params, jaxpr = call.params, call.params["jaxpr"]
+    bound = zip(params["in_shardings"], map(compat.bound_sharding, call.flat), strict=True)
+    given = [own if isinstance(own, jax.sharding.Sharding) else at for own, at in bound]
+    arguments = tuple(map(_lies, jaxpr.invars, given))
+    results = tuple(map(_lies, jaxpr.outvars, params["out_shardings"]))
+    step = (fingerprint(jaxpr), arguments, results, params["donated_invars"], params["keep_unused"])
+    known = cluster or cluster_of(mesh)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return MadeFor(
+        step=hashlib.sha256(repr(step).encode()).hexdigest(),
+        arguments=arguments,
+        results=results,
+        axis_types={axis: kind.name for axis, kind in kinds},
+        domains=axis_domains(mesh, cluster) if known else {},
+        devices=mesh.devices.flat[0].device_kind,
+        cluster=str(known) if known else None,
+        versions={package: _version(package) for package in _PACKAGES},
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # jaxoverlap, run from the checkout
+        return "not installed"
+
+
+def _lies(var: Any, sharding: Any) -> str:
+    """A value's type, and the mesh axes on its dims: "float32[16, 32@model]"."""
+    aval = var.aval
+    if not hasattr(aval, "shape"):
+        return compat.type_text(var)
+    dims = [str(size) for size in aval.shape]
+    beside = ""
+    if isinstance(sharding, NamedSharding):
+        for d, axes in enumerate(sharding.spec):
+            if axes is not None:
+                dims[d] += f"@{'+'.join(axes) if isinstance(axes, tuple) else axes}"
+        beside = " ".join(filter(None, ("", memory_text(sharding))))
+    elif dims:  # where a number lies is of no account
+        named = isinstance(sharding, jax.sharding.Sharding)
+        beside = f", {type(sharding).__name__}" if named else ", anywhere"
+    return f"{'weak ' * aval.weak_type}{aval.dtype}[{', '.join(dims)}]{beside}"
+
+
+def cluster_for(plan: Plan, mesh: Mesh) -> Cluster | None:
+    """The cluster to name for a step that follows a plan, if the user names none.
+
+    The plan's own, so that links count as they counted; none where the devices are another cluster
+    (`check` will say so), or where what they say of themselves is what the plan went by.
+    """
+    wanted, own = plan.made_for, cluster_of(mesh)
+    if wanted is None or wanted.cluster is None:
+        return None
+    if own is not None and (
+        str(own) != wanted.cluster or axis_domains(mesh, None) == wanted.domains
+    ):
+        return None
+    with contextlib.suppress(ValueError):  # a chip of the user's own: only he can name it
+        named = parse_cluster(wanted.cluster)
+        return named if named.num_devices == mesh.size else None
+
+
+def check(plan: Plan, name: str, found: MadeFor, mesh: Mesh, call: compat.Call, jaxpr: Any) -> None:
+    """Refuse a plan that was made for something else.
+
+    Args:
+        plan: the plan.
+        name: the step's name.
+        found: what a plan for this step is made for.
+        mesh, call: the step's mesh and its call.
+        jaxpr: the step, flattened.
+
+    Raises:
+        ValueError: with all that differs.
+    """
+    if plan.made_for is None:
+        raise UserError(
+            "the plan does not say which step it was made for: take one that explain() or tune() "
+            "gave, and change that"
+        )
+    differ = [*_around(plan, found, mesh)]
+    if plan.made_for.step != found.step:
+        inside = [*_matmuls(plan, jaxpr), *_values(plan.made_for, found, call)]
+        short = plan.made_for.step[:12], found.step[:12]
+        what = "the step" if inside else "the step, though not its matmuls, arguments or results"
+        differ += [f"{what}: {_two(*short)}", *inside]
+    if differ:
+        lines = "".join(f"\n  {line}" for line in differ)
+        raise UserError(
+            f"the plan was made for something else than {name} as it is here; this differs:{lines}"
+            "\nTune again, or give the plan that was made for this"
+        )
+
+
+def _two(planned: object, here: object) -> str:
+    return f"the plan's {planned}, here {here}"
+
+
+def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
+    """What differs of versions, mesh and cluster."""
+    wanted = plan.made_for
+    assert wanted is not None
+    for package in {**wanted.versions, **found.versions}:
+        then, now = (made.versions.get(package, "absent") for made in (wanted, found))
+        if then != now:
+            yield f"version of {package}: {_two(then, now)}"
+    if list(plan.mesh.items()) != list(mesh.shape.items()):
+        yield f"mesh: {_two(mesh_text(plan.mesh), mesh_text(mesh.shape))}"
+    elif wanted.axis_types != found.axis_types:
+        yield f"types of the mesh's axes: {_two(wanted.axis_types, found.axis_types)}"
+    if wanted.devices != found.devices:
+        yield f"devices: {_two(wanted.devices, found.devices)}"
+    if wanted.cluster != found.cluster:
+        line = f"cluster: {_two(wanted.cluster or 'not known', found.cluster or 'not known')}"
+        if wanted.cluster and wanted.devices == found.devices:
+            line += "; if it is that one, name it in overlap(cluster=)"
+        yield line
+    elif wanted.domains != found.domains and plan.mesh.keys() == mesh.shape.keys():
+        yield f"NVLink domains along each axis: {_two(wanted.domains, found.domains)}"
+
+
+def _matmuls(plan: Plan, jaxpr: Any) -> list[str]:
+    """The first matmuls that differ."""
+    pairs = itertools.zip_longest(plan.entries, dots(jaxpr))
+    lines = []
+    for then, now in pairs:
+        was = then and f"{then.einsum} x {then.runs} ({then.source})"
+        is_ = now and f"{letters_of(now)} x {now.runs} ({source_of(now)})"
+        if not then or not now or (then.einsum, then.runs) != (letters_of(now), now.runs):
+            number = then.site if then else now.index if now else 0
+            lines.append(f"matmul {number}: {_two(was or 'none', is_ or 'none')}")
+    return _first(lines, "matmuls")
+
+
+def _values(wanted: MadeFor, found: MadeFor, call: compat.Call) -> list[str]:
+    """The first arguments and results that differ."""
+    names = call.params["jaxpr"].debug_info.safe_arg_names(len(found.arguments))
+    lines = []
+    for kind, labels in (("argument", names), ("result", None)):
+        then, now = getattr(wanted, f"{kind}s"), getattr(found, f"{kind}s")
+        for i, (was, is_) in enumerate(itertools.zip_longest(then, now, fillvalue="none")):
+            if was != is_:
+                label = labels[i] if labels and i < len(labels) and labels[i] else str(i)
+                lines.append(f"{kind} {label}: {_two(was, is_)}")
+    return _first(lines, "arguments and results")
+
+
+def _first(lines: list[str], what: str) -> list[str]:
+    more = [f"and {len(lines) - _SHOWN} {what} more"] if len(lines) > _SHOWN else []
+    return lines[:_SHOWN] + more
+
+
+def facts_of(plan: Plan, jaxpr: Any, mesh: Mesh, options: Mapping[str, Any]) -> dict[str, str]:
+    """All that makes a rewritten step the program that it is, by name, for processes to compare.
+
+    Nothing of it is a host's own, and source lines are left out: comments may differ.
+
+    Args:
+        plan: what was done.
+        jaxpr: the rewritten step.
+        mesh: its mesh.
+        options: all compiler options.
+    """
+    origin = plan.made_for
+    assert origin is not None
+    order = [(device.id, device.process_index) for device in mesh.devices.flat]
+    return {
+        "step": plan.step,
+        **{f"version of {package}": version for package, version in origin.versions.items()},
+        "mesh": mesh_text(plan.mesh),
+        "order of the mesh's devices": _short(repr(order)),
+        "cluster": origin.cluster or "not known",
+        "fsdp": plan.fsdp,
+        **{
+            f"matmul {e.site}": "left alone" if isinstance(e, Skip) else _does(e)
+            for e in plan.entries
+        },
+        **{f"XLA option {name}": str(value) for name, value in sorted(options.items())},
+        "hash of the step": origin.step[:12],
+        "hash of the rewritten step": fingerprint(jaxpr)[:12],
+    }
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# -- what came of it ------------------------------------------------------------------------------
+
+
+def followed(plan: Plan, done: Plan) -> Plan:
+    """A plan that was followed, with the source lines of the step as it is now.
+
+    Args:
+        plan: what was to be done.
+        done: what was done.
+
+    Raises:
+        ValueError: if that is not the same; it says of which matmul.
+    """
+    pairs = list(zip(plan.entries, done.entries, strict=True))
+    lines = [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
+    for what in ("prefetched", "scattered"):
+        then, now = (_unsourced(getattr(p, what)) for p in (plan, done))
+        if then != now:
+            lines.append(f"{what}: {_two(then, now)}")
+    if lines:
+        shown = "".join(f"\n  {line}" for line in _first(lines, "matmuls"))
+        raise UserError(
+            f"the plan cannot be followed on {done.step}; this came out otherwise:{shown}\n"
+            "Tune again; a plan changed by hand has to be one that explain() could give"
+        )
+    entries = tuple(msgspec.structs.replace(a, source=b.source) for a, b in pairs)
+    return msgspec.structs.replace(
+        plan, step=done.step, entries=entries, scattered=done.scattered, made_for=done.made_for
+    )
+
+
+def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:
+    """In what two entries differ; empty if they do the same, for whatever reason."""
+    if type(planned) is not type(done):
+        return _two(_does(planned), _does(done))
+    (a,), (b,) = _unsourced([planned]), _unsourced([done])
+    names = [name for name in a.__struct_fields__ if getattr(a, name) != getattr(b, name)]
+    return ", ".join(f"{name} {_two(getattr(a, name), getattr(b, name))}" for name in names)
+
+
+def _unsourced(found: Any) -> Any:
+    """Entries without source lines and reasons: a line may move, and a reason have other words."""
+    if not isinstance(found, Sequence):
+        return found
+    texts = ("source", "why", "reason")
+    return [msgspec.structs.replace(e, **{t: "" for t in texts if hasattr(e, t)}) for e in found]
+
+
+def _does(entry: Decision | Skip) -> str:
+    if isinstance(entry, Skip):
+        return f"skip ({entry.reason})"
+    ring = "" if entry.ring == entry.site else f", ring {entry.ring}"
+    return f"{entry.kind} over {entry.axis}, {entry.variant}, {entry.num_chunks} chunks{ring}"

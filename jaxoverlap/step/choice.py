@@ -1,0 +1,86 @@
+"""A rewritten step against the same step without rings: what there is to compile, and which is run.
+
+`never_slower.py` compares what comes of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import msgspec
+
+from jaxoverlap._jax import compat
+from jaxoverlap._util.text import warn
+from jaxoverlap.plan.plan import Plan
+from jaxoverlap.plan.speedup import Speedup, Way
+from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Rival
+from jaxoverlap.step.pipeline import Options, mesh_of
+from jaxoverlap.step.processes import handed, processes_of
+from jaxoverlap.step.program import Rewritten, following, lowered_as, request_of, rewritten
+from jaxoverlap.step.trial import Request
+
+
+def rival_of(
+    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
+) -> Rival:
+    """What an undecided step is held against: itself without rings.
+
+    Args:
+        jitted, call, args, kwargs, options: as it was rewritten with.
+    """
+    assert found.plan is not None and found.cost is not None
+    rings, cost, traced = found.plan, found.cost, jitted.trace(*args, **kwargs)
+
+    @functools.cache
+    def made(way: Way) -> Rewritten:
+        return _without_rings(jitted, call, args, kwargs, rings, way, options)
+
+    def lowered(way: Way) -> tuple[jax.stages.Lowered, Rewritten]:
+        new = found if way == "overlapped" else made(way)
+        return lowered_as(traced, new), new
+
+    def request(way: Way, compiler_options: Mapping[str, Any] | None) -> Request:
+        return request_of(*lowered(way), mesh_of(call), cost, compiler_options)
+
+    return Rival(rings.step, rings, cost, options.schedule is not None, lowered, request)
+
+
+def decided(
+    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
+) -> Rewritten:
+    """An undecided step for GPUs that are here, with rings or without: what is faster.
+
+    Children compile both for the GPUs' description before this process compiles either; of many
+    processes those of process 0, for all.
+    """
+    rival = rival_of(jitted, call, args, kwargs, found, options)
+    said = handed(
+        lambda: msgspec.json.encode(rival.decided_in_children()).decode(),
+        "choice between rings and none",
+        processes_of(mesh_of(call)),
+        within_s=DECIDED_WITHIN_S,
+    )
+    speedup = msgspec.json.decode(said, type=Speedup)
+    if speedup.taken == "overlapped":
+        return replace(found, undecided=False, speedup=speedup)
+    warn(speedup.warning(rival.step))
+    new = _without_rings(jitted, call, args, kwargs, rival.plan, speedup.taken, options)
+    return replace(new, stand=None, speedup=speedup)
+
+
+def _without_rings(
+    jitted: Any,
+    call: compat.Call,
+    args: tuple,
+    kwargs: dict,
+    rings: Plan,
+    way: Way,
+    options: Options,
+) -> Rewritten:
+    """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
+    plan = rings.left_alone(rings.schedule if way == "reordered" else None)
+    return rewritten(jitted, call, args, kwargs, following(plan, options))

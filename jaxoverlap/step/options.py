@@ -1,0 +1,65 @@
+"""What `overlap` was asked for, as the passes need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.plan.plan import FSDP, Plan, ScatteredSum, Variant
+
+OnError = Literal["raise", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `overlap` was asked for, and what a search may ask for beside.
+
+    Attributes:
+        cluster, skip, on_error, granularity, fsdp, schedule: as in `overlap`.
+        choices: how the pieces of single rings travel, by the site that a ring is named after;
+            "plain" leaves all the matmuls of a ring alone. What is not named goes as always.
+        alone: the sites of matmuls that have no part in any ring.
+        sums: the sums of activations that stay scattered; None to take what leaves less exposed.
+        xla_options: compiler options, beyond the user's own and those that a pod needs; None for
+            those that rings need.
+        plan: the plan that all of these come from.
+        agree_within_s, never_slower: as in `overlap`.
+    """
+
+    cluster: Cluster | None = None
+    skip: tuple[str, ...] = ()
+    on_error: OnError = "raise"
+    granularity: Variant | Mapping[str, Variant] | None = None
+    fsdp: FSDP = "prefetch"
+    schedule: Scheduler | None = None
+    choices: Mapping[int, Variant] = field(default_factory=dict)
+    alone: frozenset[int] = frozenset()
+    sums: tuple[ScatteredSum, ...] | None = None
+    xla_options: Mapping[str, str] | None = None
+    plan: Plan | None = None
+    agree_within_s: float = 20.0
+    never_slower: bool = True
+
+    @property
+    def chooses(self) -> bool:
+        """Whether nothing is said of single rings, so that the rules and the price may choose."""
+        said = (self.granularity, self.choices, self.alone, self.plan)
+        return not any(said) and self.sums is None
+
+    @classmethod
+    def of(cls, plan: Plan, **others: Any) -> Options:
+        """What makes a step follow a plan; `others` are what that does not say."""
+        at = plan.schedule
+        return cls(
+            fsdp=plan.fsdp,
+            schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
+            choices=plan.choices,
+            alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
+            sums=plan.sums,
+            xla_options=plan.xla_options,
+            plan=plan,
+            **others,
+        )

@@ -1,0 +1,371 @@
+"""What one signature of a step becomes: rewritten, with its options, and agreed on by processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import compat
+from jaxoverlap._jax.jobs import job_of
+from jaxoverlap._util.text import warn
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.flags import is_gpu, options_for
+from jaxoverlap.hardware import pods
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.passes.analysis.errors import RewriteError, own_faults
+from jaxoverlap.passes.analysis.mesh import MeshError, NoMeshError
+from jaxoverlap.passes.scheduling.scheduler import Ordering, ordering_for
+from jaxoverlap.plan.plan import Plan, Schedule
+from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.step.check_plan import facts_of
+from jaxoverlap.step.options import Options
+from jaxoverlap.step.pipeline import Start, Travelled, mesh_of, sites_of, travel
+from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
+from jaxoverlap.step.trial import Request
+from jaxoverlap.tuning.search import Ready
+from jaxoverlap.tuning.tune import Subject
+
+_SHOWN = 40  # matmuls of a step whose plan is shown in a warning
+_REASONS = 5  # that are named of a longer one
+
+
+class Notice(NamedTuple):
+    """Something that the user is to be told, once a step.
+
+    Attributes:
+        topic: what it is about; of several notices on one topic the first is told.
+        text: what to say.
+    """
+
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What one signature of a step became.
+
+    Attributes:
+        plan: None where the step runs as it is.
+        params: the jit equation's parameters, with the rewritten jaxpr and options for it.
+        inner: the same without our options, which only an outermost jit may have.
+        source: the parameters as traced; held so that the id of their jaxpr stays taken.
+        cluster: that it runs on, where that is known.
+        ordering: the scheduler pass that it is compiled with.
+        stand: what the processes have still to agree on; None where they have, or there is one.
+        notice: why nothing is overlapped; None where something is, or nothing was asked for.
+        error: why there is no plan; None where there is one, or where another process failed.
+        cost: of its cluster, where that is known.
+        undecided: whether it has still to be held against the step as it is, by that cost.
+        speedup: what came of that, where it was done before any compilation.
+    """
+
+    plan: Plan | None
+    params: dict[str, Any]
+    inner: dict[str, Any]
+    source: dict[str, Any]
+    cluster: Cluster | None = None
+    ordering: Ordering | None = None
+    stand: Stand | None = None
+    notice: Notice | None = None
+    error: MeshError | RewriteError | None = None
+    cost: CostModel | None = None
+    undecided: bool = False
+    speedup: Speedup | None = None
+
+
+def rewritten(
+    jitted: Any,
+    call: compat.Call,
+    args: tuple,
+    kwargs: dict,
+    options: Options,
+    find_plan: Callable[[], Plan] | None = None,
+) -> Rewritten:
+    """Rewrite a step for arguments like these; or leave it as it is.
+
+    It stays as it is where it does not run on one mesh of several devices, and where the rewrite
+    fails, if `options` allow that.
+
+    Args:
+        jitted, call, args, kwargs: the step, and how it is called.
+        options: what was asked for.
+        find_plan: finds the plan to follow, which then says most of `options`.
+
+    Raises:
+        UserError: as `travel`; a MeshError only if a plan is given, which is for one mesh.
+        RewriteError: if the rewrite fails, unless `options` allow that.
+        ValueError, DisagreementError: as `find_plan`.
+    """
+    params, name = call.params, call.params["name"]
+    try:
+        if find_plan is not None:
+            with own_faults(name, ValueError, DisagreementError):
+                options = following(find_plan(), options)
+        return _rewritten(jitted, call, args, kwargs, options)
+    except MeshError as error:
+        if options.plan is not None:
+            raise
+        return replace(_plain(params), notice=_no_mesh(call, error), error=error)
+    except RewriteError as error:
+        if options.on_error == "raise":
+            raise
+        text = f"{name} runs without overlap: {error.without_plain}"
+        stand = _failed(call, error, plain=True)
+        return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
+
+
+def following(plan: Plan, options: Options) -> Options:
+    """The options that follow a plan, with what no plan says."""
+    return Options.of(
+        plan,
+        cluster=options.cluster,
+        on_error=options.on_error,
+        agree_within_s=options.agree_within_s,
+    )
+
+
+def _no_mesh(call: compat.Call, error: MeshError) -> Notice:
+    """Why a step on no mesh, on two or on one device runs as it is."""
+    text = str(error)
+    if isinstance(error, NoMeshError) and any(map(compat.is_tracer, call.flat)):
+        text = (
+            f"{call.params['name']} is called under jit, grad or vmap, where the shardings of its "
+            "arguments are not known. Overlap the outermost function, or give the step "
+            "in_shardings or sharding constraints"
+        )
+    return Notice("no mesh", f"overlap() changes nothing: {text}")
+
+
+def travelled(
+    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Travelled:
+    """The step at the end of the road; whatever fails there unexpectedly is a RewriteError.
+
+    Raises:
+        UserError, RewriteError, DisagreementError: as `travel`.
+        Exception: what the step itself raises when it is lowered, as it comes.
+    """
+    try:
+        with own_faults(call.params["name"], DisagreementError):
+            return travel(jitted, call, args, kwargs, options)
+    except RewriteError as error:
+        failed = error
+    jitted.trace(*args, **kwargs).lower()  # where the step is at fault, the error is its own
+    raise failed
+
+
+def _rewritten(
+    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Rewritten:
+    """A step with its rings, and all that it is compiled with."""
+    done = travelled(jitted, call, args, kwargs, options)
+    with own_faults(call.params["name"]):
+        return _arrived(call, done, options)
+
+
+def _arrived(call: compat.Call, done: Travelled, options: Options) -> Rewritten:
+    """What becomes of a step that is at the end of the road."""
+    params, name = call.params, call.params["name"]
+    own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
+    ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
+    at = ordering and ordering.options
+    plan = msgspec.structs.replace(
+        done.plan,
+        xla_options=own,
+        schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
+    )
+    ours = compat.with_jaxpr(params, done.jaxpr, compiled_with)
+    return Rewritten(
+        plan=plan,
+        params=ours,
+        inner=compat.with_jaxpr(params, done.jaxpr, {}),
+        source=params,
+        cluster=done.cluster,
+        ordering=ordering,
+        stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
+        notice=None if plan.decisions or options.plan else _no_ring(name, plan),
+        cost=done.cost,
+        undecided=bool(done.cost and options.never_slower and not options.plan)
+        and is_gpu(done.mesh),
+    )
+
+
+def _no_ring(name: str, plan: Plan) -> Notice:
+    """What to say of a step on a mesh in which nothing becomes a ring."""
+    if len(plan.entries) <= _SHOWN:
+        return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
+    reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
+    lines = "".join(f"\n  {count} matmuls: {reason}" for reason, count in reasons)
+    said = f"overlap() changes nothing in {name}; explain() says why of each matmul, mostly:"
+    return Notice("no ring", said + lines)
+
+
+def _as_it_is(call: compat.Call, mesh: Mesh) -> Rewritten:
+    """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
+    here = pods.compiler_options() if pods.is_pod(mesh) else {}
+    params = call.params
+    return Rewritten(None, compat.with_jaxpr(params, params["jaxpr"], here), params, params)
+
+
+def _plain(params: dict[str, Any]) -> Rewritten:
+    """A step that runs as it is."""
+    return Rewritten(None, params, params, params)
+
+
+def _xla_options(
+    done: Travelled, users: Mapping[str, Any], options: Options
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The options that a plan names, beyond the user's own; and these with those of a pod."""
+    usual = options_for(done.mesh, rings=bool(done.plan.decisions))
+    here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
+    chosen = options.xla_options
+    if chosen is None:
+        chosen = {name: value for name, value in usual.items() if name not in here}
+    own = {name: value for name, value in chosen.items() if name not in users}
+    return own, {**own, **here}
+
+
+def _ordering(name: str, done: Travelled, options: Options) -> Ordering | None:
+    """The scheduler pass, where XLA's GPU compiler makes the schedule."""
+    schedule = options.schedule
+    if schedule is not None and done.cost is None:
+        warn(
+            f"{name} is left in XLA's order: there is no cost model of its GPUs "
+            f"({done.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
+            "or give schedule=None"
+        )
+    return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
+
+
+# -- to be tuned ----------------------------------------------------------------------------------
+
+
+def subject_of(
+    jitted: Any, start: Start, call: compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Subject:
+    """A step with arguments like these, to be tuned.
+
+    Args:
+        jitted, call, args, kwargs: as for `travel`.
+        start: what is known of it.
+        options: what overlap() does unasked.
+    """
+
+    def lowered(options: Options | None) -> tuple[jax.stages.Lowered, Rewritten]:
+        new = _as_it_is(call, start.mesh)
+        if options is not None:
+            new = rewritten(jitted, call, args, kwargs, options)
+        return lowered_as(jitted.trace(*args, **kwargs), new), new
+
+    def lower(options: Options | None) -> Ready:
+        stage, new = lowered(options)
+        assert start.cost is not None
+        return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
+
+    def look(options: Options) -> float | None:
+        return travel(jitted, call, args, kwargs, options).step_s
+
+    def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
+        stage, new = lowered(options)
+        with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
+            return stage.compile(), new.plan
+
+    return Subject(
+        lower=lower,
+        look=look,
+        sites=lambda: sites_of(jitted, call, args, kwargs, options),
+        compiled=compiled,
+        args=args,
+        kwargs=kwargs,
+        base=replace(options, on_error="raise"),
+        origin=start.origin,
+        cost=start.cost,
+        memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
+    )
+
+
+def lowered_as(traced: jax.stages.Traced, new: Rewritten) -> jax.stages.Lowered:
+    """A rewritten step, lowered under the name that its scheduler pass looks for."""
+    params = new.ordering.named(new.params) if new.ordering else new.params
+    return compat.traced_with(traced, params).lower()
+
+
+def request_of(
+    stage: jax.stages.Lowered,
+    new: Rewritten,
+    mesh: Mesh,
+    cost: CostModel,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Request:
+    """What a child needs to compile and simulate a lowered step.
+
+    A child does not see the GPUs: it compiles for their description, as for a pod.
+
+    Raises:
+        ValueError: if the step calls back into Python.
+    """
+    there = is_gpu(mesh) and not pods.is_pod(mesh)
+    described = pods.compiler_options() if there else {}
+    job = job_of(stage, {**described, **(compiler_options or {})})
+    return Request(job, cost, new.ordering)
+
+
+# -- many processes -------------------------------------------------------------------------------
+
+
+def _stand(
+    plan: Plan,
+    done: Travelled,
+    compiled_with: Mapping[str, Any],
+    ordering: Ordering | None,
+    options: Options,
+) -> Stand | None:
+    """What the processes of a step's mesh have to agree on; None where there is but one."""
+    processes = processes_of(done.mesh)
+    if not processes:
+        return None
+    facts = facts_of(plan, done.jaxpr, done.mesh, compiled_with)
+    facts["scheduler pass"] = ordering.name if ordering else "none"
+    return Stand(plan.step, processes, facts, plain=options.on_error == "plain")
+
+
+def _failed(call: compat.Call, error: Exception, *, plain: bool) -> Stand | None:
+    """What to tell the other processes of a step that failed here; None if there are none.
+
+    Which they are its mesh says. A step without one has failed in all of them.
+    """
+    try:
+        processes = processes_of(mesh_of(call))
+    except ValueError:
+        return None
+    said = f"{type(error).__name__}: {error}"
+    return Stand(call.params["name"], processes, failed=said, plain=plain) if processes else None
+
+
+def agree(found: Rewritten, options: Options) -> Rewritten:
+    """A rewritten step that all processes are about to compile; a plain one if one of them failed.
+
+    Raises:
+        DisagreementError: as `meet`.
+    """
+    assert found.stand is not None
+    if meet(found.stand, options.agree_within_s):
+        return replace(found, stand=None)
+    warn(f"{found.stand.step} runs without overlap in all processes: one could not rewrite it")
+    return _plain(found.source)
+
+
+def tell(call: compat.Call, error: Exception, options: Options) -> None:
+    """Let the other processes know that this one has failed, so that they do not wait for it."""
+    stand = _failed(call, error, plain=False)
+    if stand is not None:
+        with contextlib.suppress(DisagreementError):  # what failed here says more
+            meet(stand, options.agree_within_s)

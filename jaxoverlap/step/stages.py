@@ -1,0 +1,167 @@
+"""What `Overlapped.lower` and `Lowered.compile` give: JAX's own stages, and what was done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxoverlap._jax.jit_wrappers import Found
+from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._util.text import warn
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.passes.scheduling.scheduler import Ordering, Scheduled
+from jaxoverlap.plan.plan import Plan
+from jaxoverlap.plan.speedup import Speedup, Way
+from jaxoverlap.simulation.audit import Audit, audit
+from jaxoverlap.simulation.simulation import Simulation, simulate
+from jaxoverlap.step.never_slower import Outcome, Rival, Unpriced
+
+
+class Lowered:
+    """A lowered overlapped step: all that `jax.stages.Lowered` has, and the plan.
+
+    Attributes:
+        plan: what was done with each matmul; None if the step runs plain after an error.
+    """
+
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        plan: Plan | None,
+        found: Found,
+        cluster: Cluster | None,
+        ordering: Ordering | None,
+        *,
+        rival: Rival | None = None,
+        speedup: Speedup | None = None,
+    ):
+        self._lowered = lowered
+        self._found = found
+        self._cluster = cluster
+        self._ordering = ordering
+        self._rival = rival
+        self._speedup = speedup
+        self.plan = plan
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+        """Compile; the given options win over those that jaxoverlap adds for GPUs.
+
+        Where there is a choice (`overlap(never_slower=)`), the step as it is is compiled too, in a
+        child process, and the faster by simulation is what comes out, with a warning if that has no
+        rings.
+        """
+        if self._rival is None:
+            return self._compiled(compiler_options)
+        return self._faster(self._rival, compiler_options)
+
+    def _faster(self, rival: Rival, options: dict[str, Any] | None) -> Compiled:
+        """What is faster by simulation: this, or the step without rings."""
+        made: dict[Way, Compiled] = {}
+
+        def compiled(way: Way) -> Outcome | Unpriced:
+            made[way] = one = self._in(way, rival)._compiled(options)
+            peak = peak_bytes(one.memory_analysis())
+            return Outcome.of(one.as_text() or "", peak, rival.cost)
+
+        speedup = rival.decided_here(compiled, options)
+        if speedup.taken not in made:
+            compiled(speedup.taken)
+        if speedup.taken != "overlapped":
+            warn(speedup.warning(rival.step))
+        taken = made[speedup.taken]
+        taken.speedup = speedup
+        return taken
+
+    def _in(self, way: Way, rival: Rival) -> Lowered:
+        """The step in one of its ways."""
+        if way == "overlapped":
+            return self
+        lowered, new = rival.lowered(way)
+        return Lowered(lowered, new.plan, self._found, self._cluster, new.ordering)
+
+    def _compiled(self, compiler_options: dict[str, Any] | None) -> Compiled:
+        if self._ordering is None:
+            compiled, report = self._lowered.compile(compiler_options), None
+        else:
+            with self._ordering.compiling() as scheduling:
+                compiled = self._lowered.compile(compiler_options)
+            report = scheduling.report
+        return Compiled(compiled, self.plan, self._found, self._cluster, report, self._speedup)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._lowered, name)
+
+
+class Compiled:
+    """A compiled overlapped step: all that `jax.stages.Compiled` has, plan, audit, simulation.
+
+    Attributes:
+        plan: as in `Lowered`; that to leave the step as it is, where that is faster.
+        schedule: what the scheduler pass did, and by how many seconds; None where it did not run.
+        speedup: how the step stands beside plain by simulation; None where that was not asked.
+    """
+
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        plan: Plan | None,
+        found: Found,
+        cluster: Cluster | None,
+        schedule: Scheduled | None,
+        speedup: Speedup | None = None,
+    ):
+        self._compiled = compiled
+        self._found = found
+        self._cluster = cluster
+        self.plan = plan
+        self.schedule = schedule
+        self.speedup = speedup
+
+    def __str__(self) -> str:
+        """The step's name and how it stands beside plain, where that is known."""
+        name = self.plan.step if self.plan else "the step as it is"
+        return f"{name}: {self.speedup}" if self.speedup else f"{name}, compiled"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled step."""
+        return self._found.around(self._compiled)(*args, **kwargs)
+
+    def as_text(self) -> str | None:
+        """The scheduled module, with the source lines that XLA loses when a pass reorders it."""
+        text, frames = self._compiled.as_text(), self.schedule and self.schedule.frames
+        return frames.restored(text) if text and frames else text
+
+    def audit(self) -> Audit:
+        """What hides behind what, in the compiled schedule."""
+        return replace(audit(self.as_text() or ""), speedup=self.speedup)
+
+    def simulate(self, cluster: str | Cluster | CostModel | None = None) -> Simulation:
+        """What the step takes in seconds on a cluster, as `jaxoverlap.simulate` says.
+
+        Args:
+            cluster: as there. Default: the one that `overlap` was given, or that its GPUs are.
+
+        Raises:
+            ValueError: if none is known, or `simulate` refuses it.
+        """
+        cluster = cluster or self._cluster
+        if isinstance(cluster, str):
+            cluster = parse_cluster(cluster)
+        if cluster is None:
+            raise ValueError(
+                "simulate() knows no cluster: name the GPUs, as in "
+                "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
+            )
+        found = simulate(self.as_text() or "", cluster)
+        return replace(found, speedup=self.speedup) if cluster == self._cluster else found
+
+    def __getattr__(self, name: str) -> Any:
+        # JAX asks stages for private parts of theirs: jax.experimental.serialize_executable does.
+        if name.startswith("__") or name == "_compiled":
+            raise AttributeError(name)
+        return getattr(self._compiled, name)

@@ -1,0 +1,287 @@
+"""One candidate of a tuning: compiled in a child process, audited and simulated.
+
+A compiler that aborts ends the child, and is a result like any other. The child ends when its
+parent does. What was tried is kept in a folder, under a hash of all that it depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO
+
+import jax
+import msgspec
+
+from jaxoverlap._jax import jobs
+from jaxoverlap._jax.jobs import Job
+from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._util.files import write_atomically
+from jaxoverlap._util.source_hash import source_hash
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.hardware import pods
+from jaxoverlap.passes.scheduling.scheduler import Ordering
+from jaxoverlap.simulation.audit import audit
+from jaxoverlap.simulation.simulation import simulate
+from jaxoverlap.simulation.timeline import Timeline
+
+
+class Waited(msgspec.Struct, frozen=True):
+    """What the collectives of one ring, or of one source line, cost in a step.
+
+    Attributes:
+        kind: as HLO writes it; ring: the ring's name, empty for XLA's own; source: "file:line".
+        seconds: on their link; exposed_s: of these, while the kernels wait.
+    """
+
+    kind: str
+    ring: str
+    source: str
+    seconds: float
+    exposed_s: float
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """A candidate's step, by simulation of its schedule.
+
+    Attributes:
+        step_s: seconds; compute_s of kernels alone, communication_s of all collectives, exposed_s
+            while kernels wait, bound_s what no order of the schedule can beat.
+        peak_bytes: that a device needs, arguments and outputs included.
+        hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
+        waited: longest exposed first.
+        unknown: what the simulation does not know, and how often a step runs it.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    bound_s: float
+    peak_bytes: int
+    hops: int
+    hops_covered: int
+    waited: tuple[Waited, ...]
+    unknown: Mapping[str, int] = {}
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """A candidate that has no step.
+
+    Attributes:
+        why: the compiler's last words.
+        again: whether it may end otherwise another time: it was stopped, or killed.
+    """
+
+    why: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a child is to try.
+
+    Attributes:
+        job: to compile.
+        cost: to simulate by.
+        ordering: the scheduler pass, if any.
+    """
+
+    job: Job
+    cost: CostModel
+    ordering: Ordering | None
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A hash of all that the result depends on."""
+        name = self.ordering.name if self.ordering else ""
+        versions = (jax.__version__, version("jaxlib"), os.environ.get("XLA_FLAGS", ""))
+        found = hashlib.sha256(repr((self.job, self.cost, name, versions)).encode())
+        found.update(source_hash())
+        return found.hexdigest()[:24]
+
+
+def attempt(
+    request: Request, kept: Path, timeout_s: float, kernels: Kernels | None = None
+) -> Trial | Failure:
+    """Try a candidate in a child process, unless its result is kept already.
+
+    Args:
+        kept: a folder of results, which is there.
+        kernels: of candidates for the same chip.
+    """
+    path = kept / f"{request.key}.json"
+    known, there = _read(path), _schedule_in(kept, request).exists()
+    if isinstance(known, Failure) or (known is not None and there):
+        return known
+    with (kernels or Kernels()).lent() as loan:
+        borrowed = loan.file.exists()
+        result = _in_child(request, _schedule_in(kept, request), loan.file, timeout_s)
+        loan.ended_well = isinstance(result, Trial)
+    if borrowed and isinstance(result, Failure) and not result.again:
+        return attempt(request, kept, timeout_s)  # XLA may have refused the kernels
+    if not (isinstance(result, Failure) and result.again):
+        write_atomically(path, msgspec.json.encode(result).decode())
+    return result
+
+
+def schedule_of(request: Request, kept: Path) -> str:
+    """The scheduled module of a candidate that was tried."""
+    return gzip.decompress(_schedule_in(kept, request).read_bytes()).decode()
+
+
+def _schedule_in(kept: Path, request: Request) -> Path:
+    return kept / f"{request.key}.hlo.gz"
+
+
+def _read(path: Path) -> Trial | Failure | None:
+    """A kept result. One that does not decode was not written by this version: it is made anew."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Trial | Failure)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+# The child may have to look for this package where the parent found it, on a path of its own.
+_PROGRAM = (
+    "import sys; sys.path.append(sys.argv[1]); from jaxoverlap.step.trial import main; main()"
+)
+
+
+def _in_child(request: Request, schedule: Path, kernels: Path, timeout_s: float) -> Trial | Failure:
+    payload = pickle.dumps((request, schedule, kernels))
+    with tempfile.TemporaryFile() as said:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=_environment(request.job),
+        )
+        assert child.stdin and child.stdout
+        stop = threading.Timer(timeout_s, child.kill)
+        stop.start()
+        try:
+            # The pipe stays open: the child takes its end for its parent's.
+            child.stdin.write(len(payload).to_bytes(8, "big") + payload)
+            child.stdin.flush()
+            answer = child.stdout.read()
+        except BrokenPipeError:
+            answer = b""
+        finally:
+            stopped = stop.finished.is_set()
+            stop.cancel()
+            code = child.wait()
+            child.stdout.close()
+            with contextlib.suppress(BrokenPipeError):  # of what it did not read
+                child.stdin.close()
+        if code == 0:
+            return msgspec.json.decode(answer.splitlines()[-1], type=Trial | Failure)
+        return _failure(code, stopped, timeout_s, said)
+
+
+def _failure(code: int, stopped: bool, timeout_s: float, said: IO[bytes]) -> Failure:
+    if stopped:
+        return Failure(why=f"stopped after {timeout_s:.0f} s", again=True)
+    said.seek(0)
+    why = how_it_ended(code, said.read().decode(errors="replace"))
+    return Failure(why=why, again=code == -signal.SIGKILL)
+
+
+def how_it_ended(code: int, stderr: str) -> str:
+    """How a child ended, by itself or by a signal, and the line of its stderr that says why.
+
+    That of XLA's check that failed, or the exception's; or else the last one.
+    """
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    last = [line for line in lines if _SAYS_WHY.match(line)] or lines or ["it said nothing"]
+    ended = f"exit {code}" if code > 0 else signal.Signals(-code).name
+    return f"{ended}: {last[-1].strip()}"
+
+
+# What XLA aborts for, as its log marks it; and how a trace names its exception.
+_SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
+
+
+def _environment(job: Job) -> Mapping[str, str]:
+    """Of a child: it compiles for GPUs that it does not see, or for as many CPUs as the parent."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if job.platform == "cpu":
+        flags += f" --xla_force_host_platform_device_count={len(job.places)}"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+
+
+# -- in the child ---------------------------------------------------------------------------------
+
+
+def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure:
+    """Compile, audit and simulate a candidate in this process.
+
+    Args:
+        schedule: where its scheduled module goes.
+        kernels: where XLA finds and keeps some.
+    """
+    job, ordering, cluster = request.job, request.ordering, request.cost.cluster
+    devices = pods.devices(cluster) if job.platform == "cuda" else jax.devices()
+    try:
+        if ordering is None:
+            done, frames = jobs.compile_job(job, devices, kernels), None
+        else:
+            with ordering.compiling() as scheduling:
+                done = jobs.compile_job(job, devices, kernels)
+            frames = scheduling.report.frames
+    except jax.errors.JaxRuntimeError as error:
+        return Failure(why=str(error).splitlines()[0])
+    text = frames.restored(done.text) if frames else done.text
+    schedule.write_bytes(gzip.compress(text.encode()))
+    step, hops = simulate(text, request.cost), audit(text).hops
+    return Trial(
+        step_s=step.step_s,
+        compute_s=step.compute_s,
+        communication_s=step.communication_s,
+        exposed_s=step.exposed_s,
+        bound_s=step.bound_s,
+        peak_bytes=done.peak_bytes,
+        hops=hops.count,
+        hops_covered=hops.covered,
+        waited=_waited(step),
+        unknown=step.unknown,
+    )
+
+
+def _waited(step: Timeline) -> tuple[Waited, ...]:
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for spent in step.spent:
+        c = spent.collective
+        sums = found.setdefault((c.kind, c.ring or "", c.source), [0.0, 0.0])
+        sums[0] += spent.seconds
+        sums[1] += spent.exposed_s
+    waited = [Waited(*key, *sums) for key, sums in found.items()]
+    return tuple(sorted(waited, key=lambda w: -w.exposed_s))
+
+
+def main() -> None:
+    """What a child does: read a request from stdin, write the result to stdout."""
+    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
+    request, schedule, kernels = pickle.loads(sys.stdin.buffer.read(size))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    print(msgspec.json.encode(compiled(request, schedule, kernels)).decode(), flush=True)
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # no lock, which Python would want when it ends
+    os._exit(1)

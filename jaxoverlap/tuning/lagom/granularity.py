@@ -1,0 +1,211 @@
+"""How fine to cut each ring: Lagom's search on the unified model, before anything is compiled.
+
+Each matmul with a collective that could hide is a communication and its computation: whole, the
+collective in slices, a ring of as many pieces as devices, or one twice as fine. All start whole and
+on one channel (`jaxoverlap.tuning.lagom.search`, arXiv 2602.20656), beside the collectives that no matmul is cut
+for and the rest of the kernels, both as the schedule by rules has them. What comes out are whole
+plans to compile, best first, and the price of each ring's ways, by which later moves are ordered.
+
+A reconstruction where it goes beyond the paper: Lagom tunes channels, chunks and threads; that
+granularity is a setting of a communication like these is from this project's design.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jaxoverlap.cost.model import CostModel, Group, Sent
+from jaxoverlap.passes.planning.layout import traffic
+from jaxoverlap.passes.planning.profit import SLICES, chunk, whole
+from jaxoverlap.passes.planning.ring_plan import Member, Ring
+from jaxoverlap.plan.plan import Plan, Variant
+from jaxoverlap.simulation.hlo_work import Work
+from jaxoverlap.simulation.replay import group_of
+from jaxoverlap.simulation.timeline import Timeline
+from jaxoverlap.tuning.lagom.model import CHUNK_BYTES, Communication, Computation, Makespan, Space
+from jaxoverlap.tuning.lagom.search import Config, Place, search
+
+_FINER = 2  # times as many pieces as devices
+
+
+@dataclass(frozen=True)
+class Site:
+    """A ring that there could be.
+
+    Attributes:
+        number: that it is named after.
+        source: "file:line" of its first matmul.
+        ways: how it can be cut, by the number of pieces; 1: left plain.
+        communication, computation: what it moves, and its matmuls, in the settings of `ways`.
+    """
+
+    number: int
+    source: str
+    ways: Mapping[int, Variant]
+    communication: Communication
+    computation: Computation
+
+    def pieces(self, variant: Variant) -> int:
+        """That a variant cuts it into."""
+        if variant.style == "plain":
+            return 1
+        ring = self.communication.ring
+        return variant.slices if variant.style == "sliced" else ring * variant.slices
+
+
+def site_of(ring: Ring, source: str, group: Group) -> Site:
+    """A ring as a communication and a computation.
+
+    Args:
+        ring: of dtypes that have a price, as a ring of hops.
+        source: "file:line" of its first matmul.
+        group: the devices along its axis.
+    """
+    layout, runs = ring.first, ring.members[0].dot.runs
+    devices, rows = layout.ring.axis_size, layout.chunk()
+    ways = {1: Variant("plain")}
+    ways |= {n: Variant("sliced", n) for n in SLICES if n < devices and rows % n == 0}
+    ways |= {devices * n: Variant(ring.variant.style, n) for n in (1, _FINER) if rows % n == 0}
+    sent = traffic(layout)[layout.ring.axis]
+    space = Space(chunk_bytes=(CHUNK_BYTES,), pieces=tuple(sorted(ways)))
+    kind = ring.kind.replace("_", "-")
+    cut = tuple((n, _kernels(ring.members, n, ring.arrives)) for n in sorted(ways) if n > 1)
+    return Site(
+        ring.site,
+        source,
+        ways,
+        Communication(kind, sent, group, runs, space=space, ring=devices),
+        Computation(Work(tuple(whole(m) for m in ring.members)), runs, cut),
+    )
+
+
+def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[Work, ...]:
+    """Of one piece: each member's matmul, and what is copied for it."""
+    layouts = [member.layout for member in members]
+    hops = all(layout and pieces >= layout.ring.axis_size for layout in layouts)
+    chunks = [chunk(member, pieces, arrives, sums=hops) for member in members]
+    return tuple(work for m, copied in chunks for work in (Work((m,)), Work(memory_bytes=copied)))
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """The sites of a step in the unified model.
+
+    Attributes:
+        sites: in the order in which they run.
+        problem: theirs, the sites' communications first; None where there are no sites.
+    """
+
+    sites: tuple[Site, ...] = ()
+    problem: Makespan | None = None
+
+    def plans(self, count: int) -> list[dict[int, Variant]]:
+        """The best ways to cut all sites at once that Lagom's search comes by, best first.
+
+        Args:
+            count: how many at most; any two differ in a tenth of the sites, for the search turns
+                one site after the other and its best are all but the same.
+        """
+        if self.problem is None:
+            return []
+        found: list[dict[int, Variant]] = []
+        for tried in sorted(search(self.problem).trace, key=lambda t: t.outcome.step_s):
+            ways = self._ways(tried.config)
+            apart = (sum(ways[n] != other[n] for n in ways) for other in found)
+            if all(10 * differ >= len(ways) and differ for differ in apart):
+                found.append(ways)
+        return found[:count]
+
+    def _ways(self, config: Config) -> dict[int, Variant]:
+        places = zip(self.sites, config, strict=False)  # what follows is no site's
+        return {s.number: s.ways[s.communication.space.setting(p)[1]] for s, p in places}
+
+    def lost_per_second(self, number: int, now: Variant, to: Variant, waited_s: float) -> float:
+        """H of cutting a ring in another way: computation added for each second no longer exposed.
+
+        Args:
+            number: of the site.
+            now, to: how it is cut, and how it would be.
+            waited_s: seconds that kernels wait for it now, as simulated.
+
+        Returns:
+            Infinite where nothing is gained, and for a site that the model does not have.
+        """
+        if number not in self._places:
+            return math.inf
+        added_s = self.computation_s(number, to) - self.computation_s(number, now)
+        gained_s = waited_s - self._bare_s(number, to)
+        return added_s / gained_s if gained_s > 0 else math.inf
+
+    def computation_s(self, number: int, variant: Variant) -> float:
+        """Seconds of all runs of a site's matmuls, with what cutting them costs."""
+        site, j, p = self.sites[self._places[number]], self._places[number], self._problem
+        computation = p.communications[j].site
+        assert computation is not None
+        return site.computation.runs * p.alone_s(computation) * p.in_pieces(j, self._at(j, variant))
+
+    def _bare_s(self, number: int, variant: Variant) -> float:
+        """Seconds of a site's communication that nothing can hide, on NCCL's own channels."""
+        j = self._places[number]
+        bare = self.sites[j].communication.bare(self.sites[j].pieces(variant))
+        return bare * self._problem.seconds(j, self._at(j, variant))
+
+    def _at(self, j: int, variant: Variant) -> Place:
+        """Where a site stands that is cut so: with NCCL's own channels."""
+        pieces = self.sites[j].pieces(variant)
+        near = self.sites[j].communication.space.pieces
+        place = min(range(len(near)), key=lambda p: abs(near[p] - pieces))
+        return (*self._problem.default[j][:-1], place)
+
+    @property
+    def _problem(self) -> Makespan:
+        assert self.problem is not None
+        return self.problem
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        return {site.number: place for place, site in enumerate(self.sites)}
+
+
+def granularity(sites: Sequence[Site], rules: Plan, step: Timeline, cost: CostModel) -> Granularity:
+    """The sites of a step, beside all else that its schedule by rules has.
+
+    Args:
+        sites: all rings that there could be.
+        rules: the plan by rules.
+        step: its schedule in time.
+        cost: of the cluster.
+    """
+    if not sites:
+        return Granularity()
+    model = Granularity(tuple(sites), _problem(sites, (), 0.0, cost))
+    cut = {d.site: d.variant for d in rules.decisions if d.site == d.ring}
+    whole_ones = {site.source for site in sites if site.number not in cut}
+    plain = Variant("plain")
+    theirs_s = math.fsum(model.computation_s(s.number, cut.get(s.number, plain)) for s in sites)
+    own = Counter[Sent]()
+    for e in step.events:
+        c = e.collective
+        if e.kind == "collective" and c and not c.ring and e.source not in whole_ones:
+            group = group_of(c, cost.cluster.num_devices, cost.cluster)
+            own[c.kind, c.bytes_moved, group] += e.runs
+    others = tuple(Communication(*sent, runs=runs, space=_OTHERS) for sent, runs in own.items())
+    left_s = max(step.compute_s - theirs_s, 0.0)
+    return replace(model, problem=_problem(sites, others, left_s, cost))
+
+
+_OTHERS = Space(chunk_bytes=(CHUNK_BYTES,))
+
+
+def _problem(
+    sites: Sequence[Site], others: tuple[Communication, ...], left_s: float, cost: CostModel
+) -> Makespan:
+    """The sites, each followed by an equal part of the other kernels, which are bound by memory."""
+    part = int(left_s / len(sites) * cost.tables.memory.bytes_per_s)
+    computations = [c for site in sites for c in (site.computation, Computation(Work((), part)))]
+    theirs = (replace(site.communication, site=2 * i) for i, site in enumerate(sites))
+    return Makespan(cost, (*theirs, *others), tuple(computations))

@@ -1,0 +1,321 @@
+"""The search of a tuning: compile and simulate what could be the fastest plan, and move on from it.
+
+First whole plans (`candidates.seeds`), those of Lagom's search on the model among them
+(`granularity.py`); then the best few of these with other settings (`candidates.settings`); then,
+from the best, one ring after the other in another way (`candidates.moves`): the one with the
+smallest H first, each ring for itself, so that compiles grow with the number of rings and not with
+that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's granularity is a
+setting like channels is ours). Moves that help are put together and tried again. What is
+compiled is compiled in a child process (`trial.py`) and simulated; the step as it is is one of
+them, so a plan is never slower than plain by simulation. Of the moves XLA's partitioner is asked
+first (`passes/scheduling/estimate.py`), about many while children compile; those that it finds slower than the
+best so far are not compiled. Nothing is random: what ends early by its budget is a
+prefix of what would have been tried.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.scheduling.reorder import SAME
+from jaxoverlap.plan.plan import Plan
+from jaxoverlap.step.options import Options
+from jaxoverlap.step.trial import Failure, Request, Trial, attempt
+from jaxoverlap.tuning.candidates import (
+    PLAIN,
+    RULES,
+    Candidate,
+    changed,
+    moves,
+    said,
+    seeds,
+    settings,
+)
+from jaxoverlap.tuning.lagom.granularity import Granularity
+
+_TIMEOUT_S = 900.0  # for one candidate
+_PLANS = 3  # of the model's best, that are compiled
+_WITH_SETTINGS = 2  # of the best that were compiled, with other settings
+MOST_MEMORY = 1.15  # times the plain step's: a plan that needs more is not taken
+
+
+_AHEAD = 8  # moves that XLA is asked about for each that is compiled, if there is time
+_SLOWER = 1.01  # times the best one's estimate: what takes longer is not compiled
+_MOST_WORKERS = 8  # a compile takes gigabytes of memory
+
+
+def _cores() -> int:
+    """That this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A candidate, lowered.
+
+    Attributes:
+        request: for the child.
+        plan: None for the step as it is.
+    """
+
+    request: Request
+    plan: Plan | None
+
+
+Lower = Callable[[Options | None], Ready]
+Look = Callable[[Options], float | None]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate and what became of it.
+
+    Attributes:
+        candidate: what was tried.
+        plan: what the rewrite made of it; None for the step as it is, or where the rewrite failed.
+        result: of the child; or why there was none.
+        request: that the child got.
+    """
+
+    candidate: Candidate
+    plan: Plan | None
+    result: Trial | Failure
+    request: Request | None = None
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A candidate that XLA's partitioner was asked about.
+
+    Attributes:
+        candidate: the candidate.
+        step_s: how long it takes, estimated; None where it cannot be rewritten.
+    """
+
+    candidate: Candidate
+    step_s: float | None
+
+
+@dataclass
+class Search:
+    """One tuning.
+
+    Attributes:
+        lower: rewrites and lowers a step by some options; None is the step as it is.
+        base: the options of the rules.
+        kept: the folder of results.
+        memory_bytes: of a device.
+        look: estimates a step by some options from its partitioned program, in seconds.
+        model: the unified model of the step, from what the rules made of it.
+        deadline: by `time.monotonic`; what has not begun by then is not tried.
+        show: called with each result, in order.
+        kernels: that the candidates share.
+        workers: children at a time.
+        tried: all results, in order.
+        looked: the candidates that were estimated, by their choices.
+        complete: whether the search ended by itself.
+    """
+
+    lower: Lower
+    base: Options
+    kept: Path
+    memory_bytes: int
+    deadline: float
+    look: Look = lambda options: None
+    model: Callable[[Tried], Granularity] = lambda rules: Granularity()
+    show: Callable[[Tried], None] = lambda tried: None
+    kernels: Kernels = field(default_factory=Kernels)
+    workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
+    tried: list[Tried] = field(default_factory=list)
+    looked: dict[Hashable, Looked] = field(default_factory=dict)
+    complete: bool = False
+
+    def run(self) -> Tried:
+        """The best candidate.
+
+        Raises:
+            ValueError: if neither the step as it is nor the rewritten one compiles.
+        """
+        plain, rules = self._try(
+            [Candidate(PLAIN, None, {}), Candidate(RULES, self.base, {})], needed=True
+        )
+        if isinstance(plain.result, Failure) and isinstance(rules.result, Failure):
+            raise ValueError(
+                f"the step does not compile: {plain.result.why}; tune() needs one that does"
+            )
+        model = Granularity()
+        if rules.plan is not None:
+            plan = rules.plan
+            explicit = Candidate(RULES, said(self.base, plan), {})
+            rules = self.tried[1] = replace(rules, candidate=explicit)
+            known = rules.result if isinstance(rules.result, Trial) else None
+            model = self.model(rules) if known else model
+            self._try(seeds(self.base, plan, known, model.plans(_PLANS)))
+            for candidate, plan in self._fastest_plans():
+                self._try(settings(candidate, plan))
+        cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
+        self.complete = self._refine(model) and not cut and time.monotonic() < self.deadline
+        return self.best
+
+    def _fastest_plans(self) -> list[tuple[Candidate, Plan]]:
+        """The best few of what was tried, no two of one plan; the step as it is has none."""
+        found: list[tuple[Candidate, Plan]] = []
+        for one in sorted(self.tried, key=self._key):
+            if one.plan is not None and all(one.plan != plan for _, plan in found):
+                found.append((one.candidate, one.plan))
+        return found[:_WITH_SETTINGS]
+
+    def _refine(self, model: Granularity) -> bool:
+        """Move ring after ring, until nothing is left to try; False if time ran out before."""
+        seen: set[tuple[int, str]] = set()
+        while True:
+            best = self.best
+            if best.plan is None or not isinstance(best.result, Trial):
+                return True
+            following = moves(best.candidate, best.plan, best.result, seen, model)
+            if not following:
+                return True
+            if time.monotonic() >= self.deadline:
+                return False
+            batch = self._promising(best.candidate, following, seen)
+            if not batch:
+                return True
+            seen |= {(site, str(way)) for c in batch for site, way in c.changes.items()}
+            rest = iter([c for c in following if c not in batch][: _AHEAD * self.workers])
+            tried = self._try(batch, meanwhile=lambda rest=rest: self._looks_on(rest))
+            better = [t for t in tried if self._key(t) < self._key(best)]
+            if len(better) > 1:
+                self._try([_together(best.candidate, better)])
+
+    def _promising(
+        self, at: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
+    ) -> list[Candidate]:
+        """The moves to compile next: of those that were looked at the fastest, by estimate.
+
+        Those that are slower than the best so far are noted in `seen` and never compiled.
+        """
+        here_s, found = self._look(at), list[tuple[float, Candidate]]()
+        for candidate in following:
+            known = _choices(candidate) in self.looked
+            if len(found) >= self.workers and not known:
+                continue
+            step_s = self._look(candidate)
+            if here_s and step_s and step_s > here_s * _SLOWER:
+                seen |= {(site, str(way)) for site, way in candidate.changes.items()}
+            else:
+                found.append((step_s or math.inf, candidate))
+            if time.monotonic() >= self.deadline:
+                break
+        return [c for _, c in sorted(found, key=lambda one: one[0])][: self.workers]
+
+    def _look(self, candidate: Candidate) -> float | None:
+        """The estimated seconds of a candidate; XLA is asked once about each."""
+        key = _choices(candidate)
+        if key not in self.looked:
+            assert candidate.options is not None
+            try:
+                step_s = self.look(candidate.options)
+            except RewriteError:
+                step_s = None
+            self.looked[key] = Looked(candidate, step_s)
+        return self.looked[key].step_s
+
+    def _looks_on(self, rest: Iterator[Candidate]) -> bool:
+        """Look at the next of some candidates; False if there is none, or no time."""
+        candidate = next(rest, None)
+        if candidate is None or time.monotonic() >= self.deadline:
+            return False
+        self._look(candidate)
+        return True
+
+    def _try(
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        needed: bool = False,
+        meanwhile: Callable[[], bool] = lambda: False,
+    ) -> list[Tried]:
+        """Lower one after the other, and compile as many at a time as there are workers.
+
+        Args:
+            candidates: what to try.
+            needed: whether to try them after the deadline too.
+            meanwhile: does a piece of other work while children compile; False if none is left.
+        """
+        deadline = math.inf if needed else self.deadline
+        with ThreadPoolExecutor(self.workers) as pool:
+            begun, pending = [], list[Future[Any]]()
+            for candidate in candidates:
+                if time.monotonic() >= deadline:
+                    break
+                ready = self._lowered(candidate)
+                if isinstance(ready, Failure):
+                    begun.append((candidate, None, lambda failed=ready: failed))
+                else:
+                    running = pool.submit(self._attempt, ready.request, deadline)
+                    pending.append(running)
+                    begun.append((candidate, ready, running.result))
+            while not all(running.done() for running in pending) and meanwhile():
+                pass
+            done = []
+            for candidate, ready, get in begun:
+                if (result := get()) is not None:
+                    one = Tried(candidate, ready and ready.plan, result, ready and ready.request)
+                    done.append(one)
+                    self.show(one)
+        self.tried += done
+        return done
+
+    def _attempt(self, request: Request, deadline: float) -> Trial | Failure | None:
+        """The result of a candidate; nothing, if it could not begin in time."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        return attempt(request, self.kept, min(left, _TIMEOUT_S), self.kernels)
+
+    def _lowered(self, candidate: Candidate) -> Ready | Failure:
+        """A candidate that cannot be rewritten is no result; the rules' own error is the user's."""
+        try:
+            return self.lower(candidate.options)
+        except RewriteError as error:
+            if candidate.name == RULES:
+                raise
+            return Failure(why=f"RewriteError: {error.what}")
+
+    @property
+    def best(self) -> Tried:
+        """The fastest that fits; of equally fast ones the first."""
+        return min(self.tried, key=self._key)
+
+    def _key(self, tried: Tried) -> tuple[int, int]:
+        """What is made small: seconds, in units that a prediction tells apart, of what fits."""
+        if isinstance(tried.result, Failure):
+            return 2, 0
+        reference = next(t.result for t in self.tried if isinstance(t.result, Trial))
+        most = min(self.memory_bytes, MOST_MEMORY * reference.peak_bytes)
+        seconds = round(tried.result.step_s / (reference.step_s * SAME))
+        return int(tried.result.peak_bytes > most), seconds
+
+
+def _choices(candidate: Candidate) -> Hashable:
+    """What tells the candidates of one tuning apart that differ in single rings."""
+    options = candidate.options
+    return options and tuple(sorted((n, str(way)) for n, way in options.choices.items()))
+
+
+def _together(at: Candidate, better: Sequence[Tried]) -> Candidate:
+    """All moves that helped, in one candidate."""
+    assert at.options is not None
+    changes = {site: way for t in better for site, way in t.candidate.changes.items()}
+    name = " + ".join(t.candidate.name for t in better)
+    return Candidate(name, changed(at.options, changes), changes)

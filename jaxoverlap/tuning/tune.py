@@ -1,0 +1,341 @@
+"""A tuning from end to end: what is known already, the search, the channels, the clock."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+from rich.console import Console
+
+from jaxoverlap._util.files import kept_folder, opened, sealed, write_atomically
+from jaxoverlap._util.source_hash import source_hash
+from jaxoverlap._util.text import WIDTH
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.plan.plan import Attempt, MadeFor, Measured, Nccl, Plan, Predictions
+from jaxoverlap.simulation.simulation import simulate
+from jaxoverlap.step.options import Options
+from jaxoverlap.step.trial import Failure, Trial, schedule_of
+from jaxoverlap.tuning import clock
+from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways
+from jaxoverlap.tuning.correction import Correction, correction
+from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
+from jaxoverlap.tuning.lagom.granularity import Granularity, Site, granularity
+from jaxoverlap.tuning.search import Look, Looked, Lower, Search, Tried
+from jaxoverlap.tuning.table import progress, tried_table
+
+_FORMAT = "jaxoverlap tuning"
+_TIMED = 3  # candidates that are timed on hardware at first, of those that were simulated
+_MOST_TIMED = 12  # in all; each is compiled here, and takes its memory
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to tune.
+
+    Attributes:
+        budget_s: seconds after which no other candidate is tried. The step as it is and the one
+            that overlap() gives are compiled however long that takes.
+        measure: whether to time candidates on the devices that are here.
+        cache: the folder that keeps what was tried; by default one in the user's cache.
+        show: whether to show the progress and a table of what was tried, on stderr.
+    """
+
+    budget_s: float = 240.0
+    measure: bool = False
+    cache: str | None = None
+    show: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise ValueError(f"a budget of {self.budget_s} s: give more than zero")
+
+    @property
+    def folder(self) -> Path:
+        """Where to keep what was tried."""
+        if self.cache is not None:
+            return Path(self.cache)
+        return kept_folder()
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tuning's end, as it is kept: the plan, and whether more time would have tried more."""
+
+    plan: Plan
+    complete: bool
+    budget_s: float
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A step to tune.
+
+    Attributes:
+        lower: rewrites and lowers it for a child.
+        look: estimates it from its partitioned program, in seconds; for one with a cost model.
+        sites: all rings that it could have; likewise.
+        compiled: rewrites and compiles it here, to be timed; as `lower`.
+        args, kwargs: that it is called with.
+        base: what overlap() does unasked.
+        origin: what its plan is made for.
+        cost: of its cluster, where that is known.
+        memory_bytes: of one of its devices; of no account without a cost model.
+    """
+
+    lower: Lower
+    look: Look
+    sites: Callable[[], tuple[Site, ...]]
+    compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    base: Options
+    origin: MadeFor
+    cost: CostModel | None
+    memory_bytes: int
+
+
+def tuned(subject: Subject, tuning: Tuning) -> Plan:
+    """The plan under which a step is fastest.
+
+    Raises:
+        ValueError: if there is neither a cost model to simulate by nor a clock to go by.
+    """
+    if subject.cost is None and not tuning.measure:
+        raise ValueError(
+            f"no cost model of {subject.origin.cluster or subject.origin.devices}: name GPUs that "
+            "have one in cluster=, or time the step on the devices that are here: measure=True"
+        )
+    folder = tuning.folder
+    for part in ("plans", "trials"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    path = folder / "plans" / f"{_key(subject, tuning)}.json"
+    console = Console(stderr=True, quiet=not tuning.show)
+    known = _read(path)
+    if known is None or not (known.complete or known.budget_s >= tuning.budget_s):
+        plan, complete = _searched(subject, tuning, folder / "trials", console)
+        known = _Kept(plan, complete, tuning.budget_s)
+        write_atomically(path, sealed(_FORMAT, msgspec.json.encode(known)))
+    where = subject.origin.cluster or subject.origin.devices
+    width = console.width if console.is_terminal else WIDTH
+    shown = tried_table(f"tuning for {where}", known.plan.tried, width=width)
+    console.out(shown, highlight=False)
+    return known.plan
+
+
+def _key(subject: Subject, tuning: Tuning) -> str:
+    """A hash of all that the plan depends on, but the budget."""
+    origin, flags = msgspec.json.encode(subject.origin), os.environ.get("XLA_FLAGS", "")
+    depends = (origin, repr(subject.base), repr(subject.cost), flags, tuning.measure)
+    return hashlib.sha256(repr((depends, source_hash())).encode()).hexdigest()[:24]
+
+
+def _read(path: Path) -> _Kept | None:
+    """What was kept; nothing, where that is damaged: it is made anew."""
+    try:
+        return msgspec.json.decode(opened(_FORMAT, path.read_bytes()), type=_Kept)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _searched(
+    subject: Subject, tuning: Tuning, trials: Path, console: Console
+) -> tuple[Plan, bool]:
+    """The best plan that the budget allows, and whether more time would have tried more."""
+    if subject.cost is None:
+        candidates = _without_a_model(subject)
+        tried = tuple(Attempt(name=c.name) for c in candidates)
+        return _report(_Steps(subject, console).time(candidates), tried, None), True
+    with progress(tuning.budget_s, console=console) as show:
+        deadline = time.monotonic() + tuning.budget_s
+        search = Search(
+            subject.lower,
+            subject.base,
+            trials,
+            subject.memory_bytes,
+            deadline,
+            look=subject.look,
+            model=lambda rules: _model(subject, rules, trials),
+            show=show,
+        )
+        best = search.run()
+    tried = tuple(_attempt(t, taken=t is best) for t in search.tried)
+    compiled = {t.candidate.name for t in search.tried}
+    others = (one for one in search.looked.values() if one.candidate.name not in compiled)
+    tried += tuple(map(_looked_at, others))
+    if tuning.measure:
+        return _corrected(subject, search, tried, console), search.complete
+    assert best.request is not None
+    chosen = co_tune(schedule_of(best.request, trials), subject.cost)
+    plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
+    return msgspec.structs.replace(plan, tried=tried), search.complete
+
+
+def _model(subject: Subject, rules: Tried, trials: Path) -> Granularity:
+    """The step's sites in the unified model, beside all else that its schedule by rules has."""
+    assert rules.request and rules.plan and subject.cost
+    step = simulate(schedule_of(rules.request, trials), subject.cost)
+    return granularity(subject.sites(), rules.plan, step, subject.cost)
+
+
+def _attempt(tried: Tried, *, taken: bool) -> Attempt:
+    """What a plan says of a candidate."""
+    name, found = tried.candidate.name, tried.result
+    if isinstance(found, Failure):
+        return Attempt(name=name, why=found.why)
+    return Attempt(
+        name=name,
+        taken=taken,
+        step_s=found.step_s,
+        compute_s=found.compute_s,
+        exposed_s=found.exposed_s,
+        peak_bytes=found.peak_bytes,
+        hops=found.hops,
+        hops_covered=found.hops_covered,
+    )
+
+
+def _looked_at(one: Looked) -> Attempt:
+    """What a plan says of a candidate that was estimated and not compiled."""
+    if one.step_s is None:
+        return Attempt(name=one.candidate.name, why="could not be rewritten")
+    why = f"about {one.step_s * 1e3:.4g} ms before it is compiled: left at that"
+    return Attempt(name=one.candidate.name, why=why)
+
+
+# -- by simulation --------------------------------------------------------------------------------
+
+
+def _plan_of(best: Tried, tried: Sequence[Tried]) -> Plan:
+    if best.plan is not None:
+        return best.plan
+    rules = next(t.plan for t in tried if t.candidate.name == RULES)
+    if rules is None:
+        raise ValueError(f"the step is not rewritten: {tried[1].result}; there is nothing to tune")
+    return rules.left_alone()
+
+
+def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
+    """The plan with its channels and what the simulation says."""
+    assert isinstance(best.result, Trial)
+    step, reference = chosen.step, plain.result
+    found = Predictions(
+        step_s=step.step_s,
+        compute_s=step.compute_s,
+        communication_s=step.communication_s,
+        exposed_s=step.exposed_s,
+        bound_s=step.bound_s,
+        peak_bytes=best.result.peak_bytes,
+        plain_step_s=reference.step_s if isinstance(reference, Trial) else None,
+        plain_peak_bytes=reference.peak_bytes if isinstance(reference, Trial) else None,
+    )
+    return msgspec.structs.replace(plan, predictions=found, nccl=Nccl(channels=chosen.rows))
+
+
+# -- by the clock ---------------------------------------------------------------------------------
+
+
+def _without_a_model(subject: Subject) -> list[Candidate]:
+    """What is timed where nothing can be predicted: all rings in one way, and what seeds say."""
+    _, rules = subject.compiled(subject.base)
+    assert rules is not None
+    return [
+        Candidate(PLAIN, None, {}),
+        Candidate(RULES, subject.base, {}),
+        *seeds(subject.base, rules),
+        *ways(subject.base),
+    ]
+
+
+def _corrected(
+    subject: Subject, search: Search, tried: Sequence[Attempt], console: Console
+) -> Plan:
+    """The plan that is fastest by the clock, of those that the corrected simulation has in front.
+
+    The step as it is, the rules and the fastest few are timed. That corrects the simulation; where
+    it then has others in front of the fastest so far, those are timed too, all in turns again.
+    """
+    simulated = {t.candidate.name: t.result for t in search.tried if isinstance(t.result, Trial)}
+    candidates = {t.candidate.name: t.candidate for t in search.tried}
+    plain, rules, *others = candidates
+    fastest = sorted(simulated.keys() & others, key=lambda n: (simulated[n].step_s, n))
+    chosen, steps = [plain, rules, *fastest[:_TIMED]], _Steps(subject, console)
+    while True:
+        timed = steps.time([candidates[name] for name in chosen])
+        known = [(simulated[n], t.seconds) for n, t in timed.items() if n in simulated]
+        found = correction(known) if known else None
+        best_s = min(t.seconds for t in timed.values())
+        said = {n: found.step_s(simulated[n]) for n in fastest if found and n not in timed}
+        more = sorted((n for n in said if said[n] < best_s), key=lambda n: (said[n], n))
+        if not more or len(chosen) >= _MOST_TIMED:
+            return _report(timed, tried, found)
+        chosen += more[: _MOST_TIMED - len(chosen)]
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A candidate on the clock."""
+
+    seconds: float
+    plan: Plan | None
+
+
+class _Steps:
+    """Candidates that are compiled here, each once."""
+
+    def __init__(self, subject: Subject, console: Console):
+        self._subject, self._console = subject, console
+        self._made: dict[str, tuple[Callable[..., Any], Plan | None]] = {}
+
+    def time(self, candidates: Sequence[Candidate]) -> dict[str, _Timed]:
+        """All in turns."""
+        subject = self._subject
+        with self._console.status(f"timing {len(candidates)} candidates"):
+            for c in candidates:
+                if c.name not in self._made:
+                    self._made[c.name] = subject.compiled(c.options)
+            steps = [self._made[c.name] for c in candidates]
+            seconds = clock.medians_s([run for run, _ in steps], subject.args, subject.kwargs)
+        return {
+            c.name: _Timed(s, plan)
+            for c, s, (_, plan) in zip(candidates, seconds, steps, strict=True)
+        }
+
+
+def _report(
+    timed: Mapping[str, _Timed],
+    tried: Sequence[Attempt],
+    found: Correction | None,
+) -> Plan:
+    """The plan of the fastest, with what was measured.
+
+    Args:
+        timed: by name; the step as it is and the rules among them.
+        tried: all that there is to report on, those among them.
+        found: how far the simulation was off, if there was one.
+    """
+    best = min(timed, key=lambda name: timed[name].seconds)
+    plan, rules = timed[best].plan, timed[RULES].plan
+    if plan is None:
+        assert rules is not None
+        plan = rules.left_alone()
+    devices = jax.devices()
+    measured = Measured(
+        step_s=timed[best].seconds,
+        plain_step_s=timed[PLAIN].seconds,
+        runs=clock.REPEATS,
+        devices=f"{len(devices)} x {devices[0].device_kind}",
+        compute_factor=found and found.compute,
+        exposed_factor=found and found.exposed,
+    )
+    reported = tuple(
+        msgspec.structs.replace(
+            a, measured_s=timed[a.name].seconds if a.name in timed else None, taken=a.name == best
+        )
+        for a in tried
+    )
+    return msgspec.structs.replace(plan, measured=measured, tried=reported)

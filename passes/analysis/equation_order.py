@@ -1,0 +1,160 @@
+"""The order in which the equations of one body may stand, when some of them are to become one."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxoverlap._jax import compat
+
+
+class Order:
+    """Which equations of a body depend on which, and which are merged.
+
+    Places are equations' numbers in the body; a merged group goes by its first place.
+
+    The groups have numbers that respect every dependency, so what a request could turn into a
+    circle lies between two numbers, and only that is looked at and numbered anew (Pearce and Kelly,
+    "A dynamic topological sort algorithm for directed acyclic graphs", JEA 11, 2006).
+    """
+
+    def __init__(self, eqns: Sequence[Any]):
+        made: dict[Any, int] = {}
+        self._before: list[set[int]] = []
+        last_effect = None
+        for place, eqn in enumerate(eqns):
+            before = {made[v] for v in eqn.invars if not compat.is_literal(v) and v in made}
+            if eqn.effects:  # what has effects stays in the order it was written in
+                before |= {last_effect} - {None}  # type: ignore[arg-type]
+                last_effect = place
+            self._before.append(before)  # type: ignore[arg-type]
+            made.update(dict.fromkeys(eqn.outvars, place))
+        self._after: list[set[int]] = [set() for _ in self._before]
+        for place, needs in enumerate(self._before):
+            for need in needs:
+                self._after[need].add(place)
+        self._first = list(range(len(eqns)))
+        self._places = [[place] for place in range(len(eqns))]  # of each group, by its first place
+        self._number = list(range(len(eqns)))
+
+    def merge(self, *places: int) -> bool:
+        """Make one of several places, unless one would then have to come before itself."""
+        groups = {self._first[p] for p in places}
+        if len(groups) == 1:
+            return True
+        numbers = [self._number[group] for group in groups]
+        found = self._apart(
+            self._beside(groups, self._after),
+            self._beside(groups, self._before),
+            (min(numbers), max(numbers)),
+        )
+        if found is None:
+            return False
+        first = min(groups)
+        for group in groups - {first}:
+            for place in self._places[group]:
+                self._first[place] = first
+            self._places[first] += self._places[group]
+            self._places[group] = []
+        needed, waiting = found
+        self._renumber(needed, [first], waiting, numbers)
+        return True
+
+    def put_after(self, place: int, later: int) -> bool:
+        """Let `later` wait for `place`, unless `place` waits for it."""
+        needed, waiting = self._first[place], self._first[later]
+        if needed == waiting:
+            return False
+        low, high = self._number[waiting], self._number[needed]
+        if low < high:
+            found = self._apart({waiting}, {needed}, (low, high))
+            if found is None:
+                return False
+            self._renumber(found[0], [], found[1], [])
+        self._before[later].add(place)
+        self._after[place].add(later)
+        return True
+
+    def first(self, place: int) -> int:
+        """The first place of the group that a place is merged into."""
+        return self._first[place]
+
+    def places(self) -> list[int]:
+        """The first places of all groups, in an order that respects every dependency.
+
+        Where there is a choice, the one written first comes first.
+        """
+        groups = [first for first, places in enumerate(self._places) if places]
+        after = {group: self._beside([group], self._after) for group in groups}
+        waits = dict.fromkeys(groups, 0)
+        for group in groups:
+            for later in after[group]:
+                waits[later] += 1
+        ready = [group for group in groups if not waits[group]]  # sorted, so it is a heap
+        found = []
+        while ready:
+            found.append(heapq.heappop(ready))
+            for later in after[found[-1]]:
+                waits[later] -= 1
+                if not waits[later]:
+                    heapq.heappush(ready, later)
+        assert len(found) == len(groups), "merge and put_after refuse circles"
+        return found
+
+    def _beside(self, groups: Iterable[int], edges: Sequence[set[int]]) -> set[int]:
+        """The groups one step away from some, which are not among these."""
+        near = {self._first[p] for g in groups for place in self._places[g] for p in edges[place]}
+        return near.difference(groups)
+
+    def _apart(
+        self, waiting: set[int], needed: set[int], window: tuple[int, int]
+    ) -> tuple[set[int], set[int]] | None:
+        """All that has to come earlier, and all that has to come later, numbered within a window.
+
+        Two searches take turns: where one group waits for another, it mostly does so by way of a
+        few, and then they soon meet.
+
+        Args:
+            waiting: groups that have to come later, with all that waits for them.
+            needed: groups that have to come earlier, with all that they wait for.
+            window: the lowest and the highest number of what is in question.
+
+        Returns:
+            Both sets; None if a group would be in both.
+        """
+
+        def inside(groups: set[int]) -> set[int]:
+            return {g for g in groups if window[0] <= self._number[g] <= window[1]}
+
+        sides = (inside(waiting), self._after), (inside(needed), self._before)
+        (late, _), (early, _) = sides
+        queues = [deque(found) for found, _ in sides]
+        if not late.isdisjoint(early):
+            return None
+        while any(queues):
+            for queue, (found, edges), (other, _) in zip(queues, sides, sides[::-1], strict=True):
+                if not queue:
+                    continue
+                new = inside(self._beside([queue.popleft()], edges)) - found
+                if not new.isdisjoint(other):
+                    return None
+                found |= new
+                queue.extend(new)
+        return early, late
+
+    def _renumber(
+        self, needed: set[int], merged: list[int], waiting: set[int], also: Sequence[int]
+    ) -> None:
+        """Number anew what is needed, then what was merged, then what waits.
+
+        Args:
+            also: numbers that are free, beside those that these groups have.
+        """
+        early, late = (sorted(groups, key=self._number.__getitem__) for groups in (needed, waiting))
+        free = sorted({*also, *(self._number[group] for group in (*early, *late))})
+        for group, number in zip((*early, *merged), free, strict=False):
+            self._number[group] = number
+        for group, number in zip(reversed(late), reversed(free), strict=False):
+            self._number[group] = number

@@ -1,0 +1,48 @@
+"""Put the bodies of inner jits in their place, so that matmuls that belong together meet.
+
+    q = jit[name=_einsum jaxpr={ lambda ; x w. let y = dot_general x w in (y,) }] x w
+
+->  q = dot_general x w
+
+`jnp.einsum`, `jnp.matmul` and most of a user's own helpers are jits of their own: without this,
+three projections that read one value stand in three bodies, and each would gather it for itself.
+
+Only jits that hold a matmul are opened. One that says more than "compile this" (shardings,
+donation, compiler options, a wish about inlining, constants, effects) stays as it is; so do the
+bodies of primitives that have rules of their own, but for shard_map.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.jaxprs import TRANSPARENT, has_matmul
+
+
+def flatten(jaxpr: Any) -> Any:
+    """A jaxpr that computes the same, in which no plain jit stands around a matmul."""
+    return _body(jaxpr) if any(map(has_matmul, jaxpr.eqns)) else jaxpr
+
+
+def _body(jaxpr: Any) -> Any:
+    renamed: dict[Any, Any] = {}
+
+    def now(atom: Any) -> Any:
+        return atom if compat.is_literal(atom) else renamed.get(atom, atom)
+
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=[now(v) for v in eqn.invars])
+        opaque = eqn.primitive.name not in (*TRANSPARENT, "shard_map")
+        if opaque or not has_matmul(eqn):
+            eqns.append(eqn)
+            continue
+        eqn = compat.map_jaxprs(_body, eqn)
+        if not compat.is_plain_jit(eqn):
+            eqns.append(eqn)
+            continue
+        inner, results = compat.opened_jit(eqn)
+        eqns.extend(inner)
+        renamed.update(zip(eqn.outvars, results, strict=True))
+    return jaxpr.replace(eqns=eqns, outvars=[now(v) for v in jaxpr.outvars])

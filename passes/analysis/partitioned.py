@@ -1,0 +1,396 @@
+"""What XLA makes of a step: how every operand and result of every matmul lies, and what moves.
+
+The step is lowered with a tag on each matmul, and XLA's partitioner says what it makes of that; a
+copy with probes (`_partitioner.probe`) says how values lie. A probe is one more reader of a value,
+and may change how Shardy resolves a conflict, so answers count where the probed program does what
+the other does. Nothing else is compiled: a question about a 7B train step takes 0.4 s.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import compat, partitioner
+from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.passes.planning.splits import Spec
+from jaxoverlap.simulation import hlo
+
+TAG = "jaxoverlap_site"
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
+_RESHARDS = ("sharding_constraint", "reshard")
+_VIEWS = ("transpose", "convert_element_type")
+
+
+class Shardings(NamedTuple):
+    """How the sides of one matmul lie: a tuple of mesh axes a dim, major to minor.
+
+    None where mesh axes do not say it, as where part of an axis shards a dim.
+
+    Attributes:
+        lhs, rhs, out: of the operands and the result.
+        lhs_sources, rhs_sources: of the values that the operand is made from by nothing but
+            resharding: before the last reshard, before the last two, ...
+        out_sinks: of the values that the result becomes by resharding (and transposes), as long as
+            nobody else reads it: after the first reshard, after the first two, ...; by the dims of
+            the result.
+    """
+
+    lhs: Spec | None
+    rhs: Spec | None
+    out: Spec | None
+    lhs_sources: tuple[Spec | None, ...] = ()
+    rhs_sources: tuple[Spec | None, ...] = ()
+    out_sinks: tuple[Spec | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What XLA's partitioner makes of a step.
+
+    Attributes:
+        shardings: of the matmuls, by their number (`jaxprs.dots`); of scatter-adds by the number of
+            their body and their place in that, where `rhs` is the updates. In manual code they name
+            the axes that are automatic beside the manual ones. What XLA dropped is missing.
+        results: how the step's results lie; XLA's own words where mesh axes do not say it.
+        text: the partitioned module's.
+        num_devices: that it is for.
+    """
+
+    shardings: Mapping[Any, Shardings]
+    results: tuple[Spec | str, ...]
+    text: str
+    num_devices: int
+
+    @property
+    def donated(self) -> frozenset[tuple[str, str]]:
+        """The results that lie in an argument's memory, each with the argument, by number."""
+        return frozenset(_ALIAS.findall(self.text.partition("\n")[0]))
+
+    @functools.cached_property
+    def module(self) -> hlo.Module:
+        """The partitioned module, in the order of its text: it is not scheduled yet."""
+        return hlo.parse_partitioned(self.text, self.num_devices)
+
+
+def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool = True) -> Picture:
+    """What XLA makes of a traced step.
+
+    Args:
+        traced: the step.
+        jaxpr: its jaxpr, flattened or rewritten; the numbers of the answer are of this one.
+        mesh: the step's mesh.
+        ask: whether to ask for the shardings of its matmuls.
+
+    Raises:
+        RewriteError: if XLA does not partition the step.
+    """
+    if not ask:
+        found = _partition(traced, jaxpr, mesh)
+        return Picture({}, found.results, found.text, mesh.size)
+    asked = {key: (body.index, one) for body in bodies(jaxpr) for key, one in _asked(body)}
+    probed = functools.partial(_probed, traced, jaxpr, mesh, asked)
+    wanted = [(body, v) for body, one in asked.values() for v in _variables(one.variables())]
+    found, _ = probed(frozenset())
+    if mesh.devices.flat[0].platform == "cpu":  # its programs come fused, and cannot be compared
+        _, answers = probed(frozenset(wanted))
+    else:
+        answers = _answers([*dict.fromkeys(wanted)], _work(found.text), probed)
+    told: dict[int, dict[Any, Spec | None]] = {}
+    for (body, v), spec in answers.items():
+        told.setdefault(body, {})[v] = spec
+    known = {
+        key: one.read(told[body])
+        for key, (body, one) in asked.items()
+        if (body, one.out) in answers
+    }
+    return Picture(known, found.results, found.text, mesh.size)
+
+
+_Value = tuple[int, Any]  # a body's number, as two bodies may share their variables, and a variable
+_Answers = dict[_Value, Spec | None]
+
+
+def _partition(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh) -> partitioner.Partitioned:
+    """What XLA's partitioner makes of a jaxpr in the place of a traced step's."""
+    params = compat.with_jaxpr(compat.traced_params(traced), jaxpr, {})
+    params["name"] = partitioner.new_name()
+    try:
+        return partitioner.ask(compat.traced_with(traced, params).lower(), mesh)
+    except partitioner.NoAnswerError as error:
+        raise RewriteError(
+            f"XLA's partitioner gave no answer about {traced.fun_name}: {error}"
+        ) from error
+
+
+def _probed(
+    traced: jax.stages.Traced,
+    jaxpr: Any,
+    mesh: Mesh,
+    asked: Mapping[Any, tuple[int, _Asked]],
+    wanted: Set[_Value],
+) -> tuple[partitioner.Partitioned, _Answers]:
+    """What XLA makes of a step with its matmuls tagged, and how the wanted values lie in it."""
+    told: dict[int, dict[Any, Spec | None]] = {}
+
+    def visit(body: Body) -> list[Any] | None:
+        here = {key for key, (at, _) in asked.items() if at == body.index}
+        variables = {v for at, v in wanted if at == body.index}
+        answers = told.setdefault(body.index, {})
+        return _with_probes(body, here, variables, answers, mesh) if here else None
+
+    found = _partition(traced, map_bodies(jaxpr, visit), mesh)
+    return found, {(at, v): spec for at, answers in told.items() for v, spec in answers.items()}
+
+
+_MOST_QUESTIONS = 24  # about one step
+
+
+def _answers(
+    wanted: list[_Value],
+    unasked: Counter[Any],
+    probed: Callable[[Set[_Value]], tuple[partitioner.Partitioned, _Answers]],
+) -> _Answers:
+    """How values lie, from programs in which a device does what it does in the unasked one.
+
+    A question may change the answer: Shardy resolves conflicts in the order in which it meets them,
+    and a probe is one more reader of a value. Then each half is asked about alone. What still has
+    no answer is left out.
+
+    Args:
+        wanted: the values.
+        unasked: the work of a device in the program without any probe.
+        probed: gives what XLA makes of the step with probes, and their answers.
+    """
+    answers: _Answers = {}
+    groups = deque([wanted] if wanted else [])
+    for _ in range(_MOST_QUESTIONS):
+        if not groups:
+            break
+        group = groups.popleft()
+        found, told = probed(frozenset(group))
+        if _work(found.text) == unasked:
+            answers |= told
+        elif len(group) > 1:
+            groups += (group[: len(group) // 2], group[len(group) // 2 :])
+    return answers
+
+
+class _Asked(NamedTuple):
+    """The variables whose shardings make up a `Shardings`; literals are whole everywhere.
+
+    Attributes:
+        lhs, rhs, out, lhs_sources, rhs_sources: as there.
+        sinks: as there, each with which dims of the result its own are.
+    """
+
+    lhs: Any
+    rhs: Any
+    out: Any
+    lhs_sources: tuple[Any, ...]
+    rhs_sources: tuple[Any, ...]
+    sinks: tuple[tuple[Any, tuple[int, ...]], ...]
+
+    def variables(self) -> Iterator[Any]:
+        """All of them."""
+        yield from (self.lhs, self.rhs, self.out, *self.lhs_sources, *self.rhs_sources)
+        yield from (var for var, _ in self.sinks)
+
+    def read(self, answers: Mapping[Any, Spec | None]) -> Shardings:
+        """What was answered."""
+
+        def of(var: Any) -> Spec | None:
+            return ((),) * var.aval.ndim if compat.is_literal(var) else answers.get(var)
+
+        def turned(spec: Spec | None, dims: tuple[int, ...]) -> Spec | None:
+            return spec and tuple(spec[dims.index(d)] for d in range(len(dims)))
+
+        return Shardings(
+            of(self.lhs),
+            of(self.rhs),
+            of(self.out),
+            tuple(map(of, self.lhs_sources)),
+            tuple(map(of, self.rhs_sources)),
+            tuple(turned(of(var), dims) for var, dims in self.sinks),
+        )
+
+
+def _asked(body: Body) -> Iterator[tuple[Any, _Asked]]:
+    """What is to be asked about a body's matmuls and scatter-adds."""
+    if body.opaque:
+        return
+    around = _Around(body)
+    for place, eqn in enumerate(body.eqns):
+        if eqn.primitive.name == "scatter-add" and eqn.outvars[0] in around.live:
+            yield (body.index, place), around.asked(eqn.invars[0], eqn.invars[2], eqn.outvars[0])
+    for dot in body.dots:
+        readable = not dot.inside or (dot.manual and dot.manual.automatic)
+        out = dot.eqn.outvars[0]
+        if readable and dot.eqn.primitive.name == "dot_general" and out in around.live:
+            lhs, rhs = dot.eqn.invars
+            yield dot.index, around.asked(lhs, rhs, out)
+
+
+class _Around:
+    """The reshards around the values of a body."""
+
+    def __init__(self, body: Body):
+        self.made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        self.readers: dict[Any, list[Any]] = {}
+        for eqn in body.eqns:
+            for v in _variables(eqn.invars):
+                self.readers.setdefault(v, []).append(eqn)
+        for v in _variables(body.outvars):
+            self.readers.setdefault(v, []).append(None)
+        self.live = _live(body)
+
+    def asked(self, lhs: Any, rhs: Any, out: Any) -> _Asked:
+        return _Asked(lhs, rhs, out, self._sources(lhs), self._sources(rhs), self._sinks(out))
+
+    def _sources(self, var: Any) -> tuple[Any, ...]:
+        """The values before each of the reshards that made one, the last reshard first."""
+        found: list[Any] = []
+        while not compat.is_literal(var) and (eqn := self.made.get(var)) is not None:
+            if eqn.primitive.name not in _RESHARDS:
+                break
+            var = eqn.invars[0]
+            found.append(var)
+        return tuple(found)
+
+    def _sinks(self, var: Any) -> tuple[tuple[Any, tuple[int, ...]], ...]:
+        """The values after each of the reshards that one meets, and which dims theirs are."""
+        dims, found = tuple(range(var.aval.ndim)), []
+        while len(readers := self.readers.get(var, [])) == 1 and readers[0] is not None:
+            eqn = readers[0]
+            if eqn.primitive.name == "transpose":
+                dims = tuple(dims[d] for d in eqn.params["permutation"])
+            elif eqn.primitive.name not in (*_RESHARDS, *_VIEWS):
+                break
+            var = eqn.outvars[0]
+            if eqn.primitive.name in _RESHARDS:
+                found.append((var, dims))
+        return tuple(found)
+
+
+def _live(body: Body) -> set[Any]:
+    """The variables of a body that its results or effects need."""
+    live = set(_variables(body.outvars))
+    for eqn in reversed(body.eqns):
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            live.update(_variables(eqn.invars))
+            live.update(eqn.outvars)
+    return live
+
+
+def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    return (a for a in atoms if not compat.is_literal(a))
+
+
+def _with_probes(
+    body: Body,
+    asked: Set[Any],
+    wanted: Set[Any],
+    answers: dict[Any, Spec | None],
+    mesh: Mesh,
+) -> list[Any]:
+    """A body's equations, with a probe after each wanted value, and tags on matmuls asked about."""
+    tags = {id(dot.eqn): str(dot.index) for dot in body.dots if dot.index in asked}
+    made = {v for eqn in body.eqns for v in eqn.outvars}
+    manual = body.dots[0].manual if body.dots else None
+    axes = manual.automatic if manual else mesh.shape
+
+    def probe(v: Any, like: Any) -> Any:
+        return partitioner.probe(v, v, answers, axes, like)
+
+    eqns = [probe(v, body.eqns[0]) for v in wanted if v not in made]
+    for eqn in body.eqns:
+        tag = tags.get(id(eqn))
+        eqns.append(compat.with_tag(eqn, **{TAG: tag}) if tag else eqn)
+        eqns += [probe(v, eqn) for v in eqn.outvars if v in wanted]
+    return eqns
+
+
+# -- what a device does ---------------------------------------------------------------------------
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(COLLECTIVES)})\(")
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z]|$)")
+_DIMS = re.compile(r"\[([\d,]*)\]")
+
+
+def _work(text: str) -> Counter[Any]:
+    """The matmuls and collectives of a partitioned module, by sizes and groups.
+
+    Dims are sorted: a probe may keep XLA from turning a matmul around.
+    """
+    return Counter(
+        (at[2], *_sorted_dims(at[1]), *_GROUPS.findall(line))
+        for line in text.splitlines()
+        if (at := _WORKING.search(line))
+    )
+
+
+def _sorted_dims(shape: str) -> list[tuple[str, ...]]:
+    """The dims of an array, or of the arrays of a tuple."""
+    return sorted(tuple(sorted(dims.split(","))) for dims in _DIMS.findall(shape))
+
+
+# -- the collectives beside a matmul --------------------------------------------------------------
+
+TAGGED = re.compile(TAG + r'="(\d+)"')
+BESIDE = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
+
+Place = tuple[str, str]
+"""A computation and an instruction in it."""
+
+
+def collectives_of_sites(
+    module: hlo.Module, between: Collection[str] = BESIDE
+) -> dict[int, set[Place]]:
+    """The collectives that stand beside each matmul of a step, by its number.
+
+    A matmul that XLA has joined with another is missing.
+
+    Args:
+        module: the partitioned one.
+        between: opcodes that may stand between the two: views, converts and sums.
+    """
+    found: dict[int, set[Place]] = {}
+    for name, body in module.computations.items():
+        made = {i.name: i for i in body}
+        users: dict[str, list[hlo.Instruction]] = {}
+        for i in body:
+            for operand in i.operands:
+                users.setdefault(operand.partition("#")[0], []).append(i)
+        read = {at.name: [made[o.partition("#")[0]] for o in at.operands] for at in body}
+        for i in body:
+            tag = TAGGED.search(i.line) if i.opcode == "dot" else None
+            if tag is None:
+                continue
+            beside = {(name, c.name) for way in (read, users) for c in _beside(i, way, between)}
+            found.setdefault(int(tag.group(1)), set()).update(beside)
+    return found
+
+
+def _beside(
+    dot: hlo.Instruction, way: Mapping[str, list[hlo.Instruction]], between: Collection[str]
+) -> Iterator[hlo.Instruction]:
+    """The collectives on the way from a matmul in one direction, up to what computes."""
+    seen, stack = set[str](), list(way.get(dot.name, ()))
+    while stack:
+        at = stack.pop()
+        if at.name in seen:
+            continue
+        seen.add(at.name)
+        if at.opcode in COLLECTIVES:
+            yield at
+        if at.opcode in between:
+            stack += way.get(at.name, ())

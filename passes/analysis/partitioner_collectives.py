@@ -1,0 +1,88 @@
+"""The collectives that stay XLA's: what no ring does, with bytes and source lines."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from jaxoverlap.plan.plan import Remaining
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.audit import Collective, collectives
+from jaxoverlap.simulation.device_groups import axes_of
+
+_BY_PARTITIONER = 'is_spmd_generated="true"'
+
+
+def remaining(module: hlo.Module, axis_sizes: Mapping[str, int]) -> tuple[Remaining, ...]:
+    """The collectives that XLA's partitioner has put into a step, most bytes first.
+
+    Args:
+        module: the partitioned module.
+        axis_sizes: devices along each axis of its mesh.
+    """
+    sums: dict[tuple[str, tuple[str, ...], str], list[int]] = defaultdict(lambda: [0, 0])
+    by_partitioner = {
+        (name, i.name)
+        for name, body in module.computations.items()
+        for i in body
+        if _BY_PARTITIONER in i.line
+    }
+    for c in moved(module):
+        if (c.computation, c.name) in by_partitioner:
+            axes = axes_of(c.groups, module.num_devices, axis_sizes)
+            total = sums[c.kind.replace("-", "_"), axes, c.source or _last(c.op_name)]
+            total[0] += c.runs
+            total[1] += c.runs * c.bytes_moved
+    found = [
+        Remaining(kind=kind, axes=axes, source=source, runs=runs, bytes_moved=sent)
+        for (kind, axes, source), (runs, sent) in sums.items()
+        if sent
+    ]
+    return tuple(sorted(found, key=lambda r: (-r.bytes_moved, r.source)))
+
+
+def _last(op_name: str) -> str:
+    """The end of an operation's path, for what has no source line."""
+    return op_name.rpartition("/")[2] or "<unknown>"
+
+
+def moved(module: hlo.Module) -> Iterator[Collective]:
+    """The collectives of a partitioned module; an all-reduce that is only sliced is a scatter."""
+    scattered = {
+        (name, reduced)
+        for name, body in module.computations.items()
+        for reduced in _scattered(body)
+    }
+    for c in collectives(module):
+        if (c.computation, c.name) in scattered:
+            c = replace(c, kind="reduce-scatter", bytes_moved=c.bytes_moved // 2)
+        yield c
+
+
+def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
+    """The all-reduces of which each device only cuts out its own part.
+
+    XLA:GPU makes a reduce-scatter of them later; so does every partitioner for which it matters.
+    """
+    users: dict[str, list[hlo.Instruction]] = defaultdict(list)
+    for i in body:
+        for operand in set(i.operands):
+            users[operand.partition("#")[0]].append(i)
+    for i in body:
+        if i.opcode != "all-reduce" or i.shape.startswith("("):
+            continue
+        whole = hlo.shape_bytes(i.shape)
+        parts = [_sliced(user, users) for user in users[i.name]]
+        sizes = {hlo.shape_bytes(part.shape) for part in parts if part is not None}
+        if parts and None not in parts and len(sizes) == 1 and sizes != {whole}:
+            yield i.name
+
+
+def _sliced(
+    user: hlo.Instruction, users: Mapping[str, list[hlo.Instruction]]
+) -> hlo.Instruction | None:
+    """The slice that a value is cut to, by where the device is; None if it is read whole."""
+    while user.opcode in ("reshape", "bitcast", "transpose") and len(users[user.name]) == 1:
+        (user,) = users[user.name]
+    return user if user.opcode == "dynamic-slice" else None

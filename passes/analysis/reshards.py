@@ -1,0 +1,122 @@
+"""What stands around a matmul that does nothing but move data: constraints and reshards.
+
+    x: [s@model, d] ;  y = sharding_constraint[None, None] x ;  z = dot_general y w
+
+The gather is asked for by the constraint and not by the matmul; whoever looks at `y` alone sees no
+collective. Where only matmuls read `y`, they may as well read `x`, and gather it themselves. In the
+same way a result that is only resharded may be given as it is wanted, be it transposed before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import Array, lax
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.jaxprs import Body
+
+_MOVES = ("sharding_constraint", "reshard")
+_VIEWS = ("transpose", "convert_element_type")
+
+
+class End(NamedTuple):
+    """What a result becomes.
+
+    Attributes:
+        var: its variable.
+        places: the places of the equations on the way.
+        views: those of them that do something else than reshard, but element by element.
+        inside: the variables on the way, the result's own first.
+    """
+
+    var: Any
+    places: tuple[int, ...] = ()
+    views: tuple[Any, ...] = ()
+    inside: tuple[Any, ...] = ()
+
+    @property
+    def reshards(self) -> int:
+        """How many of the equations are reshards."""
+        return len(self.places) - len(self.views)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Which of the result's dims each dim is; () if they are in order."""
+        dims: tuple[int, ...] = ()
+        for eqn in self.views:
+            if eqn.primitive.name == "transpose":
+                permutation = eqn.params["permutation"]
+                dims = tuple(dims[d] for d in permutation) if dims else tuple(permutation)
+        return dims
+
+    def seen(self, value: Array) -> Array:
+        """The result as it becomes, but for the resharding."""
+        for eqn in self.views:
+            if eqn.primitive.name == "transpose":
+                value = lax.transpose(value, eqn.params["permutation"])
+            else:
+                value = lax.convert_element_type(value, eqn.params["new_dtype"])
+        return value
+
+
+class Chains:
+    """The reshards of one body."""
+
+    def __init__(self, body: Body):
+        self._eqns: Sequence[Any] = body.eqns
+        self._made: dict[Any, int] = {}
+        self._readers: defaultdict[Any, list[int | None]] = defaultdict(list)
+        for place, eqn in enumerate(body.eqns):
+            self._made.update((v, place) for v in eqn.outvars)
+            for atom in eqn.invars:
+                if not compat.is_literal(atom):
+                    self._readers[atom].append(place)
+        for atom in body.outvars:
+            if not compat.is_literal(atom):
+                self._readers[atom].append(None)
+
+    def origin(self, var: Any) -> tuple[Any, int]:
+        """What a matmul's operand is made from by nothing but reshards that only matmuls read.
+
+        Returns:
+            Its variable, and how many reshards there are.
+        """
+        reshards = 0
+        while not compat.is_literal(var) and (place := self._made.get(var)) is not None:
+            if not (self._moves(place) and all(map(self._is_matmul, self._readers[var]))):
+                break
+            var, reshards = self._eqns[place].invars[0], reshards + 1
+        return var, reshards
+
+    def end(self, var: Any) -> End:
+        """What a result becomes up to its last reshard, if nobody else reads it."""
+        end, places, views, inside = End(var), [], [], []
+        while len(readers := self._readers[var]) == 1 and readers[0] is not None:
+            eqn = self._eqns[readers[0]]
+            places.append(readers[0])
+            if eqn.primitive.name in _VIEWS:
+                views.append(eqn)
+            elif not self._moves(readers[0]):
+                break
+            inside.append(var)
+            var = eqn.outvars[0]
+            if self._moves(readers[0]):
+                end = End(var, tuple(places), tuple(views), tuple(inside))
+        return end
+
+    def _moves(self, place: int) -> bool:
+        eqn = self._eqns[place]
+        if eqn.primitive.name not in _MOVES or compat.states_some(eqn.outvars[0]):
+            return False
+        return not compat.states_others(eqn)  # as at the edge of explicit_axes
+
+    def _is_matmul(self, place: int | None) -> bool:
+        if place is None:
+            return False
+        eqn = self._eqns[place]
+        if eqn.primitive.name == "dot_general":
+            return True
+        return self._moves(place) and all(map(self._is_matmul, self._readers[eqn.outvars[0]]))

@@ -1,0 +1,245 @@
+"""Manual code: the collectives that a user wrote beside matmuls in the body of a shard_map.
+
+    x = all_gather[axis_name=model all_gather_dimension=0 tiled=True] x ;  q = dot_general x wq
+    p = dot_general h w ;  y = reduce_scatter[axis_name=model scatter_dimension=0 tiled=True] p
+
+->  q = <all_gather_matmul> x wq ;  y = <matmul_reduce_scatter> h w
+
+Here the collective is an equation, so nothing has to be worked out. The matmuls that read a
+gathered or exchanged value share one ring, which keeps the value whole where others read it too;
+partial sums that are added up before they are scattered travel as one sum. What stands between the
+two and only turns, converts or retypes (transpose, convert_element_type, pvary) is done chunk by
+chunk. The axis is manual already, so the ring stands in the body itself (`manual_rings.py`).
+
+A matmul stays as it is where a ring would not be the same: for groups of devices, several axes at
+once, gathers that are not tiled; in branches and loops that devices may run differently, as a hop
+needs all of them. So it does where XLA would move an operand or the result along an automatic axis
+of its own accord: in a ring it would do so once a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, Manual
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.manual.find import Ring, Site, Sites, possible_rings
+from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
+from jaxoverlap.passes.planning.decide import PASSES, letters_of, skip_of, source_of, variant_of
+from jaxoverlap.passes.planning.requests import Granularity, Wishes
+from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
+
+
+@dataclass
+class ManualSharing:
+    """What becomes of the matmuls of one manual body.
+
+    Attributes:
+        manual: what is manual in it.
+        order: the order in which the body's equations then stand.
+        rings: the rings.
+        late: matmuls that read what a ring gathered, by their numbers.
+        left: collectives beside a matmul that stay as they are, by its number.
+        skipped: why each other matmul is left alone, by its number.
+    """
+
+    manual: Manual
+    order: Order
+    rings: list[Ring] = field(default_factory=list)
+    late: dict[int, Ring] = field(default_factory=dict)
+    left: dict[int, list[str]] = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
+
+
+def decide_manual(
+    found: Sequence[Body],
+    shardings: Mapping[int, Shardings],
+    *,
+    skip: Collection[str] = (),
+    granularity: Granularity = None,
+    choices: Mapping[int, Variant] | None = None,
+    alone: Collection[int] = (),
+    rejected: Mapping[int, str] | None = None,
+) -> tuple[dict[int, Decision | Skip], dict[int, ManualSharing]]:
+    """Decide on every matmul in the manual bodies of a step.
+
+    Args:
+        found: the step's bodies, from `jaxprs.bodies`.
+        shardings: from `partitioned`: how its matmuls lie on axes that are automatic beside.
+        skip, granularity, choices, alone, rejected: as in `decide.decide`.
+
+    Returns:
+        An entry a matmul, and what becomes of each manual body that has any, by their numbers.
+    """
+    wishes = Wishes(skip, granularity, choices or {}, alone)
+    entries: dict[int, Decision | Skip] = {}
+    sharings: dict[int, ManualSharing] = {}
+    for body in found:
+        dots = {dot.index: dot for dot in body.dots if dot.manual}
+        if not dots:
+            continue
+        sharing = sharings[body.index] = _chosen(body, shardings, wishes, rejected or {})
+        for ring in sharing.rings:
+            entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
+        entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}
+        entries |= {i: skip_of(dots[i], why) for i, why in sharing.skipped.items()}
+    return entries, sharings
+
+
+def _chosen(
+    body: Body,
+    shardings: Mapping[int, Shardings],
+    wishes: Wishes,
+    rejected: Mapping[int, str],
+) -> ManualSharing:
+    """What becomes of the matmuls of a manual body, and how the pieces of each ring travel."""
+    left = {site: LEFT_PLAIN + why for site, why in rejected.items()}
+    while True:
+        sharing = _share(body, shardings, wishes, left)
+        before = len(left)
+        for ring in sharing.rings:
+            wanted = wishes.variant(ring.site, source_of(ring.sites[0].dot)) or Variant()
+            ring.variant, ring.why = variant_of(ring.collective.kind, ring.chunk, wanted)
+            if wanted.style == "plain":
+                left |= {site.dot.index: LEFT_PLAIN + "as chosen" for site in ring.sites}
+        if len(left) == before:
+            return sharing
+
+
+def _share(
+    body: Body, shardings: Mapping[int, Shardings], wishes: Wishes, left: Mapping[int, str]
+) -> ManualSharing:
+    """Which matmuls of a manual body have rings: the largest collectives choose first.
+
+    Args:
+        body, shardings, wishes: the body, how its matmuls lie, and what is wanted of them.
+        left: why matmuls of rings that are not made are left alone, by their numbers.
+    """
+    manual = body.dots[0].manual
+    assert manual is not None
+    sites, order = Sites(body, manual.axes), Order([_edges(eqn) for eqn in body.eqns])
+    sharing = ManualSharing(manual, order)
+    whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, wishes))}
+    whys |= {dot.index: left[dot.index] for dot in body.dots if dot.index in left}
+    taken: set[int] = set()
+    # An exchange between two matmuls goes with the first: the second may have one of its own after.
+    possible = sorted(
+        possible_rings(sites), key=lambda ring: (-ring.collective.bytes_moved, ring.arrives)
+    )
+    for ring in possible:
+        held = spread(ring.sites[0], shardings)
+        ring.collective = dataclasses.replace(ring.collective, spread=held)
+        for site in ring.sites:
+            if why := crossed(ring, site, shardings):
+                whys.setdefault(site.dot.index, why)
+        if _place(sharing, ring, taken | whys.keys()):
+            taken |= {site.dot.index for site in sharing.rings[-1].sites}
+    for ring in filter(lambda ring: ring.arrives, sharing.rings):
+        _keep(sites, ring)
+        late = {s.dot.index for s in sites.reading(ring.collective.place)[0]} - taken - whys.keys()
+        sharing.late |= dict.fromkeys(late, ring)
+    _leave(sharing, sites, possible, taken)
+    for dot in body.dots:
+        if dot.index not in taken | sharing.late.keys():
+            sharing.skipped[dot.index] = whys.get(dot.index) or why_not(sites, dot, sharing.rings)
+    return sharing
+
+
+def _place(sharing: ManualSharing, ring: Ring, taken: Collection[int]) -> bool:
+    """Make a ring of a collective and the matmuls that are free, if that can be."""
+    if any(ring.collective.place == other.collective.place for other in sharing.rings):
+        return False
+    free = [site for site in ring.sites if site.dot.index not in taken]
+    if not free or (free != ring.sites and not ring.arrives):
+        return False
+    group = [ring.collective.place, *ring.between]
+    if ring.arrives:  # what has to come later reads the whole value, which is kept
+        made = [site for site in free if sharing.order.merge(*group, site.dot.place)]
+    else:
+        made = free if sharing.order.merge(*group, *(s.dot.place for s in free)) else []
+    if made:
+        sharing.rings.append(dataclasses.replace(ring, sites=made))
+    return bool(made)
+
+
+def _leave(
+    sharing: ManualSharing, sites: Sites, possible: Sequence[Ring], taken: Collection[int]
+) -> None:
+    """Note each other collective beside the first matmul there that has a ring."""
+    done = {ring.collective.place for ring in sharing.rings}
+    beside = {ring.collective.place: (str(ring.collective), ring.sites) for ring in possible}
+    for place, found in sites.collectives.items():
+        if isinstance(found, str) and not found.startswith("no collective"):
+            summed = sites.summed(place)
+            beside[place] = (found, [*sites.reading(place)[0], *(summed[0] if summed else [])])
+    for place, (text, met) in beside.items():
+        first = next((s.dot.index for s in met if s.dot.index in taken), None)
+        if first is not None and place not in done:
+            sharing.left.setdefault(first, []).append(text)
+
+
+class _Edges(NamedTuple):
+    """What `Order` reads of an equation."""
+
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    effects: set[Any]
+
+
+def _edges(eqn: Any) -> _Edges:
+    """Collectives may change places: every device runs the same program."""
+    return _Edges(eqn.invars, eqn.outvars, compat.ordered_effects(eqn))
+
+
+def _keep(sites: Sites, ring: Ring) -> None:
+    """Note what others read of the value that a ring gathers."""
+    places = {site.dot.place for site in ring.sites}
+    unread = sites.unread(ring.between, places)
+    ring.again = tuple(sorted(ring.between - unread))
+    ring.keep = sites.read_beyond(ring.collective.place, places | unread)
+
+
+# -- what explain() shows -------------------------------------------------------------------------
+
+
+def _decision(sharing: ManualSharing, ring: Ring, site: Site) -> Decision:
+    """The entry of one matmul; the first one of a ring carries its bytes."""
+    dot, moving, leads = site.dot, ring.collective, site is ring.sites[0]
+    slices = ring.variant.slices
+    return Decision(
+        site=dot.index,
+        ring=ring.site,
+        source=source_of(dot),
+        einsum=letters_of(dot),
+        kind=PASSES[moving.kind],
+        axis=moving.axis,
+        letter=site.einsum.side(site.side)[ring.dim],
+        variant=ring.variant,
+        num_chunks=slices * (1 if ring.variant.style == "sliced" else moving.axis_size),
+        bytes_moved=moving.bytes_moved * dot.runs if leads else 0,
+        runs=dot.runs,
+        others=tuple(sharing.left.get(dot.index, ())),
+        why=ring.why if leads else f"shares ring {ring.site}",
+    )
+
+
+def _late(dot: Dot, ring: Ring) -> Decision:
+    """The entry of a matmul that reads what a ring has gathered."""
+    return Decision(
+        site=dot.index,
+        ring=ring.site,
+        source=source_of(dot),
+        einsum=letters_of(dot),
+        kind=PASSES[ring.collective.kind],
+        axis=ring.collective.axis,
+        letter="",
+        num_chunks=1,
+        bytes_moved=0,
+        runs=dot.runs,
+        why=f"reads what ring {ring.site} moved",
+    )

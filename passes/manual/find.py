@@ -1,0 +1,277 @@
+"""What a user wrote beside the matmuls of a manual body, and what stands between.
+
+    x = all_gather x ;  t = transpose x ;  y = dot_general t w      # one operand moves
+    p = dot_general h w ;  c = convert p ;  s = add c b ;  z = psum s   # the result moves, in a sum
+
+A `Site` is a matmul and what stands between it and its collective; `Sites` finds them in a body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxoverlap._jax import compat
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot
+from jaxoverlap.passes.planning.splits import Einsum, Kind, Side, einsum_of
+from jaxoverlap.plan.plan import Variant
+
+KINDS: dict[str, Kind] = {
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+}
+
+
+def is_view(eqn: Any) -> bool:
+    """Whether an equation does with each chunk what it does with the whole, and keeps sums."""
+    if eqn.primitive.name == "convert_element_type":
+        return jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+    return eqn.primitive.name in ("transpose", "pvary")
+
+
+def is_sum(eqn: Any) -> bool:
+    """Whether an equation adds two values."""
+    return eqn.primitive.name in ("add", "add_any")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of the user's that a ring can do.
+
+    Attributes:
+        place: its place in the body.
+        eqn: the equation.
+        kind: what it does.
+        axis, axis_size: the mesh axis, and its devices.
+        dim: the dim that is gathered or scattered; for an exchange the one that is gathered, for
+            an all-reduce None.
+        wanted: for an exchange the dim that is sharded instead.
+        spread: devices of automatic axes among which the value is shared out.
+    """
+
+    place: int
+    eqn: Any
+    kind: Kind
+    axis: str
+    axis_size: int
+    dim: int | None = None
+    wanted: int | None = None
+    spread: int = 1
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that each device sends in one run, by a ring."""
+        before, n = self.eqn.invars[0].aval, self.axis_size
+        whole = before.size * before.dtype.itemsize // self.spread * (n - 1)
+        times = {"all_gather": n, "all_reduce": 2}.get(self.kind, 1)
+        return times * whole // n
+
+    def __str__(self) -> str:
+        return f"{self.axis} {self.kind}, {human_bytes(self.bytes_moved)}"
+
+
+class Site(NamedTuple):
+    """A matmul beside a collective.
+
+    Attributes:
+        dot: the matmul.
+        side: the operand that moves, or "out".
+        views: the equations between the two, in their order, that work element by element.
+    """
+
+    dot: Dot
+    side: Side
+    views: tuple[Any, ...] = ()
+
+    @property
+    def einsum(self) -> Einsum:
+        """Its letters, with those of what moves in the order in which that moves."""
+        shapes = [v.aval.shape for v in self.dot.eqn.invars]
+        einsum = einsum_of(self.dot.eqn.params["dimension_numbers"], *shapes)
+        letters = list(einsum.side(self.side))
+        turns = [e.params["permutation"] for e in self.views if e.primitive.name == "transpose"]
+        for turn in turns if self.side == "out" else reversed(turns):
+            if self.side == "out":
+                letters = [letters[d] for d in turn]
+            else:
+                letters = [letters[turn.index(d)] for d in range(len(turn))]
+        return dataclasses.replace(einsum, **{self.side: "".join(letters)})
+
+
+@dataclass
+class Ring:
+    """A collective and the matmuls beside it.
+
+    Attributes:
+        collective: the collective.
+        sites: the matmuls.
+        dim: the dim that is cut into chunks, of the value that moves.
+        between: places of the equations between them, which the ring does too.
+        keep: whether others read the gathered value.
+        again: those of `between` that others read.
+        variant: how the pieces travel.
+        why: why not as was asked for, if so.
+    """
+
+    collective: Collective
+    sites: list[Site]
+    dim: int
+    between: set[int]
+    keep: bool = False
+    again: tuple[int, ...] = ()
+    variant: Variant = Variant()  # noqa: RUF009, it is frozen
+    why: str = ""
+
+    @property
+    def site(self) -> int:
+        """The number of the first matmul, which names the ring."""
+        return self.sites[0].dot.index
+
+    @property
+    def arrives(self) -> bool:
+        """Whether an operand moves, and not results."""
+        return self.sites[0].side != "out"
+
+    @property
+    def chunk(self) -> int:
+        """Rows of one chunk on one device."""
+        rows = self.collective.eqn.invars[0].aval.shape[self.dim]
+        return rows if self.arrives else rows // self.collective.axis_size
+
+
+def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | str:
+    """What a collective does, by a ring; or why no ring does it.
+
+    Args:
+        place: its place in the body.
+        eqn: the equation.
+        axes: the manual mesh axes, and the devices along each.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name not in KINDS:
+        return f"{name} beside it is not decomposed"
+    named = params["axes"] if "axes" in params else params["axis_name"]
+    named = named if isinstance(named, tuple) else (named,)
+    if params.get("axis_index_groups") is not None:
+        return f"{name} is over groups of an axis (axis_index_groups)"
+    if len(named) != 1 or named[0] not in axes:
+        return f"{name} is over {' x '.join(map(str, named))}: a ring has one manual mesh axis"
+    if not params.get("tiled", True):
+        return f"{name} is not tiled"
+    axis, n = named[0], axes[named[0]]
+    if n == 1:
+        return f"no collective: axis {axis} has one device"
+    dims = [params.get(k) for k in ("all_gather_dimension", "scatter_dimension", "concat_axis")]
+    dim = next((d for d in dims if d is not None), None)
+    if dim is not None and dim == params.get("split_axis"):
+        return f"{name} splits the dim that it gathers"
+    return Collective(place, eqn, KINDS[name], axis, n, dim, params.get("split_axis"))
+
+
+class Sites:
+    """What stands around the matmuls of one manual body.
+
+    Attributes:
+        collectives: by its place each collective, or why it is not one that a ring can do.
+    """
+
+    def __init__(self, body: Body, axes: Mapping[str, int]):
+        self.eqns = body.eqns
+        dots = (dot for dot in body.dots if dot.eqn.primitive.name == "dot_general")
+        self.dots = {dot.place: dot for dot in dots}
+        self.made = {v: place for place, eqn in enumerate(body.eqns) for v in eqn.outvars}
+        self.readers: defaultdict[Any, list[int | None]] = defaultdict(list)
+        operands = [(v, place) for place, eqn in enumerate(body.eqns) for v in eqn.invars]
+        for v, place in [*operands, *((v, None) for v in body.outvars)]:
+            if not compat.is_literal(v):
+                self.readers[v].append(place)
+        self.collectives = {
+            place: collective(place, eqn, axes)
+            for place, eqn in enumerate(body.eqns)
+            if compat.is_collective(eqn)
+        }
+
+    def reading(self, place: int) -> tuple[list[Site], set[int]]:
+        """The matmuls that read what a collective gives, and the places of all views of that."""
+        sites: list[Site] = []
+        places: set[int] = set()
+        views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[place].outvars[0], ())]
+        for var, above in views:  # it grows
+            for reader in dict.fromkeys(self.readers[var]):
+                eqn = None if reader is None else self.eqns[reader]
+                if eqn is not None and reader in self.dots:
+                    sides = [s for s, v in zip(("lhs", "rhs"), eqn.invars, strict=True) if v is var]
+                    sites += [Site(self.dots[reader], side, above) for side in sides]  # type: ignore[arg-type]
+                elif eqn is not None and reader is not None and is_view(eqn):
+                    places.add(reader)
+                    views.append((eqn.outvars[0], (*above, eqn)))
+        return sorted(sites, key=lambda site: site.dot.index), places
+
+    def summed(self, place: int) -> tuple[list[Site], set[int]] | None:
+        """The matmuls whose sum a collective reads, and the places in between; None if not such."""
+        found = self._terms(self.eqns[place].invars[0])
+        return found and (sorted(found[0], key=lambda site: site.dot.index), found[1])
+
+    def _terms(self, var: Any) -> tuple[list[Site], set[int]] | None:
+        if compat.is_literal(var) or len(self.readers[var]) != 1 or var not in self.made:
+            return None
+        place = self.made[var]
+        eqn = self.eqns[place]
+        if place in self.dots:
+            return [Site(self.dots[place], "out")], set()
+        if not is_view(eqn) and not is_sum(eqn):
+            return None
+        parts = [part for v in eqn.invars if (part := self._terms(v))]
+        if len(parts) != len(eqn.invars):
+            return None
+        sites = [site for found, _ in parts for site in found]
+        if is_view(eqn):
+            sites = [site._replace(views=(*site.views, eqn)) for site in sites]
+        return sites, {place}.union(*(places for _, places in parts))
+
+    def unread(self, views: set[int], ring: set[int]) -> set[int]:
+        """Those of some views that nobody reads but a ring's matmuls and other such views."""
+        dead: set[int] = set()
+        for place in sorted(views, reverse=True):
+            if not self.read_beyond(place, ring | dead):
+                dead.add(place)
+        return dead
+
+    def read_beyond(self, place: int, places: set[int]) -> bool:
+        """Whether anybody but the equations at some places reads what one gives."""
+        return any(r not in places for r in self.readers[self.eqns[place].outvars[0]])
+
+
+def possible_rings(sites: Sites) -> Iterator[Ring]:
+    """Each collective with all matmuls that read it; else with those that it adds up."""
+    for place, found in sites.collectives.items():
+        if isinstance(found, str):
+            continue
+        if found.kind in ("all_gather", "all_to_all"):
+            reading, views = sites.reading(place)
+            met = [site.dot.index for site in reading]
+            once = [site for site in reading if met.count(site.dot.index) == 1]  # not x @ x.T
+            assert found.dim is not None
+            if once:
+                yield Ring(found, once, found.dim, views)
+        if found.kind != "all_gather" and (summed := sites.summed(place)):
+            dim = found.dim if found.kind == "reduce_scatter" else found.wanted
+            dim = dim_of_sum(found) if dim is None else dim
+            if dim is not None:
+                yield Ring(found, summed[0], dim, summed[1])
+
+
+def dim_of_sum(found: Collective) -> int | None:
+    """The dim of an all-reduce to cut into chunks: the largest that divides."""
+    shape = found.eqn.invars[0].aval.shape
+    fits = [d for d, size in enumerate(shape) if size % found.axis_size == 0]
+    return max(fits, key=lambda d: shape[d], default=None)

@@ -1,0 +1,136 @@
+"""Why a matmul in manual code is left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.jaxprs import Dot
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.manual.find import KINDS, Ring, Site, Sites, dim_of_sum, is_sum, is_view
+from jaxoverlap.passes.planning.decide import matmul_of, refusal
+from jaxoverlap.passes.planning.requests import Wishes
+from jaxoverlap.passes.planning.splits import SIDES, Kind, Matmul, Refusal
+
+_BEFORE: tuple[Kind, ...] = ("all_gather", "all_to_all")
+_AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
+
+
+def refusal_of(dot: Dot, wishes: Wishes) -> str | None:
+    """Why a matmul is left alone, whatever stands beside it."""
+    assert dot.manual is not None
+    if dot.manual.explicit:
+        return f"mesh axis {', '.join(dot.manual.explicit)} is explicit beside the manual ones"
+    return refusal(dataclasses.replace(dot, inside=None), wishes)
+
+
+def crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str | None:
+    """Why a ring would not do on the axes that are automatic beside the manual ones."""
+    matmul = beside(site.dot, shardings)
+    if matmul is None or isinstance(matmul, str):
+        return matmul
+    moved = [s.axis for s in matmul.splits if isinstance(s, Refusal) or s.motion]
+    if moved:
+        return f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk"
+    dims = [d for d in (ring.dim, ring.collective.dim, ring.collective.wanted) if d is not None]
+    letters = {site.einsum.side(site.side)[d] for d in dims}
+    for side in SIDES:
+        for letter, axes in zip(matmul.einsum.side(side), getattr(matmul, side), strict=True):
+            if letter in letters and axes:
+                return f"dim {letter} moves, and automatic axis {', '.join(axes)} shards it"
+    return None
+
+
+def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> Matmul | str | None:
+    """A matmul as it lies on automatic axes, or why that is not known; None without such axes."""
+    sizes = dot.manual.automatic if dot.manual else {}
+    if not sizes:
+        return None
+    if dot.index not in shardings:
+        return "its sharding on the automatic axes is not known"
+    # What enters a shard_map is read with its manual axes, along which it has been cut already.
+    lhs, rhs, out = (
+        spec and tuple(tuple(a for a in axes if a in sizes) for axes in spec)
+        for spec in shardings[dot.index][:3]
+    )
+    return matmul_of(dot, Shardings(lhs, rhs, out), sizes)
+
+
+def spread(site: Site, shardings: Mapping[int, Shardings]) -> int:
+    """Over how many devices of automatic axes what moves is spread."""
+    matmul = beside(site.dot, shardings)
+    if matmul is None or isinstance(matmul, str):
+        return 1
+    return math.prod(matmul.axis_sizes[a] for axes in getattr(matmul, site.side) for a in axes)
+
+
+def why_not(sites: Sites, dot: Dot, rings: Sequence[Ring]) -> str:
+    """Why a matmul is left alone that none of the rings takes."""
+    done = {ring.collective.place: ring.site for ring in rings}
+    lhs, rhs = dot.eqn.invars
+    found = [
+        _above(sites, lhs, done),
+        _above(sites, rhs, done),
+        _below(sites, dot.eqn.outvars[0], done),
+    ]
+    whys = dict.fromkeys(why for why in found if why)
+    waiting = [why for why in whys if not why.startswith("no collective")]
+    return "; ".join(waiting or whys) or "no collective beside it inside shard_map"
+
+
+def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
+    """Why there is no ring for the collective that an operand comes from, if it does."""
+    through = ""
+    while not compat.is_literal(var) and (place := sites.made.get(var)) is not None:
+        eqn = sites.eqns[place]
+        found = sites.collectives.get(place)
+        if found is not None:
+            if KINDS.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
+                return None  # a sum that it waits for
+            if place in done:
+                return f"no collective left: ring {done[place]} does its {eqn.primitive.name}"
+            what = f"reads the result of {eqn.primitive.name}"
+            return found if isinstance(found, str) else _left(what, through)
+        if not is_view(eqn):
+            if through or len(eqn.invars) != 1:
+                return None
+            through = eqn.primitive.name
+        var = eqn.invars[0]
+    return None
+
+
+def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
+    """Why there is no ring for the collective that a result reaches, if it does."""
+    through = ""
+    while readers := [place for place in sites.readers[var] if place is not None]:
+        for place in readers:
+            found, name = sites.collectives.get(place), sites.eqns[place].primitive.name
+            if found is not None:
+                if isinstance(found, str):
+                    return found
+                if place in done:
+                    return f"no collective left: ring {done[place]} does its {name}"
+                if len(sites.readers[var]) > 1:
+                    return f"its result is read by {name} and by others"
+                if found.kind == "all_reduce" and dim_of_sum(found) is None:
+                    shape = found.eqn.invars[0].aval.shape
+                    return f"no dim of the result {shape} divides into {found.axis_size} chunks"
+                known = found.kind in _AFTER
+                return _left(f"its result is read by {name}", through if known else "")
+        eqn = sites.eqns[readers[0]]
+        opaque = len(eqn.outvars) != 1 or readers[0] in sites.dots
+        if len(readers) > 1 or opaque or (through and not is_view(eqn) and not is_sum(eqn)):
+            return None
+        through = through if is_view(eqn) else eqn.primitive.name
+        var = eqn.outvars[0]
+    return None
+
+
+def _left(what: str, through: str) -> str:
+    """Why a matmul is left alone beside a collective that rings can do elsewhere."""
+    if through in ("add", "add_any"):
+        return f"{what} in a sum with something else"
+    return f"{what} through {through}" if through else f"{what}, in a way that no ring does"

@@ -1,0 +1,156 @@
+"""Put rings in manual bodies, where the user's collectives and matmuls stood.
+
+    x = all_gather x ;  q = dot_general x wq ;  k = dot_general x wk
+
+->  q, k = <the equations of one ring> x wq wk
+
+The axis is manual there already, so there is no shard_map around a ring. Where types say on which
+axes a value may differ (`check_vma`), those of the new equations come out as they were: a permute
+gives what differs, as gathers and scatters do; only an all-reduce gives what does not, and so ends
+in the gather that says so (`to="invarying"`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
+from jaxoverlap.passes.analysis.jaxprs import Body
+from jaxoverlap.passes.manual.decide import ManualSharing
+from jaxoverlap.passes.manual.find import Ring, Site
+from jaxoverlap.passes.planning.decide import PASSES, source_of
+from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, Reader, all_gather_matmul
+from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
+from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
+
+Multiply = Callable[..., Array]
+"""`multiply(site, lhs, rhs, dtype)`: one chunk of the matmul `site.dot`, in `dtype`."""
+
+
+def manual_rings(body: Body, sharing: ManualSharing, multiply: Multiply) -> list[Any]:
+    """The equations of a manual body, with rings as decided.
+
+    Raises:
+        RewriteError: if that fails for one, naming its matmuls and their source lines.
+    """
+    order = sharing.order
+    rings = {order.first(ring.collective.place): ring for ring in sharing.rings}
+    new: list[Any] = []
+    for place in order.places():
+        ring = rings.get(place)
+        if ring is None:
+            new.append(body.eqns[place])
+            continue
+        try:
+            with compat.in_shard_maps(sharing.manual.maps):
+                new += _equations(ring, multiply, checked=sharing.manual.checked)
+        except Exception as error:
+            raise _failed(ring, error) from error
+        new += [body.eqns[again] for again in ring.again]
+    return new
+
+
+def _failed(ring: Ring, error: Exception) -> RewriteError:
+    dots = [site.dot for site in ring.sites]
+    what = f"beside {ring.collective.eqn}"
+    return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
+
+
+def _equations(ring: Ring, multiply: Multiply, *, checked: bool) -> list[Any]:
+    """The equations that take the place of a collective and the matmuls beside it."""
+    moving, eqn = ring.collective.eqn, ring.sites[0].dot.eqn
+    if ring.arrives:
+        fn = functools.partial(_arriving, ring, multiply)
+        operands = [moving.invars[0], *map(_other, ring.sites)]
+        results = [s.dot.eqn.outvars[0] for s in ring.sites] + [moving.outvars[0]] * ring.keep
+    else:
+        fn = functools.partial(_leaving, ring, multiply, checked)
+        operands = [v for site in ring.sites for v in site.dot.eqn.invars]
+        results = [moving.outvars[0]]
+    fn = jax.named_call(fn, name=f"{PASSES[ring.collective.kind]}.{ring.site}")
+    return compat.inline(fn, operands, results, eqn)
+
+
+def _other(site: Site) -> Any:
+    """The operand that does not move."""
+    lhs, rhs = site.dot.eqn.invars
+    return rhs if site.side == "lhs" else lhs
+
+
+def _arriving(ring: Ring, multiply: Multiply, shard: Array, *others: Array) -> list[Array]:
+    """Matmuls of an operand that is gathered or exchanged, and that operand if it is kept."""
+    moving = ring.collective
+    readers = [_reader(s, multiply, other) for s, other in zip(ring.sites, others, strict=True)]
+    common: dict[str, Any] = {
+        "dim": ring.dim,
+        "axis": moving.axis,
+        "axis_size": moving.axis_size,
+        "keep": ring.keep,
+        "variant": ring.variant,
+    }
+    if moving.kind == "all_gather":
+        results, whole = all_gather_matmul(shard, readers, **common)
+    else:
+        assert moving.wanted is not None
+        results, whole = all_to_all_matmul(shard, readers, wanted=moving.wanted, **common)
+    return results if whole is None else [*results, whole]
+
+
+def _leaving(ring: Ring, multiply: Multiply, checked: bool, *operands: Array) -> list[Array]:
+    """Matmuls whose results are added up, and scattered, exchanged or wanted whole."""
+    moving = ring.collective
+    pairs = zip(ring.sites, operands[::2], operands[1::2], strict=True)
+    terms = [Term(lhs, rhs, s.einsum, _product(s, multiply)) for s, lhs, rhs in pairs]
+    common: dict[str, Any] = {
+        "axis": moving.axis,
+        "axis_size": moving.axis_size,
+        "dtype": moving.eqn.outvars[0].aval.dtype,
+        "variant": ring.variant,
+    }
+    if moving.kind == "all_to_all":
+        assert moving.dim is not None
+        return [matmul_all_to_all(terms, dim=moving.dim, wanted=ring.dim, **common)]
+    mine = matmul_reduce_scatter(terms, dim=ring.dim, **common)
+    if moving.kind == "reduce_scatter":
+        return [mine]
+    to = "invarying" if checked else "varying"
+    return [lax.all_gather(mine, moving.axis, axis=ring.dim, tiled=True, to=to)]
+
+
+def _reader(site: Site, multiply: Multiply, other: Array) -> Reader:
+    assert site.side != "out"
+    dtype = site.dot.eqn.outvars[0].aval.dtype
+    return Reader(other, site.einsum, site.side, _product(site, multiply), dtype)
+
+
+def _product(site: Site, multiply: Multiply) -> LocalDot:
+    """One chunk's product, with all that stands between the matmul and what moves."""
+    own = site.dot.eqn.outvars[0].aval.dtype
+
+    def product(lhs: Array, rhs: Array, dtype: Any) -> Array:
+        if site.side == "lhs":
+            lhs = _seen(lhs, site.views)
+        elif site.side == "rhs":
+            rhs = _seen(rhs, site.views)
+        wider = dtype if jnp.finfo(dtype).bits > jnp.finfo(own).bits else own
+        result = multiply(site, lhs, rhs, wider)
+        return _seen(result, site.views if site.side == "out" else ()).astype(dtype)
+
+    return product
+
+
+def _seen(value: Array, views: Sequence[Any]) -> Array:
+    """A chunk as the equations on the way to or from its matmul make it; sums stay wide."""
+    for eqn in views:
+        if eqn.primitive.name == "transpose":
+            value = lax.transpose(value, eqn.params["permutation"])
+        elif eqn.primitive.name == "convert_element_type":
+            value = lax.convert_element_type(value, eqn.params["new_dtype"])
+    return value

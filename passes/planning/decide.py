@@ -1,0 +1,345 @@
+"""One `Decision` or `Skip` for each matmul, from its shardings.
+
+Where several mesh axes of a matmul need a collective, one becomes the ring: of all orders the one
+that sends least, and among equals the one whose ring carries most, for that is what hides. The
+others stay XLA's, placed before the ring (a gathered operand) or after it (summed results), so that
+they run once and not once a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from jaxoverlap._jax import compat
+from jaxoverlap._util.text import human_bytes, short_source
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.planning.independent_matmuls import Beside
+from jaxoverlap.passes.planning.layout import traffic
+from jaxoverlap.passes.planning.profit import Prices
+from jaxoverlap.passes.planning.requests import Granularity, Wishes
+from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
+from jaxoverlap.passes.planning.share import Specs, share
+from jaxoverlap.passes.planning.splits import LETTERS, Kind, Matmul, einsum_of
+from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
+
+PASSES = {
+    "all_gather": "all_gather_matmul",
+    "all_to_all": "all_to_all_matmul",
+    "reduce_scatter": "matmul_reduce_scatter",
+    "all_reduce": "matmul_all_reduce",
+}
+_DTYPES = (
+    *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+    *("int8", "uint8", "int32"),
+)
+
+
+def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> Matmul | str:
+    """What the algebra needs to know of a matmul, or why it cannot be had."""
+    avals = [v.aval for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
+    lhs, rhs, out = shardings[:3]
+    if lhs is None or rhs is None or out is None:
+        return "its sharding splits a mesh axis, or could not be read"
+    return Matmul(
+        einsum=einsum_of(dot.eqn.params["dimension_numbers"], avals[0].shape, avals[1].shape),
+        lhs=lhs,
+        rhs=rhs,
+        out=out,
+        itemsize=tuple(np.dtype(a.dtype).itemsize for a in avals),  # type: ignore[arg-type]
+        axis_sizes=axis_sizes,
+    )
+
+
+def decide(
+    found: Sequence[Body],
+    shardings: Mapping[int, Shardings],
+    axis_sizes: Mapping[str, int],
+    *,
+    skip: Collection[str] = (),
+    unread: str | None = None,
+    explicit: Sequence[str] = (),
+    granularity: Granularity = None,
+    choices: Mapping[int, Variant] | None = None,
+    alone: Collection[int] = (),
+    rejected: Mapping[int, str] | None = None,
+    prefetch: bool = False,
+    costs: Mapping[str, float] | None = None,
+    prices: Prices | None = None,
+) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
+    """Decide on every matmul of a step.
+
+    Args:
+        found: the step's bodies, from `jaxprs.bodies`.
+        shardings: its matmuls' shardings, from `partitioned`.
+        axis_sizes: devices along each mesh axis.
+        skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
+        unread: why none of the shardings could be read, if so.
+        explicit: the mesh's axes whose shardings are a part of types.
+        granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
+            default: one way, in one piece; sums on a slow link straight to their owner; matmuls
+            for which that does not pay, by `prices`, are left alone.
+        choices: how the pieces of single rings are to travel, by site; it wins over all others.
+        alone: the sites of matmuls that have no part in any ring.
+        rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
+        prefetch: gather the weights of a scan before any ring.
+        costs: of a byte along each mesh axis, from `mesh.axis_costs`.
+        prices: of rings on the cluster, if that is known.
+
+    Returns:
+        An entry a matmul, and what becomes of each body that has any, by its number.
+
+    Raises:
+        ValueError: if an entry of `skip` or `granularity` names a line without a matmul, or one of
+            `choices` or `alone` a site that is none.
+    """
+    matmuls = {dot.index: dot for body in found for dot in body.dots}
+    wishes = Wishes(skip, granularity, choices or {}, alone)
+    wishes.check({index: source_of(matmuls[index]) for index in sorted(matmuls)})
+
+    # Site -> reason, for matmuls whose ring was rejected.
+    dear = {site: LEFT_PLAIN + why for site, why in (rejected or {}).items()}
+
+    def read(dot: Dot) -> Matmul | str:
+        left = unread or refusal(dot, wishes) or _typed_otherwise(dot, explicit)
+        return left or dear.get(dot.index) or known(dot.index)
+
+    @functools.cache
+    def known(index: int) -> Matmul | str:
+        return _matmul(matmuls[index], shardings, axis_sizes)
+
+    def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
+        read = shardings[dot.index]
+        return read.lhs_sources, read.rhs_sources, read.out_sinks
+
+    @functools.cache
+    def seconds(index: int) -> float:
+        dot, matmul = matmuls[index], known(index)
+        assert prices is not None
+        if _unfit(dot) or isinstance(matmul, str):
+            return 0.0
+        return prices.local_s(dot, matmul)
+
+    @functools.cache
+    def around(index: int) -> Beside:
+        return Beside(next(body for body in found if body.index == index))
+
+    def beside_s(body: Body, ring: Ring) -> Iterator[float]:
+        return (seconds(dot.index) for dot in around(body.index).of(ring))
+
+    sharings: dict[int, Sharing] = {}
+    undecided = [body for body in found if body.dots]
+    while undecided:
+        for body in undecided:
+            sharing = share(body, read, beyond, ahead=prefetch, costs=costs)
+            sharings[body.index] = sharing
+            for ring in sharing.rings:
+                others = functools.partial(beside_s, body, ring)
+                ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices, others)
+                if ring.variant.style == "plain":
+                    dear |= {m.dot.index: LEFT_PLAIN + ring.why for m in ring.members}
+        # Only where a ring was lost may the others be shared in another way.
+        undecided = [
+            body
+            for body in undecided
+            if any(ring.variant.style == "plain" for ring in sharings[body.index].rings)
+        ]
+    entries: dict[int, Decision | Skip] = {}
+    for sharing in sharings.values():
+        entries |= {index: skip_of(matmuls[index], why) for index, why in sharing.skipped.items()}
+        entries |= {d.site: d for ring in sharing.rings for d in _decisions(ring)}
+        entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
+    _charge_hoists(entries, sharings)
+    return tuple(entries[index] for index in sorted(entries)), sharings
+
+
+def source_of(dot: Dot) -> str:
+    """The "folder/file.py:line" that wrote a matmul."""
+    file, line, _ = compat.source_line(dot.eqn)
+    return short_source(file, line)
+
+
+def refusal(dot: Dot, wishes: Wishes) -> str | None:
+    """Why a matmul is left alone before its sharding is looked at."""
+    if (asked := wishes.refusal(dot.index, source_of(dot))) is not None:
+        return asked
+    return _unfit(dot)
+
+
+def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> str | None:
+    """Why a matmul is left alone whose types state other shardings than the mesh's axes do."""
+    stated = compat.stated_axes(dot.eqn)
+    if stated is None or set(stated) == set(explicit):
+        return None
+    here, there = (", ".join(axes) or "no axis" for axes in (stated, explicit))
+    return (
+        f"its types state shardings over {here}, the step's mesh over {there}: no ring is written "
+        "inside explicit_axes or auto_axes"
+    )
+
+
+def _unfit(dot: Dot) -> str | None:
+    """Why a matmul is none that the algebra can look at."""
+    if dot.eqn.primitive.name != "dot_general":
+        return f"{dot.eqn.primitive.name}: no ring for that"
+    if dot.inside:
+        return f"inside {dot.inside}, whose body is not rewritten"
+    if _num_dims(dot) > len(LETTERS):
+        return f"its operands have {_num_dims(dot)} dims: more than letters ({len(LETTERS)})"
+    if any(v.aval.size == 0 for v in (*dot.eqn.invars, *dot.eqn.outvars)):
+        return "it has a dim of size 0"
+    dtypes = [np.dtype(v.aval.dtype).name for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
+    for dtype in dtypes:
+        if dtype not in _DTYPES:
+            return f"dtype {dtype} is not supported (supported: {', '.join(_DTYPES)})"
+    return None
+
+
+def _matmul(
+    dot: Dot, shardings: Mapping[int, Shardings], axis_sizes: Mapping[str, int]
+) -> Matmul | str:
+    """A matmul and how it lies on the mesh, or why that is not known."""
+    if dot.index not in shardings:
+        return "its sharding is not known: it was dropped as unused, or lowered to something else"
+    return matmul_of(dot, shardings[dot.index], axis_sizes)
+
+
+def _num_dims(dot: Dot) -> int:
+    return sum(v.aval.ndim for v in dot.eqn.invars)
+
+
+def _chosen(
+    ring: Ring,
+    wishes: Wishes,
+    costs: Mapping[str, float],
+    prices: Prices | None,
+    others: Callable[[], Iterable[float]],
+) -> tuple[Variant, str]:
+    """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""
+    chunk = ring.first.chunk()
+    if asked := wishes.variant(ring.site, source_of(ring.members[0].dot)):
+        if asked.style == "plain":
+            return asked, "as chosen"
+        return variant_of(ring.kind, chunk, asked)
+    usual, _ = variant_of(ring.kind, chunk, _usual(ring, costs))
+    return prices.chosen(ring, usual, others) if prices else (usual, "")
+
+
+def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
+    """How a ring's pieces travel if nothing else is known: on a slow link straight to the owner.
+
+    There hops of several rings queue, and in a ring every sum waits for the hop before.
+    """
+    slow = costs.get(ring.first.ring.axis, 1.0) > 1.0
+    return Variant("direct" if slow and ring.kind == "reduce_scatter" else "one_way")
+
+
+def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
+    """The variant of a ring with so many rows a chunk; why it is another than the wanted one."""
+    if chunk % wanted.slices:
+        style = "one_way" if wanted.style == "sliced" else wanted.style
+        why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"
+        return variant_of(kind, chunk, Variant(style))[0], why
+    if kind == "all_to_all" and wanted.style in ("one_way", "two_way"):
+        return Variant("direct", wanted.slices), ""  # each slice has a device of its own to go to
+    return wanted, ""
+
+
+# -- what explain() shows -------------------------------------------------------------------------
+
+
+def letters_of(dot: Dot) -> str:
+    """A matmul's einsum, as it is shown."""
+    if _num_dims(dot) > len(LETTERS) or dot.eqn.primitive.name != "dot_general":
+        return "?"
+    lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
+    return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
+
+
+def skip_of(dot: Dot, reason: str) -> Skip:
+    """The entry of a matmul that is left alone."""
+    return Skip(
+        site=dot.index, source=source_of(dot), einsum=letters_of(dot), runs=dot.runs, reason=reason
+    )
+
+
+def _decisions(ring: Ring) -> list[Decision]:
+    """An entry for each matmul of a ring; the first one carries the ring's bytes."""
+    return [_decision(ring, member) for member in ring.members]
+
+
+def _decision(ring: Ring, member: Member) -> Decision:
+    layout, dot, leads = member.layout, member.dot, member is ring.members[0]
+    assert layout is not None
+    sent = traffic(layout)
+    mine = sent[layout.ring.axis]
+    others = [s for s in layout.others if s.motion and (leads or ring.arrives)]
+    why = "" if leads else f"shares ring {ring.site}"
+    if leads and (layout.others or member.hoists):
+        why = f"{human_bytes(mine)} a run"
+        why += ", the most" if mine == max(sent.values()) else ""
+    return Decision(
+        site=dot.index,
+        ring=ring.site,
+        variant=ring.variant,
+        source=source_of(dot),
+        einsum=str(layout.matmul.einsum),
+        kind=PASSES[ring.kind],
+        axis=layout.ring.axis,
+        letter=layout.letter,
+        num_chunks=_num_chunks(ring),
+        bytes_moved=mine * dot.runs if leads else 0,
+        runs=dot.runs,
+        others=tuple(
+            f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}" for s in others if s.motion
+        ),
+        why=", ".join(filter(None, (why, ring.why if leads else ""))),
+    )
+
+
+def _num_chunks(ring: Ring) -> int:
+    """Pieces that each matmul of a ring is cut into."""
+    slices = ring.variant.slices
+    return slices if ring.variant.style == "sliced" else slices * ring.first.ring.axis_size
+
+
+def _reads(member: Member, sharing: Sharing) -> Decision:
+    """The entry of a matmul that has nothing left to gather."""
+    given = [[r for r in sharing.arriving(v) if r.keep] for v in (member.lhs, member.rhs)]
+    rings = [kept[-1] for kept in given if kept]
+    hoists = [sharing.hoisted[v] for v in (member.lhs, member.rhs) if v in sharing.hoisted]
+    sources = [f"ring {ring.site}" for ring in rings] + [
+        f"the {h.kind} on {h.axis}" for h in hoists
+    ]
+    return Decision(
+        site=member.dot.index,
+        ring=rings[0].site if rings else member.dot.index,
+        source=source_of(member.dot),
+        einsum=letters_of(member.dot),
+        kind="all_gather_matmul",
+        axis=rings[0].first.ring.axis if rings else hoists[0].axis,
+        letter="",
+        num_chunks=1,
+        bytes_moved=0,
+        runs=member.dot.runs,
+        why=f"reads what {' and '.join(sources)} moved",
+    )
+
+
+def _charge_hoists(entries: dict[int, Decision | Skip], sharings: Mapping[int, Sharing]) -> None:
+    """Name each gather that is done before the rings beside the first matmul that reads it."""
+    for sharing in sharings.values():
+        members = [*(m for ring in sharing.rings for m in ring.members), *sharing.readers]
+        seen = set()
+        for member in sorted(members, key=lambda m: m.dot.index):
+            for hoist in member.hoists:
+                entry = entries[member.dot.index]
+                if hoist.after in seen or not isinstance(entry, Decision):
+                    continue
+                seen.add(hoist.after)
+                text = f"{hoist.axis} {hoist.kind}, {human_bytes(hoist.bytes_moved)}"
+                entries[entry.site] = msgspec.structs.replace(entry, others=(text, *entry.others))

@@ -1,0 +1,307 @@
+"""How a decomposed matmul lies on the mesh: the specs of its sides, and where its chunks lie.
+
+Every axis of the mesh turns manual, so that a ring's body says all that happens: an axis whose own
+collective belongs to the same matmul has it once, before the ring or after it, where XLA would
+repeat it once a chunk, and nothing is left in the body for a partitioner to decide. (With some axes
+left automatic, XLA:CPU aborts on a sum in bfloat16 in the body.)
+
+A mesh axis on a dim is one digit of that dim's index: with ("data", "model") on a dim of size C,
+`data` counts blocks of C / data rows, its stride, and `model` blocks of C / (data * model) inside
+these. So an axis that moves need not be the minor one: along a dim that is whole over the axis,
+chunk k is `reshape(dim, (outer, axis_size, inner))[:, k, :]`, and `outer` follows from the strides.
+What must hold is that an axis has the same stride on every side, else the devices' blocks do not
+meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxoverlap.passes.planning.splits import SIDES, Matmul, Motion, Side, Spec, Split
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A matmul, laid out for a ring.
+
+    Attributes:
+        matmul: the matmul and its shardings.
+        ring: the split that becomes the ring; its motion is not None.
+        letter: the dim that is cut into chunks.
+        others: the splits on other axes that need a collective of their own, as they come: gathers
+            before the ring, after it the scattered sums, then those that stay whole.
+        lhs, rhs, out: the shard_map's specs.
+    """
+
+    matmul: Matmul
+    ring: Split
+    letter: str
+    others: tuple[Split, ...]
+    lhs: Spec
+    rhs: Spec
+    out: Spec
+
+    def spec(self, side: Side) -> Spec:
+        """The shard_map's spec of one side."""
+        return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
+
+    def outer(self, side: Side, letter: str, axis: str) -> int:
+        """Into how many blocks each chunk of `axis` falls along a local dim, when it moves.
+
+        On an operand, what `others` gather has been gathered; on the result, what they scatter has
+        not been scattered yet, except for those that come before `axis`.
+        """
+        stride = self.stride(letter, axis)
+        if stride is None:
+            return 1  # an all-reduce: its chunks are cut from the local dim, as they come
+        held = self.held(side, letter, axis)
+        above = math.prod(
+            self.matmul.axis_sizes[a] for a in held if (self.stride(letter, a) or 0) > stride
+        )
+        size = self.matmul.einsum.sizes[letter]
+        return size // (stride * self.matmul.axis_sizes[axis]) // above
+
+    def chunk(self) -> int:
+        """Rows of the moving dim that lie side by side in one chunk, on one device."""
+        motion, n = self.ring.motion, self.ring.axis_size
+        assert motion is not None
+        axis, letter = self.ring.axis, self.letter
+        held = math.prod(self.matmul.axis_sizes[a] for a in self.held(motion.side, letter, axis))
+        local = self.matmul.einsum.sizes[letter] // held
+        return local // n // self.outer(motion.side, letter, axis)
+
+    def held(self, side: Side, letter: str, axis: str) -> list[str]:
+        """The axes that shard a dim of one side at the time when `axis` moves."""
+        axes = _on(self.matmul, side, letter, self.spec(side))
+        order = [s for s in self.others if _kind(s) == "all_gather"]
+        order += [self.ring, *(s for s in self.others if _kind(s) != "all_gather")]
+        place = [s.axis for s in order].index(axis)
+        gathered = {s.axis for s in order[: place + 1] if side != "out" and _moves(s, side)}
+        waiting = {s.axis for s in order[place:] if side == "out" and _moves(s, side)}
+        # An axis that is still to exchange the result holds the dim that it has been split along.
+        split = [s.axis for s in order[place + 1 :] if side == "out" and _exchanges(s, letter)]
+        return [*(a for a in axes if a not in gathered | waiting), *split]
+
+    def stride(self, letter: str, axis: str) -> int | None:
+        """Elements in the blocks that an axis counts along a dim; None if it never shards that."""
+        specs: dict[Side, Spec] = {side: self.spec(side) for side in SIDES}
+        return next(iter(_strides(self.matmul, specs, letter).get(axis, {}).values()), None)
+
+
+def _kind(split: Split) -> str:
+    return split.motion.kind if split.motion else ""
+
+
+def _moves(split: Split, side: Side) -> bool:
+    return split.motion is not None and split.motion.side == side
+
+
+def _exchanges(split: Split, letter: str) -> bool:
+    """Whether the result is split along a dim until this axis exchanges it."""
+    motion = split.motion
+    if motion is None or motion.kind != "all_to_all":
+        return False
+    return motion.side == "out" and motion.letter == letter
+
+
+def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | str:
+    """Lay a matmul out for a ring, or say why its dims do not allow it.
+
+    Args:
+        matmul: the matmul.
+        shared: how each mesh axis shares its work.
+        ring: the one of these that becomes the ring.
+    """
+    return _lay_out(matmul, tuple(shared), ring)
+
+
+@functools.lru_cache(maxsize=1024)  # layers are alike
+def _lay_out(matmul: Matmul, shared: tuple[Split, ...], ring: Split) -> Layout | str:
+    assert ring.motion is not None
+    order = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+    rest = [s for s in shared if s.motion is not None and s is not ring]
+    if any(_kind(s) == "all_to_all" and not _moves(s, "out") for s in rest):
+        return f"{ring.axis} and another axis both move it, and that one exchanges an operand"
+    others = tuple(sorted(rest, key=lambda s: order.index(_kind(s))))
+    letter = _chunked_letter(matmul, shared, ring)
+    if letter is None:
+        sizes = ", ".join(f"{c} {matmul.einsum.sizes[c]}" for c in matmul.einsum.out)
+        return f"no dim of the result ({sizes}) divides into {ring.axis_size} chunks"
+    specs: dict[Side, Spec] = {side: _spec(matmul, side, shared) for side in SIDES}
+    problem = _uneven(matmul, specs) or _disorder(matmul, specs)
+    layout = Layout(matmul, ring, letter, others, specs["lhs"], specs["rhs"], specs["out"])
+    return problem or _unsplit(layout) or _crossed(layout) or layout
+
+
+def traffic(layout: Layout) -> dict[str, int]:
+    """Bytes that each device sends in one run of a laid-out matmul, by mesh axis.
+
+    Counted as the rewrite runs it: gathers before the ring make its shards larger, and the ring's
+    sums are scattered over other axes only after it.
+    """
+    sizes: dict[Side, int] = {side: _local_bytes(layout, side) for side in SIDES}
+    for split in (*layout.others, layout.ring):  # before the ring nothing is scattered yet
+        if _kind(split) == "reduce_scatter":
+            sizes["out"] *= split.axis_size
+    gathers = [s for s in layout.others if _kind(s) == "all_gather"]
+    sums = [s for s in layout.others if s not in gathers]
+    return {s.axis: _send(s, sizes) for s in (*gathers, layout.ring, *sums)}
+
+
+def _send(split: Split, sizes: dict[Side, int]) -> int:
+    """Bytes sent in one collective; what it does to the size of its side is written to `sizes`."""
+    motion, n = split.motion, split.axis_size
+    assert motion is not None
+    if motion.kind == "all_gather":
+        sent = sizes[motion.side] * (n - 1)
+        sizes[motion.side] *= n
+        return sent
+    if motion.kind == "reduce_scatter":
+        sizes["out"] //= n
+        return sizes["out"] * (n - 1)
+    if motion.kind == "all_to_all":
+        return sizes[motion.side] * (n - 1) // n
+    return 2 * sizes["out"] * (n - 1) // n
+
+
+def _local_bytes(layout: Layout, side: Side) -> int:
+    """Bytes of one side on one device, as the shard_map takes or gives it."""
+    matmul = layout.matmul
+    axes = [a for dim in layout.spec(side) for a in dim]
+    elements = math.prod(matmul.einsum.sizes[c] for c in matmul.einsum.side(side))
+    itemsize = matmul.itemsize[SIDES.index(side)]
+    return elements * itemsize // math.prod(matmul.axis_sizes[a] for a in axes)
+
+
+def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str | None:
+    """The dim to cut: the one that moves, or for an all-reduce the result's largest that divides.
+
+    Dims that no axis shards come first: their chunks are the largest.
+    """
+    motion = ring.motion
+    assert motion is not None
+    if motion.kind == "all_to_all" and motion.side == "out":
+        return motion.to
+    if motion.kind != "all_reduce":
+        return motion.letter
+
+    def shards(letter: str) -> int:
+        return math.prod(s.axis_size for s in shared if s.out == letter or _exchanges(s, letter))
+
+    sizes = matmul.einsum.sizes
+    fits = [c for c in matmul.einsum.out if sizes[c] % (shards(c) * ring.axis_size) == 0]
+    return max(fits, key=lambda c: (shards(c) == 1, sizes[c]), default=None)
+
+
+def _spec(matmul: Matmul, side: Side, shared: Sequence[Split]) -> Spec:
+    """The axes on each dim: those that are there, then those a device slices by.
+
+    The latter in the order that another side has them in.
+    """
+    dims = []
+    for letter in matmul.einsum.side(side):
+        here = [s.axis for s in shared if s.at(side) == letter]
+        given = [a for a in matmul.axes_of(side, letter) if a in here]
+        elsewhere = [a for other in SIDES for a in matmul.axes_of(other, letter) if a in here]
+        dims.append(tuple(dict.fromkeys((*given, *elsewhere, *here))))
+    return tuple(dims)
+
+
+def _on(matmul: Matmul, side: Side, letter: str, spec: Spec) -> tuple[str, ...]:
+    letters = matmul.einsum.side(side)
+    return spec[letters.index(letter)] if letter in letters else ()
+
+
+def _uneven(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
+    """The first dim that its axes do not divide, with the numbers."""
+    for side in SIDES:
+        for c, axes in zip(matmul.einsum.side(side), specs[side], strict=True):
+            size, parts = matmul.einsum.sizes[c], math.prod(matmul.axis_sizes[a] for a in axes)
+            if size % parts:
+                return f"dim {c} of {side} has size {size}: not divisible by {parts} devices"
+    return None
+
+
+def _unsplit(layout: Layout) -> str | None:
+    """The first dim that does not divide when it is split, if there is one.
+
+    The specs tell how a dim lies in the end; at the time of the motion axes may hold it that an
+    exchange takes away only later.
+    """
+    for split in (layout.ring, *layout.others):
+        side, letter = _splits_up(layout, split)
+        if letter is None:
+            continue
+        held = layout.held(side, letter, split.axis)
+        size = layout.matmul.einsum.sizes[letter]
+        parts = math.prod(layout.matmul.axis_sizes[a] for a in held) * split.axis_size
+        if size % parts:
+            return f"dim {letter} of {side} has size {size}: not divisible by {parts} devices"
+    return None
+
+
+def _crossed(layout: Layout) -> str | None:
+    """The first dim on which an axis moves under one that counts other blocks, if there is one.
+
+    With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count
+    blocks of 4: while one holds the dim, the other's blocks are cut in halves.
+    """
+    matmul = layout.matmul
+    for split in (layout.ring, *layout.others):
+        motion = split.motion
+        assert motion is not None
+        for letter in filter(None, (motion.letter, motion.to)):
+            stride = layout.stride(letter, split.axis)
+            for axis in layout.held(motion.side, letter, split.axis):
+                other = layout.stride(letter, axis)
+                if stride is None or other is None or axis == split.axis:
+                    continue
+                low, high = sorted([(stride, split.axis_size), (other, matmul.axis_sizes[axis])])
+                if high[0] % (low[0] * low[1]):
+                    return f"{axis} and {split.axis} shard dim {letter} in blocks that cross"
+    return None
+
+
+def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
+    """The dim that a motion splits up, if it does: a scatter's, and where an exchange goes."""
+    motion = split.motion
+    assert motion is not None
+    if split is layout.ring and motion.kind == "all_reduce":
+        return "out", layout.letter
+    if motion.kind == "all_to_all":
+        return motion.side, motion.to
+    return motion.side, motion.letter if motion.kind == "reduce_scatter" else None
+
+
+def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
+    """The first dim on which the blocks of an axis do not meet, if there is one."""
+    for letter in matmul.einsum.sizes:
+        for strides in _strides(matmul, specs, letter).values():
+            if len(set(strides.values())) > 1:
+                orders = [_on(matmul, side, letter, specs[side]) for side in strides]
+                shown = " and ".join(map(str, dict.fromkeys(orders)))
+                return f"dim {letter} is sharded in different orders: {shown}"
+    return None
+
+
+def _strides(matmul: Matmul, specs: dict[Side, Spec], letter: str) -> dict[str, dict[Side, int]]:
+    """The stride of every axis on one dim, in elements, by the side that has it."""
+    found: dict[str, dict[Side, int]] = {}
+    for side in SIDES:
+        stride = matmul.einsum.sizes[letter]
+        for axis in _on(matmul, side, letter, specs[side]):
+            stride //= matmul.axis_sizes[axis]
+            found.setdefault(axis, {})[side] = stride
+    return found
+
+
+def hoistable(matmul: Matmul, axis: str, motion: Motion) -> bool:
+    """Whether a motion of an operand may be done before, once for all that read the value.
+
+    The axis has to be the minor one of its dim, so that the gathered blocks lie side by side.
+    """
+    moves_operand = motion.side != "out" and motion.kind in ("all_gather", "all_to_all")
+    return moves_operand and matmul.axes_of(motion.side, motion.letter)[-1] == axis

@@ -1,0 +1,292 @@
+"""Which rings are worth it: those whose matmuls, cut into chunks, cost less than the collective.
+
+Cut into chunks a matmul costs more: each chunk has a launch and tiles of its own, and what is cut
+has to be cut out of an operand, or put together to a result, which a whole matmul does not need. A
+ring can save at most what is exposed of the collective where that is left whole. So where
+
+    max(N t, (N - 1) tau) > e + w
+
+with t for one chunk's matmuls and copies, tau for one hop, w for the whole matmuls and e for what
+is exposed, the ring loses even if all of it hides behind the rest, and is left alone: scores of a
+long context, whose pieces are gigabytes to put together, matmuls too small to cut, collectives that
+XLA's own schedule hides, and rings of NCCL's permutes, which get few of its channels. (What chunks
+are copied is an estimate: XLA reads some of them where they lie.) The estimate of the partitioned
+step (`estimate.py`) says what is exposed; where nobody has asked it, that is the whole collective.
+
+A sum between hosts that is left alone goes in two slices where those take less than the whole. (7B
+step on 512 H100s, where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone,
+780 in slices.)
+
+So do gathers and scatters that have little to hide behind. Where all matmuls that could run
+beside (`beside.py`) take less than twice the collective, for others want to hide there too, it goes
+in two slices, each under the matmul of the other; in four, where they take less than twice a slice.
+(By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and 1309 ms,
+all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780, mostly as
+the weights of what has a ring, and of nothing else, are gathered a layer ahead.)
+
+What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
+hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
+the chunk over it may hide behind something else, and the collective that is left whole may not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxoverlap.cost.model import CostModel, Group
+from jaxoverlap.passes.analysis.jaxprs import Dot
+from jaxoverlap.passes.planning import splits
+from jaxoverlap.passes.planning.layout import traffic
+from jaxoverlap.passes.planning.ring_plan import Member, Ring
+from jaxoverlap.passes.planning.splits import SIDES, Split
+from jaxoverlap.plan.plan import Variant
+from jaxoverlap.simulation.hlo_work import Matmul
+
+SLICES = (2, 4)  # that a whole collective may go in
+_SLICED = ("all_gather", "reduce_scatter")
+_HLO_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float8_e4m3fn": "f8e4m3fn",
+    "float8_e5m2": "f8e5m2",
+}
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What rings cost on a cluster.
+
+    Attributes:
+        cost: its cost model.
+        groups: who takes part in a collective along each mesh axis.
+        bare: of a ring, the seconds that the kernels wait for its collective in one run where it is
+            left whole, in the scheduler pass's order; None where that is not known.
+    """
+
+    cost: CostModel
+    groups: Mapping[str, Group]
+    bare: Callable[[Ring], float | None] = lambda ring: None
+
+    def loss(self, ring: Ring, variant: Variant) -> str:
+        """Why a ring is not worth it; empty if it may be.
+
+        A ring that keeps what it gathers for others moves it anyway, and may be cut for that; one
+        of matmuls whose dtype has no price stays.
+        """
+        if not self.knows(ring):
+            return ""
+        least = {"hops": self.hops_s(ring, variant)}
+        if not ring.keep:
+            least["chunks"] = self.cut_s(ring, variant)
+        most = max(least, key=lambda what: least[what])
+        taken_s, plain_s = least[most] + self._left_s(ring), self._matmuls_s(ring)
+        waits_s = self._waits_s(ring)
+        if taken_s <= plain_s + waits_s:
+            return ""
+        said = f"its {most} take {_us(taken_s)}, more than matmul and {ring.kind}"
+        if waits_s < self._collective_s(ring):
+            return f"{said}, of which {_us(waits_s)} is exposed: {_us(plain_s + waits_s)}"
+        return f"{said}, {_us(plain_s + waits_s)}"
+
+    def _waits_s(self, ring: Ring) -> float:
+        """Seconds that a ring can save at most: what is exposed of its collective, left whole."""
+        whole_s, bare_s = self._collective_s(ring), self.bare(ring)
+        return whole_s if bare_s is None else min(whole_s, bare_s)
+
+    def _left_s(self, ring: Ring) -> float:
+        """Seconds that stay exposed beside a ring: of an all-reduce, what its gather cannot hide.
+
+        As much as hides of the whole collective hides of its second half.
+        """
+        if ring.kind != "all_reduce":
+            return 0.0
+        whole_s = self._collective_s(ring)
+        return max(whole_s / 2 - (whole_s - self._waits_s(ring)), 0.0)
+
+    def chosen(
+        self, ring: Ring, usual: Variant, others: Callable[[], Iterable[float]]
+    ) -> tuple[Variant, str]:
+        """How a ring's pieces travel, and why so if not as usual.
+
+        Not worth it, it is left alone; but sums between hosts go in two slices of a reduce-scatter
+        each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole.
+        Other gathers and scatters go in slices where that pays.
+
+        Args:
+            ring: the ring.
+            usual: how its pieces travel if nothing else is known.
+            others: gives the seconds of each matmul that the collective could hide behind.
+        """
+        why = self.loss(ring, usual)
+        if not why:
+            return usual, ""
+        if ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:
+            halves = ring.first.chunk() % 2 == 0 and self._slices_pay(ring)
+            return Variant("sliced", 2) if halves else Variant("plain"), why
+        slices = self._slices(ring, others()) if ring.kind in _SLICED else 1
+        return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
+
+    def _slices(self, ring: Ring, others: Iterable[float]) -> int:
+        """How many slices a collective goes in: more while little hides what of it stays bare."""
+        beside_s, enough_s = 0.0, 2 * self._collective_s(ring)
+        for seconds in others:
+            beside_s += seconds
+            if beside_s >= enough_s:
+                return 1
+        best, best_s = 1, self._matmuls_s(ring) + self._waits_s(ring)
+        for slices in SLICES:
+            hidden = beside_s >= 2 * self._collective_s(ring, best)
+            seconds = self.sliced_s(ring, slices)
+            if hidden or ring.first.chunk() % slices or seconds >= best_s:
+                break
+            best, best_s = slices, seconds
+        return best
+
+    def _slices_pay(self, ring: Ring) -> bool:
+        """Whether a collective in two slices takes less than one that waits as the whole does."""
+        whole_s = self._matmuls_s(ring) + self._waits_s(ring)
+        return self.bare(ring) is None or self.sliced_s(ring, 2) < whole_s
+
+    def sliced_s(self, ring: Ring, slices: int) -> float:
+        """Seconds of a ring's matmuls and its collective, in slices, each beside the other; alone.
+
+        t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `ring.py`'s formula.
+        """
+        cut_s = self._cut_s(ring, slices, sums=False)
+        chunk_s, slice_s = cut_s / slices, self._collective_s(ring, slices)
+        return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
+
+    def cut_s(self, ring: Ring, variant: Variant) -> float:
+        """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
+        return self._cut_s(ring, ring.first.ring.axis_size * variant.slices)
+
+    def hops_s(self, ring: Ring, variant: Variant) -> float:
+        """Seconds of a ring's hops, one after the other on their link; of one run."""
+        count, sent = hops(ring, variant)
+        group = self.groups[ring.first.ring.axis]
+        return count * self.cost.collective_s("collective-permute", sent, pair(group))
+
+    def _collective_s(self, ring: Ring, slices: int = 1) -> float:
+        """Seconds of one of so many slices of a ring's collective."""
+        axis = ring.first.ring.axis
+        sent, kind = traffic(ring.first)[axis], ring.kind.replace("_", "-")
+        return self.cost.collective_s(kind, sent // slices, self.groups[axis])
+
+    def _matmuls_s(self, ring: Ring) -> float:
+        """Seconds of a ring's matmuls, each in one piece."""
+        return sum(self._matmul_s(whole(member)) for member in ring.members)
+
+    def _cut_s(self, ring: Ring, pieces: int, *, sums: bool = True) -> float:
+        cut = (self._chunk_s(member, pieces, ring.arrives, sums) for member in ring.members)
+        return pieces * sum(cut)
+
+    def _chunk_s(self, member: Member, pieces: int, arrives: bool, sums: bool) -> float:
+        """Seconds of one of a member's chunks, with the copies that cutting needs."""
+        matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums)
+        return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
+
+    def local_s(self, dot: Dot, matmul: splits.Matmul) -> float:
+        """Seconds of what one device does of a matmul, in one piece; 0 if it has no price."""
+        if not self._prices(dot):
+            return 0.0
+        return self._matmul_s(_kernel(dot, matmul, local_sizes(matmul)))
+
+    def _matmul_s(self, m: Matmul) -> float:
+        return self.cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
+
+    def knows(self, ring: Ring) -> bool:
+        """Whether the dtypes of a ring's matmuls have a price."""
+        return all(self._prices(member.dot) for member in ring.members)
+
+    def _prices(self, dot: Dot) -> bool:
+        return _HLO_DTYPES.get(_dtype(dot)) in self.cost.dtypes
+
+
+def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
+    """How many hops a device makes in one run of a ring, and the bytes that it sends in each."""
+    layout = ring.first
+    count = (layout.ring.axis_size - 1) * variant.slices
+    sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
+    return count, sent // count
+
+
+def pair(group: Group) -> Group:
+    """Who takes part in a hop along a ring of this group."""
+    return replace(group, size=2, domains=min(group.domains, 2))
+
+
+def chunk(member: Member, pieces: int, arrives: bool, *, sums: bool = True) -> tuple[Matmul, int]:
+    """One chunk of a member's matmul on one device, and the bytes that are copied for it.
+
+    Args:
+        pieces: that the matmul is cut into.
+        arrives: whether an operand moves, and not results.
+        sums: whether results that move do so hop by hop, and are added up on the way.
+    """
+    assert member.layout is not None
+    matmul, letter = member.layout.matmul, member.layout.letter
+    sizes = local_sizes(matmul)
+    sizes[letter] = max(sizes[letter] // pieces, 1)
+    bytes_of = {
+        side: math.prod(sizes[c] for c in matmul.einsum.side(side)) * itemsize
+        for side, itemsize in zip(SIDES, matmul.itemsize, strict=True)
+    }
+    held = [side for side in SIDES if letter in matmul.einsum.side(side)]
+    if arrives:  # the result to its place; or what meets the chunk cut out of its operand
+        moving = member.layout.ring.motion.side if member.layout.ring.motion else None
+        copied = [side for side in held if side != moving]
+    else:  # cut out of the operand
+        copied = [side for side in held if side != "out"]
+    moved = sum(2 * bytes_of[side] for side in copied)
+    if sums and not arrives:  # a result is copied to where it is sent from, and added to another
+        moved += (2 + 3) * bytes_of["out"]
+    return _kernel(member.dot, matmul, sizes), moved
+
+
+def whole(member: Member) -> Matmul:
+    """A member's matmul as one device does it, all its chunks together."""
+    return _kernel(member.dot, member.matmul, local_sizes(member.matmul))
+
+
+def _kernel(dot: Dot, matmul: splits.Matmul, sizes: Mapping[str, int]) -> Matmul:
+    """What a matmul asks of a device, with dims of these sizes."""
+    lhs, rhs, out = (set(matmul.einsum.side(side)) for side in SIDES)
+
+    def product(letters: set[str]) -> int:
+        return math.prod(sizes[c] for c in letters)
+
+    return Matmul(
+        m=product(lhs & out - rhs),
+        n=product(rhs & out - lhs),
+        k=product(lhs & rhs - out),
+        batch=product(lhs & rhs & out),
+        dtype=_HLO_DTYPES[_dtype(dot)],
+    )
+
+
+def local_sizes(matmul: splits.Matmul) -> dict[str, int]:
+    """The dims of the matmul that one device does, all its chunks together, by letter."""
+    sizes = dict(matmul.einsum.sizes)
+    for split in matmul.splits:
+        if isinstance(split, Split) and (letter := _shares(split)):
+            sizes[letter] = math.ceil(sizes[letter] / split.axis_size)
+    return sizes
+
+
+def _shares(split: Split) -> str | None:
+    """The dim along which an axis shares the work: where it lies on a side that does not move."""
+    moving = split.motion.side if split.motion else None
+    return next(filter(None, (split.at(side) for side in SIDES if side != moving)), None)
+
+
+def _dtype(dot: Dot) -> str:
+    return np.dtype(dot.eqn.invars[0].aval.dtype).name
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs"

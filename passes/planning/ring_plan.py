@@ -1,0 +1,205 @@
+"""What the matmuls of a body become: the rings, who is in them, and what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.jaxprs import Dot
+from jaxoverlap.passes.analysis.reshards import End
+from jaxoverlap.passes.planning.layout import Layout
+from jaxoverlap.passes.planning.splits import Kind, Matmul, Side, Spec
+from jaxoverlap.plan.plan import Variant
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a body, and how it lies on the mesh: sharded as it was made, or gathered since."""
+
+    var: Any
+    spec: Spec
+
+    def moved(self, axis: str, dim: int, to: int | None = None) -> Value:
+        """The same value, whole over one axis of one dim, and sharded by it on another if given."""
+        spec = list(self.spec)
+        spec[dim] = tuple(a for a in spec[dim] if a != axis)
+        if to is not None:
+            spec[to] = (*spec[to], axis)
+        return Value(self.var, tuple(spec))
+
+
+@dataclass(frozen=True)
+class Hoist:
+    """A gather or an exchange that is done before any ring, once for all that read its result.
+
+    Attributes:
+        kind: all_gather or all_to_all.
+        before, after: the value, and the value as it lies then.
+        axis: the mesh axis.
+        bytes_moved: bytes that each device sends.
+    """
+
+    kind: Kind
+    before: Value
+    after: Value
+    axis: str
+    bytes_moved: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A matmul that is rewritten.
+
+    Attributes:
+        dot: the matmul.
+        lhs, rhs: what it reads.
+        layout: how it lies on the mesh; None if nothing moves any more, as others gathered it.
+        hoists: the gathers that come before it, those that are there for others too.
+        end: what it gives: its own result, or what that is resharded to.
+    """
+
+    dot: Dot
+    lhs: Value
+    rhs: Value
+    layout: Layout | None
+    hoists: tuple[Hoist, ...] = ()
+    end: End = End(None)  # noqa: RUF009, it is a tuple
+
+    @property
+    def matmul(self) -> Matmul:
+        """What the ring's layout does."""
+        assert self.layout is not None
+        return self.layout.matmul
+
+    def value(self, side: Side) -> Value:
+        """One operand."""
+        return {"lhs": self.lhs, "rhs": self.rhs}[side]
+
+
+@dataclass
+class Ring:
+    """Matmuls that share a ring: they read one gathered value, or their partial sums are added.
+
+    Attributes:
+        members: the matmuls; the first names the ring.
+        keep: whether the gathered value is kept whole for matmuls that come later.
+        total: the variable of the sum of all results, where several are added up.
+        variant: how the pieces travel.
+        why: why not as was asked for, if so.
+    """
+
+    members: list[Member]
+    keep: bool = False
+    total: Any = None
+    variant: Variant = Variant()  # noqa: RUF009, it is frozen
+    why: str = ""
+
+    @property
+    def first(self) -> Layout:
+        """The layout of the first matmul: kind and axis of the ring are the same for all."""
+        layout = self.members[0].layout
+        assert layout is not None
+        return layout
+
+    @property
+    def site(self) -> int:
+        """The number of the first matmul."""
+        return self.members[0].dot.index
+
+    @property
+    def place(self) -> int:
+        """The first matmul's place in the body."""
+        return self.members[0].dot.place
+
+    @property
+    def kind(self) -> Kind:
+        """The motion that the ring carries out."""
+        assert self.first.ring.motion is not None
+        return self.first.ring.motion.kind
+
+    @property
+    def side(self) -> Side:
+        """What moves, seen from the first matmul."""
+        assert self.first.ring.motion is not None
+        return self.first.ring.motion.side
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut into chunks, of the gathered value or of the result."""
+        return self.first.matmul.einsum.side(self.side).index(self.first.letter)
+
+    @property
+    def shard(self) -> Value:
+        """The value that is gathered."""
+        return self.members[0].value(self.side)
+
+    @property
+    def whole(self) -> Value:
+        """The gathered or exchanged value, as it has arrived."""
+        return self.shard.moved(self.first.ring.axis, self.dim, self.other_dim)
+
+    @property
+    def other_dim(self) -> int | None:
+        """The other dim of an exchange: sharded then, of an operand; gathered, of a result."""
+        motion = self.first.ring.motion
+        if motion is None or motion.to is None:
+            return None
+        letter = motion.to if motion.side != "out" else motion.letter
+        return self.first.matmul.einsum.side(self.side).index(letter)
+
+    @property
+    def arrives(self) -> bool:
+        """Whether an operand moves, and not results."""
+        return self.side != "out"
+
+    def can_keep(self) -> bool:
+        """Whether the gathered value, kept whole, is one that the step around it can read.
+
+        Its blocks have to lie side by side, and nothing else may have been done to it.
+        """
+        layout, axis = self.first, self.first.ring.axis
+        given = layout.matmul.spec(self.side)
+        inside = any(s.motion and s.motion.side == self.side for s in layout.others)
+        return given == layout.spec(self.side) and not inside and given[self.dim][-1] == axis
+
+
+@dataclass
+class Sharing:
+    """What becomes of the matmuls of one body.
+
+    Attributes:
+        order: the order in which the body's equations then stand.
+        rings: the rings.
+        readers: matmuls that only read what others gathered.
+        hoisted: the gathers that come before the rings, by what they give.
+        skipped: why each other matmul is left alone, by its number.
+        costs: of a byte along each mesh axis, in any unit; 1 where it is not said.
+        read: the variables that placed matmuls read.
+        absorbed: the variables that are gone, as a ring gives what they are resharded to.
+    """
+
+    order: Order
+    rings: list[Ring] = field(default_factory=list)
+    readers: list[Member] = field(default_factory=list)
+    hoisted: dict[Value, Hoist] = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+    read: set[Any] = field(default_factory=set)
+    absorbed: set[Any] = field(default_factory=set)
+    _arriving: dict[Value, list[Ring]] = field(default_factory=dict)
+
+    def add(self, ring: Ring) -> None:
+        """Add a ring."""
+        self.rings.append(ring)
+        if ring.arrives:
+            self._arriving.setdefault(ring.whole, []).append(ring)
+
+    def arriving(self, whole: Value) -> Sequence[Ring]:
+        """The rings that gather a value."""
+        return self._arriving.get(whole, ())
+
+    def cost(self, axis: str) -> float:
+        """What a byte along a mesh axis costs."""
+        return self.costs.get(axis, 1.0)

@@ -1,0 +1,346 @@
+"""One ring for all that read it: which matmuls of a body share a ring, and what they read.
+
+A value that several matmuls gather moves once: those that can run at the same time (q, k and v; the
+data and weight gradients that read dy) share a ring, and each hop has all their chunks above it;
+one that comes later (a weight gradient, whose other operand follows from the first ring's result)
+reads the whole value, which the ring keeps for it. Partial sums that are added up before anyone
+reads them (the gradients of what q, k and v read) travel as one sum.
+
+Where a matmul waits for a gather on another axis too (FSDP's weight), that gather is placed before
+the ring and once for all that read it, the recomputed forward pass and the data gradient included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot
+from jaxoverlap.passes.analysis.reshards import Chains, End
+from jaxoverlap.passes.planning.layout import Layout, hoistable, lay_out, traffic
+from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
+from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Side, Spec, Split
+
+Read = Callable[[Dot], Matmul | str]
+Specs = Sequence[Spec | None]
+Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
+NO_COLLECTIVE = "no collective"
+_View = tuple[Member, Matmul]
+
+
+def share(
+    body: Body,
+    read: Read,
+    beyond: Beyond,
+    *,
+    ahead: bool = False,
+    costs: Mapping[str, float] | None = None,
+) -> Sharing:
+    """Decide for each matmul of a body how it lies on the mesh, and with which it shares a ring.
+
+    Args:
+        body: the body.
+        read: gives a matmul with its shardings, or why it is left alone.
+        beyond: the shardings of what its operands are resharded from and its result to, reshard by
+            reshard.
+        ahead: gather the weights of a scan before any ring, to be prefetched.
+        costs: of a byte along each mesh axis, in any unit; default: alike.
+    """
+    sharing, chains = Sharing(Order(body.eqns), costs=costs or {}), Chains(body)
+    early = body.ahead if ahead else frozenset()
+    late: list[tuple[Dot, Matmul]] = []
+    for dot in body.dots:
+        matmul = read(dot)
+        if isinstance(matmul, str):
+            sharing.skipped[dot.index] = matmul
+        elif any(isinstance(s, Refusal) for s in matmul.splits):
+            late.append((dot, matmul))  # the others may move for it what it reads
+        else:
+            _place(sharing, _views(chains, dot, matmul, beyond(dot)), early)
+    for dot, matmul in late:
+        _place(sharing, _views(chains, dot, matmul, beyond(dot)), early)
+    _add_up(sharing, body)
+    return sharing
+
+
+def _views(
+    chains: Chains, dot: Dot, matmul: Matmul, beyond: tuple[Specs, Specs, Specs]
+) -> list[_View]:
+    """The matmul with the reshards around it, with those of its result, and as it is written."""
+    lhs, rhs = dot.eqn.invars
+    own, end = End(dot.eqn.outvars[0]), chains.end(dot.eqn.outvars[0])
+    plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), own)
+    views: list[_View] = [(plain, matmul)]
+    if (spec := _resharded(end.var, end.reshards, beyond[2], end.dims)) not in (None, matmul.out):
+        ended = dataclasses.replace(plain, end=end)
+        views.append((ended, dataclasses.replace(matmul, out=spec)))
+    member, seen = views[-1]
+    operands: list[tuple[Side, Any]] = [("lhs", lhs), ("rhs", rhs)]
+    for (side, var), specs in zip(operands, beyond[:2], strict=True):
+        origin, reshards = chains.origin(var)
+        spec = _resharded(origin, reshards, specs)
+        if spec not in (None, matmul.spec(side)):
+            member, seen = _reading(member, seen, side, Value(origin, spec))
+    if seen is not views[-1][1]:
+        views.append((member, seen))
+    return views[::-1]
+
+
+def _resharded(var: Any, reshards: int, specs: Specs, dims: Sequence[int] = ()) -> Spec | None:
+    """How what lies some reshards away is sharded: by its type, or as Shardy has it.
+
+    Args:
+        var: its variable.
+        reshards: how many reshards away.
+        specs: what Shardy says, reshard by reshard.
+        dims: which of the matmul's dims each of its own is; () for all in order.
+    """
+    if reshards and (stated := compat.stated_spec(var)) is not None:
+        return tuple(stated[dims.index(d)] for d in range(len(dims))) if dims else stated
+    return specs[reshards - 1] if 0 < reshards <= len(specs) else None
+
+
+def _place(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> None:
+    """Give a matmul its ring, a new one or one that is there; or note why it has none."""
+    reasons = []
+    for member, matmul in views:
+        if _clashes(sharing, member):
+            continue
+        reason = _place_as(sharing, *_gathered_early(member, matmul, early))
+        if reason is None:
+            return
+        reasons.append(reason)
+    waits = [reason for reason in reasons if reason != NO_COLLECTIVE]
+    sharing.skipped[views[0][0].dot.index] = waits[0] if waits else NO_COLLECTIVE
+
+
+def _clashes(sharing: Sharing, member: Member) -> bool:
+    """Whether a matmul would read a variable that a ring absorbs, or absorb one that is read.
+
+    A constraint between two matmuls may be looked through from either side, and not from both.
+    """
+    reads = {v.var for v in (member.lhs, member.rhs) if not compat.is_literal(v.var)}
+    return not (sharing.absorbed.isdisjoint(reads) and sharing.read.isdisjoint(member.end.inside))
+
+
+def _gathered_early(member: Member, matmul: Matmul, early: Collection[Any]) -> _View:
+    """The matmul, reading whole what is there one step of a scan ahead, if it waits for no more.
+
+    Where it waits for something else too, that is the ring, and this gather comes before it.
+    """
+    wanted = _motions(matmul)
+    if len(wanted) != 1:
+        return member, matmul
+    axis, motion = wanted[0]
+    if motion is None or motion.kind != "all_gather" or member.value(motion.side).var not in early:
+        return member, matmul
+    return (
+        _hoisted(member, matmul, axis, motion)
+        if hoistable(matmul, axis, motion)
+        else (member, matmul)
+    )
+
+
+def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
+    """Give a matmul its ring, seen in one way; or say why it has none."""
+    given = member
+    while True:
+        wanted = _motions(matmul)
+        if not wanted:
+            if member.lhs == given.lhs and member.rhs == given.rhs and not member.hoists:
+                return NO_COLLECTIVE
+            # What only reads stays the matmul that it is: its result is resharded after it.
+            member = dataclasses.replace(member, end=End(member.dot.eqn.outvars[0]))
+            _add(sharing, member)
+            sharing.readers.append(member)
+            return None
+        axes = dict.fromkeys(axis for axis, _ in wanted)
+        candidates = [_candidate(sharing, member, matmul, axis) for axis in axes]
+        good = [c for c in candidates if isinstance(c, Member)]
+        if any(_join(sharing, candidate) for candidate in good):
+            return None
+        known = next(_known(sharing, member, matmul, wanted), None)
+        if known is None:
+            break
+        member, matmul = _reading(member, matmul, *known)
+    if good:
+        best = min(good, key=lambda c: _preference(sharing, c))
+        _add(sharing, best)
+        sharing.add(Ring([best]))
+        return None
+    refusals = [s.reason for s in matmul.splits if isinstance(s, Refusal)]
+    reasons = refusals or [c for c in candidates if isinstance(c, str)]
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def _add(sharing: Sharing, member: Member) -> None:
+    """Note what comes before a matmul, and what it takes the place of."""
+    sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
+    sharing.absorbed.update(member.end.inside)
+    sharing.read.update(v.var for v in (member.lhs, member.rhs) if not compat.is_literal(v.var))
+    merged = sharing.order.merge(member.dot.place, *member.end.places)
+    assert merged, "nobody stands between a result and what only reshards it"
+
+
+def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
+    """What each mesh axis has to move; None where that is something that no pass knows."""
+    found: list[tuple[str, Motion | None]] = []
+    for split in matmul.splits:
+        if isinstance(split, Refusal):
+            found += [(split.axis, motion) for motion in split.first or (None,)]
+        elif split.motion is not None:
+            found.append((split.axis, split.motion))
+    return found
+
+
+def _candidate(sharing: Sharing, member: Member, matmul: Matmul, axis: str) -> Member | str:
+    """The matmul with the ring on one axis, and all that other motions allow done before it."""
+    while True:
+        found = matmul.splits
+        refused = [s for s in found if isinstance(s, Refusal)]
+        shared = [s for s in found if isinstance(s, Split)]
+        ring = next((s for s in shared if s.axis == axis and s.motion), None)
+        before = [(s.axis, m) for s in refused for m in s.first]
+        before += [(s.axis, s.motion) for s in shared if s.motion and s is not ring]
+        possible = [(a, m) for a, m in before if hoistable(matmul, a, m)]
+        if not possible:
+            break
+        # Each gather makes the next one's value larger, so the slowest link comes first.
+        slowest = max(possible, key=lambda move: sharing.cost(move[0]))
+        member, matmul = _hoisted(member, matmul, *slowest)
+    if refused:
+        return "; ".join(s.reason for s in refused)
+    if ring is None:
+        return f"motions on other axes leave nothing to move along {axis}"
+    layout = lay_out(matmul, shared, ring)
+    return layout if isinstance(layout, str) else dataclasses.replace(member, layout=layout)
+
+
+def _is_gather(split: Split) -> bool:
+    return split.motion is not None and split.motion.kind == "all_gather"
+
+
+def _hoisted(member: Member, matmul: Matmul, axis: str, motion: Motion) -> tuple[Member, Matmul]:
+    """The matmul, reading an operand that has been moved before."""
+    side, after = _moved(member, matmul, axis, motion)
+    hoist = Hoist(motion.kind, member.value(side), after, axis, motion.bytes_moved)
+    member = dataclasses.replace(member, hoists=(*member.hoists, hoist))
+    return _reading(member, matmul, side, after)
+
+
+def _moved(member: Member, matmul: Matmul, axis: str, motion: Motion) -> tuple[Side, Value]:
+    """The operand that a motion moves, and how it lies then."""
+    letters = matmul.einsum.side(motion.side)
+    to = letters.index(motion.to) if motion.to else None
+    return motion.side, member.value(motion.side).moved(axis, letters.index(motion.letter), to)
+
+
+def _reading(member: Member, matmul: Matmul, side: Side, value: Value) -> tuple[Member, Matmul]:
+    """The matmul with another operand."""
+    return (
+        dataclasses.replace(member, **{side: value}),
+        dataclasses.replace(matmul, **{side: value.spec}),
+    )
+
+
+def _known(
+    sharing: Sharing,
+    member: Member,
+    matmul: Matmul,
+    wanted: Sequence[tuple[str, Motion | None]],
+) -> Iterator[tuple[Side, Value]]:
+    """Operands that others have moved already, by the side that would move them again."""
+    for axis, motion in wanted:
+        if motion is None or motion.side == "out":
+            continue
+        side, after = _moved(member, matmul, axis, motion)
+        if after in sharing.hoisted:
+            yield side, after
+        for ring in sharing.arriving(after):
+            if not ring.can_keep():
+                continue
+            if sharing.order.put_after(ring.place, member.dot.place):
+                ring.keep = True
+                yield side, after
+
+
+def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
+    """The ring that gathers what a matmul would gather."""
+    mine = Ring([member])
+    if not mine.arrives:
+        return None
+    return next((r for r in sharing.arriving(mine.whole) if r.shard == mine.shard), None)
+
+
+def _join(sharing: Sharing, member: Member) -> bool:
+    """Let a matmul share the ring that gathers what it reads, if it can run beside the others."""
+    ring = _ring_of(sharing, member)
+    if ring is None or not _alike([*ring.members, member]):
+        return False
+    # `Order.merge` lets what is merged need each other: a matmul and its constraint do.
+    given = {v for m in ring.members for v in (m.dot.eqn.outvars[0], m.end.var)}
+    read = [*member.dot.eqn.invars, member.lhs.var, member.rhs.var]
+    if any(v in given for v in read if not compat.is_literal(v)):
+        return False
+    if not sharing.order.merge(ring.place, member.dot.place):
+        return False
+    ring.members.append(member)
+    _add(sharing, member)
+    return True
+
+
+def _alike(members: Sequence[Member]) -> bool:
+    """Whether what the members would share lies alike for all of them."""
+    return len({_shared(m.layout) for m in members if m.layout}) == 1
+
+
+def _shared(layout: Layout) -> tuple[Any, ...]:
+    """All that must be alike in the value that a ring's members share."""
+    ring = layout.ring.motion
+    assert ring is not None
+    letters = layout.matmul.einsum.side(ring.side)
+    moving = [letters.find(c) for c in (layout.letter, ring.letter, ring.to) if c]
+    others = tuple(
+        (s.axis, s.motion.kind, layout.matmul.einsum.side(ring.side).find(s.motion.letter))
+        for s in layout.others
+        if s.motion and s.motion.side == ring.side
+    )
+    return layout.ring.axis, ring.kind, tuple(moving), layout.spec(ring.side), others
+
+
+def _preference(sharing: Sharing, member: Member) -> tuple[float, int, int]:
+    """Least cost in all; then no gather inside the ring; then most bytes in the ring."""
+    layout = member.layout
+    assert layout is not None
+    sent = traffic(layout)
+    new = [h for h in member.hoists if h.after not in sharing.hoisted]
+    cost = sum(sent[axis] * sharing.cost(axis) for axis in sent)
+    cost += sum(h.bytes_moved * sharing.cost(h.axis) for h in new)
+    inside = sum(map(_is_gather, layout.others))
+    return cost, inside, -sent[layout.ring.axis]
+
+
+def _add_up(sharing: Sharing, body: Body) -> None:
+    """Let rings whose results are added up, and read by nobody else, send one sum."""
+    reads = Counter(v for e in body.eqns for v in e.invars if not compat.is_literal(v))
+    reads.update(v for v in body.outvars if not compat.is_literal(v))
+    sums = [ring for ring in sharing.rings if not ring.arrives and not ring.members[0].end.views]
+    made = {ring.members[0].end.var: ring for ring in sums}
+    added: set[int] = set()  # rings that are a part of another now
+    for place, eqn in enumerate(body.eqns):
+        rings = [made.get(v) for v in eqn.invars if not compat.is_literal(v) and reads[v] == 1]
+        if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
+            continue
+        one, other = rings
+        if one is None or other is None or one is other:
+            continue
+        members = sorted([*one.members, *other.members], key=lambda m: m.dot.index)
+        if _alike(members) and sharing.order.merge(one.place, other.place, place):
+            added.add(id(other))
+            one.members, one.total = members, eqn.outvars[0]
+            made[one.total] = one
+    sharing.rings = [ring for ring in sharing.rings if id(ring) not in added]

@@ -1,0 +1,189 @@
+"""Gradients of embedding lookups, scattered as they are added up.
+
+    dx: [b@data, s@model, d] ;  dw: [v@model, d@data] = scatter-add zeros ids dx
+
+->  local = scatter-add zeros ids dx                    # each device its own tokens: [v, d]
+    dw = psum_scatter over model along v, over data along d
+
+The partitioner all-reduces such a sum whole over every axis that shards the tokens, and then cuts
+each device's part out of it. Scattered, it moves half of that, and over the fastest link first,
+while it is large: the slow one then sees a part only.
+
+It is no matmul and has no ring; what hides it is what the scheduler finds beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import compat
+from jaxoverlap._util.text import short_source
+from jaxoverlap.passes.analysis.jaxprs import Body
+from jaxoverlap.passes.analysis.mesh import partition_spec
+from jaxoverlap.passes.planning.splits import Spec
+from jaxoverlap.passes.rings import chunks
+from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.plan.plan import Scattered
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The gradient of one lookup.
+
+    Attributes:
+        eqn: its scatter-add.
+        updates, out: how the tokens' gradients and the result lie.
+        scatters: (dim of the result, mesh axis, how the dim is cut), in order.
+        sums: axes over which the sum is wanted whole.
+        runs: how often a step runs it.
+    """
+
+    eqn: Any
+    updates: Spec
+    out: Spec
+    scatters: tuple[tuple[int, str, Cut], ...]
+    sums: tuple[str, ...]
+
+    def entry(self, axis_sizes: Mapping[str, int]) -> Scattered:
+        """What explain() shows."""
+        held = math.prod(axis_sizes[a] for axes in self.updates[-1:] for a in axes)
+        aval = self.eqn.outvars[0].aval
+        local, sent = aval.size * aval.dtype.itemsize // held, 0
+        for _, axis, _ in self.scatters:
+            local //= axis_sizes[axis]
+            sent += local * (axis_sizes[axis] - 1)
+        file, line, _ = compat.source_line(self.eqn)
+        axes = tuple(axis for _, axis, _ in self.scatters)
+        return Scattered(source=short_source(file, line), axes=axes, bytes_moved=sent)
+
+
+def lookups(
+    found: Sequence[Body],
+    shardings: Mapping[Any, Any],
+    mesh: Mesh,
+    costs: Mapping[str, float],
+) -> list[Lookup]:
+    """The lookups of a step whose gradients are sums over devices, to be scattered.
+
+    Args:
+        found: the step's bodies.
+        shardings: from `partitioned`, by (body, place).
+        mesh: its mesh.
+        costs: of a byte along each axis.
+    """
+    known = []
+    for body in found:
+        zeros = {v for eqn in body.eqns if _is_zeros(eqn) for v in eqn.outvars}
+        for place, eqn in enumerate(body.eqns):
+            read = shardings.get((body.index, place))
+            if read is None or None in read[1:3] or eqn.invars[0] not in zeros:
+                continue
+            if compat.stated_axes(eqn):  # inside explicit_axes: its types say how it lies
+                continue
+            lookup = _lookup(eqn, read.rhs, read.out, mesh, costs) if _adds_rows(eqn) else None
+            known += [lookup] if lookup else []
+    return known
+
+
+def _is_zeros(eqn: Any) -> bool:
+    if eqn.primitive.name != "broadcast_in_dim" or not compat.is_literal(eqn.invars[0]):
+        return False
+    # The tangents of integers are float0, a dtype of no numbers, which compares with none. (By jnp:
+    # to numpy bfloat16 is no number either.)
+    value = np.asarray(eqn.invars[0].val)
+    return jnp.issubdtype(value.dtype, np.number) and value == 0
+
+
+def _adds_rows(eqn: Any) -> bool:
+    """Whether a scatter-add adds whole rows, a token's each, to a table [v, d]."""
+    dims = eqn.params["dimension_numbers"]
+    updates, out = eqn.invars[2].aval, eqn.outvars[0].aval
+    return (
+        out.ndim == 2
+        and dims.update_window_dims == (updates.ndim - 1,)
+        and dims.inserted_window_dims == dims.scatter_dims_to_operand_dims == (0,)
+        and not dims.operand_batching_dims
+        and updates.shape[-1] == out.shape[-1]
+    )
+
+
+def _lookup(
+    eqn: Any, updates: Spec, out: Spec, mesh: Mesh, costs: Mapping[str, float]
+) -> Lookup | None:
+    """How to scatter one, if all that its result is sharded by is summed over."""
+    summed = {a for dim in updates[:-1] for a in dim if mesh.shape[a] > 1}
+    moved = [(dim, a) for dim, axes in enumerate(out) for a in axes if a in summed]
+    if not moved or updates[-1] != tuple(a for a in out[-1] if a not in summed):
+        return None
+    if any(a not in summed for a in out[0]) or (updates[-1] and len(out[-1]) > len(updates[-1])):
+        return None
+    shape = eqn.outvars[0].aval.shape
+    if any(shape[d] % math.prod(mesh.shape[a] for a in out[d]) for d in range(2)):
+        return None
+    # Over the fastest link first; what is major on a dim and has not been scattered yet is `outer`.
+    order = sorted(moved, key=lambda move: costs.get(move[1], 1.0))
+    scatters = []
+    for i, (dim, axis) in enumerate(order):
+        later = {a for d, a in order[i + 1 :] if d == dim}
+        major = out[dim][: out[dim].index(axis)]
+        outer = math.prod(mesh.shape[a] for a in major if a in later)
+        scatters.append((dim, axis, Cut(mesh.shape[axis], outer=outer)))
+    sums = tuple(a for a in mesh.axis_names if a in summed and a not in {a for _, a in moved})
+    return Lookup(eqn, updates, out, tuple(scatters), sums)
+
+
+def scatter(jaxpr: Any, known: Sequence[Lookup], mesh: Mesh) -> Any:
+    """A jaxpr whose lookups' gradients are scattered."""
+    by_result = {lookup.eqn.outvars[0]: lookup for lookup in known}
+
+    def visit(jaxpr: Any) -> Any:
+        eqns: list[Any] = []
+        for given in jaxpr.eqns:
+            eqn = compat.map_jaxprs(visit, given)
+            lookup = by_result.get(eqn.outvars[0]) if eqn.outvars else None
+            if lookup is None:
+                eqns.append(eqn)
+            else:
+                fn = _scattered(lookup, mesh)
+                eqns += compat.inline(fn, eqn.invars[1:], eqn.outvars, eqn)
+        return jaxpr.replace(eqns=eqns)
+
+    return visit(jaxpr) if known else jaxpr
+
+
+def _scattered(lookup: Lookup, mesh: Mesh) -> Any:
+    """fn(ids, updates): the sum of the updates by their id, as the result is wanted."""
+    eqn, tokens = lookup.eqn, lookup.updates[:-1]
+    rows, out = eqn.outvars[0].aval.shape[0], eqn.outvars[0].aval
+
+    def body(ids: Array, updates: Array) -> list[Array]:
+        total = lax.scatter_add(
+            chunks.zeros((rows, updates.shape[-1]), out.dtype, updates),
+            ids,
+            updates,
+            eqn.params["dimension_numbers"],
+            indices_are_sorted=eqn.params["indices_are_sorted"],
+            unique_indices=eqn.params["unique_indices"],
+            mode=eqn.params["mode"],
+        )
+        for dim, axis, cut in lookup.scatters:
+            total = chunks.scatter(total, dim, axis, cut)
+        return [lax.psum(total, lookup.sums) if lookup.sums else total]
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(partition_spec((*tokens, ())), partition_spec(lookup.updates)),
+        out_specs=[partition_spec(lookup.out)],
+        check_vma=False,
+    )
+    return jax.named_call(mapped, name="scattered_lookup")

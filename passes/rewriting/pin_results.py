@@ -1,0 +1,90 @@
+"""Results of a step lie as XLA gives them in the plain step, whatever becomes of the step.
+
+    g: [d@data, f@model] = dot_general x dy        # out_shardings leave it open
+
+->  r: [d, f] = <ring> x dy ;  g = sharding_constraint[data, model] r
+
+XLA chooses where a result lies that the jit leaves open. A ring says where its own results lie, so
+without a constraint the choice could change: parameters would come back in another layout, could
+not be donated, and the next call would compile again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.mesh import explicit_axes
+from jaxoverlap.passes.planning.splits import Spec
+
+
+def open_results(
+    params: dict[str, Any], found: Sequence[Spec | str], mesh: Mesh
+) -> list[Spec | None]:
+    """How the results lie that a jit leaves open; None for those that need no constraint.
+
+    Args:
+        params: the jit equation's parameters.
+        found: how each result of the plain step lies, from `partitioned`.
+        mesh: the step's mesh.
+    """
+    if explicit_axes(mesh):  # there a result's type says how it lies
+        return [None] * len(found)
+    outvars = params["jaxpr"].outvars
+    return [
+        None
+        if isinstance(said, jax.sharding.Sharding)
+        or isinstance(spec, str)
+        or not is_even(v.aval.shape, spec, mesh)
+        else spec
+        for v, said, spec in zip(outvars, params["out_shardings"], found, strict=True)
+    ]
+
+
+def is_even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:
+    """Whether a sharding is one of arrays of this shape, as a constraint has to be."""
+    if not shape or len(shape) != len(spec):  # a random key is an array of words
+        return False
+    parts = (math.prod(mesh.shape[a] for a in axes) for axes in spec)
+    return all(size % n == 0 for size, n in zip(shape, parts, strict=True))
+
+
+def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
+    """A jaxpr whose results lie as they did, whatever becomes of what they are made from.
+
+    Args:
+        jaxpr: the jaxpr of a step.
+        results: how each of its results lies; None for one that need not be pinned.
+        mesh: the step's mesh.
+    """
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    eqns, outvars, pinned = list(jaxpr.eqns), [], dict[Any, Any]()
+    for var, spec in zip(jaxpr.outvars, results, strict=True):
+        if spec is None or compat.is_literal(var) or var not in made:
+            outvars.append(var)
+            continue
+        if var not in pinned:
+            pinned[var] = compat.like_var(var)
+            like = compat.in_no_context(made[var])
+            eqns += constrained(var, pinned[var], dims_of(spec), mesh, like)
+        outvars.append(pinned[var])
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def dims_of(spec: Spec) -> list[Any]:
+    """The entries of a `PartitionSpec`."""
+    return [axes or None for axes in spec]
+
+
+def constrained(value: Any, result: Any, dims: Sequence[Any], mesh: Mesh, like: Any) -> list[Any]:
+    """The equation that gives a value another sharding."""
+    sharding = NamedSharding(mesh, PartitionSpec(*dims))
+    constraint = functools.partial(lax.with_sharding_constraint, shardings=sharding)
+    return compat.inline(lambda x: [constraint(x)], [value], [result], like, alike=sharding)

@@ -1,0 +1,210 @@
+"""Gathers of scanned weights, one step ahead: double buffering through the scan's carry.
+
+    scan over w: [L, s@data, d]:        body(c, w_i):  g = all_gather w_i ;  ... g ...
+
+->  g = all_gather w[0]
+    scan over w, carry (i, g, c):       body:  next = all_gather w[i + 1] ;  ... g ...
+
+A gather for the first matmul of a body has nothing before it to hide behind, for XLA schedules each
+body by itself. As part of the carry, the next step's gather has all of this step to hide in. It
+costs one more buffer of what is gathered, and one gather more than steps: the last step's is not
+used. Gathers for later matmuls stay: they hide behind the first, and would only queue for the link.
+
+A gather in a remat's body inside the scan's is first moved out of it: its result becomes an operand
+of the remat, as the weight itself was one.
+
+The technique is FSDP's own (Zhao et al., arXiv 2304.11277, section 3.3.2: backward and forward
+prefetching).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.jaxprs import has_matmul
+
+_REMAT = ("remat2", "checkpoint")
+
+
+def prefetch(jaxpr: Any, gathers: Collection[Any]) -> tuple[Any, int]:
+    """A jaxpr whose scans gather what they are about to read one step ahead.
+
+    Args:
+        jaxpr: the jaxpr of a step.
+        gathers: the variables of the gathered values.
+
+    Returns:
+        The jaxpr, and how many gathers there are that run ahead.
+    """
+    ahead = _Ahead(gathers)
+    return ahead.jaxpr(jaxpr), ahead.moved
+
+
+class _Ahead:
+    def __init__(self, gathers: Collection[Any]):
+        self.gathers = set(gathers)
+        self.moved = 0
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        eqns: list[Any] = []
+        for given in jaxpr.eqns:
+            eqn = compat.map_jaxprs(self.jaxpr, given)
+            eqns += self.scan(eqn) if eqn.primitive.name == "scan" else [eqn]
+        unchanged = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+        return jaxpr if unchanged else jaxpr.replace(eqns=eqns)
+
+    def scan(self, scan: Any) -> list[Any]:
+        """The equations in the place of a scan."""
+        num_consts, num_carry = compat.scan_counts(scan)
+        body = scan.params["jaxpr"]
+        if scan.params["length"] < 2:
+            return [scan]
+        body = body.replace(eqns=[e for eqn in body.eqns for e in self.lifted(eqn)])
+        xs = body.invars[num_consts + num_carry :]
+        slices = _Slices(body)
+        ready = [v for v in slices.bare(self.gathers) if slices.leaves(v) <= {*xs}]
+        if not ready:
+            return [scan]
+        self.moved += len(ready)
+        arrays = dict(zip(xs, scan.invars[num_consts + num_carry :], strict=True))
+        return _double_buffered(scan, body, slices, ready, arrays)
+
+    def lifted(self, eqn: Any) -> Iterator[Any]:
+        """A remat after the gathers that its body makes of nothing but operands."""
+        if eqn.primitive.name not in _REMAT:
+            yield eqn
+            return
+        inner = eqn.params["jaxpr"]
+        slices, outer = _Slices(inner), dict(zip(inner.invars, eqn.invars, strict=True))
+        ready = [v for v in slices.bare(self.gathers) if slices.leaves(v) <= {*outer}]
+        if not ready:
+            yield eqn
+            return
+        results = {v: compat.like_var(v) for v in ready}
+        self.gathers |= {*results.values()}
+        for v, result in results.items():
+            leaves = [*slices.leaves(v)]
+            operands = [outer[leaf] for leaf in leaves]
+            yield from compat.inline(slices.function(leaves, v), operands, [result], slices.made[v])
+        body = compat.with_binders(inner, [*inner.invars, *ready], inner.outvars)
+        body = body.replace(eqns=slices.without(ready))
+        yield eqn.replace(
+            invars=[*eqn.invars, *results.values()], params={**eqn.params, "jaxpr": body}
+        )
+
+
+def _double_buffered(
+    scan: Any, body: Any, slices: _Slices, ready: Sequence[Any], arrays: Mapping[Any, Any]
+) -> list[Any]:
+    """The first gathers, and the scan with the others in its carry.
+
+    Args:
+        scan: the scan.
+        body: its body, and slices: what its values are made from.
+        ready: the gathered values.
+        arrays: the stacked value of each slice that a step reads.
+    """
+    num_consts, num_carry = compat.scan_counts(scan)
+    needed = [x for x in arrays if any(x in slices.leaves(v) for v in ready)]
+    inside = {x: compat.like_var(arrays[x]) for x in needed}
+    step, after = compat.int_var(), compat.int_var()
+    first, later = ([compat.like_var(v) for v in ready] for _ in range(2))
+    before: list[Any] = []
+    ahead = compat.inline(lambda i: [lax.add(i, np.int32(1))], [step], [after], scan)
+    for v, at_first, at_last in zip(ready, first, later, strict=True):
+        leaves, like = [*slices.leaves(v)], slices.made[v]
+        gather = _gather(slices.function(leaves, v), scan.params)
+        stacked = [arrays[leaf] for leaf in leaves]
+        before += compat.inline(functools.partial(gather, np.int32(0)), stacked, [at_first], like)
+        operands = [step, *(inside[leaf] for leaf in leaves)]
+        ahead += compat.inline(gather, operands, [at_last], like)
+
+    def split(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return list(values[:num_consts]), list(values[num_consts:])
+
+    consts, rest = split(body.invars)
+    new_body = compat.with_binders(
+        body,
+        [*consts, *inside.values(), step, *ready, *rest],
+        [after, *later, *body.outvars],
+    ).replace(eqns=[*ahead, *slices.without(ready)])
+    consts, rest = split(scan.invars)
+    one = compat.literal(np.int32(1))
+    invars = [*consts, *(arrays[x] for x in needed), one, *first, *rest]
+    unused = [compat.unused_var(v) for v in (after, *later)]
+    counts = num_consts + len(needed), num_carry + 1 + len(ready)
+    return [*before, compat.new_scan(scan, new_body, counts, invars, [*unused, *scan.outvars])]
+
+
+def _gather(function: Callable[..., list[Any]], params: dict[str, Any]) -> Callable[..., list[Any]]:
+    """gather(step, *stacked): what the gather gives for one step, the last one after the last."""
+    last, backwards = np.int32(params["length"] - 1), params["reverse"]
+
+    def gather(step: Any, *stacked: Any) -> list[Any]:
+        index = lax.min(step, last)
+        index = lax.sub(last, index) if backwards else index
+        here = [lax.dynamic_index_in_dim(s, index, 0, keepdims=False) for s in stacked]
+        return function(*here)
+
+    return gather
+
+
+class _Slices:
+    """What values of a body are made from."""
+
+    def __init__(self, body: Any):
+        self.body = body
+        self.made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        self._eqns: dict[Any, dict[int, Any]] = {}
+
+    def eqns(self, var: Any) -> dict[int, Any]:
+        """The equations that a value is made by, in order, by their identity."""
+        if var not in self._eqns:
+            found: dict[int, Any] = {}
+            if (eqn := self.made.get(var)) is not None:
+                for atom in eqn.invars:
+                    if not compat.is_literal(atom):
+                        found |= self.eqns(atom)
+                found[id(eqn)] = eqn
+            self._eqns[var] = found
+        return self._eqns[var]
+
+    def leaves(self, var: Any) -> set[Any]:
+        """The operands of the body that a value is made from."""
+        eqns = self.eqns(var).values()
+        read = {a for eqn in eqns for a in eqn.invars if not compat.is_literal(a)}
+        return {a for a in read if a not in self.made}
+
+    def bare(self, gathers: Collection[Any]) -> list[Any]:
+        """Those gathers that no matmul of the body stands before, for them to hide behind."""
+        found, wanted = [], {v for v in gathers if v in self.made}
+        for eqn in self.body.eqns:
+            if has_matmul(eqn):
+                return found + [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
+            found += [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
+        return found
+
+    def function(self, leaves: Sequence[Any], value: Any) -> Callable[..., list[Any]]:
+        """The function that makes a value of its leaves."""
+        jaxpr = compat.with_binders(self.body, leaves, [value])
+        jaxpr = jaxpr.replace(eqns=list(self.eqns(value).values()))
+        return lambda *operands: compat.evaluate(jaxpr, operands)
+
+    def without(self, values: Sequence[Any]) -> list[Any]:
+        """The body's equations without those that only these values need."""
+        kept: list[Any] = []
+        maybe = {key for v in values for key in self.eqns(v)}
+        needed = {v for v in self.body.outvars if not compat.is_literal(v)} - {*values}
+        for eqn in reversed(self.body.eqns):
+            if id(eqn) in maybe and not needed.intersection(eqn.outvars):
+                continue
+            kept.append(eqn)
+            needed |= {a for a in eqn.invars if not compat.is_literal(a)} - {*values}
+        return kept[::-1]

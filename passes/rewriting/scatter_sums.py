@@ -1,0 +1,313 @@
+"""An all-reduce as a scatter and a gather, where the gather's reader is a matmul too.
+
+    y: [s, d] = h w2, summed over model ;  z = norm(x + y) ;  q = z w3
+
+->  y: [s@model, d], reduce-scattered in a ring ;  z: [s@model, d] ;  q = all_gather(z) w3 in a ring
+
+The ring of an all-reduce hides its scatter half alone: its gather half stands between the matmul
+and what reads the sum. Where everything up to the next matmuls goes row by row, the sum may as well
+stay scattered, and those matmuls gather it in rings of their own: as sequence parallelism has it
+(Korthikanti et al., arXiv 2205.05198), but found and not asked for.
+
+XLA's partitioner knows what goes row by row. The sums are constrained to be scattered, XLA is asked
+again, the step is decided on again, and `exposure` tells which of the two is better. It counts
+bytes twice that no matmul hides: a value that was saved whole for the backward pass is now gathered
+again there, in a ring, so that bytes alone would favour the all-reduce whose half nothing hides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import msgspec
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.passes.analysis.mesh import explicit_axes
+from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
+from jaxoverlap.passes.analysis.partitioner_collectives import remaining
+from jaxoverlap.passes.planning.layout import Layout, traffic
+from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
+from jaxoverlap.passes.planning.splits import Einsum
+from jaxoverlap.passes.rewriting.embedding_gradients import Lookup, scatter
+from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of, is_even
+from jaxoverlap.plan.plan import Decision, Remaining, Scattered, Skip
+
+
+class Point(NamedTuple):
+    """Where a sum could stay scattered.
+
+    Attributes:
+        dim: the dim of the matmul's result.
+        axes: the mesh axes on that dim then, major to minor; the last is the one summed over.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is decided for a step, and what it becomes.
+
+    Attributes:
+        jaxpr: the step that was decided on.
+        shardings: of its matmuls.
+        entries: what is done with each.
+        sharings: what becomes of each body.
+        known: the lookups whose gradients are scattered, in `rewritten` not yet.
+        rewritten: the jaxpr with rings.
+        gathered: the variables of what is gathered before rings.
+        sums: the sums of activations that stay scattered, by the number of the matmul.
+    """
+
+    jaxpr: Any
+    shardings: Mapping[Any, Shardings]
+    entries: tuple[Decision | Skip, ...]
+    sharings: Mapping[int, Sharing]
+    known: Sequence[Lookup]
+    rewritten: Any
+    gathered: set[Any]
+    sums: Mapping[int, Point] = field(default_factory=dict)
+
+
+Decide = Callable[[Any, Picture], Outcome]
+
+
+def scatter_sums(
+    traced: jax.stages.Traced,
+    first: Outcome,
+    decide: Decide,
+    mesh: Mesh,
+    costs: Mapping[str, float],
+) -> Outcome:
+    """The better of what was decided for a step, and what would be with its sums scattered.
+
+    Args:
+        traced: the step.
+        first: what was decided.
+        decide: decides on a jaxpr, given what XLA makes of it.
+        mesh: the step's mesh.
+        costs: of a byte along each mesh axis.
+
+    Raises:
+        RewriteError: if XLA does not partition the step, or a ring fails on it.
+    """
+    where = points(first.sharings.values())
+    if not where or explicit_axes(mesh):
+        return first
+    second = with_sums_scattered(traced, first.jaxpr, first.shardings, where, decide, mesh)
+    if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
+        return first
+
+    def cost(outcome: Outcome) -> float:
+        becomes = scatter(outcome.rewritten, outcome.known, mesh)
+        left = remaining(partitioned(traced, becomes, mesh, ask=False).module, dict(mesh.shape))
+        tables = [lookup.entry(mesh.shape) for lookup in outcome.known]
+        return exposure(outcome.sharings.values(), (*left, *tables), costs)
+
+    if cost(second) >= cost(first):
+        return first
+    return dataclasses.replace(second, entries=_explained(second.entries, first.entries, where))
+
+
+def with_sums_scattered(
+    traced: jax.stages.Traced,
+    jaxpr: Any,
+    shardings: Mapping[Any, Shardings],
+    where: Mapping[int, Point],
+    decide: Decide,
+    mesh: Mesh,
+) -> Outcome:
+    """What is decided for a step some of whose sums are scattered.
+
+    Args:
+        traced, jaxpr, shardings: the step, and how its matmuls lie as it is.
+        where: the matmuls whose sums are scattered, by their number.
+        decide, mesh: as in `scatter_sums`.
+
+    Raises:
+        RewriteError: if XLA does not partition the step, or a ring fails on it.
+    """
+    scattered = partitioned_scattered(traced, jaxpr, where, shardings, mesh)
+    return dataclasses.replace(decide(jaxpr, scattered), sums=where)
+
+
+def _explained(
+    entries: Sequence[Decision | Skip],
+    before: Sequence[Decision | Skip],
+    where: Mapping[int, Point],
+) -> tuple[Decision | Skip, ...]:
+    """The entries, with why there are scatters and gathers that the step does not ask for."""
+
+    def explained(now: Decision | Skip, then: Decision | Skip) -> Decision | Skip:
+        if isinstance(now, Skip) or not now.bytes_moved:
+            return now  # one that shares a ring says whose
+        why = ""
+        if now.site in where and _is_scatter(now):
+            why = "an all-reduce, scattered"
+        elif now.kind == "all_gather_matmul" and (isinstance(then, Skip) or then.axis != now.axis):
+            why = "gathers what is scattered"
+        return msgspec.structs.replace(now, why=", ".join(filter(None, (why, now.why))))
+
+    return tuple(map(explained, entries, before))
+
+
+def _is_scatter(entry: Decision | Skip) -> bool:
+    return isinstance(entry, Decision) and entry.kind == "matmul_reduce_scatter"
+
+
+def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
+    """Where the sums of a step could stay scattered, by the number of the matmul.
+
+    Those of all-reduce rings, but for gradients of weights, and for those that the user's own
+    constraint wants whole.
+    """
+    rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
+    members = (member for ring in rings for member in ring.members if not member.end.places)
+    found = {m.dot.index: _point(m.layout) for m in members if m.layout is not None}
+    return {index: point for index, point in found.items() if point is not None}
+
+
+def _point(layout: Layout) -> Point | None:
+    """The dim over which a sum could be scattered: one that no axis shards, then the largest."""
+    matmul, ring = layout.matmul, layout.ring
+    letters, sizes = _rows(matmul.einsum), matmul.einsum.sizes
+    if any(s.motion and s.motion.side == "out" for s in layout.others):
+        return None  # summed over two axes
+
+    def parts(letter: str) -> int:
+        return math.prod(matmul.axis_sizes[a] for a in matmul.axes_of("out", letter))
+
+    fits = [c for c in letters if sizes[c] % (parts(c) * ring.axis_size) == 0]
+    if not fits:
+        return None
+    best = max(fits, key=lambda c: (parts(c) == 1, sizes[c]))
+    axes = (*matmul.axes_of("out", best), ring.axis)
+    return Point(matmul.einsum.out.index(best), axes)
+
+
+def _rows(einsum: Einsum) -> str:
+    """The letters of the result that stand for rows of an activation; none if it has no rows.
+
+    The activation is the operand with more dims. Its rows come first, and a matmul with a weight
+    keeps them; the gradient of a weight sums over them.
+    """
+    activation = einsum.rhs if len(einsum.rhs) > len(einsum.lhs) else einsum.lhs
+    own = [c for c in activation if einsum.role(c) != "batch"]
+    if not own or einsum.role(own[0]) == "contracted":
+        return ""
+    return "".join(c for c in activation if c in einsum.out)
+
+
+def partitioned_scattered(
+    traced: jax.stages.Traced,
+    jaxpr: Any,
+    where: Mapping[int, Point],
+    shardings: Mapping[Any, Shardings],
+    mesh: Mesh,
+) -> Picture:
+    """What XLA would make of a step, were some of its sums scattered.
+
+    All other matmuls give what they gave: what a row is scattered for must not win over the way in
+    which a matmul shares its work.
+
+    Args:
+        traced, jaxpr: the step, as for `partitioned`.
+        where: the matmuls whose sums are scattered, by their number, from `points`.
+        shardings: of the matmuls, as they are now.
+        mesh: the step's mesh.
+
+    Raises:
+        RewriteError: if XLA does not partition the step.
+    """
+    shapes = {
+        d.index: d.eqn.outvars[0].aval.shape
+        for body in bodies(jaxpr)
+        for d in body.dots
+        if not compat.stated_axes(d.eqn)  # there the types say how it lies
+    }
+    dims = {
+        i: dims_of(read.out)
+        for i, read in shardings.items()
+        if i in shapes and read.out is not None and is_even(shapes[i], read.out, mesh)
+    }
+    for index, point in where.items():
+        dims[index] = [PartitionSpec.UNCONSTRAINED] * len(shapes[index])
+        dims[index][point.dim] = point.axes
+
+    places: dict[tuple[int, int], int] = {}  # where the equations of a body were before
+
+    def constrain(body: Body) -> list[Any] | None:
+        wanted = {d.place: dims[d.index] for d in body.dots if d.index in dims and not d.inside}
+        eqns: list[Any] = []
+        for place, eqn in enumerate(body.eqns):
+            places[body.index, len(eqns)] = place
+            eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
+        return eqns if wanted else None
+
+    found = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
+    # The first that becomes of each result is our own constraint, which the step has not.
+    shardings = {
+        (key[0], places[key]) if isinstance(key, tuple) else key: (
+            read._replace(out=read.out_sinks[0], out_sinks=read.out_sinks[1:])
+            if key in dims and read.out_sinks
+            else read
+        )
+        for key, read in found.shardings.items()
+    }
+    return dataclasses.replace(found, shardings=shardings)
+
+
+def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """A matmul, and a constraint on its result."""
+    (out,) = eqn.outvars
+    own = compat.like_var(out)
+    return [eqn.replace(outvars=[own]), *constrained(own, out, dims, mesh, eqn)]
+
+
+# -- which is better ------------------------------------------------------------------------------
+
+
+def exposure(
+    sharings: Iterable[Sharing],
+    beside: Iterable[Remaining | Scattered],
+    costs: Mapping[str, float],
+) -> float:
+    """What the collectives of a step cost: its bytes, and those that no matmul hides once more.
+
+    Args:
+        sharings: its rings.
+        beside: what stays XLA's, and the gradients of lookups.
+        costs: of a byte along each mesh axis.
+    """
+    total = 0.0
+    for ring in (ring for sharing in sharings for ring in sharing.rings):
+        total += _of_ring(ring, costs)
+    for left in beside:
+        total += 2 * left.bytes_moved * max(costs.get(a, 1.0) for a in left.axes)
+    return total
+
+
+def _of_ring(ring: Ring, costs: Mapping[str, float]) -> float:
+    """A ring and what its matmuls move beside it, weighed."""
+    total = 0.0
+    for member in ring.members:
+        layout, leads = member.layout, member is ring.members[0]
+        assert layout is not None
+        sent = traffic(layout)
+        if leads:
+            half = 1.5 if ring.kind == "all_reduce" else 1.0  # nothing hides what is gathered
+            total += (
+                half * sent[layout.ring.axis] * costs.get(layout.ring.axis, 1.0) * member.dot.runs
+            )
+        if leads or ring.arrives:
+            beside = [s.axis for s in layout.others if s.motion]
+            total += sum(2 * sent[a] * costs.get(a, 1.0) for a in beside) * member.dot.runs
+    return total

@@ -1,0 +1,130 @@
+"""Which buffers the instructions of a scheduled computation make and hold.
+
+A model of XLA's buffer assignment, good enough to compare two orders of one computation: a value
+that must or does lie in its operand's memory (a bitcast, a tuple, a loop's carry, an update in
+place) makes no buffer, and what the computation is given, and constants, are not counted. Nor are
+a step's results that lie in the memory of donated arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from jaxoverlap.simulation import hlo
+
+# A buffer's number; a tuple of values; None for what lies outside.
+Value = int | tuple["Value", ...] | None
+
+_SAME = ("bitcast", "opt-barrier", "while", "copy-done", "all-reduce-done", "reshape")
+_OUTSIDE = ("parameter", "constant")
+_INDEX = re.compile(r", index=(\d+)")
+_ALIASED = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)")
+
+
+@dataclass
+class Buffers:
+    """The buffers of a computation.
+
+    Attributes:
+        bytes: of each.
+        values: by instruction.
+    """
+
+    bytes: list[int] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+
+    def held(self, instruction: hlo.Instruction) -> tuple[int, ...]:
+        """The buffers that an instruction reads or writes."""
+        names = (instruction.name, *instruction.operands)
+        return tuple(dict.fromkeys(b for name in names for b in leaves(self.values.get(name))))
+
+    def make(self, shape: str) -> Value:
+        """New buffers for a value of a shape."""
+        if shape.startswith("("):
+            return tuple(self.make(part) for part in hlo.tuple_shapes(shape))
+        self.bytes.append(hlo.shape_bytes(shape))
+        return len(self.bytes) - 1
+
+
+def leaves(value: Value) -> Iterator[int]:
+    """The buffers of a value."""
+    if isinstance(value, int):
+        yield value
+    for part in value if isinstance(value, tuple) else ():
+        yield from leaves(part)
+
+
+def buffers(module: hlo.Module, computation: str) -> Buffers:
+    """The buffers of a computation."""
+    found = Buffers()
+    for instruction in module.body(computation):
+        operands = [found.values.get(name) for name in instruction.operands]
+        found.values[instruction.name] = _value(module, instruction, operands, found.make)
+    if computation == module.entry:
+        results = found.values[root(module, computation).name]
+        for number in module.donated:
+            for buffer in leaves(results[number] if isinstance(results, tuple) else results):
+                found.bytes[buffer] = 0
+    return found
+
+
+def root(module: hlo.Module, computation: str) -> hlo.Instruction:
+    """The instruction whose value is the computation's."""
+    return next(i for i in module.body(computation) if i.is_root)
+
+
+def _value(
+    module: hlo.Module,
+    instruction: hlo.Instruction,
+    operands: list[Value],
+    make: Callable[[str], Value],
+) -> Value:
+    opcode = instruction.opcode
+    if opcode in _OUTSIDE:
+        return None
+    if opcode in _SAME:
+        return operands[0]
+    if opcode == "tuple":
+        return tuple(operands)
+    if opcode == "get-tuple-element":
+        index = _INDEX.search(instruction.line)
+        assert index, instruction.line
+        return _element(operands[0], int(index.group(1)))
+    if opcode.endswith("-done"):
+        return _element(operands[0], 1)
+    if opcode.endswith("-start") and opcode != "all-reduce-start":
+        sent, *rest = hlo.tuple_shapes(instruction.shape)
+        return (
+            tuple(operands) if sent.startswith("(") else operands[0],
+            *(make(part) for part in rest),
+        )
+    if opcode == "dynamic-update-slice":
+        return operands[0]
+    if (place := _in_place(module, instruction)) is not None:
+        return operands[place]
+    return make(instruction.shape)
+
+
+def _element(value: Value, index: int) -> Value:
+    return value[index] if isinstance(value, tuple) else None
+
+
+def _in_place(module: hlo.Module, instruction: hlo.Instruction) -> int | None:
+    """The operand in whose memory the result lies, if it must."""
+    if aliased := _ALIASED.search(instruction.line):
+        return int(aliased.group(1))
+    if instruction.opcode != "fusion":
+        return None
+    inside = {i.name: i for called in instruction.called for i in module.body(called)}
+    root = next(i for i in inside.values() if i.is_root)
+    while root.opcode == "bitcast":
+        root = inside[root.operands[0]]
+    if root.opcode != "dynamic-update-slice":
+        return None
+    updated = inside[root.operands[0]]
+    while updated.opcode == "bitcast":
+        updated = inside[updated.operands[0]]
+    number = re.search(r"parameter\((\d+)\)", updated.line)
+    return int(number.group(1)) if number else None

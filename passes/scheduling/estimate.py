@@ -1,0 +1,346 @@
+"""About how long a step takes, from its partitioned module, before anything is compiled.
+
+XLA has partitioned the step and neither fused nor scheduled it. So three things are estimated that
+a compiled schedule would show: what is fused (element-wise operations are one kernel with what
+reads them, up to a matmul, a collective or the end of a loop's body), in which order it runs (by
+the rules of the scheduler pass, `list_schedule.py`), and what the collectives beside a kernel take
+from it (their share of the SMs, for as long as they hide). Two ways to run one step are compared
+so: what is wrong of one is wrong of the other too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxoverlap.cost.model import ALONE, PERMUTE, CostModel
+from jaxoverlap.passes.analysis.partitioner_collectives import moved
+from jaxoverlap.passes.scheduling.list_schedule import (
+    Flight,
+    Problem,
+    Rule,
+    Task,
+    Turn,
+    list_schedule,
+    outcome,
+)
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.audit import Collective
+from jaxoverlap.simulation.hlo_work import Work, work
+from jaxoverlap.simulation.replay import attention_s, group_of
+from jaxoverlap.simulation.timeline import NETWORK, NVLINK
+
+_LEADS: tuple[tuple[float, Turn], ...] = ((2.0, "path"), (math.inf, "path"), (2.0, "first"))
+_RULES = tuple(Rule({NVLINK: a, NETWORK: a}, turn, 8, 1 << 62) for a, turn in _LEADS)
+_LOOPS = ("while", "call", "conditional")
+_FREE = (
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "reshape", "opt-barrier"),
+    *("partition-id", "replica-id", "after-all", "iota", "add-dependency"),
+)
+_OWN_KERNELS = (
+    "dot",
+    "convolution",
+    "custom-call",
+    "scatter",
+    "sort",
+    "fusion",
+    "rng-bit-generator",
+)
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step, estimated; of one device.
+
+    Attributes:
+        step_s: seconds.
+        compute_s: of these, of kernels, with what collectives beside them take.
+        communication_s: of all collectives, by link.
+        bytes_moved: that a device sends, by link.
+        waited_s: seconds in which the kernels wait for a collective, by computation and name.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: Mapping[str, float]
+    bytes_moved: Mapping[str, float]
+    waited_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which the kernels wait."""
+        return self.step_s - self.compute_s
+
+
+def estimate(module: hlo.Module, cost: CostModel) -> Estimate:
+    """About how long a partitioned module takes on a cluster, in a good order.
+
+    Args:
+        module: from `partitioned.Picture`.
+        cost: of the cluster.
+    """
+    return _Estimator(module, cost).computation(module.entry)
+
+
+_NOTHING = Estimate(0.0, 0.0, {}, {})
+
+
+def _added(one: Estimate, other: Estimate, times: int = 1) -> Estimate:
+    def both(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
+        return {key: a.get(key, 0) + times * b.get(key, 0) for key in {*a, *b}}
+
+    return Estimate(
+        one.step_s + times * other.step_s,
+        one.compute_s + times * other.compute_s,
+        both(one.communication_s, other.communication_s),
+        both(one.bytes_moved, other.bytes_moved),
+        both(one.waited_s, other.waited_s),
+    )
+
+
+class _Estimator:
+    """One module on one cluster."""
+
+    def __init__(self, module: hlo.Module, cost: CostModel):
+        self._module, self._cost = module, cost
+        self._collectives = {(c.computation, c.name): c for c in moved(module)}
+        self.computation = functools.cache(self._computation)
+        self._matmul_s = functools.cache(cost.matmul_s)
+
+    def _computation(self, name: str) -> Estimate:
+        """A computation, with those that it runs."""
+        body = self._module.body(name)
+        kernels = _Kernels(self._module, body)
+        tasks: list[Task] = []
+        places: dict[str, int] = {}
+        flights: dict[int, str] = {}
+        total, slowed_s = _NOTHING, 0.0
+        for i in body:
+            needs = tuple(dict.fromkeys(places[n.partition("#")[0]] for n in i.operands))
+            if (c := self._collectives.get((name, i.name))) is not None:
+                lane, seconds, sms = self._link(c)
+                flights[len(tasks)] = i.name
+                tasks.append(Task(needs, flight=Flight(lane, seconds)))
+                tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
+                if turned := _turned_bytes(i, kernels):
+                    tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(turned)))
+                own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
+                total = _added(total, own)
+                slowed_s += seconds * sms / self._cost.cluster.chip.num_sms
+            elif i.opcode in _LOOPS:
+                inner = self._called(i)
+                total = _added(total, replace(inner, step_s=0.0, compute_s=0.0))
+                tasks.append(Task(needs, seconds=inner.step_s))
+                slowed_s -= inner.exposed_s
+            else:
+                seconds = self._kernel_s(kernels.work(i))
+                tasks.append(Task(needs, seconds=seconds, is_matmul=i.opcode == "dot"))
+            places[i.name] = len(tasks) - 1
+        return self._ordered(name, tasks, flights, total, slowed_s)
+
+    def _ordered(
+        self,
+        name: str,
+        tasks: Sequence[Task],
+        flights: Mapping[int, str],
+        total: Estimate,
+        slowed_s: float,
+    ) -> Estimate:
+        """The tasks of a computation in the best order that the rules find.
+
+        Args:
+            name: of the computation.
+            tasks: its tasks, and flights: the collectives among them, by their place.
+            total: what it moves, and what those waited for that it runs.
+            slowed_s: seconds of compute that its collectives take, if they all hide.
+        """
+        problem = Problem(tuple(tasks))
+        compute_s = sum(task.seconds for task in tasks)
+        if not any(task.flight for task in tasks):
+            return replace(total, step_s=compute_s, compute_s=compute_s + min(slowed_s, 0.0))
+        orders = [list_schedule(problem, rule) for rule in _RULES]
+        timed = ((outcome(problem, order).seconds, order) for order in orders)
+        step_s, order = min(timed, key=lambda one: one[0])
+        wire_s = sum(task.flight.seconds for task in tasks if task.flight)
+        hidden = 1 - min((step_s - compute_s) / wire_s, 1.0) if wire_s else 0.0
+        waited_s = {(name, flights[i]): seconds for i, seconds in _waits(problem, order).items()}
+        return replace(
+            total,
+            step_s=step_s + hidden * max(slowed_s, 0.0),
+            compute_s=compute_s + hidden * max(slowed_s, 0.0) + min(slowed_s, 0.0),
+            waited_s={**total.waited_s, **waited_s},
+        )
+
+    def _called(self, i: hlo.Instruction) -> Estimate:
+        """What an instruction runs in other computations; of a conditional the slowest branch."""
+        if i.opcode == "conditional":
+            return max(map(self.computation, i.called), key=lambda e: e.step_s)
+        called = [i.attribute("body").lstrip("%")] if i.opcode == "while" else i.called
+        times = (i.trip_count or 1) if i.opcode == "while" else 1
+        return functools.reduce(
+            lambda so_far, name: _added(so_far, self.computation(name), times), called, _NOTHING
+        )
+
+    def _link(self, c: Collective) -> tuple[str, float, float]:
+        """The lane of a collective, its seconds, and the SMs that it takes."""
+        cluster = self._cost.cluster
+        group = group_of(replace(c, by_copy=c.kind == PERMUTE), self._module.num_devices, cluster)
+        seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
+        sms = self._cost.share(c.kind, c.bytes_moved, group).sms
+        return NETWORK if group.domains > 1 else NVLINK, seconds, sms
+
+    def _kernel_s(self, asked: Work) -> float:
+        """Seconds of a kernel; one whose dtype has no price takes as long as its bytes."""
+        moved_bytes, matmuls_s = asked.memory_bytes, 0.0
+        for m in asked.matmuls:
+            if m.dtype in self._cost.dtypes and min(m.m, m.n, m.k, m.batch) > 0:
+                matmuls_s += self._matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
+            else:
+                moved_bytes += m.memory_bytes
+        if asked.attention:
+            return attention_s(self._cost, asked.attention, ALONE)
+        return max(matmuls_s, self._cost.memory_s(moved_bytes) if moved_bytes else 0.0)
+
+
+def _waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
+    """Seconds for which the kernels wait for each start of an order.
+
+    Whoever is awaited, the wait is for the collectives that run on that lane meanwhile.
+    """
+    now, lanes, waited = 0.0, defaultdict[str, list[tuple[float, float, int]]](list), {}
+    for index in order:
+        task = problem.tasks[index]
+        if task.flight:
+            lane = lanes[task.flight.lane]
+            begin = max(now, lane[-1][1]) if lane else now
+            lane.append((begin, begin + task.flight.seconds, index))
+            waited[index] = 0.0
+        elif task.awaits is not None:
+            flight = problem.tasks[task.awaits].flight
+            assert flight is not None
+            lane = lanes[flight.lane]
+            until = next(end for _, end, start in reversed(lane) if start == task.awaits)
+            for begin, end, start in reversed(lane):
+                if end <= now:
+                    break
+                waited[start] += max(min(end, until) - max(begin, now), 0.0)
+            now = max(now, until)
+        now += task.seconds
+    return waited
+
+
+class _Kernels:
+    """What the kernels of a computation will be, once XLA has fused it."""
+
+    def __init__(self, module: hlo.Module, body: Sequence[hlo.Instruction]):
+        self._module, self._body = module, body
+        self._by_name = {i.name: i for i in body}
+        self._shapes = {i.name: i.shape for i in body}
+        self._users: dict[str, list[hlo.Instruction]] = defaultdict(list)
+        for i in body:
+            for operand in i.operands:
+                self._users[operand.partition("#")[0]].append(i)
+
+    def work(self, i: hlo.Instruction) -> Work:
+        """What an instruction's kernel does; nothing, where it is part of another's."""
+        if i.opcode in _FREE:
+            return Work()
+        if i.opcode in _OWN_KERNELS:
+            return work(self._module, i, self._shapes)
+        if not self._ends(i) or self._adds_to_matmul(i):
+            return Work()
+        return Work(memory_bytes=self._written(i) + sum(self._read(i)))
+
+    def _adds_to_matmul(self, i: hlo.Instruction) -> bool:
+        """Whether an instruction adds to a matmul that nobody else reads, as cuBLAS itself does."""
+        if i.opcode != "add":
+            return False
+        for operand in i.operands:
+            made = self._by_name.get(operand)
+            while made is not None and made.opcode in ("bitcast", "reshape"):
+                made = self._by_name.get(made.operands[0])
+            if made is not None and made.opcode == "dot" and len(self._users[made.name]) == 1:
+                return True
+        return False
+
+    def part_of(self, i: hlo.Instruction) -> hlo.Instruction | None:
+        """The slice that is all that anybody reads of a value; None where more is read."""
+        readers = list(self._readers(i))
+        slices = [user for user in readers if user.opcode == "dynamic-slice"]
+        return slices[0] if slices and len(slices) == len(readers) else None
+
+    def _fuses(self, i: hlo.Instruction) -> bool:
+        return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and not _is_collective(i)
+
+    def _ends(self, i: hlo.Instruction) -> bool:
+        """Whether a kernel ends at an instruction: somebody reads its value from memory."""
+        if not self._fuses(i):
+            return False
+        if i.opcode == "reduce" or i.is_root:
+            return True
+        return any(not self._fuses(user) for user in self._readers(i))
+
+    def _readers(self, i: hlo.Instruction) -> Iterator[hlo.Instruction]:
+        """Who reads a value, through what only renames it."""
+        for user in self._users[i.name]:
+            if user.opcode in ("bitcast", "reshape", "opt-barrier"):
+                yield from self._readers(user) if not user.is_root else iter((user,))
+            else:
+                yield user
+
+    def _written(self, i: hlo.Instruction) -> int:
+        if i.opcode == "dynamic-update-slice":
+            return hlo.shape_bytes(self._shapes[i.operands[1]])
+        return hlo.shape_bytes(i.shape)
+
+    def _read(self, i: hlo.Instruction) -> Iterator[int]:
+        """Bytes of what a kernel reads, from the instruction at which it ends."""
+        seen, stack = {i.name}, [i]
+        while stack:
+            at = stack.pop()
+            if at.opcode in _SLICES:
+                yield hlo.shape_bytes(at.shape)
+                continue
+            skipped = 1 if at.opcode == "dynamic-update-slice" else 0
+            for operand in at.operands[skipped:]:
+                made = self._by_name.get(operand.partition("#")[0])
+                if made is None or made.name in seen:
+                    continue
+                seen.add(made.name)
+                if made.opcode in ("bitcast", "reshape") or (
+                    self._fuses(made) and not self._ends(made)
+                ):
+                    stack.append(made)
+                elif made.opcode not in ("constant", "iota", "partition-id"):
+                    yield hlo.shape_bytes(made.shape)
+
+
+def _turned_bytes(i: hlo.Instruction, kernels: _Kernels) -> int:
+    """Bytes of the copy beside a collective whose blocks do not lie one after the other.
+
+    NCCL's blocks do. Along another dim than the first XLA:GPU turns what was gathered after it, and
+    what is to be scattered before it.
+    """
+    sizes = hlo.dims(hlo.array_shapes(i.shape)[0]) if not i.shape.startswith("(") else ()
+    dim = 0
+    if i.opcode == "all-gather":
+        dim = int(i.attribute("dimensions").strip("{}"))
+    elif i.opcode == "all-reduce" and (part := kernels.part_of(i)) is not None:
+        pairs = zip(sizes, hlo.dims(hlo.array_shapes(part.shape)[0]), strict=False)
+        dim = next((d for d, (whole, cut) in enumerate(pairs) if whole != cut), 0)
+    return 2 * hlo.shape_bytes(i.shape) if math.prod(sizes[:dim]) > 1 else 0
+
+
+def _is_collective(i: hlo.Instruction) -> bool:
+    return i.opcode in _COLLECTIVES
+
+
+_COLLECTIVES = (
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)

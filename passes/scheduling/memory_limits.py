@@ -1,0 +1,68 @@
+"""How much memory each computation of a step may use, so that the step's peak is no higher.
+
+A step peaks in one place, mostly in the loop that runs backward. Elsewhere there is room: while the
+loop over layers runs forward there are no gradients yet. So what bounds a computation is not its
+own peak, but the step's, less what is live around it where it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from jaxoverlap.passes.scheduling.buffers import Buffers, leaves, root
+from jaxoverlap.passes.scheduling.list_schedule import Problem, Task, live_bytes
+from jaxoverlap.simulation import hlo
+
+CALLS = ("while", "conditional", "call")  # the opcodes that run other computations
+
+
+def rooms(
+    module: hlo.Module, buffers_of: Callable[[str], Buffers], slack: float = 0.0
+) -> dict[str, int]:
+    """The bytes that each computation may have live at a time, in those that it calls too.
+
+    Args:
+        module: scheduled; in its order the step has its peak.
+        buffers_of: the buffers of a computation.
+        slack: by how much of its peak the step may need more.
+
+    Returns:
+        By computation that runs; none is below what its own order needs.
+    """
+    around: dict[str, list[tuple[str, int]]] = {}
+    peaks: dict[str, int] = {}
+    for name in _innermost_first(module, module.entry):
+        around[name], peaks[name] = [], 0
+        for instruction, live in _live(module, name, buffers_of(name)):
+            inner = _called(instruction)
+            around[name] += [(other, live) for other in inner]
+            peaks[name] = max(peaks[name], live + max((peaks[i] for i in inner), default=0))
+    found = dict.fromkeys(around, int(peaks[module.entry] * (1 + slack)))
+    for name in reversed(around):  # callers first
+        for other, live in around[name]:
+            found[other] = min(found[other], found[name] - live)
+    return found
+
+
+def _innermost_first(module: hlo.Module, computation: str) -> dict[str, None]:
+    """A computation after all that it calls, each once."""
+    found: dict[str, None] = {}
+    for instruction in module.body(computation):
+        for other in _called(instruction):
+            found |= {n: None for n in _innermost_first(module, other) if n not in found}
+    return {**found, computation: None}
+
+
+def _called(instruction: hlo.Instruction) -> tuple[str, ...]:
+    return instruction.called if instruction.opcode in CALLS else ()
+
+
+def _live(
+    module: hlo.Module, computation: str, found: Buffers
+) -> Iterator[tuple[hlo.Instruction, int]]:
+    """Each instruction with the bytes that are live while it runs."""
+    body = module.body(computation)
+    kept = frozenset(leaves(found.values[root(module, computation).name]))
+    tasks = tuple(Task(holds=found.held(instruction)) for instruction in body)
+    problem = Problem(tasks, tuple(found.bytes), kept)
+    return zip(body, live_bytes(problem, range(len(tasks))), strict=True)

@@ -1,0 +1,189 @@
+"""Another order for the instructions of a scheduled module, in which more of the collectives hide.
+
+Works on the module's text and gives names in order; `jaxoverlap/_jax/xla_schedule.py` puts them into XLA's own
+module, inside the compiler. Every computation that starts a collective is a problem for
+`passes/scheduling/list_schedule.py`, innermost first, as a loop lasts as long as its body's new order. Of
+several rules the fastest that stays under the ceiling is taken; XLA's order is one of them. What a
+computation may use is what the step does at its peak, less what lies around it (`room.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from jaxoverlap.cost.model import ALONE, CostModel
+from jaxoverlap.passes.scheduling.buffers import buffers, leaves, root
+from jaxoverlap.passes.scheduling.list_schedule import (
+    Flight,
+    Outcome,
+    Problem,
+    Rule,
+    Task,
+    Turn,
+    earlier,
+    list_schedule,
+    on_the_way,
+    outcome,
+)
+from jaxoverlap.passes.scheduling.memory_limits import CALLS, rooms
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.replay import Prices
+
+SAME = 1e-4  # of some seconds: by less than that no prediction tells two orders apart
+_LEADS = (1.0, 2.0, 8.0, float("inf"))
+_NAMES = re.compile(r"%?([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Order:
+    """A computation's new order.
+
+    Attributes:
+        names: its instructions.
+        before: what XLA's order comes to; after: what this one does.
+    """
+
+    names: tuple[str, ...]
+    before: Outcome
+    after: Outcome
+
+
+def schedule(
+    module: hlo.Module, cost: CostModel, *, slack: float = 0.0, in_flight: int = 8
+) -> dict[str, Order]:
+    """Orders for the computations of a module that are faster than XLA's.
+
+    Args:
+        module: scheduled by XLA.
+        cost: of its instructions.
+        slack: by how much of its peak memory in XLA's order the step may need more.
+        in_flight: the most collectives on their way at a time.
+
+    Returns:
+        By computation; where XLA's is as good, or nothing is started, there is none.
+    """
+    walk = _Walk(module, Prices(module, cost), slack, in_flight)
+    walk.outcome(module.entry)
+    return walk.orders
+
+
+class _Walk:
+    """Through a module, innermost computations first."""
+
+    def __init__(self, module: hlo.Module, prices: Prices, slack: float, in_flight: int):
+        self._module, self._prices, self._in_flight = module, prices, in_flight
+        self._buffers = functools.cache(functools.partial(buffers, module))
+        self._rooms = rooms(module, self._buffers, slack)
+        self._known: dict[str, Outcome] = {}
+        self.orders: dict[str, Order] = {}
+
+    def outcome(self, computation: str) -> Outcome:
+        """What a computation comes to, in the better order."""
+        if computation not in self._known:
+            self._known[computation] = self._reorder(computation)
+        return self._known[computation]
+
+    def _reorder(self, computation: str) -> Outcome:
+        problem = self._problem(computation)
+        before = outcome(problem, range(len(problem.tasks)))
+        if not any(task.flight for task in problem.tasks):
+            return before
+        order, after = best(problem, self._rooms[computation], self._in_flight)
+        if order != range(len(problem.tasks)):
+            body = self._module.body(computation)
+            names = tuple(body[i].name for i in order)
+            self.orders[computation] = Order(names, before, after)
+            return after
+        return before
+
+    def _problem(self, computation: str) -> Problem:
+        body = self._module.body(computation)
+        place = {i.name: n for n, i in enumerate(body)}
+        found = self._buffers(computation)
+        tasks: list[Task] = []
+        for instruction in body:
+            needs = [place[name.partition("#")[0]] for name in _needs(instruction)]
+            task = replace(
+                self._task(computation, instruction),
+                needs=tuple(dict.fromkeys(needs)),
+                holds=found.held(instruction),
+            )
+            if instruction.opcode.endswith("-done") and tasks[needs[0]].flight:
+                task = replace(task, awaits=needs[0])
+            tasks.append(task)
+        kept = frozenset(leaves(found.values[root(self._module, computation).name]))
+        return Problem(tuple(tasks), tuple(found.bytes), kept)
+
+    def _task(self, computation: str, instruction: hlo.Instruction) -> Task:
+        """What an instruction takes, wherever it stands."""
+        if instruction.opcode in CALLS:
+            inner = [self.outcome(name) for name in instruction.called]
+            times = instruction.trip_count or 1 if instruction.opcode == "while" else 1
+            most = sum if instruction.opcode == "while" else max
+            seconds = times * most(o.seconds for o in inner)
+            return Task(seconds=seconds, extra_bytes=max(o.peak_bytes for o in inner))
+        if found := self._prices.collectives.get((computation, instruction.name)):
+            lane, seconds, _ = self._prices.link(found)
+            if found.asynchronous:
+                return Task(flight=Flight(lane, seconds))
+            return Task(seconds=seconds)
+        if kernel := self._prices.works(computation).get(instruction.name):
+            work, *_ = kernel
+            is_matmul = bool(work.matmuls or work.attention)
+            return Task(seconds=self._prices.kernel_s(work, ALONE), is_matmul=is_matmul)
+        return Task()
+
+
+_Found = tuple[Sequence[int], Outcome]
+
+
+def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence[int], Outcome]:
+    """The fastest of XLA's order and those of some rules that stay under the ceiling.
+
+    Of those that are equally fast, the one with most collectives beside a matmul; then that of
+    least memory; then XLA's. In what comes out, a collective that only other kernels hide starts
+    before a matmul already, where that costs no time.
+    """
+    xla = range(len(problem.tasks))
+    found: list[_Found] = [(xla, outcome(problem, xla))]
+    lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
+    for turn in get_args(Turn):
+        for leads in itertools.product(_LEADS, repeat=len(lanes)):
+            rule = Rule(dict(zip(lanes, leads, strict=True)), turn, in_flight, ceiling_bytes)
+            order = list_schedule(problem, rule)
+            found.append((order, outcome(problem, order)))
+    unit = found[0][1].seconds * SAME or 1.0
+
+    def cost(one: _Found) -> tuple[int, int, int]:
+        return round(one[1].seconds / unit), len(one[1].bare), one[1].peak_bytes
+
+    def cheapest(several: Sequence[_Found]) -> _Found:
+        allowed = [one for one in several if one[1].peak_bytes <= ceiling_bytes]
+        return min(allowed or several[:1], key=cost)
+
+    chosen = cheapest(found)
+    for start in chosen[1].bare:
+        order = earlier(problem, chosen[0], start)
+        if on_the_way(problem, order) <= in_flight:
+            chosen = cheapest([chosen, (order, outcome(problem, order))])
+    return chosen
+
+
+def reordered(module: hlo.Module, orders: Mapping[str, Order]) -> hlo.Module:
+    """The module with its computations in other orders."""
+    computations = dict(module.computations)
+    for name, order in orders.items():
+        instructions = {i.name: i for i in module.body(name)}
+        computations[name] = tuple(instructions[i] for i in order.names)
+    return replace(module, computations=computations)
+
+
+def _needs(instruction: hlo.Instruction) -> list[str]:
+    """What comes before an instruction, for its value or by control."""
+    control = instruction.attribute("control-predecessors")
+    return [*instruction.operands, *_NAMES.findall(control.strip("{}"))]

@@ -1,0 +1,202 @@
+"""The scheduler pass of one compilation: what it is asked, what it finds, what it reports.
+
+`passes/scheduling/reorder.py` finds other orders for a scheduled module; here they are held against XLA's by
+simulation, all of them and without one after the other, and the fastest are kept. Where nothing is
+gained, XLA's stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxoverlap._jax import xla_schedule
+from jaxoverlap._util.source_hash import source_hash
+from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.passes.scheduling.reorder import SAME, Order, reordered, schedule
+from jaxoverlap.passes.scheduling.source_lines import Frames
+from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.replay import replay
+from jaxoverlap.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """How the scheduler pass may order a step.
+
+    Attributes:
+        slack: by how much of its peak memory in XLA's order the step may need more: 0.05 is a
+            twentieth. The peak is that of a model of XLA's buffers, arguments not counted; the
+            default is less than what that model is off by.
+        in_flight: the most collectives on their way at a time.
+    """
+
+    slack: float = 0.02
+    in_flight: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.slack >= 0 or self.in_flight < 1:
+            raise ValueError(
+                f"{self}: give a slack of zero or more, and at least one collective in flight"
+            )
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What the pass did with a module.
+
+    Attributes:
+        cluster: for which it was simulated.
+        orders: of the computations that were reordered, by name.
+        xla: the step in XLA's order; step: as it was compiled. None if nothing was simulated.
+        reason: why XLA's order was kept; empty if it was not.
+        seconds: that the pass took.
+        frames: the source lines of what XLA gave the pass; None if it got nothing back.
+    """
+
+    cluster: str
+    orders: Mapping[str, Order]
+    xla: Timeline | None
+    step: Timeline | None
+    reason: str
+    seconds: float
+    frames: Frames | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        if self.xla is None or self.step is None:
+            return f"XLA's order kept: {self.reason}"
+        kept = (
+            f"XLA's order kept: {self.reason}" if self.reason else f"this order: {_of(self.step)}"
+        )
+        rows = [_row(name, order) for name, order in self.orders.items()]
+        unknown = ", ".join(f"{name} ({runs})" for name, runs in self.xla.unknown.items())
+        lines = [
+            f"{self.xla.module} on {self.cluster}, simulated",
+            f"XLA's order: {_of(self.xla)}",
+            kept,
+            *([table("reordered", _COLUMNS, rows, right=_COLUMNS[1:])] if self.orders else ()),
+            *([f"of unknown cost: {unknown}"] if unknown else ()),
+        ]
+        return "\n".join(lines)
+
+
+_COLUMNS = (
+    "computation", "instructions", "XLA ms", "ms", "bare collectives", "XLA peak", "peak"
+)  # fmt: skip
+
+
+def _row(name: str, order: Order) -> tuple[str, ...]:
+    before, after = order.before, order.after
+    return (
+        name,
+        str(len(order.names)),
+        _ms(before.seconds),
+        _ms(after.seconds),
+        f"{len(before.bare)} → {len(after.bare)}",
+        human_bytes(before.peak_bytes),
+        human_bytes(after.peak_bytes),
+    )
+
+
+def _of(step: Timeline) -> str:
+    return f"{_ms(step.step_s)} ms, of which {_ms(step.exposed_s)} exposed"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+class Scheduling:
+    """The pass for one compilation: XLA asks for orders, and `report` tells what came of it."""
+
+    def __init__(self, options: Scheduler, cost: CostModel):
+        self._options, self._cost = options, cost
+        self.report = self._kept("XLA did not ask: the step came from a cache")
+
+    def orders(self, text: str) -> Mapping[str, Sequence[str]]:
+        """The orders that make a module's step faster; none if XLA's is as fast."""
+        began = time.perf_counter()
+        options, cost = self._options, self._cost
+        module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
+        found = schedule(module, cost, slack=options.slack, in_flight=options.in_flight)
+        xla = replay(module, cost)
+        kept, step, reason = _faster(module, found, xla, cost)
+        taken = time.perf_counter() - began
+        frames = Frames.of(text) if kept else None
+        self.report = Scheduled(str(cost.cluster), kept, xla, step, reason, taken, frames)
+        return {name: order.names for name, order in kept.items()}
+
+    def failed(self, reason: str) -> None:
+        """XLA keeps its order."""
+        self.report = self._kept(reason)
+        warnings.warn(f"XLA's order kept: {reason}", stacklevel=2)
+
+    def _kept(self, reason: str) -> Scheduled:
+        return Scheduled(str(self._cost.cluster), {}, None, None, reason, 0.0)
+
+
+def _faster(
+    module: hlo.Module, found: Mapping[str, Order], xla: Timeline, cost: CostModel
+) -> tuple[dict[str, Order], Timeline, str]:
+    """All orders but those without which the step is faster; the step; and why none, if so.
+
+    An order is found for one computation alone, and without contention: what hides more of its
+    collectives may slow the matmuls beside them by as much.
+    """
+
+    def replayed(orders: Mapping[str, Order]) -> Timeline:
+        return replay(reordered(module, orders), cost) if orders else xla
+
+    if not found:
+        return {}, xla, "no order is faster"
+    kept = dict(found)
+    step = together = replayed(kept)
+    for name in found:
+        rest = {other: order for other, order in kept.items() if other != name}
+        without = replayed(rest)
+        if without.step_s < step.step_s * (1 - SAME):
+            kept, step = rest, without
+    if kept and step.step_s <= xla.step_s * (1 + SAME):
+        return kept, step, ""
+    against = f"{_ms(xla.step_s)} against {_ms(together.step_s)} ms"
+    return {}, xla, f"it is faster by simulation: {against}"
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """The scheduler pass of a step, for as many compilations as there are.
+
+    Attributes:
+        name: of the step and of all that its order depends on. XLA's modules, and the keys of
+            JAX's persistent cache, carry it.
+        options: how to order.
+        cost: what instructions take.
+    """
+
+    name: str
+    options: Scheduler
+    cost: CostModel
+
+    def named(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """A jit equation's parameters under this name."""
+        return {**params, "name": self.name}
+
+    @contextmanager
+    def compiling(self) -> Iterator[Scheduling]:
+        """While this lasts, XLA asks for the order of modules of this name."""
+        scheduling = Scheduling(self.options, self.cost)
+        with xla_schedule.reordering(re.sub(r"[^\w.-]", "_", self.name), scheduling):
+            yield scheduling
+
+
+def ordering_for(name: str, cost: CostModel, options: Scheduler) -> Ordering:
+    """The scheduler pass for a step."""
+    depends = hashlib.sha256(f"{options} {cost}".encode() + source_hash())
+    return Ordering(f"{name}_{depends.hexdigest()[:8]}", options, cost)
