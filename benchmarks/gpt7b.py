@@ -44,7 +44,7 @@ from benchmarks.yardstick import (
     yardstick,
 )
 from jaxoverlap._util.text import human_bytes
-from jaxoverlap.passes.planning.decide import PASSES
+from jaxoverlap.plan.decisions import PASSES
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import axes_of
 from jaxoverlap.step import ways

@@ -28,8 +28,9 @@ from jaxoverlap.step.never_slower import predicted
 from jaxoverlap.step.options import OnError, Options
 from jaxoverlap.step.pipeline import begin, mesh_of
 from jaxoverlap.step.processes import agreed, processes_of
-from jaxoverlap.step.program import Rewritten, agree, rewritten, subject_of, tell, travelled
+from jaxoverlap.step.program import Rewritten, agree, rewritten, tell, travelled
 from jaxoverlap.step.stages import Lowered
+from jaxoverlap.tuning.subject import subject_of
 from jaxoverlap.tuning.tune import Tuning, tuned
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.passes.planning.splits import Einsum
+from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.plan.plan import Variant
 
 AXIS = "x"

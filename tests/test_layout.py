@@ -13,18 +13,9 @@ import pytest
 from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
+from jaxoverlap.passes.analysis.einsum import SIDES, Einsum, Side, Spec
 from jaxoverlap.passes.planning.layout import Layout, lay_out, traffic
-from jaxoverlap.passes.planning.splits import (
-    SIDES,
-    Einsum,
-    Matmul,
-    Motion,
-    Refusal,
-    Side,
-    Spec,
-    Split,
-    split,
-)
+from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Split, split
 from jaxoverlap.passes.rings import orders
 from tests.test_sites import along, block, devices, einsums, key, one_axis, operands
 

@@ -18,7 +18,8 @@ from jaxoverlap.step.trial import Failure, Trial, Waited
 from jaxoverlap.tuning import search as the_search
 from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds, settings
 from jaxoverlap.tuning.lagom.granularity import Granularity
-from jaxoverlap.tuning.search import Ready, Search
+from jaxoverlap.tuning.search import Search
+from jaxoverlap.tuning.subject import Ready
 
 BASE = Options(schedule=Scheduler())
 GB = 10**9

@@ -12,18 +12,8 @@ import pytest
 from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.planning.splits import (
-    LETTERS,
-    SIDES,
-    Einsum,
-    Matmul,
-    Motion,
-    Refusal,
-    Spec,
-    Split,
-    einsum_of,
-    split,
-)
+from jaxoverlap.passes.analysis.einsum import LETTERS, SIDES, Einsum, Spec, einsum_of
+from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Split, split
 
 Device = Mapping[str, int]
 """Its place along each mesh axis."""

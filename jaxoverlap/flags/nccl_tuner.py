@@ -14,56 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 
-import msgspec
-
-_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
-_SENDS = ("all_to_all", "collective_permute")
-_ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
-_PROTOCOLS = ("ll", "ll128", "simple")
-_MAX_CHANNELS = 64  # NCCL's MAXCHANNELS
-
-
-class ChannelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the collectives of one kind and size run on.
-
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        min_bytes, max_bytes: the sizes it holds for, both included. As NCCL counts: of what is
-            gathered, reduced or to be scattered, whole.
-        channels: how many; each takes an SM. None: NCCL's choice.
-        chunk_bytes: of a piece on its way; None: NCCL's choice. The plugin's file has no place for
-            it: where all rows agree, `variables` gives the buffers that make it so.
-        nodes, ranks: hosts and GPUs of the communicator; None: any.
-        algorithm, protocol: by NCCL's names, in lower case.
-    """
-
-    kind: str
-    min_bytes: int
-    max_bytes: int
-    channels: int | None
-    chunk_bytes: int | None = None
-    nodes: int | None = None
-    ranks: int | None = None
-    algorithm: str = "ring"
-    protocol: str = "simple"
-
-    def __post_init__(self) -> None:
-        known = (*_COLLECTIVES, *_SENDS)
-        if self.kind not in known:
-            raise ValueError(f"kind {self.kind!r}: expected one of {', '.join(known)}")
-        if self.algorithm not in _ALGORITHMS or self.protocol not in _PROTOCOLS:
-            raise ValueError(
-                f"{self.algorithm!r} over {self.protocol!r}: expected an algorithm of "
-                f"{', '.join(_ALGORITHMS)} and a protocol of {', '.join(_PROTOCOLS)}"
-            )
-        if not 0 <= self.min_bytes <= self.max_bytes:
-            raise ValueError(f"{self.min_bytes} to {self.max_bytes} bytes: expected a range from 0")
-        if self.channels is not None and not 1 <= self.channels <= _MAX_CHANNELS:
-            raise ValueError(f"{self.channels} channels: NCCL has 1 to {_MAX_CHANNELS}")
-        for name in ("chunk_bytes", "nodes", "ranks"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"{name}={count}: expected 1 or more, or None for any")
+from jaxoverlap.plan.channel_row import SENDS, TUNED, ChannelRow
 
 
 def tuner_csv(rows: Sequence[ChannelRow]) -> str:
@@ -94,7 +45,7 @@ _LL_BYTES = 64 * 1024
 
 
 def _others() -> list[str]:
-    kinds = [*map(_plugins_name, _COLLECTIVES), "broadcast", "reduce"]
+    kinds = [*map(_plugins_name, TUNED), "broadcast", "reduce"]
     small = [_line(kind, 0, _LL_BYTES, "ring", "ll", None, None, None) for kind in kinds]
     return small + [_line(kind, 0, _NO_LIMIT, "ring", "simple", None, None, None) for kind in kinds]
 
@@ -104,7 +55,7 @@ def _plugins_name(kind: str) -> str:
 
 
 def _lines(row: ChannelRow) -> list[str]:
-    if row.kind in _SENDS:
+    if row.kind in SENDS:
         return [f"# {row.kind}, {row.channels} channels: NCCL asks no tuner about sends"]
     chunks = f"# chunks of {row.chunk_bytes} bytes: not this file's to set"
     sizes, how = (row.min_bytes, row.max_bytes), (row.algorithm, row.protocol)
@@ -134,8 +85,8 @@ def channel_options(rows: Sequence[ChannelRow]) -> dict[str, str]:
     where a row leaves its channels to NCCL, which may give more than the others have.
     """
     kinds = {
-        "xla_gpu_nccl_collective_max_nchannels": _COLLECTIVES,
-        "xla_gpu_nccl_p2p_max_nchannels": _SENDS,
+        "xla_gpu_nccl_collective_max_nchannels": TUNED,
+        "xla_gpu_nccl_p2p_max_nchannels": SENDS,
     }
     found = {}
     for name, of in kinds.items():
@@ -155,7 +106,7 @@ def variables(rows: Sequence[ChannelRow]) -> dict[str, str]:
     Raises:
         ValueError: if they want different chunks: NCCL has one buffer size for all.
     """
-    chunks = {r.chunk_bytes for r in rows if r.kind in _COLLECTIVES and r.chunk_bytes is not None}
+    chunks = {r.chunk_bytes for r in rows if r.kind in TUNED and r.chunk_bytes is not None}
     if len(chunks) > 1:
         raise ValueError(
             f"chunks of {', '.join(map(str, sorted(chunks)))} bytes: NCCL_BUFFSIZE holds "

@@ -15,7 +15,7 @@ import msgspec
 
 from jaxoverlap._util.files import opened, sealed, write_atomically
 from jaxoverlap._util.text import human_bytes
-from jaxoverlap.flags.nccl_tuner import ChannelRow
+from jaxoverlap.plan.channel_row import ChannelRow
 from jaxoverlap.plan.decisions import (
     Decision,
     Remaining,

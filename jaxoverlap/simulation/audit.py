@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.passes.planning.decide import PASSES
+from jaxoverlap.plan.decisions import PASSES
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,14 +23,12 @@ from jaxoverlap.passes.analysis.mesh import (
     processes_of_one,
     unread,
 )
-from jaxoverlap.passes.planning.decide import source_of
 from jaxoverlap.passes.planning.profit import Prices
 from jaxoverlap.passes.planning.ring_plan import Ring
-from jaxoverlap.plan.plan import MadeFor, Plan, Variant
+from jaxoverlap.plan.plan import MadeFor, Plan
 from jaxoverlap.step.check_plan import check, cluster_for, followed, made_for
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.ways import Terms, overlapped
-from jaxoverlap.tuning.lagom.granularity import Site, site_of
 
 
 @dataclass(frozen=True)
@@ -129,27 +127,6 @@ def travel(
     return Travelled(
         plan, done.jaxpr, start.mesh, start.cluster, start.cost, done.rings, done.step_s
     )
-
-
-def sites_of(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
-) -> tuple[Site, ...]:
-    """All rings that a step could have, for a model of them; on a cluster with a cost model.
-
-    Raises:
-        As `travel`.
-    """
-    every = replace(options, granularity=Variant(), choices={}, plan=None)
-    done = travel(jitted, call, args, kwargs, every)
-    assert done.cost is not None
-    groups = groups_of(done.mesh, options.cluster)
-    prices = Prices(done.cost, groups)
-    found = [
-        site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
-        for ring in done.rings
-        if prices.knows(ring)
-    ]
-    return tuple(sorted(found, key=lambda site: site.number))
 
 
 def mesh_of(call: compat.Call) -> Mesh:

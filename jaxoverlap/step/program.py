@@ -26,11 +26,9 @@ from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.step.check_plan import facts_of
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import Start, Travelled, mesh_of, sites_of, travel
+from jaxoverlap.step.pipeline import Travelled, mesh_of, travel
 from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
 from jaxoverlap.step.trial import Request
-from jaxoverlap.tuning.search import Ready
-from jaxoverlap.tuning.tune import Subject
 
 _SHOWN = 40  # matmuls of a step whose plan is shown in a warning
 _REASONS = 5  # that are named of a longer one
@@ -208,7 +206,7 @@ def _no_ring(name: str, plan: Plan) -> Notice:
     return Notice("no ring", said + lines)
 
 
-def _as_it_is(call: compat.Call, mesh: Mesh) -> Rewritten:
+def as_it_is(call: compat.Call, mesh: Mesh) -> Rewritten:
     """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
     here = pods.compiler_options() if pods.is_pod(mesh) else {}
     params = call.params
@@ -245,51 +243,7 @@ def _ordering(name: str, done: Travelled, options: Options) -> Ordering | None:
     return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
 
 
-# -- to be tuned ----------------------------------------------------------------------------------
-
-
-def subject_of(
-    jitted: Any, start: Start, call: compat.Call, args: tuple, kwargs: dict, options: Options
-) -> Subject:
-    """A step with arguments like these, to be tuned.
-
-    Args:
-        jitted, call, args, kwargs: as for `travel`.
-        start: what is known of it.
-        options: what overlap() does unasked.
-    """
-
-    def lowered(options: Options | None) -> tuple[jax.stages.Lowered, Rewritten]:
-        new = _as_it_is(call, start.mesh)
-        if options is not None:
-            new = rewritten(jitted, call, args, kwargs, options)
-        return lowered_as(jitted.trace(*args, **kwargs), new), new
-
-    def lower(options: Options | None) -> Ready:
-        stage, new = lowered(options)
-        assert start.cost is not None
-        return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
-
-    def look(options: Options) -> float | None:
-        return travel(jitted, call, args, kwargs, options).step_s
-
-    def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
-        stage, new = lowered(options)
-        with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
-            return stage.compile(), new.plan
-
-    return Subject(
-        lower=lower,
-        look=look,
-        sites=lambda: sites_of(jitted, call, args, kwargs, options),
-        compiled=compiled,
-        args=args,
-        kwargs=kwargs,
-        base=replace(options, on_error="raise"),
-        origin=start.origin,
-        cost=start.cost,
-        memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
-    )
+# -- lowering -------------------------------------------------------------------------------------
 
 
 def lowered_as(traced: jax.stages.Traced, new: Rewritten) -> jax.stages.Lowered:

@@ -41,6 +41,7 @@ from jaxoverlap.tuning.candidates import (
     settings,
 )
 from jaxoverlap.tuning.lagom.granularity import Granularity
+from jaxoverlap.tuning.subject import Look, Lower, Ready
 
 _TIMEOUT_S = 900.0  # for one candidate
 _PLANS = 3  # of the model's best, that are compiled
@@ -57,23 +58,6 @@ def _cores() -> int:
     """That this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A candidate, lowered.
-
-    Attributes:
-        request: for the child.
-        plan: None for the step as it is.
-    """
-
-    request: Request
-    plan: Plan | None
-
-
-Lower = Callable[[Options | None], Ready]
-Look = Callable[[Options], float | None]
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,16 @@ from rich.console import Console
 from jaxoverlap._util.files import kept_folder, opened, sealed, write_atomically
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import WIDTH
-from jaxoverlap.cost.model import CostModel
-from jaxoverlap.plan.plan import Attempt, MadeFor, Measured, Nccl, Plan, Predictions
+from jaxoverlap.plan.plan import Attempt, Measured, Nccl, Plan, Predictions
 from jaxoverlap.simulation.simulation import simulate
-from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Failure, Trial, schedule_of
 from jaxoverlap.tuning import clock
 from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways
 from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
-from jaxoverlap.tuning.lagom.granularity import Granularity, Site, granularity
-from jaxoverlap.tuning.search import Look, Looked, Lower, Search, Tried
+from jaxoverlap.tuning.lagom.granularity import Granularity, granularity
+from jaxoverlap.tuning.search import Looked, Search, Tried
+from jaxoverlap.tuning.subject import Subject
 from jaxoverlap.tuning.table import progress, tried_table
 
 _FORMAT = "jaxoverlap tuning"
@@ -69,34 +68,6 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan: Plan
     complete: bool
     budget_s: float
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A step to tune.
-
-    Attributes:
-        lower: rewrites and lowers it for a child.
-        look: estimates it from its partitioned program, in seconds; for one with a cost model.
-        sites: all rings that it could have; likewise.
-        compiled: rewrites and compiles it here, to be timed; as `lower`.
-        args, kwargs: that it is called with.
-        base: what overlap() does unasked.
-        origin: what its plan is made for.
-        cost: of its cluster, where that is known.
-        memory_bytes: of one of its devices; of no account without a cost model.
-    """
-
-    lower: Lower
-    look: Look
-    sites: Callable[[], tuple[Site, ...]]
-    compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    base: Options
-    origin: MadeFor
-    cost: CostModel | None
-    memory_bytes: int
 
 
 def tuned(subject: Subject, tuning: Tuning) -> Plan:

@@ -19,9 +19,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat, partitioner
+from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
-from jaxoverlap.passes.planning.splits import Spec
 from jaxoverlap.simulation import hlo
 
 TAG = "jaxoverlap_site"

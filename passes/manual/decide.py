@@ -30,9 +30,9 @@ from jaxoverlap.passes.analysis.jaxprs import Body, Dot, Manual
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.manual.find import Ring, Site, Sites, possible_rings
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
-from jaxoverlap.passes.planning.decide import PASSES, letters_of, skip_of, source_of, variant_of
+from jaxoverlap.passes.planning.decide import letters_of, skip_of, source_of, variant_of
 from jaxoverlap.passes.planning.requests import Granularity, Wishes
-from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
+from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
 
 
 @dataclass

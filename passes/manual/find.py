@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from jaxoverlap._jax import compat
 from jaxoverlap._util.text import human_bytes
+from jaxoverlap.passes.analysis.einsum import Einsum, Side, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
-from jaxoverlap.passes.planning.splits import Einsum, Kind, Side, einsum_of
+from jaxoverlap.passes.planning.splits import Kind
 from jaxoverlap.plan.plan import Variant
 
 KINDS: dict[str, Kind] = {

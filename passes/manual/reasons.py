@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.manual.find import KINDS, Ring, Site, Sites, dim_of_sum, is_sum, is_view
 from jaxoverlap.passes.planning.decide import matmul_of, refusal
 from jaxoverlap.passes.planning.requests import Wishes
-from jaxoverlap.passes.planning.splits import SIDES, Kind, Matmul, Refusal
+from jaxoverlap.passes.planning.splits import Kind, Matmul, Refusal
 
 _BEFORE: tuple[Kind, ...] = ("all_gather", "all_to_all")
 _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")

@@ -25,10 +25,11 @@ from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.manual.decide import ManualSharing
 from jaxoverlap.passes.manual.find import Ring, Site
-from jaxoverlap.passes.planning.decide import PASSES, source_of
+from jaxoverlap.passes.planning.decide import source_of
 from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
+from jaxoverlap.plan.decisions import PASSES
 
 Multiply = Callable[..., Array]
 """`multiply(site, lhs, rhs, dtype)`: one chunk of the matmul `site.dot`, in `dtype`."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxoverlap._jax import compat
 from jaxoverlap._util.text import human_bytes, short_source
+from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.independent_matmuls import Beside
@@ -24,15 +25,9 @@ from jaxoverlap.passes.planning.profit import Prices
 from jaxoverlap.passes.planning.requests import Granularity, Wishes
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
 from jaxoverlap.passes.planning.share import Specs, share
-from jaxoverlap.passes.planning.splits import LETTERS, Kind, Matmul, einsum_of
-from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
+from jaxoverlap.passes.planning.splits import Kind, Matmul
+from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
 
-PASSES = {
-    "all_gather": "all_gather_matmul",
-    "all_to_all": "all_to_all_matmul",
-    "reduce_scatter": "matmul_reduce_scatter",
-    "all_reduce": "matmul_all_reduce",
-}
 _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
     *("int8", "uint8", "int32"),

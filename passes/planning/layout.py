@@ -20,7 +20,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxoverlap.passes.planning.splits import SIDES, Matmul, Motion, Side, Spec, Split
+from jaxoverlap.passes.analysis.einsum import SIDES, Side, Spec
+from jaxoverlap.passes.planning.splits import Matmul, Motion, Split
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxoverlap.cost.model import CostModel, Group
+from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.planning import splits
 from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
-from jaxoverlap.passes.planning.splits import SIDES, Split
+from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.plan.plan import Variant
 from jaxoverlap.simulation.hlo_work import Matmul
 

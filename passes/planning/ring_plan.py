@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.equation_order import Order
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.reshards import End
 from jaxoverlap.passes.planning.layout import Layout
-from jaxoverlap.passes.planning.splits import Kind, Matmul, Side, Spec
+from jaxoverlap.passes.planning.splits import Kind, Matmul
 from jaxoverlap.plan.plan import Variant
 
 

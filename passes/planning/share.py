@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.equation_order import Order
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.reshards import Chains, End
 from jaxoverlap.passes.planning.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Side, Spec, Split
+from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Split
 
 Read = Callable[[Dot], Matmul | str]
 Specs = Sequence[Spec | None]

@@ -27,9 +27,9 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
 from jaxoverlap._util.text import short_source
+from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.analysis.mesh import partition_spec
-from jaxoverlap.passes.planning.splits import Spec
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.chunks import Cut
 from jaxoverlap.plan.plan import Scattered

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.mesh import explicit_axes
-from jaxoverlap.passes.planning.splits import Spec
 
 
 def open_results(

@@ -22,22 +22,24 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
 from jaxoverlap.passes.analysis.mesh import automatic, explicit_axes, partition_spec
 from jaxoverlap.passes.manual.decide import ManualSharing
 from jaxoverlap.passes.manual.find import Site
 from jaxoverlap.passes.manual.rewrite import manual_rings
-from jaxoverlap.passes.planning.decide import PASSES, source_of
+from jaxoverlap.passes.planning.decide import source_of
 from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.planning.splits import Side, Spec, Split
+from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.rings.chunks import Cut
 from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
+from jaxoverlap.plan.decisions import PASSES
 
 
 def rewrite(

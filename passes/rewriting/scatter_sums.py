@@ -28,13 +28,13 @@ import msgspec
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.mesh import explicit_axes
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import remaining
 from jaxoverlap.passes.planning.layout import Layout, traffic
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
-from jaxoverlap.passes.planning.splits import Einsum
 from jaxoverlap.passes.rewriting.embedding_gradients import Lookup, scatter
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of, is_even
 from jaxoverlap.plan.plan import Decision, Remaining, Scattered, Skip

@@ -39,7 +39,7 @@ from typing import Any, Literal, Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxoverlap.passes.planning.splits import Einsum
+from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.rings import chunks, orders
 from jaxoverlap.passes.rings.chunks import Cut
 from jaxoverlap.plan.plan import Variant

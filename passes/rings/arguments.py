@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxoverlap._jax import compat
-from jaxoverlap.passes.planning.splits import LETTERS
+from jaxoverlap.passes.analysis.einsum import LETTERS
 from jaxoverlap.passes.rings.gradients import Matmul
 from jaxoverlap.passes.rings.ring_attention import Attention
 from jaxoverlap.plan.plan import Variant

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxoverlap.passes.planning.splits import Einsum, Side
+from jaxoverlap.passes.analysis.einsum import Einsum, Side
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all

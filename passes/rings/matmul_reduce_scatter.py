@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 from jax import Array, lax
 
-from jaxoverlap.passes.planning.splits import Einsum
+from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.rings import chunks, orders
 from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, wide
 from jaxoverlap.passes.rings.chunks import Cut

@@ -1,0 +1,131 @@
+"""A step to tune: how its candidates are lowered, looked at and timed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxoverlap._jax import compat
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.passes.planning.decide import source_of
+from jaxoverlap.passes.planning.profit import Prices
+from jaxoverlap.plan.plan import MadeFor, Plan, Variant
+from jaxoverlap.step.options import Options
+from jaxoverlap.step.pipeline import Start, groups_of, travel
+from jaxoverlap.step.program import Rewritten, as_it_is, lowered_as, request_of, rewritten
+from jaxoverlap.step.trial import Request
+from jaxoverlap.tuning.lagom.granularity import Site, site_of
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A candidate, lowered.
+
+    Attributes:
+        request: for the child.
+        plan: None for the step as it is.
+    """
+
+    request: Request
+    plan: Plan | None
+
+
+Lower = Callable[[Options | None], Ready]
+Look = Callable[[Options], float | None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A step to tune.
+
+    Attributes:
+        lower: rewrites and lowers it for a child.
+        look: estimates it from its partitioned program, in seconds; for one with a cost model.
+        sites: all rings that it could have; likewise.
+        compiled: rewrites and compiles it here, to be timed; as `lower`.
+        args, kwargs: that it is called with.
+        base: what overlap() does unasked.
+        origin: what its plan is made for.
+        cost: of its cluster, where that is known.
+        memory_bytes: of one of its devices; of no account without a cost model.
+    """
+
+    lower: Lower
+    look: Look
+    sites: Callable[[], tuple[Site, ...]]
+    compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    base: Options
+    origin: MadeFor
+    cost: CostModel | None
+    memory_bytes: int
+
+
+def subject_of(
+    jitted: Any, start: Start, call: compat.Call, args: tuple, kwargs: dict, options: Options
+) -> Subject:
+    """A step with arguments like these, to be tuned.
+
+    Args:
+        jitted, call, args, kwargs: as for `travel`.
+        start: what is known of it.
+        options: what overlap() does unasked.
+    """
+
+    def lowered(options: Options | None) -> tuple[jax.stages.Lowered, Rewritten]:
+        new = as_it_is(call, start.mesh)
+        if options is not None:
+            new = rewritten(jitted, call, args, kwargs, options)
+        return lowered_as(jitted.trace(*args, **kwargs), new), new
+
+    def lower(options: Options | None) -> Ready:
+        stage, new = lowered(options)
+        assert start.cost is not None
+        return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
+
+    def look(options: Options) -> float | None:
+        return travel(jitted, call, args, kwargs, options).step_s
+
+    def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
+        stage, new = lowered(options)
+        with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
+            return stage.compile(), new.plan
+
+    return Subject(
+        lower=lower,
+        look=look,
+        sites=lambda: sites_of(jitted, call, args, kwargs, options),
+        compiled=compiled,
+        args=args,
+        kwargs=kwargs,
+        base=replace(options, on_error="raise"),
+        origin=start.origin,
+        cost=start.cost,
+        memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
+    )
+
+
+def sites_of(
+    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
+) -> tuple[Site, ...]:
+    """All rings that a step could have, for a model of them; on a cluster with a cost model.
+
+    Raises:
+        As `travel`.
+    """
+    every = replace(options, granularity=Variant(), choices={}, plan=None)
+    done = travel(jitted, call, args, kwargs, every)
+    assert done.cost is not None
+    groups = groups_of(done.mesh, options.cluster)
+    prices = Prices(done.cost, groups)
+    found = [
+        site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
+        for ring in done.rings
+        if prices.knows(ring)
+    ]
+    return tuple(sorted(found, key=lambda site: site.number))
