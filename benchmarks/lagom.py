@@ -17,7 +17,7 @@ import msgspec
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.model import Channels, CostModel, Group, cost_model
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link
-from jaxoverlap.simulation.hlo_work import Matmul, Work
+from jaxoverlap.simulation.hlo_work import KernelWork, MatmulKernel
 from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space
 from jaxoverlap.tuning.lagom.search import Config, search
 
@@ -76,7 +76,7 @@ def _problem(kinds: tuple[str, ...], matmuls: tuple[tuple[int, int, int], ...]) 
     return Makespan(
         a40(),
         tuple(Communication(kind, moved, Group(8), space=SPACE) for kind in kinds),
-        tuple(Computation(Work((Matmul(*dims),))) for dims in matmuls),
+        tuple(Computation(KernelWork((MatmulKernel(*dims),))) for dims in matmuls),
     )
 
 
@@ -128,7 +128,7 @@ def _full_slowdown(cost: CostModel, hidden: int) -> float:
     problem = Makespan(
         cost,
         (Communication("all-gather", moved, Group(size)),),
-        tuple(Computation(Work((Matmul(8192, n, k),))) for n, k in pairs),
+        tuple(Computation(KernelWork((MatmulKernel(8192, n, k),))) for n, k in pairs),
     )
     return slowdown(problem)
 

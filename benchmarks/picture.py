@@ -27,7 +27,7 @@ from jaxoverlap.passes.analysis.partitioned import (
 from jaxoverlap.passes.analysis.partitioner_collectives import moved
 from jaxoverlap.passes.planning.decide import matmul_of
 from jaxoverlap.passes.planning.profit import local_sizes
-from jaxoverlap.passes.planning.splits import Matmul, Refusal
+from jaxoverlap.passes.planning.splits import Refusal, ShardedMatmul
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import axes_of
 from jaxoverlap.simulation.hlo_work import work
@@ -73,7 +73,7 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
     for dot in dots(jaxpr):
         shardings = picture.shardings.get(dot.index)
         matmul = shardings and matmul_of(dot, shardings, dict(mesh.shape))
-        if not isinstance(matmul, Matmul) or dot.inside:
+        if not isinstance(matmul, ShardedMatmul) or dot.inside:
             unread += 1
         elif dot.index not in products:
             joined += 1
@@ -90,7 +90,7 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
     return Agreement(same, joined, unread, tuple(otherwise))
 
 
-def _difference(matmul: Matmul, products: int, sent: _Sent) -> str:
+def _difference(matmul: ShardedMatmul, products: int, sent: _Sent) -> str:
     """What XLA does otherwise with a matmul; empty if nothing."""
     expected = math.prod(local_sizes(matmul).values())
     if products != expected:

@@ -22,9 +22,9 @@ from benchmarks.autoccl import descend
 from benchmarks.pod_step import commit, write_rows
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.model import CostModel, Group, cost_model
-from jaxoverlap.simulation.hlo_work import Matmul, Work
+from jaxoverlap.simulation.hlo_work import KernelWork, MatmulKernel
 from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space, places
-from jaxoverlap.tuning.lagom.search import Config, Outcome, search
+from jaxoverlap.tuning.lagom.search import Config, ModelledStep, search
 
 RESULTS = Path(__file__).parent / "results" / "search.jsonl"
 CLUSTERS = ("h100-sxm:1x8", "h100-sxm:2x8", "a100-sxm-80:1x8", "h200:1x8", "h200:2x8")
@@ -81,9 +81,9 @@ def _computations(count: int, draw: np.random.Generator) -> Iterator[Computation
     """As many layers as communications: two matmuls and what is bound by memory between them."""
     for _ in range(count):
         tokens, wide = TOKENS // int(draw.choice([1, 2, 4])), HIDDEN * int(draw.choice([1, 2, 4]))
-        yield Computation(Work((Matmul(tokens, wide, HIDDEN),)))
-        yield Computation(Work(memory_bytes=4 * tokens * wide))
-        yield Computation(Work((Matmul(tokens, HIDDEN, wide),)))
+        yield Computation(KernelWork((MatmulKernel(tokens, wide, HIDDEN),)))
+        yield Computation(KernelWork(memory_bytes=4 * tokens * wide))
+        yield Computation(KernelWork((MatmulKernel(tokens, HIDDEN, wide),)))
 
 
 def _group(cost: CostModel) -> Group:
@@ -203,7 +203,7 @@ class _Least:
     def default(self) -> Config:
         return tuple((0,) * len(axes) for axes in self.axes)
 
-    def measure(self, config: Config) -> Outcome:
+    def measure(self, config: Config) -> ModelledStep:
         return self.problem.measure(config)
 
 

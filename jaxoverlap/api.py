@@ -20,15 +20,15 @@ from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.hardware.pods import is_pod
 from jaxoverlap.passes.analysis.errors import own_faults
 from jaxoverlap.passes.analysis.partitioned import partitioned
-from jaxoverlap.passes.analysis.partitioner_collectives import remaining
+from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
 from jaxoverlap.step.choice import decided, rival_of
 from jaxoverlap.step.never_slower import predicted
 from jaxoverlap.step.options import OnError, Options
-from jaxoverlap.step.pipeline import begin, mesh_of
+from jaxoverlap.step.pipeline import mesh_of, prepare
 from jaxoverlap.step.processes import agreed, processes_of
-from jaxoverlap.step.program import Rewritten, agree, rewritten, tell, travelled
+from jaxoverlap.step.program import StepProgram, agree, pass_result, step_program, tell
 from jaxoverlap.step.stages import Lowered
 from jaxoverlap.tuning.subject import subject_of
 from jaxoverlap.tuning.tune import Tuning, tuned
@@ -269,7 +269,7 @@ class Overlapped:
         self._jitted: Any = self._found.jitted
         self._options = options
         self._tuning = tuning
-        self._seen: compat.Cache[Rewritten] = compat.Cache()
+        self._seen: compat.Cache[StepProgram] = compat.Cache()
         self._lock = threading.RLock()  # one thread at a time decides what a signature becomes
         self._told: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
@@ -348,11 +348,13 @@ class Overlapped:
         found = self._rewritten(call, args, kwargs)
         if found.error is not None:
             raise found.error
-        plan = found.plan or travelled(self._jitted, call, args, kwargs, self._options).plan
+        plan = found.plan or pass_result(self._jitted, call, args, kwargs, self._options).plan
         traced = self._jitted.trace(*args, **kwargs)
         with own_faults(plan.step):
             after = partitioned(traced, found.inner["jaxpr"], mesh_of(call), ask=False)
-            return msgspec.structs.replace(plan, remaining=remaining(after.module, plan.mesh))
+            return msgspec.structs.replace(
+                plan, remaining=partitioner_collectives(after.module, plan.mesh)
+            )
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = compat.infer(self._jitted, args, kwargs)
@@ -379,7 +381,7 @@ class Overlapped:
             speedup=found.speedup or predicted(found.plan),
         )
 
-    def _rewritten(self, call: compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+    def _rewritten(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
         """What the step became for arguments like these, from the first call with such on."""
         key = _key(call)
         if (found := self._seen.get(key)) is not None:
@@ -390,14 +392,14 @@ class Overlapped:
             find_plan = None
             if self._tuning is not None:
                 find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
-            found = rewritten(self._jitted, call, args, kwargs, self._options, find_plan)
+            found = step_program(self._jitted, call, args, kwargs, self._options, find_plan)
             self._seen.put(key, found, at_most=_MAX_SEEN)
             if found.notice and found.notice.topic not in self._told:
                 self._told.add(found.notice.topic)
                 warn(found.notice.text)
         return found
 
-    def _agreed(self, call: compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+    def _agreed(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
         """The same, once all processes are about to compile it."""
         found = self._seen.get(_key(call))
         if found is not None and found.stand is None:
@@ -413,7 +415,7 @@ class Overlapped:
                 self._seen.put(_key(call), found, at_most=_MAX_SEEN)
         return found
 
-    def _decided(self, call: compat.Call, args: tuple, kwargs: dict) -> Rewritten:
+    def _decided(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
         """The same, with rings or without, as is faster on the GPUs that are here.
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
@@ -430,7 +432,7 @@ class Overlapped:
 
     def _tuned(self, call: compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
-        start = begin(call, self._options)
+        start = prepare(call, self._options)
         subject = subject_of(self._jitted, start, call, args, kwargs, self._options)
         if not processes_of(start.mesh):
             return tuned(subject, tuning)

@@ -74,7 +74,7 @@ class TestPods:
     def test_as_json_from_the_cache(self, tuned, monkeypatch):
         """The second time nothing is tried, and the first time's table is shown."""
         done, folder = tuned
-        monkeypatch.setattr("jaxoverlap.step.program.travel", None)
+        monkeypatch.setattr("jaxoverlap.step.program.run_passes", None)
         where = ("--out", str(folder / "again.json"), "--cache", str(folder), "--json")
         again = CliRunner().invoke(
             app, ["tune", "tests.build_step", *POD, "--budget", "0.1", *where]

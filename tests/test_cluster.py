@@ -164,7 +164,7 @@ def test_direct_construction_is_checked_too():
 
 def test_needs_no_jax():
     code = "import sys; sys.modules['jax'] = None; import runpy; runpy.run_path(sys.argv[1])"
-    import jaxoverlap.cluster as module
+    from jaxoverlap.hardware import cluster as module
 
     assert module.__file__ is not None
     subprocess.run([sys.executable, "-c", code, module.__file__], check=True)

@@ -68,11 +68,11 @@ def compiles(name: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def decisions(monkeypatch) -> list[None]:
-    """One for each time that the road is travelled."""
+    """One for each time that the passes run."""
     calls: list[None] = []
-    travel = pipeline.travel
+    run_passes = pipeline.run_passes
     monkeypatch.setattr(
-        "jaxoverlap.step.program.travel", lambda *args: calls.append(None) or travel(*args)
+        "jaxoverlap.step.program.run_passes", lambda *args: calls.append(None) or run_passes(*args)
     )
     return calls
 

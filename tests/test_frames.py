@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxoverlap.passes.scheduling.source_lines import Frames
+from jaxoverlap.passes.scheduling.source_lines import SourceLines
 from jaxoverlap.simulation import hlo
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"
@@ -46,12 +46,12 @@ def test_each_instruction_has_the_line_that_it_had():
     right = {"y": "me/step.py:7", "z": "me/step.py:9"}
     assert {name: sources(GIVEN)[name] for name in right} == right
     assert {name: sources(BACK)[name] for name in right} != right
-    restored = sources(Frames.of(GIVEN).restored(BACK))
+    restored = sources(SourceLines.of(GIVEN).restored(BACK))
     assert {name: restored[name] for name in right} == right
 
 
 def test_what_came_later_has_no_line_and_nothing_else_changes():
-    restored = Frames.of(GIVEN).restored(BACK)
+    restored = SourceLines.of(GIVEN).restored(BACK)
     assert sources(restored)["new"] == ""
     assert 'copy(%y), metadata={op_name="jit(step)/abs"}' in restored
-    assert Frames.of(GIVEN).restored(GIVEN) == GIVEN
+    assert SourceLines.of(GIVEN).restored(GIVEN) == GIVEN

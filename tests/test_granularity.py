@@ -10,7 +10,7 @@ import pytest
 from jaxoverlap.cost.model import Group
 from jaxoverlap.plan.plan import Plan, Variant
 from jaxoverlap.simulation.timeline import COMPUTE, Event, Timeline
-from jaxoverlap.tuning.lagom.granularity import Granularity, granularity, site_of
+from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity, site_of
 from jaxoverlap.tuning.lagom.search import search
 from tests.test_worth import GATHER, H100, SCATTER, SUM, ring_of
 
@@ -19,7 +19,7 @@ RULES = Plan(step="step", mesh={"model": 8}, entries=())
 PLAIN, RING, FINER = Variant("plain"), Variant(), Variant("one_way", 2)
 
 
-def modelled(*rows: int, specs=GATHER, compute_s: float = 0.0) -> Granularity:
+def modelled(*rows: int, specs=GATHER, compute_s: float = 0.0) -> GranularityModel:
     """Matmuls of so many rows, beside kernels that take so long."""
     sites = [site_of(ring_of(specs, n), f"gpt.py:{i}", COPIES) for i, n in enumerate(rows)]
     sites = [replace(site, number=i) for i, site in enumerate(sites)]

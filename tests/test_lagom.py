@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.tuning.lagom.search import Outcome, search
+from jaxoverlap.tuning.lagom.search import ModelledStep, search
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Table:
         each = tuple(seconds[p] for seconds, (p,) in zip(self.each, config, strict=True))
         lost = sum(costs[p] for costs, (p,) in zip(self.costs, config, strict=True))
         x, y = sum(each), self.computation_s + lost
-        return Outcome(x, y, max(x, y), each)
+        return ModelledStep(x, y, max(x, y), each)
 
 
 seconds = st.floats(0.1, 20, allow_nan=False)

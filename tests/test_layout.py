@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxoverlap.passes.analysis.einsum import SIDES, Einsum, Side, Spec
 from jaxoverlap.passes.planning.layout import Layout, lay_out, traffic
-from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Split, split
+from jaxoverlap.passes.planning.splits import Motion, Refusal, ShardedMatmul, Split, split
 from jaxoverlap.passes.rings import orders
 from tests.test_sites import along, block, devices, einsums, key, one_axis, operands
 
@@ -29,13 +29,13 @@ def matmul(
     rhs: Spec,
     out: Spec,
     axis_sizes: Mapping[str, int],
-) -> Matmul:
+) -> ShardedMatmul:
     operand_letters, result = einsum.split("->")
     left, right = operand_letters.split(",")
-    return Matmul(Einsum(left, right, result, sizes), lhs, rhs, out, ITEMSIZE, axis_sizes)
+    return ShardedMatmul(Einsum(left, right, result, sizes), lhs, rhs, out, ITEMSIZE, axis_sizes)
 
 
-def lay(given: Matmul, axis: str | None = None) -> Layout | str:
+def lay(given: ShardedMatmul, axis: str | None = None) -> Layout | str:
     """Lay out for the ring of an axis, or as `decide` does: for the one that moves most."""
     shared = understood(given)
     assert shared is not None, given.splits
@@ -45,7 +45,7 @@ def lay(given: Matmul, axis: str | None = None) -> Layout | str:
     return lay_out(given, shared, biggest(moving))
 
 
-def understood(given: Matmul) -> list[Split] | None:
+def understood(given: ShardedMatmul) -> list[Split] | None:
     """The splits of all axes, if none is a refusal."""
     found = given.splits
     return None if any(isinstance(s, Refusal) for s in found) else list(found)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def test_an_axis_that_moves_nothing_keeps_its_dims():
     assert got.out == (("data",), (), ("model",))
 
 
-def fsdp_and_tensor_parallel() -> Matmul:
+def fsdp_and_tensor_parallel() -> ShardedMatmul:
     """x: [s/model, d] and w: [d/data, f/model], the batch over data: two gathers."""
     return matmul(
         "bsd,df->bsf",
@@ -148,7 +148,7 @@ def test_a_whole_operand_is_sliced_after_the_axes_that_it_has():
 # -- the dim that an all-reduce is cut along --------------------------------------------------------
 
 
-def all_reduce(sizes: Mapping[str, int], out: Spec, axis_sizes: Mapping[str, int]) -> Matmul:
+def all_reduce(sizes: Mapping[str, int], out: Spec, axis_sizes: Mapping[str, int]) -> ShardedMatmul:
     """bsk,kd->bsd, summed over x on k; out says what the others hold, in both operands alike."""
     batch, rows, columns = out
     return matmul(
@@ -206,7 +206,7 @@ def test_a_sharded_dim_must_divide_by_its_axes_and_the_ring():
 BOTH = ("data", "model")
 
 
-def gathers_one_dim(order: tuple[str, ...]) -> Matmul:
+def gathers_one_dim(order: tuple[str, ...]) -> ShardedMatmul:
     """Rows over two axes, whole for the matmul: two gathers of one dim."""
     return matmul(
         "sd,df->sf",
@@ -218,7 +218,7 @@ def gathers_one_dim(order: tuple[str, ...]) -> Matmul:
     )
 
 
-def scatters_one_dim(order: tuple[str, ...]) -> Matmul:
+def scatters_one_dim(order: tuple[str, ...]) -> ShardedMatmul:
     """Partial sums over two axes, scattered over the rows along both."""
     return matmul(
         "sd,df->sf",
@@ -692,7 +692,7 @@ def _understandable(text: str, n: int) -> tuple[tuple[tuple[str | None, ...], ..
 
 
 @st.composite
-def meshes(draw) -> Matmul:
+def meshes(draw) -> ShardedMatmul:
     """A matmul whose every axis may be understood; those that share a dim lie in any order."""
     einsum = draw(einsums(most=1, sizes=(8, 12)))
     assume(einsum.sizes)
@@ -706,10 +706,10 @@ def meshes(draw) -> Matmul:
         axes = draw(st.permutations(list(sizes)))
         letters = einsum.side(side)  # type: ignore[arg-type]
         sides.append(tuple(tuple(a for a in axes if held[a][number] == c) for c in letters))
-    return Matmul(einsum, *sides, ITEMSIZE, sizes)
+    return ShardedMatmul(einsum, *sides, ITEMSIZE, sizes)
 
 
-def check(given: Matmul) -> list[str]:
+def check(given: ShardedMatmul) -> list[str]:
     """Play every layout of a matmul; what became of its axes that move something."""
     shared = understood(given)
     fates = []
@@ -725,7 +725,7 @@ def check(given: Matmul) -> list[str]:
     return fates
 
 
-def transposed(sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Matmul:
+def transposed(sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> ShardedMatmul:
     """x goes from the rows to the columns of the result, and y from the contracted dim to the rows.
 
     Until x has gone, a device has the rows of its block, and not those that y wants of all.
@@ -740,7 +740,7 @@ def transposed(sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Matmu
     )
 
 
-def exchange_of_a_narrow_dim() -> Matmul:
+def exchange_of_a_narrow_dim() -> ShardedMatmul:
     """The sums over y: a device has 3 of the 12 columns until x has exchanged them."""
     return matmul(
         "ab,bc->ac",
@@ -770,7 +770,7 @@ def _apart(layout: Layout) -> str:
 @example(transposed({"a": 8, "b": 8, "c": 8}, {"x": 2, "y": 2}))
 @example(transposed({"a": 8, "b": 8, "c": 8}, {"x": 4, "y": 2}))
 @example(exchange_of_a_narrow_dim())
-def test_a_layout_computes_the_matmul(drawn: Matmul):
+def test_a_layout_computes_the_matmul(drawn: ShardedMatmul):
     for fate in check(drawn):
         event(fate)
 
@@ -780,7 +780,7 @@ def test_every_layout_of_a_plain_matmul_over_two_axes_computes_it():
     einsum = Einsum("ab", "bc", "ac", {"a": 8, "b": 8, "c": 8})
     fates: Counter[str] = Counter()
     for sides in product(_all_specs("ab"), _all_specs("bc"), _all_specs("ac")):
-        fates.update(check(Matmul(einsum, *sides, ITEMSIZE, {"x": 2, "y": 4})))
+        fates.update(check(ShardedMatmul(einsum, *sides, ITEMSIZE, {"x": 2, "y": 4})))
     kinds = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
     expected = {f"{kind} with {n} others" for kind in kinds for n in (0, 1)}
     expected |= {f"{kind} with 1 others, apart" for kind in kinds[:3]}
@@ -788,7 +788,7 @@ def test_every_layout_of_a_plain_matmul_over_two_axes_computes_it():
 
 
 @st.composite
-def crowded(draw) -> Matmul:
+def crowded(draw) -> ShardedMatmul:
     """ab,bc->ac with most of three axes on one dim, in an order of each side's own or one for all.
 
     A side that has an axis elsewhere gives what `meshes` gives, too.
@@ -806,11 +806,11 @@ def crowded(draw) -> Matmul:
         axes = order if draw(st.integers(0, 3)) else draw(st.permutations(list(sizes)))
         letters = einsum.side(side)
         sides.append(tuple(tuple(a for a in axes if held[a][number] == c) for c in letters))
-    return Matmul(einsum, *sides, ITEMSIZE, sizes)
+    return ShardedMatmul(einsum, *sides, ITEMSIZE, sizes)
 
 
 # x, y and z all shard the columns at some time, x in halves before y and z do in sixths.
-UNNESTED = Matmul(
+UNNESTED = ShardedMatmul(
     Einsum("ab", "bc", "ac", dict.fromkeys("abc", 24)),
     lhs=((), ("y", "z")),
     rhs=(("y", "z"), ("x",)),
@@ -823,7 +823,7 @@ UNNESTED = Matmul(
 @settings(max_examples=300, deadline=None)
 @given(crowded())
 @example(UNNESTED)
-def test_a_layout_with_three_axes_on_a_dim_computes_the_matmul(drawn: Matmul):
+def test_a_layout_with_three_axes_on_a_dim_computes_the_matmul(drawn: ShardedMatmul):
     for fate in check(drawn):
         event(fate)
 

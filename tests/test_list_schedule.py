@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxoverlap.passes.scheduling.list_schedule import (
     Flight,
-    Outcome,
+    OrderOutcome,
     Problem,
     Rule,
     Task,
@@ -21,7 +21,7 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     list_schedule,
     live_bytes,
     on_the_way,
-    outcome,
+    order_outcome,
 )
 from jaxoverlap.passes.scheduling.reorder import best
 
@@ -90,7 +90,7 @@ def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
     rule = Rule(rule.leads, rule.turn, rule.in_flight, ceiling)
     order = list_schedule(problem, rule)
     assert is_order(problem, order)
-    found = outcome(problem, order)
+    found = order_outcome(problem, order)
     compute_s = sum(task.seconds for task in problem.tasks)
     assert found.seconds >= compute_s
     assert found.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
@@ -99,10 +99,10 @@ def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
 
 def test_a_start_comes_before_the_matmul_that_can_hide_it():
     xla = of(compute(5), start(5), done(1), compute(1, 2))
-    assert outcome(xla, range(4)) == Outcome(11, 0, (1,))
+    assert order_outcome(xla, range(4)) == OrderOutcome(11, 0, (1,))
     order = list_schedule(xla, RULES[0])
     assert order == [1, 0, 2, 3]
-    assert outcome(xla, order) == Outcome(6, 0, ())
+    assert order_outcome(xla, order) == OrderOutcome(6, 0, ())
 
 
 def test_what_only_other_kernels_hide_starts_before_a_matmul_where_that_costs_nothing():
@@ -111,11 +111,11 @@ def test_what_only_other_kernels_hide_starts_before_a_matmul_where_that_costs_no
     late = (start(20), *(compute(5, 6) for _ in range(10)), done(7), compute(1, *range(8, 19)))
     xla = of(made, start(2, 0), compute(5), kernel, done(1), Task((3, 4), 1), compute(1, 5), *late)
     leads = [list_schedule(xla, Rule({"wire": lead}, "first", 8, UNBOUND)) for lead in (2.0, 1e9)]
-    held, eager = (outcome(xla, order) for order in leads)
+    held, eager = (order_outcome(xla, order) for order in leads)
     compute_s = sum(task.seconds for task in xla.tasks)
-    assert held == Outcome(compute_s, 0, (1,)) and eager.seconds > compute_s
+    assert held == OrderOutcome(compute_s, 0, (1,)) and eager.seconds > compute_s
     assert earlier(xla, leads[0], 1)[:3] == [0, 1, 2]
-    assert best(xla, UNBOUND, 8)[1] == Outcome(compute_s, 0, ())
+    assert best(xla, UNBOUND, 8)[1] == OrderOutcome(compute_s, 0, ())
 
 
 def test_a_start_is_not_put_earlier_where_too_many_would_be_on_their_way():
@@ -123,26 +123,26 @@ def test_a_start_is_not_put_earlier_where_too_many_would_be_on_their_way():
     other, kernel = start(5, lane="slow"), Task((1, 2), 5)
     problem = of(other, compute(5), done(0), start(2), kernel, done(3), Task((4, 5), 1))
     order = range(7)
-    assert outcome(problem, order).bare == (3,) and on_the_way(problem, order) == 1
+    assert order_outcome(problem, order).bare == (3,) and on_the_way(problem, order) == 1
     assert on_the_way(problem, earlier(problem, order, 3)) == 2
     alone, both = best(problem, UNBOUND, 1), best(problem, UNBOUND, 2)
     assert on_the_way(problem, alone[0]) == 1 and len(alone[1].bare) == 1
-    assert both[1] == Outcome(alone[1].seconds, 0, ())
+    assert both[1] == OrderOutcome(alone[1].seconds, 0, ())
 
 
 def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_says_so():
     xla = of(start(5), done(0), compute(1, 1), compute(5))
     first, ready = (list_schedule(xla, Rule({"wire": 1.0}, turn, 8, UNBOUND)) for turn in TURNS[:2])
-    assert outcome(xla, first).seconds == 11
-    assert (ready, outcome(xla, ready).seconds) == ([0, 3, 1, 2], 6)
+    assert order_outcome(xla, first).seconds == 11
+    assert (ready, order_outcome(xla, ready).seconds) == ([0, 3, 1, 2], 6)
 
 
 def test_what_nothing_waits_for_is_kept_for_a_wait_by_the_longest_path():
     """XLA puts a weight's gradient first, and then there is nothing left to hide the hop."""
     xla = of(compute(5), compute(1), start(5, 1), done(2), compute(1, 3))
     ready, path = (list_schedule(xla, Rule({"wire": 1.0}, turn, 8, UNBOUND)) for turn in TURNS[1:])
-    assert outcome(xla, ready).seconds == 12
-    assert (path, outcome(xla, path).seconds) == ([1, 2, 0, 3, 4], 7)
+    assert order_outcome(xla, ready).seconds == 12
+    assert (path, order_outcome(xla, path).seconds) == ([1, 2, 0, 3, 4], 7)
 
 
 def test_an_early_start_does_not_take_the_link_from_an_urgent_one():
@@ -154,7 +154,7 @@ def test_an_early_start_does_not_take_the_link_from_an_urgent_one():
     assert held.index(3) < held.index(0)
     eager = list_schedule(xla, Rule({"wire": float("inf")}, "first", 8, UNBOUND))
     assert eager.index(0) < eager.index(3)
-    assert outcome(xla, held).seconds < outcome(xla, eager).seconds
+    assert order_outcome(xla, held).seconds < order_outcome(xla, eager).seconds
 
 
 def test_one_link_may_lead_while_another_holds_back():
@@ -166,7 +166,7 @@ def test_one_link_may_lead_while_another_holds_back():
 
     def seconds(wire: float, slow: float) -> float:
         order = list_schedule(problem, Rule({"wire": wire, "slow": slow}, "ready", 8, UNBOUND))
-        return outcome(problem, order).seconds
+        return order_outcome(problem, order).seconds
 
     assert seconds(1.0, 2.0) < min(seconds(1.0, 1.0), seconds(2.0, 2.0))
 
@@ -197,17 +197,17 @@ def test_memory_that_does_not_fit_waits():
         Task((3, 4), 1, holds=(1,)),
     )
     problem = Problem(tasks, (10, 10))
-    assert outcome(problem, range(6)).peak_bytes == 10
+    assert order_outcome(problem, range(6)).peak_bytes == 10
     filled = list_schedule(problem, Rule({"wire": 1.0}, "ready", 8, UNBOUND))
-    assert outcome(problem, filled).peak_bytes == 20
+    assert order_outcome(problem, filled).peak_bytes == 20
     bound = list_schedule(problem, Rule({"wire": 1.0}, "ready", 8, 10))
-    assert outcome(problem, bound).peak_bytes <= 20 and is_order(problem, bound)
+    assert order_outcome(problem, bound).peak_bytes <= 20 and is_order(problem, bound)
 
 
 @pytest.mark.parametrize("lanes, seconds", [(("a", "a"), 10), (("a", "b"), 5)])
 def test_a_lane_carries_one_collective_at_a_time(lanes: tuple[str, str], seconds: float):
     problem = of(*(start(5, lane=lane) for lane in lanes), done(0), done(1))
-    assert outcome(problem, range(4)).seconds == seconds
+    assert order_outcome(problem, range(4)).seconds == seconds
 
 
 def test_live_bytes_are_counted_from_the_first_holder_to_the_last():
@@ -218,5 +218,5 @@ def test_live_bytes_are_counted_from_the_first_holder_to_the_last():
         Task((2,), 1, holds=(2,)),
     )
     assert [*live_bytes(Problem(tasks, (1, 10, 3)), range(4))] == [1, 11, 17, 3]
-    assert outcome(Problem(tasks, (1, 10, 3)), range(4)).peak_bytes == 17
-    assert outcome(Problem(tasks, (1, 10, 3), frozenset({0, 1})), range(4)).peak_bytes == 18
+    assert order_outcome(Problem(tasks, (1, 10, 3)), range(4)).peak_bytes == 17
+    assert order_outcome(Problem(tasks, (1, 10, 3), frozenset({0, 1})), range(4)).peak_bytes == 18

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import lagom
 from benchmarks.search import BALANCES, SPACES, exhaustive, problem, whole_step
 from jaxoverlap.cost.model import Channels, Group, cost_model
-from jaxoverlap.simulation.hlo_work import Matmul, Work
+from jaxoverlap.simulation.hlo_work import KernelWork, MatmulKernel
 from jaxoverlap.tuning.lagom.model import (
     Communication,
     Computation,
@@ -25,7 +25,7 @@ from jaxoverlap.tuning.lagom.search import search
 
 H100 = cost_model("h100-sxm:1x8")
 GATHER = Communication("all-gather", 100 << 20, Group(8))
-MATMUL = Computation(Work((Matmul(8192, 8192, 4096),)))
+MATMUL = Computation(KernelWork((MatmulKernel(8192, 8192, 4096),)))
 problems = st.builds(
     problem,
     st.sampled_from(["h100-sxm:1x8", "a100-sxm-80:1x8", "h200:2x8"]),
@@ -105,7 +105,7 @@ def test_pieces_show_less_and_cost_launches():
 
 
 def test_a_matmul_with_less_cache_reads_more():
-    m = Matmul(8192, 10240, 2560)
+    m = MatmulKernel(8192, 10240, 2560)
     assert memory_traffic(m, 1 << 40) == m.memory_bytes
     # 2 m n k / sqrt(S) elements of 2 bytes, S of a 6 MiB cache
     assert memory_traffic(m, 6 << 20) == pytest.approx(4 * 8192 * 10240 * 2560 / 1773.6, rel=1e-4)

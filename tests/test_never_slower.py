@@ -22,7 +22,7 @@ from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.simulation.timeline import Event, Timeline
 from jaxoverlap.step import never_slower, trial
-from jaxoverlap.step.never_slower import Outcome, Rival, Unpriced, choose, predicted
+from jaxoverlap.step.never_slower import CompiledStep, Rival, Unpriced, choose, predicted
 from jaxoverlap.step.trial import Failure, Trial
 from tests.test_schedule import pytestmark as pods
 from tests.test_trial import megatron
@@ -31,8 +31,8 @@ POD = "h100-sxm:1x8"
 GB = 10**9
 
 
-def made(step_s: float, gigabytes: float = 10, loops: int = 0) -> Outcome:
-    return Outcome(step_s, round(gigabytes * GB), loops, lambda: "")
+def made(step_s: float, gigabytes: float = 10, loops: int = 0) -> CompiledStep:
+    return CompiledStep(step_s, round(gigabytes * GB), loops, lambda: "")
 
 
 def plan_of(*decisions: Decision) -> Plan:
@@ -55,13 +55,13 @@ def ring(site: int, source: str, kind: str = "all_gather_matmul", ring: int | No
 
 
 def chosen(
-    plain: Outcome | Failure,
-    rings: Outcome | Failure,
-    reordered: Outcome | Failure | None = None,
+    plain: CompiledStep | Failure,
+    rings: CompiledStep | Failure,
+    reordered: CompiledStep | Failure | None = None,
 ) -> Speedup:
     """What is taken, of an H100's 84.9 GB; `reordered` is only there if it may be asked for."""
 
-    def compiled(way: str) -> Outcome | Failure:
+    def compiled(way: str) -> CompiledStep | Failure:
         assert way == "reordered" and reordered is not None
         return reordered
 
@@ -99,7 +99,7 @@ CHOICES = {
 def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s: float | None):
     found = chosen(plain, rings, other)
     assert (found.taken, found.step_s) == (taken, step_s)
-    if isinstance(plain, Outcome) and step_s:
+    if isinstance(plain, CompiledStep) and step_s:
         assert found.plain_s == plain.step_s
 
 
@@ -233,7 +233,7 @@ def test_what_a_child_finds_is_kept_where_it_can_be(monkeypatch, tmp_path):
     monkeypatch.setattr(never_slower, "attempt", attempted)
     request: Any = None
     found = never_slower._attempt(request)
-    assert isinstance(found, Outcome)
+    assert isinstance(found, CompiledStep)
     assert (found.step_s, found.peak_bytes, found.loops) == (1.0, 7, 3)
     assert where[0] == tmp_path / "cache" / "jaxoverlap" / "trials" and where[0].is_dir()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
@@ -285,12 +285,12 @@ def on_gpus(function: Any = product, **options: Any) -> jaxoverlap.Overlapped:
 
 
 @pytest.fixture
-def children(monkeypatch) -> tuple[dict[str, Outcome | Failure], list[str]]:
+def children(monkeypatch) -> tuple[dict[str, CompiledStep | Failure], list[str]]:
     """Seconds that children find, to be filled in, and what they were asked to compile."""
-    found: dict[str, Outcome | Failure] = {}
+    found: dict[str, CompiledStep | Failure] = {}
     asked: list[str] = []
 
-    def attempted(request: trial.Request) -> Outcome | Failure:
+    def attempted(request: trial.Request) -> CompiledStep | Failure:
         way = "overlapped" if b"permute" in request.job.module else "plain"
         asked.append(way)
         return found[way]
@@ -372,8 +372,8 @@ def test_process_0_chooses_for_all(children, monkeypatch):
         return msgspec.json.encode(told).decode()
 
     monkeypatch.setattr("jaxoverlap.step.choice.handed", handed)
-    for module in ("rewritten", "choice"):
-        monkeypatch.setattr(f"jaxoverlap.{module}.processes_of", lambda mesh: (0, 1))
+    for module in ("program", "choice"):
+        monkeypatch.setattr(f"jaxoverlap.step.{module}.processes_of", lambda mesh: (0, 1))
     monkeypatch.setattr("jaxoverlap.step.program.meet", lambda stand, within_s: True)
     step = on_gpus()
     with pytest.warns(UserWarning, match="loses by simulation"):

@@ -27,19 +27,19 @@ def product(x, w):
 # -- faults of our own ----------------------------------------------------------------------------
 
 STAGES = (
-    *("road.flatten", "road.made_for", "ways.bodies", "ways.decide", "ways.rewrite"),
-    *("ways.prefetch", "passes.share.share", "rewritten.options_for"),
+    *("pipeline.flatten", "pipeline.made_for", "ways.bodies", "ways.decide", "ways.rewrite"),
+    *("ways.prefetch", "share", "program.options_for"),
 )
 
 
 @pytest.fixture(params=STAGES)
 def fault(request, monkeypatch) -> None:
-    """One stage of the road fails as nobody foresaw."""
+    """One stage of the pipeline fails as nobody foresaw."""
 
     def fail(*_, **__):
         raise KeyError("Var(id=1)")
 
-    where = {"passes.share.share": "passes.decide.share"}.get(request.param, request.param)
+    where = {"share": "passes.planning.decide.share"}.get(request.param, f"step.{request.param}")
     monkeypatch.setattr(f"jaxoverlap.{where}", fail)
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
 
 
 @dataclass
 class Eqn:
-    """What `Order` reads of an equation: numbers are variables."""
+    """What `EquationOrder` reads of an equation: numbers are variables."""
 
     invars: list[int]
     outvars: list[int]
@@ -32,24 +32,24 @@ def chain(*needs: Sequence[int], effects: Sequence[int] = ()) -> list[Eqn]:
 
 def test_what_is_not_touched_stays_in_order():
     eqns = chain([], [0], [], [1, 2], [])
-    assert Order(eqns).places() == [0, 1, 2, 3, 4]
-    assert Order([]).places() == []
+    assert EquationOrder(eqns).places() == [0, 1, 2, 3, 4]
+    assert EquationOrder([]).places() == []
 
 
 def test_operands_of_the_body_are_no_equations():
-    assert Order([Eqn([100, 101], [0]), Eqn([100, 0], [1])]).places() == [0, 1]
+    assert EquationOrder([Eqn([100, 101], [0]), Eqn([100, 0], [1])]).places() == [0, 1]
 
 
 def test_merged_equations_stand_where_all_have_what_they_read():
     # 2 reads what 1 gives: the group of 0 and 2 comes after it.
-    order = Order(chain([], [], [1], [0]))
+    order = EquationOrder(chain([], [], [1], [0]))
     assert order.merge(0, 2)
     assert order.places() == [1, 0, 3]
     assert [order.first(place) for place in range(4)] == [0, 1, 0, 3]
 
 
 def test_a_group_grows():
-    order = Order(chain([], [], [], [], [3]))
+    order = EquationOrder(chain([], [], [], [], [3]))
     assert order.merge(0, 2)
     assert order.merge(3, 2)  # any place names its group
     assert order.first(3) == 0
@@ -59,7 +59,7 @@ def test_a_group_grows():
 
 
 def test_several_are_merged_at_once_or_none():
-    order = Order(chain([], [], [1], [2]))
+    order = EquationOrder(chain([], [], [1], [2]))
     assert not order.merge(0, 1, 3), "3 reads of 2, which reads of 1"
     assert order.places() == [0, 1, 2, 3]
     assert order.merge(0, 1)
@@ -68,13 +68,13 @@ def test_several_are_merged_at_once_or_none():
 
 def test_an_equation_may_be_merged_with_the_one_it_reads():
     # An add is merged into the matmuls whose results it adds.
-    order = Order(chain([], [], [0, 1], [2]))
+    order = EquationOrder(chain([], [], [0, 1], [2]))
     assert order.merge(0, 1, 2)
     assert order.places() == [0, 3]
 
 
 def test_one_that_reads_the_other_by_a_third_is_not():
-    order = Order(chain([], [0], [1]))
+    order = EquationOrder(chain([], [0], [1]))
     assert not order.merge(0, 2)
     assert [order.first(place) for place in range(3)] == [0, 1, 2]
     assert order.places() == [0, 1, 2]
@@ -82,14 +82,14 @@ def test_one_that_reads_the_other_by_a_third_is_not():
 
 def test_two_groups_that_would_wait_for_each_other_are_not_both_made():
     # 2 reads of 1 and 3 of 0: with 0 + 2 and 1 + 3 each would come before the other.
-    order = Order(chain([], [], [1], [0]))
+    order = EquationOrder(chain([], [], [1], [0]))
     assert order.merge(0, 2)
     assert not order.merge(1, 3)
     assert order.places() == [1, 0, 3]
 
 
 def test_one_may_be_told_to_wait():
-    order = Order(chain([], [], []))
+    order = EquationOrder(chain([], [], []))
     assert order.put_after(2, 0)
     assert order.places() == [1, 2, 0]
     assert not order.put_after(0, 2), "that is a circle"
@@ -98,7 +98,7 @@ def test_one_may_be_told_to_wait():
 
 
 def test_none_waits_for_what_waits_for_it():
-    order = Order(chain([], [0], [1]))
+    order = EquationOrder(chain([], [0], [1]))
     assert not order.put_after(2, 0)
     assert not order.put_after(0, 0)
     assert order.merge(1, 0)
@@ -107,7 +107,7 @@ def test_none_waits_for_what_waits_for_it():
 
 
 def test_a_merge_may_not_undo_a_wait():
-    order = Order(chain([], [0], [], []))
+    order = EquationOrder(chain([], [0], [], []))
     assert order.put_after(1, 2)
     assert not order.merge(0, 2)
     assert order.merge(0, 3)
@@ -115,7 +115,7 @@ def test_a_merge_may_not_undo_a_wait():
 
 
 def test_what_was_refused_leaves_no_trace():
-    order = Order(chain([], [0], [1], []))
+    order = EquationOrder(chain([], [0], [1], []))
     assert not order.put_after(2, 0)
     assert not order.merge(0, 2)
     assert order.put_after(0, 3)
@@ -124,14 +124,14 @@ def test_what_was_refused_leaves_no_trace():
 
 
 def test_effects_stay_in_the_order_they_were_written_in():
-    order = Order(chain([], [], [], [], effects=[0, 1, 3]))
+    order = EquationOrder(chain([], [], [], [], effects=[0, 1, 3]))
     assert not order.put_after(3, 1)
     assert order.put_after(2, 0)  # 2 has none
     assert order.places() == [2, 0, 1, 3]
 
 
 def test_a_group_does_not_take_an_effect_past_another():
-    order = Order(chain([], [], [], effects=[0, 1, 2]))
+    order = EquationOrder(chain([], [], [], effects=[0, 1, 2]))
     assert not order.merge(0, 2)
     assert order.merge(0, 1)
 
@@ -157,7 +157,7 @@ _requests = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(bodies(), _requests)
 def test_the_order_respects_all_that_was_granted(eqns: list[Eqn], requests):
-    order = Order(eqns)
+    order = EquationOrder(eqns)
     merged, waits = [], []
     for merge, one, other in requests:
         if max(one, other) >= len(eqns):
@@ -182,7 +182,7 @@ def test_the_order_respects_all_that_was_granted(eqns: list[Eqn], requests):
 
 
 class Sorted:
-    """What `Order` has to give, found by sorting the whole body for each request."""
+    """What `EquationOrder` has to give, found by sorting the whole body for each request."""
 
     def __init__(self, eqns: list[Eqn]):
         effects = [place for place, eqn in enumerate(eqns) if eqn.effects]
@@ -244,7 +244,7 @@ def bodies_and_requests(draw) -> tuple[list[Eqn], list[tuple[str, tuple[int, ...
 @given(bodies_and_requests())
 def test_every_answer_is_that_of_sorting_the_whole_body(drawn):
     eqns, requests = drawn
-    order, oracle = Order(eqns), Sorted(eqns)
+    order, oracle = EquationOrder(eqns), Sorted(eqns)
     for kind, places in requests:
         assert getattr(order, kind)(*places) == getattr(oracle, kind)(*places)
         assert order.places() == oracle.places()
@@ -254,7 +254,7 @@ def test_every_answer_is_that_of_sorting_the_whole_body(drawn):
 @settings(max_examples=100, deadline=None)
 @given(bodies())
 def test_an_order_that_nobody_changed_is_the_one_written(eqns: list[Eqn]):
-    assert Order(eqns).places() == list(range(len(eqns)))
+    assert EquationOrder(eqns).places() == list(range(len(eqns)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -272,16 +272,16 @@ def test_a_merge_is_refused_only_for_a_path_by_others(eqns: list[Eqn], one: int,
             seen.add(place)
             if needs & (seen - {one}):
                 after.add(place)
-    assert Order(eqns).merge(one, other) == (one == other or other not in after)
+    assert EquationOrder(eqns).merge(one, other) == (one == other or other not in after)
 
 
 def test_a_long_body_is_sorted_soon():
-    order = Order(chain([], *([place] for place in range(299))))
+    order = EquationOrder(chain([], *([place] for place in range(299))))
     assert not order.merge(0, 299)
     assert order.places() == list(range(300))
 
 
-def looked_at(order: Order, request: Callable[[], bool]) -> int:
+def looked_at(order: EquationOrder, request: Callable[[], bool]) -> int:
     """How many groups are looked at for a request."""
     calls, beside = [], order._beside
     order._beside = lambda *args: calls.append(None) or beside(*args)  # type: ignore[method-assign]
@@ -297,7 +297,7 @@ def test_what_is_near_is_merged_without_a_look_at_the_rest(length: int):
     for _ in range(length):
         last = len(needs) - 1
         needs += [[last], [last], [last + 1, last + 2]]
-    order = Order(chain(*needs))
+    order = EquationOrder(chain(*needs))
     for layer in range(0, length, max(1, length // 10)):
         one, other = 3 * layer + 1, 3 * layer + 2
         assert looked_at(order, lambda: order.merge(one, other)) <= 4  # noqa: B023

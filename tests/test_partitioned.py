@@ -14,7 +14,7 @@ from jaxoverlap import RewriteError
 from jaxoverlap._jax import partitioner
 from jaxoverlap.passes.analysis import partitioned as partitioned_module
 from jaxoverlap.passes.analysis.partitioned import partitioned
-from jaxoverlap.passes.analysis.partitioner_collectives import remaining
+from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.simulation import hlo
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -370,7 +370,7 @@ ENTRY %main (x: f32[16,32]) -> f32[SIZE,32] {
 )
 def test_an_all_reduce_that_is_only_sliced_is_a_scatter(opcode, size, kind, sent):
     text = REDUCED.replace("OPCODE", opcode).replace("SIZE", str(size))
-    (found,) = remaining(hlo.parse_partitioned(text, 8), dict(MESH.shape))
+    (found,) = partitioner_collectives(hlo.parse_partitioned(text, 8), dict(MESH.shape))
     assert (found.kind, found.axes, found.bytes_moved) == (kind, MODEL, sent)
 
 
@@ -378,7 +378,7 @@ def test_a_loop_counts_by_its_trips():
     def step(x, w, v):
         return lax.scan(lambda c, _: (mlp(c, w, v), None), x, None, length=5)[0]
 
-    moved = remaining(picture(step, X, W, V).module, dict(MESH.shape))
+    moved = partitioner_collectives(picture(step, X, W, V).module, dict(MESH.shape))
     assert {(r.kind, r.runs) for r in moved} == {("all_gather", 5), ("all_reduce", 5)}
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap._jax import xla_schedule
 from jaxoverlap.passes.scheduling import scheduler
-from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduling
+from jaxoverlap.passes.scheduling.scheduler import Scheduled, SchedulerCallback
 from jaxoverlap.simulation import hlo
 from tests.test_schedule import pytestmark as pods
 
@@ -154,7 +154,7 @@ def test_an_order_that_does_not_verify_leaves_xlas(monkeypatch, plain, wrong: st
         names = [i.name for i in module.body(module.entry)]
         return {module.entry: names[::-1] if wrong == "backwards" else names[1:]}
 
-    monkeypatch.setattr(Scheduling, "orders", orders)
+    monkeypatch.setattr(SchedulerCallback, "orders", orders)
     with pytest.warns(UserWarning, match="XLA's order kept: ValueError: not a schedule"):
         step = compiled()
     assert covered(step) == covered(plain)

@@ -17,7 +17,7 @@ from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Failure, Trial, Waited
 from jaxoverlap.tuning import search as the_search
 from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds, settings
-from jaxoverlap.tuning.lagom.granularity import Granularity
+from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.search import Search
 from jaxoverlap.tuning.subject import Ready
 
@@ -250,14 +250,14 @@ def test_the_best_two_plans_are_tried_with_other_settings(tmp_path):
     assert [n for n in names(found) if ", " in n] == ["rules, slack 0.05", "no rings, slack 0.05"]
 
 
-class Model(Granularity):
+class Model(GranularityModel):
     """H by ring, made up."""
 
     def lost_per_second(self, number: int, now: Variant, to: Variant, waited_s: float) -> float:
         return {1: 0.1, 2: 0.2}.get(number, math.inf)
 
 
-@pytest.mark.parametrize(("model", "first"), [(Granularity(), 2), (Model(), 1)])
+@pytest.mark.parametrize(("model", "first"), [(GranularityModel(), 2), (Model(), 1)])
 def test_moves_begin_with_the_smallest_h_then_where_the_step_waits_longest(model, first: int):
     at = Candidate(RULES, BASE, {})
     rules = plan(ring(1), ring(2, kind="matmul_reduce_scatter"), left(3), left(4, "no collective"))

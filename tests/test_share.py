@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap import Decision
 from jaxoverlap._jax import compat
-from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide, matmul_of
@@ -482,7 +482,7 @@ def test_whatever_the_shardings_each_matmul_is_somewhere_once():
     for seed in range(30):
         body, given = random_body(random.Random(seed))
         entries, sharings = decide([body], reads(given), AXES)
-        sharing = sharings.get(body.index) or Sharing(Order(body.eqns))
+        sharing = sharings.get(body.index) or Sharing(EquationOrder(body.eqns))
         check(sharing, body)
         found["shared"] += any(len(r.members) > 1 and r.total is None for r in sharing.rings)
         found["summed"] += any(r.total is not None for r in sharing.rings)

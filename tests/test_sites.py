@@ -13,7 +13,7 @@ from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap.passes.analysis.einsum import LETTERS, SIDES, Einsum, Spec, einsum_of
-from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Split, split
+from jaxoverlap.passes.planning.splits import Motion, Refusal, ShardedMatmul, Split, split
 
 Device = Mapping[str, int]
 """Its place along each mesh axis."""
@@ -88,9 +88,9 @@ def one_axis(
     out: str | None,
     n: int,
     itemsize: tuple[int, int, int] = (2, 2, 2),
-) -> Matmul:
+) -> ShardedMatmul:
     """A matmul whose sides hold the axis x of n devices on one letter, or None."""
-    return Matmul(
+    return ShardedMatmul(
         einsum=einsum,
         lhs=spec_of(einsum.lhs, lhs),
         rhs=spec_of(einsum.rhs, rhs),
@@ -353,7 +353,7 @@ def test_two_gathers_are_refused_by_name():
 
 
 def test_an_axis_of_one_device_moves_nothing():
-    matmul = Matmul(
+    matmul = ShardedMatmul(
         MATMUL, (("x", "one"), ()), ((), ("x",)), ((), ("x",)), (2, 2, 2), {"one": 1, "x": 8}
     )
     assert matmul.axes() == ("x",)
@@ -362,20 +362,22 @@ def test_an_axis_of_one_device_moves_nothing():
 
 
 def test_an_axis_that_shards_nothing_is_not_asked():
-    matmul = Matmul(MATMUL, ((), ()), ((), ("x",)), ((), ("x",)), (2, 2, 2), {"y": 4, "x": 8})
+    matmul = ShardedMatmul(
+        MATMUL, ((), ()), ((), ("x",)), ((), ("x",)), (2, 2, 2), {"y": 4, "x": 8}
+    )
     assert [s.axis for s in matmul.splits] == ["x"]
 
 
 def test_axes_are_asked_in_the_order_of_the_mesh():
     lhs, rhs, out = (("x",), ("y",)), (("y",), ()), (("x",), ())
     for sizes in ({"x": 2, "y": 4}, {"y": 4, "x": 2}):
-        got = Matmul(MATMUL, lhs, rhs, out, (2, 2, 2), sizes).splits
+        got = ShardedMatmul(MATMUL, lhs, rhs, out, (2, 2, 2), sizes).splits
         assert [s.axis for s in got] == list(sizes)
 
 
 def test_other_axes_make_less_to_move():
     # The gathered rows hold half of the contracted dim each: y shards it.
-    matmul = Matmul(
+    matmul = ShardedMatmul(
         MATMUL,
         lhs=(("x",), ("y",)),
         rhs=(("y",), ("x",)),
@@ -392,7 +394,7 @@ def test_other_axes_make_less_to_move():
 # -- exactness ----------------------------------------------------------------------------------
 
 
-def simulate(matmul: Matmul, found: Split) -> tuple[dict, int]:
+def simulate(matmul: ShardedMatmul, found: Split) -> tuple[dict, int]:
     """Do what a split says, on numpy arrays: every device's result, and the bytes it sent."""
     einsum, n = matmul.einsum, found.axis_size
     lhs, rhs, _ = operands(einsum)
@@ -423,7 +425,7 @@ def simulate(matmul: Matmul, found: Split) -> tuple[dict, int]:
     return results, int(sent)
 
 
-def moved(matmul: Matmul, motion: Motion, blocks: Mapping) -> tuple[dict, int]:
+def moved(matmul: ShardedMatmul, motion: Motion, blocks: Mapping) -> tuple[dict, int]:
     """The blocks of one side after its gather or exchange, and the bytes that each device sent."""
     n = matmul.axis_sizes["x"]
     letters, itemsize = matmul.einsum.side(motion.side), matmul.itemsize[SIDES.index(motion.side)]
@@ -438,7 +440,7 @@ def moved(matmul: Matmul, motion: Motion, blocks: Mapping) -> tuple[dict, int]:
 
 
 @st.composite
-def one_axis_matmuls(draw) -> Matmul:
+def one_axis_matmuls(draw) -> ShardedMatmul:
     einsum = draw(einsums())
     assume(einsum.sizes)
     held = [draw(st.sampled_from([None, *einsum.side(side)])) for side in ("lhs", "rhs", "out")]
@@ -452,7 +454,7 @@ def one_axis_matmuls(draw) -> Matmul:
 @example(one_axis(MATMUL, "b", None, "a", 4))
 @example(one_axis(Einsum("ab", "ac", "abc", {"a": 8, "b": 8, "c": 8}), "a", "a", "b", 4))
 @example(one_axis(MATMUL, "b", "b", None, 2, (2, 2, 4)))
-def test_a_split_computes_the_matmul(matmul: Matmul):
+def test_a_split_computes_the_matmul(matmul: ShardedMatmul):
     for found in matmul.splits:
         if isinstance(found, Refusal):
             event("refused")
@@ -461,7 +463,7 @@ def test_a_split_computes_the_matmul(matmul: Matmul):
         check(matmul, found)
 
 
-def check(matmul: Matmul, found: Split) -> None:
+def check(matmul: ShardedMatmul, found: Split) -> None:
     """What a split says computes the matmul, and sends as many bytes as it says."""
     results, sent = simulate(matmul, found)
     assert sent == (found.motion.bytes_moved if found.motion else 0)
@@ -475,7 +477,7 @@ def check(matmul: Matmul, found: Split) -> None:
 @given(one_axis_matmuls())
 @example(one_axis(MATMUL, "b", "c", "a", 4))
 @example(one_axis(MATMUL, "a", "c", None, 4))
-def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Matmul):
+def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: ShardedMatmul):
     """Or, if the result itself must be gathered, leaves only that."""
     (found,) = matmul.splits or (None,)
     assume(isinstance(found, Refusal))
@@ -506,7 +508,7 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Ma
 
 @settings(max_examples=200, deadline=None)
 @given(one_axis_matmuls())
-def test_no_motion_is_paid_for_where_none_is_needed(matmul: Matmul):
+def test_no_motion_is_paid_for_where_none_is_needed(matmul: ShardedMatmul):
     """Where some dim lets all devices work without a word, that one is taken."""
     for found in matmul.splits:
         local = any(

@@ -19,7 +19,7 @@ import jaxoverlap
 from jaxoverlap._jax import jobs
 from jaxoverlap._jax.kernel_cache import Kernels
 from jaxoverlap.cost.model import cost_model
-from jaxoverlap.passes.scheduling.scheduler import Scheduler, ordering_for
+from jaxoverlap.passes.scheduling.scheduler import Scheduler, scheduler_pass_for
 from jaxoverlap.step import trial
 from jaxoverlap.step.trial import Failure, Request, Trial, attempt
 from tests.test_schedule import pytestmark as pods
@@ -99,7 +99,7 @@ class TestPods:
 
     def test_the_key_is_of_all_that_matters(self, request_):
         other = dataclasses.replace(
-            request_, ordering=ordering_for("step", request_.cost, Scheduler(slack=0.5))
+            request_, ordering=scheduler_pass_for("step", request_.cost, Scheduler(slack=0.5))
         )
         slower = dataclasses.replace(request_, cost=cost_model("h200:1x8"))
         keys = {r.key for r in (request_, other, slower, broken(request_))}

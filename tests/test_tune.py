@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -21,15 +20,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap.plan.plan import Attempt, Skip
-from jaxoverlap.step import program as rewritten
+from jaxoverlap.step import program
 from jaxoverlap.step.trial import Trial
 from jaxoverlap.tuning import clock
+from jaxoverlap.tuning import tune as tune_module
 from jaxoverlap.tuning.candidates import Candidate
 from jaxoverlap.tuning.search import Tried
 from tests.test_schedule import pytestmark as pods
 from tests.test_trial import POD, megatron
-
-the_tuner = importlib.import_module("jaxoverlap.tune")  # jaxoverlap.tune is the function
 
 
 def tuned(cache: Path, **given: Any) -> jaxoverlap.Plan:
@@ -65,7 +63,7 @@ class TestPods:
 
     def test_the_second_time_nothing_is_lowered(self, found, monkeypatch):
         plan, cache = found
-        monkeypatch.setattr(rewritten, "travel", None)
+        monkeypatch.setattr(program, "run_passes", None)
         assert tuned(cache) == plan
 
     def test_more_time_goes_on_from_what_was_tried(self, found, capfd):
@@ -158,12 +156,12 @@ def corrected(monkeypatch, simulated: dict[str, tuple[float, float]], clock_s: d
 
     def time_them(_, candidates):
         turns.append([c.name for c in candidates])
-        return {c.name: the_tuner._Timed(clock_s[c.name], plans[c.name]) for c in candidates}
+        return {c.name: tune_module._Timed(clock_s[c.name], plans[c.name]) for c in candidates}
 
-    monkeypatch.setattr(the_tuner._Steps, "time", time_them)
+    monkeypatch.setattr(tune_module._Steps, "time", time_them)
     search: Any = SimpleNamespace(tried=[tried(name) for name in simulated])
     attempts = [Attempt(name=name) for name in simulated]
-    return the_tuner._corrected(None, search, attempts, None), turns  # type: ignore[arg-type]
+    return tune_module._corrected(None, search, attempts, None), turns  # type: ignore[arg-type]
 
 
 SIMULATED = {

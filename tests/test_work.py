@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.hlo_work import FREE, Matmul, Work, work
+from jaxoverlap.simulation.hlo_work import FREE, KernelWork, MatmulKernel, work
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8"
 MB = 1_000_000
 
 
-def of(*lines: str, before: str = "") -> Work:
+def of(*lines: str, before: str = "") -> KernelWork:
     """The work of the last line."""
     body = "\n".join(f"  {line}" for line in lines)
     module = hlo.parse(f"{HEAD}\n\n{before}\nENTRY %main (x: f32[]) -> f32[] {{\n{body}\n}}\n")
@@ -19,7 +19,7 @@ def of(*lines: str, before: str = "") -> Work:
     return work(module, entry[-1], {i.name: i.shape for i in entry})
 
 
-def fused(*lines: str, kind: str = "kLoop") -> Work:
+def fused(*lines: str, kind: str = "kLoop") -> KernelWork:
     """The work of a fusion of these lines; the parameters' shapes are theirs."""
     body = "\n".join(f"  {line}" for line in lines)
     before = f"%fused (p: f32[]) -> f32[] {{\n{body}\n}}\n"
@@ -39,19 +39,19 @@ CUBLAS = (
     ("lhs", "rhs", "out", "dims", "expected"),
     [
         ("bf16[32768,512]", "bf16[512,1024]", "bf16[32768,1024]", ("1", "", ""),
-         Matmul(32768, 1024, 512)),
+         MatmulKernel(32768, 1024, 512)),
         ("bf16[512,4096]", "bf16[512,2048]", "f32[4096,2048]", ("0", "", ""),
-         Matmul(4096, 2048, 512)),
+         MatmulKernel(4096, 2048, 512)),
         ("f32[32,4096,128]", "f32[32,128,4096]", "f32[32,4096,4096]", ("2", '"0"', '"0"'),
-         Matmul(4096, 4096, 128, batch=32, dtype="f32")),
+         MatmulKernel(4096, 4096, 128, batch=32, dtype="f32")),
         ("f8e4m3fn[64,32]", "f8e4m3fn[32,16]", "bf16[64,16]", ("1", "", ""),
-         Matmul(64, 16, 32, dtype="f8e4m3fn")),
+         MatmulKernel(64, 16, 32, dtype="f8e4m3fn")),
     ],
 )  # fmt: skip
 def test_a_call_to_cublas(lhs, rhs, out, dims, expected):
     lines = (f"%l = {lhs}{{1,0}} parameter(0)", f"%r = {rhs}{{1,0}} parameter(1)")
     got = of(*lines, f"%g = ({out}{{1,0}}, s8[4194304]{{0}}) custom-call(%l, %r), {CUBLAS % dims}")
-    assert got == Work(matmuls=(expected,))
+    assert got == KernelWork(matmuls=(expected,))
 
 
 def test_a_dot_with_batches_anywhere():
@@ -61,7 +61,7 @@ def test_a_dot_with_batches_anywhere():
         "%d = f32[8,4,4096,512]{3,2,1,0} dot(%l, %r), lhs_batch_dims={0,2}, "
         "lhs_contracting_dims={3}, rhs_batch_dims={0,2}, rhs_contracting_dims={3}",
     )
-    assert of(*lines) == Work(matmuls=(Matmul(4096, 512, 128, batch=32),))
+    assert of(*lines) == KernelWork(matmuls=(MatmulKernel(4096, 512, 128, batch=32),))
 
 
 def test_a_dot_in_a_fusion_brings_the_bytes_of_the_fusion():
@@ -72,7 +72,9 @@ def test_a_dot_in_a_fusion_brings_the_bytes_of_the_fusion():
         "ROOT %d = f32[100,300]{1,0} dot(%l, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
         kind="kCustom",
     )
-    assert got == Work((Matmul(100, 300, 200),), 2 * 100 * 200 + 200 * 300 + 4 * 100 * 300)
+    assert got == KernelWork(
+        (MatmulKernel(100, 300, 200),), 2 * 100 * 200 + 200 * 300 + 4 * 100 * 300
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_a_convolution_is_an_implicit_matmul(target, shapes, expected):
         f"%c = (bf16[{shapes[2]}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%l, %r), "
         f'dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$conv{target}"',
     )
-    assert got == Work(matmuls=(Matmul(*expected),))
+    assert got == KernelWork(matmuls=(MatmulKernel(*expected),))
 
 
 @pytest.mark.parametrize(("target", "matmuls"), [("Softmax", 2), ("SoftmaxBackward", 5)])
@@ -127,7 +129,7 @@ def test_a_loop_fusion_reads_its_parameters_and_writes_its_result():
         "%e = f32[1000,1000]{1,0} multiply(%a, %d)",
         "ROOT %h = bf16[1000,1000]{1,0} convert(%e)",
     )
-    assert got == Work(memory_bytes=4 * MB + 2000 + 2 * MB)
+    assert got == KernelWork(memory_bytes=4 * MB + 2000 + 2 * MB)
 
 
 def test_a_slice_in_a_fusion_reads_the_slice():
@@ -139,7 +141,7 @@ def test_a_slice_in_a_fusion_reads_the_slice():
         "%b = f32[1000,1000]{1,0} bitcast(%s)",
         "ROOT %c = bf16[1000,1000]{1,0} convert(%b)",
     )
-    assert got == Work(memory_bytes=4 * MB + 4 + 2 * MB)
+    assert got == KernelWork(memory_bytes=4 * MB + 4 + 2 * MB)
 
 
 def test_what_is_computed_before_a_slice_is_computed_of_the_slice_only():
@@ -148,7 +150,7 @@ def test_what_is_computed_before_a_slice_is_computed_of_the_slice_only():
         "%c = f32[8,1000,1000]{2,1,0} convert(%w)",
         "ROOT %s = f32[1,1000,1000]{2,1,0} slice(%c), slice={[2:3], [0:1000], [0:1000]}",
     )
-    assert got == Work(memory_bytes=2 * MB + 4 * MB)
+    assert got == KernelWork(memory_bytes=2 * MB + 4 * MB)
 
 
 UPDATE = (
@@ -166,7 +168,7 @@ def test_an_update_in_place_writes_the_update():
         *UPDATE,
         "ROOT %d = f32[32,1000,1000]{2,1,0} dynamic-update-slice(%w, %b, %i, %z, %z)",
     )
-    assert got == Work(memory_bytes=2 * MB + 4 + 4 * MB)
+    assert got == KernelWork(memory_bytes=2 * MB + 4 + 4 * MB)
 
 
 def test_two_updates_of_one_buffer_write_both():
@@ -175,7 +177,7 @@ def test_two_updates_of_one_buffer_write_both():
         "%d = f32[32,1000,1000]{2,1,0} dynamic-update-slice(%w, %b, %i, %z, %z)",
         "ROOT %e = f32[32,1000,1000]{2,1,0} dynamic-update-slice(%d, %b, %z, %z, %z)",
     )
-    assert got == Work(memory_bytes=2 * MB + 4 + 8 * MB)
+    assert got == KernelWork(memory_bytes=2 * MB + 4 + 8 * MB)
 
 
 def test_an_update_of_what_the_fusion_makes_writes_all_of_it():
@@ -185,7 +187,7 @@ def test_an_update_of_what_the_fusion_makes_writes_all_of_it():
         "%w = f32[32,1000,1000]{2,1,0} broadcast(%y), dimensions={}",
         "ROOT %d = f32[32,1000,1000]{2,1,0} dynamic-update-slice(%w, %b, %i, %z, %z)",
     )
-    assert got == Work(memory_bytes=2 * MB + 4 + 128 * MB)
+    assert got == KernelWork(memory_bytes=2 * MB + 4 + 128 * MB)
 
 
 def test_a_fusion_of_several_results_writes_each():
@@ -197,7 +199,7 @@ def test_a_fusion_of_several_results_writes_each():
         "ROOT %t = (f32[1000]{0}, f32[1000,1000]{1,0}) tuple(%r, %n)",
         kind="kInput",
     )
-    assert got == Work(memory_bytes=4 * MB + 4000 + 4 * MB)
+    assert got == KernelWork(memory_bytes=4 * MB + 4000 + 4 * MB)
 
 
 X = "%x = f32[1000,1000]{1,0} parameter(0)"
@@ -215,7 +217,7 @@ X = "%x = f32[1000,1000]{1,0} parameter(0)"
 )
 def test_what_stands_alone(line: str, memory_bytes: int):
     u, i = "%u = f32[1,1000]{1,0} parameter(1)", "%i = s32[] parameter(2)"
-    assert of(X, u, i, line) == Work(memory_bytes=memory_bytes)
+    assert of(X, u, i, line) == KernelWork(memory_bytes=memory_bytes)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_a_fusion_beside_others_is_the_fusion():
     )  # fmt: skip
     line = "%s = ((f32[32,1000,1000]{2,1,0}), f32[32,1000,1000]{2,1,0}, u32[]) fusion-start(%x), kind=kLoop, calls=%fused"
     got = of(X, line, before=f"%fused (p: f32[]) -> f32[] {{\n{inside}\n}}\n")
-    assert got == Work(memory_bytes=2 * MB + 4 + 4 * MB)
+    assert got == KernelWork(memory_bytes=2 * MB + 4 + 4 * MB)
 
 
 # -- what is not known ------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def test_a_fusion_beside_others_is_the_fusion():
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_named_and_costs_its_bytes(line: str, name: str):
-    assert of(X, line) == Work((), 8 * MB, name)
+    assert of(X, line) == KernelWork((), 8 * MB, name)
 
 
 def test_what_goes_to_the_host_is_named():
@@ -269,7 +271,7 @@ def test_what_goes_to_the_host_is_named():
 
 def test_what_is_not_known_inside_a_fusion_is_named():
     got = fused(X, '%m = f32[1000,1000]{1,0} custom-call(%x), custom_call_target="mine"')
-    assert got == Work((), 8 * MB, "mine")
+    assert got == KernelWork((), 8 * MB, "mine")
 
 
 def test_transcendentals_are_counted_by_the_elements_that_are_needed():
@@ -309,4 +311,4 @@ def test_only_the_bytes_that_are_needed_are_transposed():
         "%c = f32[1,4,1000,1000]{3,2,1,0} copy(%t)",
         "ROOT %s = f32[1,1,1000,1000]{3,2,1,0} slice(%c), slice={[0:1], [0:1], [0:1000], [0:1000]}",
     )
-    assert got == Work(memory_bytes=8 * MB, transposed_bytes=8 * MB)
+    assert got == KernelWork(memory_bytes=8 * MB, transposed_bytes=8 * MB)

@@ -10,16 +10,16 @@ import pytest
 from jaxoverlap.cost.model import Group, cost_model
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.planning.decide import decide
-from jaxoverlap.passes.planning.independent_matmuls import Beside
-from jaxoverlap.passes.planning.profit import Prices, local_sizes
+from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
+from jaxoverlap.passes.planning.profit import RingCosts, local_sizes
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.plan.plan import Decision, Skip, Variant
 from tests.test_decide import NO, M, Read, matmul
 
 AXES = {"model": 8}
 H100 = cost_model("h100-sxm:8x8")
-NVLINK = Prices(H100, {"model": Group(8, by_copy=True)})
-NETWORK = Prices(H100, {"model": Group(8, 8)})
+NVLINK = RingCosts(H100, {"model": Group(8, by_copy=True)})
+NETWORK = RingCosts(H100, {"model": Group(8, 8)})
 GATHER = ((M, NO), (NO, M), (NO, M))  # x [a, b], w [b, c] and y [a, c]
 SCATTER = ((NO, M), (M, NO), (M, NO))
 SUM = ((NO, M), (M, NO), (NO, NO))
@@ -31,7 +31,7 @@ def decided(
     width: int = 8192,
     *,
     inner=None,
-    prices: Prices | None = NVLINK,
+    prices: RingCosts | None = NVLINK,
     dtype="bfloat16",
     **options,
 ):
@@ -91,7 +91,7 @@ def test_a_ring_that_keeps_its_value_for_others_and_dtypes_without_a_price_stay(
     assert NVLINK.loss(ring, Variant()).startswith("its chunks take")
     ring.keep = True
     assert NVLINK.loss(ring, Variant()) == ""
-    by_nccl = Prices(H100, {"model": Group(8)})
+    by_nccl = RingCosts(H100, {"model": Group(8)})
     assert by_nccl.loss(ring, Variant()).startswith("its hops take")
     assert isinstance(decided(GATHER, 64, 512, dtype="int8")[0], Decision)
 
@@ -99,7 +99,7 @@ def test_a_ring_that_keeps_its_value_for_others_and_dtypes_without_a_price_stay(
 def test_hops_by_nccl_are_slower_than_its_gather():
     """Four channels of 18 GB/s, where copies have the link: eight hops take longer than all else."""
     ring = ring_of(GATHER, 32768)
-    by_nccl = Prices(H100, {"model": Group(8)})
+    by_nccl = RingCosts(H100, {"model": Group(8)})
     assert by_nccl.hops_s(ring, Variant()) > 3 * NVLINK.hops_s(ring, Variant())
     assert by_nccl.loss(ring, Variant()).startswith("its hops take")
 
@@ -119,7 +119,7 @@ LAYER = {
     1: Read((NO, M), (M, NO), (M, NO)),
     2: Read((NO, NO), (NO, NO), (NO, NO)),
 }
-BY_NCCL = Prices(H100, {"model": Group(8)})
+BY_NCCL = RingCosts(H100, {"model": Group(8)})
 
 
 def of_layer(aside: int, rows: int = 16384, **options):
@@ -133,8 +133,8 @@ def of_layer(aside: int, rows: int = 16384, **options):
 
 def test_beside_a_collective_runs_what_neither_feeds_it_nor_waits_for_it():
     (body,), _, (gather, scatter) = of_layer(64, granularity=Variant())
-    assert [d.index for d in Beside(body).of(gather)] == [2]
-    assert [d.index for d in Beside(body).of(scatter)] == [2]
+    assert [d.index for d in IndependentMatmuls(body).of(gather)] == [2]
+    assert [d.index for d in IndependentMatmuls(body).of(scatter)] == [2]
 
 
 def test_a_gather_waits_for_what_it_moves_and_not_for_the_other_operand():
@@ -145,7 +145,7 @@ def test_a_gather_waits_for_what_it_moves_and_not_for_the_other_operand():
     read = {0: Read((NO, NO), (NO, M), (NO, M)), 1: Read(*GATHER)}
     _, sharings = decide((body,), read, AXES, granularity=Variant())
     (ring,) = sharings[body.index].rings
-    assert ring.arrives and [d.index for d in Beside(body).of(ring)] == [0]
+    assert ring.arrives and [d.index for d in IndependentMatmuls(body).of(ring)] == [0]
 
 
 @pytest.mark.parametrize(("aside", "slices"), [(64, 4), (7168, 2)])

@@ -51,7 +51,7 @@ HOST_SPACE = "S(5)"  # in a layout: the array lies in the host's memory
 
 
 @dataclass(frozen=True)
-class Matmul:
+class MatmulKernel:
     """[batch, m, k] times [batch, k, n]; `dtype` of the operands, as HLO writes it."""
 
     m: int
@@ -77,7 +77,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionKernel:
     """One kernel of fused attention; `dtype` of the queries, as HLO writes it.
 
     Attributes:
@@ -113,7 +113,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """What one kernel does; all zero where none runs.
 
     Attributes:
@@ -129,18 +129,18 @@ class Work:
             tiles, at its memory's rate; a CPU does not.
     """
 
-    matmuls: tuple[Matmul, ...] = ()
+    matmuls: tuple[MatmulKernel, ...] = ()
     memory_bytes: int = 0
     unknown: str = ""
     transcendentals: int = 0
-    attention: Attention | None = None
+    attention: AttentionKernel | None = None
     transposed_bytes: int = 0
 
 
-FREE = Work()
+FREE = KernelWork()
 
 
-def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Work:
+def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, str]) -> KernelWork:
     """What an instruction asks of a device.
 
     Args:
@@ -155,12 +155,12 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
     if opcode == "custom-call":
         return _custom_call(instruction, shapes)
     if opcode == "dot":
-        return Work(matmuls=(_dot(instruction, shapes),))
+        return KernelWork(matmuls=(_dot(instruction, shapes),))
     if opcode == "convolution":
-        return Work(matmuls=(_convolution(instruction, shapes, "forward"),))
+        return KernelWork(matmuls=(_convolution(instruction, shapes, "forward"),))
     if HOST_SPACE in instruction.shape:
         touched = _touched(instruction, shapes)
-        return Work((), touched, f"{opcode} to or from the host's memory")
+        return KernelWork((), touched, f"{opcode} to or from the host's memory")
     if opcode == "fusion" or opcode.endswith("-start"):
         bodies = [module.body(name) for name in instruction.called]
         if len(bodies) == 1:  # of a start: the one kernel that runs beside the others
@@ -169,7 +169,7 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
     hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
     unknown = "" if opcode in _MEMORY else opcode
     turned = _transposed(instruction, shapes) * 2 * hlo.shape_bytes(instruction.shape)
-    return Work((), _unfused(instruction, shapes), unknown, hard, transposed_bytes=turned)
+    return KernelWork((), _unfused(instruction, shapes), unknown, hard, transposed_bytes=turned)
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
@@ -200,10 +200,10 @@ def _touched(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
 # -- fusions --------------------------------------------------------------------------------------
 
 
-def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
+def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> KernelWork:
     """The work of a fused computation, dots and fusions inside it included."""
     shapes = {i.name: i.shape for i in body}
-    matmuls: list[Matmul] = []
+    matmuls: list[MatmulKernel] = []
     unknown = ""
     for i in body:
         if i.opcode in ("dot", "convolution", "custom-call", "fusion"):
@@ -211,7 +211,7 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> Work:
             matmuls += inside.matmuls
             unknown = unknown or inside.unknown
     memory_bytes, hard, turned = _fusion_traffic(body, shapes)
-    return Work(tuple(matmuls), memory_bytes, unknown, hard, transposed_bytes=turned)
+    return KernelWork(tuple(matmuls), memory_bytes, unknown, hard, transposed_bytes=turned)
 
 
 def _fusion_traffic(
@@ -305,24 +305,24 @@ def _elements(shape: str) -> int:
 # -- matmuls --------------------------------------------------------------------------------------
 
 
-def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Work:
+def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> KernelWork:
     found = _TARGET.search(instruction.line)
     target = found.group(1) if found else "custom-call"
     if target in _FREE_CALLS:
         return FREE
     if target.startswith("__cublas$") and _DIMS.search(instruction.line):
-        return Work(matmuls=(_dot(instruction, shapes),))
+        return KernelWork(matmuls=(_dot(instruction, shapes),))
     if target.startswith("__cudnn$fmha"):
         return _attention(instruction, shapes, target)
     if target.startswith("__cudnn$conv") and _LABELS.search(instruction.line):
         way = next((w for w in _ROLES if w in target.lower()), "forward")
-        return Work(matmuls=(_convolution(instruction, shapes, way),))
+        return KernelWork(matmuls=(_convolution(instruction, shapes, way),))
     if target in _MEMORY_CALLS:
-        return Work(memory_bytes=_touched(instruction, shapes))
-    return Work((), _touched(instruction, shapes), target)
+        return KernelWork(memory_bytes=_touched(instruction, shapes))
+    return KernelWork((), _touched(instruction, shapes), target)
 
 
-def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Matmul:
+def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> MatmulKernel:
     """A dot, or a call to cuBLAS, whose first result is the product."""
     lhs = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
     sizes = hlo.dims(lhs)
@@ -332,7 +332,7 @@ def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Matmul:
     m = math.prod(sizes) // (batch * k) if batch * k else 0
     result = math.prod(hlo.dims(hlo.array_shapes(instruction.shape)[0]))
     n = result // (batch * m) if batch * m else 0
-    return Matmul(m, n, k, batch, lhs.partition("[")[0])
+    return MatmulKernel(m, n, k, batch, lhs.partition("[")[0])
 
 
 _ROLES = {  # of a convolution: where input, filter and output stand; 2 is the result
@@ -342,7 +342,7 @@ _ROLES = {  # of a convolution: where input, filter and output stand; 2 is the r
 }
 
 
-def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: str) -> Matmul:
+def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: str) -> MatmulKernel:
     """A convolution as the implicit matmul that cuDNN makes of it (NVIDIA's deep learning guide).
 
     Forward: output positions x (filter taps and input features) x output features.
@@ -359,17 +359,17 @@ def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: s
         "backwardinput": (positions, depth, features),
         "backwardfilter": (depth, features, positions),
     }
-    return Matmul(*sizes[way], dtype=arrays[0].partition("[")[0])
+    return MatmulKernel(*sizes[way], dtype=arrays[0].partition("[")[0])
 
 
-def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> Work:
+def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> KernelWork:
     """Flash attention by cuDNN. XLA gives its scores' shape: batch, heads, queries, keys."""
     scores = _SCORES.search(instruction.line)
     if scores is None:
-        return Work((), _touched(instruction, shapes), target)
+        return KernelWork((), _touched(instruction, shapes), target)
     *heads, queries, keys = (int(d) for d in re.findall(r"\d+", scores.group(1)))
     query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
-    kernel = Attention(
+    kernel = AttentionKernel(
         queries=queries,
         keys=keys,
         heads=math.prod(heads),
@@ -378,4 +378,4 @@ def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: 
         backward="Backward" in target,
         dtype=query.partition("[")[0],
     )
-    return Work(memory_bytes=_touched(instruction, shapes), attention=kernel)
+    return KernelWork(memory_bytes=_touched(instruction, shapes), attention=kernel)

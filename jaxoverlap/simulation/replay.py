@@ -26,7 +26,7 @@ from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.device_groups import domains
-from jaxoverlap.simulation.hlo_work import FREE, Attention, Work, work
+from jaxoverlap.simulation.hlo_work import FREE, AttentionKernel, KernelWork, work
 from jaxoverlap.simulation.timeline import COMPUTE, NETWORK, NVLINK, Event, Repeat, Timeline
 
 UNKNOWN_TRIPS = "while without a known trip count"
@@ -40,7 +40,7 @@ def replay(module: hlo.Module, cost: CostModel) -> Timeline:
             computation that it calls, or never waits for a collective.
     """
     _check(module, cost)
-    device = _Replay(module, Prices(module, cost))
+    device = _Replay(module, ModuleCosts(module, cost))
     device.computation(module.entry)
     events = tuple(
         Event(*head, runs, *tail)
@@ -57,7 +57,7 @@ def _check(module: hlo.Module, cost: CostModel) -> None:
         )
 
 
-class Prices:
+class ModuleCosts:
     """Seconds of a module's kernels and collectives, each worked out once."""
 
     def __init__(self, module: hlo.Module, cost: CostModel):
@@ -68,7 +68,7 @@ class Prices:
         self.group = functools.cache(self._group)
         self.works = functools.cache(self._works)
 
-    def _works(self, computation: str) -> dict[str, tuple[Work, str, str]]:
+    def _works(self, computation: str) -> dict[str, tuple[KernelWork, str, str]]:
         """The kernels of a computation by instruction: work, source, the JAX operation's name."""
         body = self._module.body(computation)
         shapes = {i.name: i.shape for i in body}
@@ -80,7 +80,7 @@ class Prices:
                     found[i.name] = asked, self._module.source(i), short_op(i.op_name)
         return found
 
-    def _priced(self, asked: Work) -> Work:
+    def _priced(self, asked: KernelWork) -> KernelWork:
         """The work, or its bytes under the name of what the cost model does not know."""
         try:
             self.kernel_s(asked, ALONE)
@@ -92,7 +92,7 @@ class Prices:
             return replace(asked, matmuls=(), memory_bytes=moved, unknown=name, attention=None)
         return asked
 
-    def _kernel_s(self, asked: Work, beside: Share) -> float:
+    def _kernel_s(self, asked: KernelWork, beside: Share) -> float:
         """A kernel is bound by its matmuls or by its bytes, whichever takes longer.
 
         What was measured of attention has its bytes in it.
@@ -123,7 +123,7 @@ class Prices:
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)
 
 
-def memory_s(cost: CostModel, asked: Work, beside: Share) -> float:
+def memory_s(cost: CostModel, asked: KernelWork, beside: Share) -> float:
     """Seconds that a kernel's bytes take, and what it does to them."""
     return cost.memory_s(
         asked.memory_bytes,
@@ -133,7 +133,7 @@ def memory_s(cost: CostModel, asked: Work, beside: Share) -> float:
     )
 
 
-def attention_s(cost: CostModel, a: Attention, beside: Share) -> float:
+def attention_s(cost: CostModel, a: AttentionKernel, beside: Share) -> float:
     """Seconds of a kernel of fused attention.
 
     Raises:
@@ -189,14 +189,14 @@ class _Lane:
 
 
 _Head = tuple[str, str, str, str, float, float, float]
-_Tail = tuple[str, str, Work, Collective | None]
+_Tail = tuple[str, str, KernelWork, Collective | None]
 _Due = dict[str, tuple[_Lane, float]]  # by who to wait for: on which link, until when
 
 
 class _Replay:
     """A device on its way through a module."""
 
-    def __init__(self, module: hlo.Module, prices: Prices):
+    def __init__(self, module: hlo.Module, prices: ModuleCosts):
         self.module, self.prices = module, prices
         self.now = self.met = 0.0  # met: when the devices last waited for each other
         self.lanes = {NVLINK: _Lane(), NETWORK: _Lane()}
@@ -230,7 +230,7 @@ class _Replay:
 
     # -- kernels ----------------------------------------------------------------------------------
 
-    def kernel(self, computation: str, name: str, asked: Work, source: str, op: str) -> None:
+    def kernel(self, computation: str, name: str, asked: KernelWork, source: str, op: str) -> None:
         """Run a kernel: piece by piece, as collectives beside it come and go."""
         began, left = self.now, 1.0
         while left > 0:
@@ -301,7 +301,7 @@ class _Replay:
         if left is None:
             left = 1
             head = (COMPUTE, "memory", i.name, computation, self.now, self.now, 0.0)
-            unknown = Work(unknown=UNKNOWN_TRIPS)
+            unknown = KernelWork(unknown=UNKNOWN_TRIPS)
             self.add(head, (self.module.source(i), short_op(i.op_name), unknown, None))
         while left:
             before, began, first = self.state(), self.now, len(self.events)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxoverlap.simulation.audit import Collective
-from jaxoverlap.simulation.hlo_work import FREE, Work
+from jaxoverlap.simulation.hlo_work import FREE, KernelWork
 
 COMPUTE, NVLINK, NETWORK = "compute", "NVLink", "network"
 
@@ -42,7 +42,7 @@ class Event:
     runs: int
     source: str = ""
     op: str = ""
-    work: Work = FREE
+    work: KernelWork = FREE
     collective: Collective | None = None
 
     @property

@@ -20,12 +20,12 @@ from jaxoverlap.plan.speedup import Speedup, Way
 from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Rival
 from jaxoverlap.step.pipeline import Options, mesh_of
 from jaxoverlap.step.processes import handed, processes_of
-from jaxoverlap.step.program import Rewritten, following, lowered_as, request_of, rewritten
+from jaxoverlap.step.program import StepProgram, following, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request
 
 
 def rival_of(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
+    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
 ) -> Rival:
     """What an undecided step is held against: itself without rings.
 
@@ -36,10 +36,10 @@ def rival_of(
     rings, cost, traced = found.plan, found.cost, jitted.trace(*args, **kwargs)
 
     @functools.cache
-    def made(way: Way) -> Rewritten:
+    def made(way: Way) -> StepProgram:
         return _without_rings(jitted, call, args, kwargs, rings, way, options)
 
-    def lowered(way: Way) -> tuple[jax.stages.Lowered, Rewritten]:
+    def lowered(way: Way) -> tuple[jax.stages.Lowered, StepProgram]:
         new = found if way == "overlapped" else made(way)
         return lowered_as(traced, new), new
 
@@ -50,8 +50,8 @@ def rival_of(
 
 
 def decided(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: Rewritten, options: Options
-) -> Rewritten:
+    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
+) -> StepProgram:
     """An undecided step for GPUs that are here, with rings or without: what is faster.
 
     Children compile both for the GPUs' description before this process compiles either; of many
@@ -80,7 +80,7 @@ def _without_rings(
     rings: Plan,
     way: Way,
     options: Options,
-) -> Rewritten:
+) -> StepProgram:
     """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
     plan = rings.left_alone(rings.schedule if way == "reordered" else None)
-    return rewritten(jitted, call, args, kwargs, following(plan, options))
+    return step_program(jitted, call, args, kwargs, following(plan, options))

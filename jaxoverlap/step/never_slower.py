@@ -35,7 +35,7 @@ DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # the way of three: two at a time, and then t
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CompiledStep:
     """A compiled step, as far as it is compared.
 
     Attributes:
@@ -51,7 +51,7 @@ class Outcome:
     text: Callable[[], str]
 
     @classmethod
-    def of(cls, text: str, peak_bytes: int, cost: CostModel) -> Outcome | Unpriced:
+    def of(cls, text: str, peak_bytes: int, cost: CostModel) -> CompiledStep | Unpriced:
         """Of a step that was compiled here."""
         try:
             found = simulate(text, cost)
@@ -95,7 +95,7 @@ class Rival:
         return self.cost.cluster.chip.memory_bytes
 
     def decided_here(
-        self, compiled: Callable[[Way], Outcome | Unpriced], options: Mapping[str, Any] | None
+        self, compiled: Callable[[Way], CompiledStep | Unpriced], options: Mapping[str, Any] | None
     ) -> Speedup:
         """Choose, where this process compiles the step; a child, meanwhile, the plain one.
 
@@ -118,7 +118,7 @@ class Rival:
 
     def _child(
         self, way: Way, options: Mapping[str, Any] | None
-    ) -> Callable[[], Outcome | Failure]:
+    ) -> Callable[[], CompiledStep | Failure]:
         """A child to be waited for, which compiles a way; the way is lowered at once, here."""
         try:
             request = self.request(way, options)
@@ -130,9 +130,9 @@ class Rival:
 
 def choose(
     rival: Rival,
-    plain: Outcome | Failure,
-    rings: Outcome | Unpriced | Failure,
-    compiled: Callable[[Way], Outcome | Unpriced | Failure],
+    plain: CompiledStep | Failure,
+    rings: CompiledStep | Unpriced | Failure,
+    compiled: Callable[[Way], CompiledStep | Unpriced | Failure],
 ) -> Speedup:
     """The way that is taken: with rings, unless plain is faster, or plain alone fits the device.
 
@@ -149,7 +149,7 @@ def choose(
         return _unknown(rings, f"plain was not compiled: {plain.why}")
     if isinstance(rings, Unpriced):
         return _unknown(rings, f"not held against plain: {rings.why}")
-    if isinstance(rings, Outcome):
+    if isinstance(rings, CompiledStep):
         if plain.loops != rings.loops:
             return _unknown(
                 rings,
@@ -163,30 +163,30 @@ def choose(
     taken, best = "plain", plain
     if rival.reorders:
         other = compiled("reordered")
-        if isinstance(other, Outcome) and key(other) <= key(plain):
+        if isinstance(other, CompiledStep) and key(other) <= key(plain):
             taken, best = "reordered", other
     return Speedup(
         taken=taken,
         step_s=best.step_s,
         plain_s=plain.step_s,
-        overlapped_s=rings.step_s if isinstance(rings, Outcome) else None,
+        overlapped_s=rings.step_s if isinstance(rings, CompiledStep) else None,
         why=_against(rings, plain, rival.memory_bytes),
         lost=_lost(rival, rings, plain),
     )
 
 
-def _unknown(rings: Outcome | Unpriced | Failure, why: str) -> Speedup:
+def _unknown(rings: CompiledStep | Unpriced | Failure, why: str) -> Speedup:
     """The rings are taken, as there is nothing to hold them against."""
-    step_s = rings.step_s if isinstance(rings, Outcome) else None
+    step_s = rings.step_s if isinstance(rings, CompiledStep) else None
     return Speedup(taken="overlapped", step_s=step_s, plain_s=None, overlapped_s=step_s, why=why)
 
 
-def _key(made: Outcome, *, memory_bytes: int) -> tuple[bool, float]:
+def _key(made: CompiledStep, *, memory_bytes: int) -> tuple[bool, float]:
     """What is made small: seconds, of what fits."""
     return made.peak_bytes > memory_bytes, made.step_s
 
 
-def _against(rings: Outcome | Failure, plain: Outcome, memory_bytes: int) -> str:
+def _against(rings: CompiledStep | Failure, plain: CompiledStep, memory_bytes: int) -> str:
     """What speaks against the rings."""
     if isinstance(rings, Failure):
         return f"with rings it does not compile: {rings.why}"
@@ -197,7 +197,7 @@ def _against(rings: Outcome | Failure, plain: Outcome, memory_bytes: int) -> str
     return found
 
 
-def _lost(rival: Rival, rings: Outcome | Failure, plain: Outcome) -> str:
+def _lost(rival: Rival, rings: CompiledStep | Failure, plain: CompiledStep) -> str:
     """Which rules lost how much; nothing, where the rings are faster and too large."""
     if isinstance(rings, Failure) or rings.step_s <= plain.step_s:
         return ""
@@ -222,7 +222,7 @@ def predicted(plan: Plan | None) -> Speedup | None:
 # -- children -------------------------------------------------------------------------------------
 
 
-def _attempt(request: Request) -> Outcome | Failure:
+def _attempt(request: Request) -> CompiledStep | Failure:
     """What a child makes of a request, or made of it before."""
     try:
         folder = _folder(kept_folder() / "trials")
@@ -233,7 +233,7 @@ def _attempt(request: Request) -> Outcome | Failure:
         return found
     loops = found.unknown.get(UNKNOWN_TRIPS, 0)
     text = functools.partial(schedule_of, request, folder)
-    return Outcome(found.step_s, found.peak_bytes, loops, text)
+    return CompiledStep(found.step_s, found.peak_bytes, loops, text)
 
 
 def _folder(kept: Path) -> Path:

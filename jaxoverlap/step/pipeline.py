@@ -1,4 +1,4 @@
-"""The road of a step: find its mesh and cluster, choose a way, note what was done."""
+"""The pipeline of a step: find its mesh and cluster, choose a way, note what was done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxoverlap.passes.analysis.mesh import (
     processes_of_one,
     unread,
 )
-from jaxoverlap.passes.planning.profit import Prices
+from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.plan.plan import MadeFor, Plan
 from jaxoverlap.step.check_plan import check, cluster_for, followed, made_for
@@ -32,8 +32,8 @@ from jaxoverlap.step.ways import Terms, overlapped
 
 
 @dataclass(frozen=True)
-class Travelled:
-    """A step at the end of the road.
+class PassResult:
+    """A step that the passes are done with.
 
     Attributes:
         plan: what was done.
@@ -55,12 +55,12 @@ class Travelled:
 
 
 @dataclass(frozen=True)
-class Start:
-    """A step at the beginning of the road.
+class StepContext:
+    """A step that the passes have not begun with.
 
     Attributes:
         jaxpr: the step, flattened.
-        mesh, cluster, cost: as in `Travelled`.
+        mesh, cluster, cost: as in `PassResult`.
         named: the cluster, where the user or the plan names it.
         origin: what a plan for it is made for.
     """
@@ -73,7 +73,7 @@ class Start:
     origin: MadeFor
 
 
-def begin(call: compat.Call, options: Options) -> Start:
+def prepare(call: compat.Call, options: Options) -> StepContext:
     """What is known of a step before anything is decided.
 
     Raises:
@@ -93,12 +93,12 @@ def begin(call: compat.Call, options: Options) -> Start:
         check(options.plan, params["name"], origin, mesh, call, jaxpr)
     cluster = named or cluster_of(mesh)
     cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
-    return Start(jaxpr, mesh, cluster, cost, named, origin)
+    return StepContext(jaxpr, mesh, cluster, cost, named, origin)
 
 
-def travel(
+def run_passes(
     jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
-) -> Travelled:
+) -> PassResult:
     """Rewrite a step for arguments like these.
 
     Decides twice where sums of activations may stay scattered.
@@ -108,13 +108,13 @@ def travel(
         ValueError: if it has two, or one that does not fit the cluster; if a plan was made for
             something else, or cannot be followed.
         RewriteError: if a pass fails.
-        DisagreementError: as `begin`.
+        DisagreementError: as `prepare`.
     """
-    start = begin(call, options)
+    start = prepare(call, options)
     if options.plan and options.plan.plain:
         jaxpr = call.params["jaxpr"]
-        return Travelled(options.plan, jaxpr, start.mesh, start.cluster, start.cost)
-    prices = start.cost and Prices(start.cost, groups_of(start.mesh, start.named))
+        return PassResult(options.plan, jaxpr, start.mesh, start.cluster, start.cost)
+    prices = start.cost and RingCosts(start.cost, groups_of(start.mesh, start.named))
     done = overlapped(
         None if unread(start.mesh) else jitted.trace(*args, **kwargs),
         start.jaxpr,
@@ -124,7 +124,7 @@ def travel(
     plan = msgspec.structs.replace(done.plan, made_for=start.origin)
     if options.plan:
         plan = followed(options.plan, plan)
-    return Travelled(
+    return PassResult(
         plan, done.jaxpr, start.mesh, start.cluster, start.cost, done.rings, done.step_s
     )
 

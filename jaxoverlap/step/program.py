@@ -21,12 +21,12 @@ from jaxoverlap.hardware import pods
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.analysis.errors import RewriteError, own_faults
 from jaxoverlap.passes.analysis.mesh import MeshError, NoMeshError
-from jaxoverlap.passes.scheduling.scheduler import Ordering, ordering_for
+from jaxoverlap.passes.scheduling.scheduler import SchedulerPass, scheduler_pass_for
 from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.step.check_plan import facts_of
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import Travelled, mesh_of, travel
+from jaxoverlap.step.pipeline import PassResult, mesh_of, run_passes
 from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
 from jaxoverlap.step.trial import Request
 
@@ -47,7 +47,7 @@ class Notice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rewritten:
+class StepProgram:
     """What one signature of a step became.
 
     Attributes:
@@ -70,7 +70,7 @@ class Rewritten:
     inner: dict[str, Any]
     source: dict[str, Any]
     cluster: Cluster | None = None
-    ordering: Ordering | None = None
+    ordering: SchedulerPass | None = None
     stand: Stand | None = None
     notice: Notice | None = None
     error: MeshError | RewriteError | None = None
@@ -79,14 +79,14 @@ class Rewritten:
     speedup: Speedup | None = None
 
 
-def rewritten(
+def step_program(
     jitted: Any,
     call: compat.Call,
     args: tuple,
     kwargs: dict,
     options: Options,
     find_plan: Callable[[], Plan] | None = None,
-) -> Rewritten:
+) -> StepProgram:
     """Rewrite a step for arguments like these; or leave it as it is.
 
     It stays as it is where it does not run on one mesh of several devices, and where the rewrite
@@ -98,7 +98,7 @@ def rewritten(
         find_plan: finds the plan to follow, which then says most of `options`.
 
     Raises:
-        UserError: as `travel`; a MeshError only if a plan is given, which is for one mesh.
+        UserError: as `run_passes`; a MeshError only if a plan is given, which is for one mesh.
         RewriteError: if the rewrite fails, unless `options` allow that.
         ValueError, DisagreementError: as `find_plan`.
     """
@@ -142,18 +142,18 @@ def _no_mesh(call: compat.Call, error: MeshError) -> Notice:
     return Notice("no mesh", f"overlap() changes nothing: {text}")
 
 
-def travelled(
+def pass_result(
     jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
-) -> Travelled:
-    """The step at the end of the road; whatever fails there unexpectedly is a RewriteError.
+) -> PassResult:
+    """The result of the passes; whatever fails there unexpectedly is a RewriteError.
 
     Raises:
-        UserError, RewriteError, DisagreementError: as `travel`.
+        UserError, RewriteError, DisagreementError: as `run_passes`.
         Exception: what the step itself raises when it is lowered, as it comes.
     """
     try:
         with own_faults(call.params["name"], DisagreementError):
-            return travel(jitted, call, args, kwargs, options)
+            return run_passes(jitted, call, args, kwargs, options)
     except RewriteError as error:
         failed = error
     jitted.trace(*args, **kwargs).lower()  # where the step is at fault, the error is its own
@@ -162,15 +162,15 @@ def travelled(
 
 def _rewritten(
     jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
-) -> Rewritten:
+) -> StepProgram:
     """A step with its rings, and all that it is compiled with."""
-    done = travelled(jitted, call, args, kwargs, options)
+    done = pass_result(jitted, call, args, kwargs, options)
     with own_faults(call.params["name"]):
         return _arrived(call, done, options)
 
 
-def _arrived(call: compat.Call, done: Travelled, options: Options) -> Rewritten:
-    """What becomes of a step that is at the end of the road."""
+def _arrived(call: compat.Call, done: PassResult, options: Options) -> StepProgram:
+    """The program of a step that the passes are done with."""
     params, name = call.params, call.params["name"]
     own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
     ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
@@ -181,7 +181,7 @@ def _arrived(call: compat.Call, done: Travelled, options: Options) -> Rewritten:
         schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
     )
     ours = compat.with_jaxpr(params, done.jaxpr, compiled_with)
-    return Rewritten(
+    return StepProgram(
         plan=plan,
         params=ours,
         inner=compat.with_jaxpr(params, done.jaxpr, {}),
@@ -206,20 +206,20 @@ def _no_ring(name: str, plan: Plan) -> Notice:
     return Notice("no ring", said + lines)
 
 
-def as_it_is(call: compat.Call, mesh: Mesh) -> Rewritten:
+def as_it_is(call: compat.Call, mesh: Mesh) -> StepProgram:
     """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
     here = pods.compiler_options() if pods.is_pod(mesh) else {}
     params = call.params
-    return Rewritten(None, compat.with_jaxpr(params, params["jaxpr"], here), params, params)
+    return StepProgram(None, compat.with_jaxpr(params, params["jaxpr"], here), params, params)
 
 
-def _plain(params: dict[str, Any]) -> Rewritten:
+def _plain(params: dict[str, Any]) -> StepProgram:
     """A step that runs as it is."""
-    return Rewritten(None, params, params, params)
+    return StepProgram(None, params, params, params)
 
 
 def _xla_options(
-    done: Travelled, users: Mapping[str, Any], options: Options
+    done: PassResult, users: Mapping[str, Any], options: Options
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The options that a plan names, beyond the user's own; and these with those of a pod."""
     usual = options_for(done.mesh, rings=bool(done.plan.decisions))
@@ -231,7 +231,7 @@ def _xla_options(
     return own, {**own, **here}
 
 
-def _ordering(name: str, done: Travelled, options: Options) -> Ordering | None:
+def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | None:
     """The scheduler pass, where XLA's GPU compiler makes the schedule."""
     schedule = options.schedule
     if schedule is not None and done.cost is None:
@@ -240,13 +240,13 @@ def _ordering(name: str, done: Travelled, options: Options) -> Ordering | None:
             f"({done.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
             "or give schedule=None"
         )
-    return ordering_for(name, done.cost, schedule) if schedule and done.cost else None
+    return scheduler_pass_for(name, done.cost, schedule) if schedule and done.cost else None
 
 
 # -- lowering -------------------------------------------------------------------------------------
 
 
-def lowered_as(traced: jax.stages.Traced, new: Rewritten) -> jax.stages.Lowered:
+def lowered_as(traced: jax.stages.Traced, new: StepProgram) -> jax.stages.Lowered:
     """A rewritten step, lowered under the name that its scheduler pass looks for."""
     params = new.ordering.named(new.params) if new.ordering else new.params
     return compat.traced_with(traced, params).lower()
@@ -254,7 +254,7 @@ def lowered_as(traced: jax.stages.Traced, new: Rewritten) -> jax.stages.Lowered:
 
 def request_of(
     stage: jax.stages.Lowered,
-    new: Rewritten,
+    new: StepProgram,
     mesh: Mesh,
     cost: CostModel,
     compiler_options: Mapping[str, Any] | None = None,
@@ -277,9 +277,9 @@ def request_of(
 
 def _stand(
     plan: Plan,
-    done: Travelled,
+    done: PassResult,
     compiled_with: Mapping[str, Any],
-    ordering: Ordering | None,
+    ordering: SchedulerPass | None,
     options: Options,
 ) -> Stand | None:
     """What the processes of a step's mesh have to agree on; None where there is but one."""
@@ -304,7 +304,7 @@ def _failed(call: compat.Call, error: Exception, *, plain: bool) -> Stand | None
     return Stand(call.params["name"], processes, failed=said, plain=plain) if processes else None
 
 
-def agree(found: Rewritten, options: Options) -> Rewritten:
+def agree(found: StepProgram, options: Options) -> StepProgram:
     """A rewritten step that all processes are about to compile; a plain one if one of them failed.
 
     Raises:

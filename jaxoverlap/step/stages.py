@@ -12,12 +12,12 @@ from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.text import warn
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
-from jaxoverlap.passes.scheduling.scheduler import Ordering, Scheduled
+from jaxoverlap.passes.scheduling.scheduler import Scheduled, SchedulerPass
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import Speedup, Way
 from jaxoverlap.simulation.audit import Audit, audit
 from jaxoverlap.simulation.simulation import Simulation, simulate
-from jaxoverlap.step.never_slower import Outcome, Rival, Unpriced
+from jaxoverlap.step.never_slower import CompiledStep, Rival, Unpriced
 
 
 class Lowered:
@@ -33,7 +33,7 @@ class Lowered:
         plan: Plan | None,
         found: Found,
         cluster: Cluster | None,
-        ordering: Ordering | None,
+        ordering: SchedulerPass | None,
         *,
         rival: Rival | None = None,
         speedup: Speedup | None = None,
@@ -61,10 +61,10 @@ class Lowered:
         """What is faster by simulation: this, or the step without rings."""
         made: dict[Way, Compiled] = {}
 
-        def compiled(way: Way) -> Outcome | Unpriced:
+        def compiled(way: Way) -> CompiledStep | Unpriced:
             made[way] = one = self._in(way, rival)._compiled(options)
             peak = peak_bytes(one.memory_analysis())
-            return Outcome.of(one.as_text() or "", peak, rival.cost)
+            return CompiledStep.of(one.as_text() or "", peak, rival.cost)
 
         speedup = rival.decided_here(compiled, options)
         if speedup.taken not in made:

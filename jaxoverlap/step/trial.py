@@ -34,7 +34,7 @@ from jaxoverlap._util.files import write_atomically
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware import pods
-from jaxoverlap.passes.scheduling.scheduler import Ordering
+from jaxoverlap.passes.scheduling.scheduler import SchedulerPass
 from jaxoverlap.simulation.audit import audit
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.timeline import Timeline
@@ -103,7 +103,7 @@ class Request:
 
     job: Job
     cost: CostModel
-    ordering: Ordering | None
+    ordering: SchedulerPass | None
 
     @functools.cached_property
     def key(self) -> str:

@@ -27,15 +27,15 @@ from jaxoverlap.passes.analysis.partitioned import (
 )
 from jaxoverlap.passes.manual.decide import decide_manual
 from jaxoverlap.passes.planning.decide import decide
-from jaxoverlap.passes.planning.profit import Prices
+from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
 from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
 from jaxoverlap.passes.rewriting.prefetch import prefetch
 from jaxoverlap.passes.rewriting.rewrite import rewrite
 from jaxoverlap.passes.rewriting.scatter_sums import (
-    Outcome,
     Point,
+    Rewriting,
     points,
     scatter_sums,
     with_sums_scattered,
@@ -61,7 +61,7 @@ class Terms:
 
     mesh: Mesh
     costs: Mapping[str, float]
-    prices: Prices | None
+    prices: RingCosts | None
     options: Options
 
 
@@ -115,11 +115,11 @@ def overlapped(
     return replace(way, step_s=estimate(after.module, terms.prices.cost).step_s)
 
 
-def _by_bytes(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Outcome:
+def _by_bytes(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Rewriting:
     """What is decided: with the sums scattered that are asked for, or as leaves less exposed."""
     mesh, sums = terms.mesh, terms.options.sums
 
-    def decided(jaxpr: Any, picture: Picture) -> Outcome:
+    def decided(jaxpr: Any, picture: Picture) -> Rewriting:
         return _decided(jaxpr, picture.shardings, terms)
 
     if sums is None:
@@ -184,7 +184,7 @@ class _Ways:
         """What XLA makes of another jaxpr of the step."""
         return partitioned(self._traced, jaxpr, self.terms.mesh, ask=ask)
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[Rewriting]:
         """By each matmul's price; without one axis; lookups alone; with sums scattered."""
         first = self._decided(self._priced)
         yield first
@@ -197,10 +197,10 @@ class _Ways:
             yield self._decided(self.terms, dict.fromkeys(sites, "the step is faster without"))
         yield from self._with_sums_scattered()
 
-    def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Outcome:
+    def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Rewriting:
         return _decided(self._jaxpr, self._plain.shardings, terms, rejected)
 
-    def _axis_by_axis(self, first: Outcome) -> Iterator[dict[int, str]]:
+    def _axis_by_axis(self, first: Rewriting) -> Iterator[dict[int, str]]:
         """The matmuls whose rings run along one axis, each axis' in turn, if there are several."""
         rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
         axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
@@ -212,13 +212,13 @@ class _Ways:
                 for m in ring.members
             }
 
-    def _with_sums_scattered(self) -> Iterator[Outcome]:
+    def _with_sums_scattered(self) -> Iterator[Rewriting]:
         """The way in which sums that rings could take are scattered first, if there are any."""
         jaxpr, shardings = self._jaxpr, self._plain.shardings
         every, _ = _entries(jaxpr, shardings, replace(self.terms, prices=None))
         if where := points(every[1].values()):
 
-            def decided(jaxpr: Any, picture: Picture) -> Outcome:
+            def decided(jaxpr: Any, picture: Picture) -> Rewriting:
                 _, terms = self._knowing(picture)
                 return _decided(jaxpr, picture.shardings, terms)
 
@@ -273,7 +273,7 @@ def _decided(
     shardings: Mapping[Any, Shardings],
     terms: Terms,
     rejected: Mapping[int, str] | None = None,
-) -> Outcome:
+) -> Rewriting:
     """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
     (entries, sharings), by_hand = _entries(jaxpr, shardings, terms, rejected)
     inside, manual = by_hand
@@ -281,7 +281,7 @@ def _decided(
     rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, terms.mesh)
     found, mesh = bodies(jaxpr), terms.mesh
     known = [] if explicit_axes(mesh) else lookups(found, shardings, mesh, terms.costs)
-    return Outcome(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
+    return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
 
 def _entries(
@@ -315,7 +315,7 @@ def _entries(
     )
 
 
-def _finished(name: str, outcome: Outcome, terms: Terms) -> Way:
+def _finished(name: str, outcome: Rewriting, terms: Terms) -> Way:
     """The way, with gathers of scanned weights a step ahead and lookups' gradients scattered."""
     rewritten, prefetched = outcome.rewritten, 0
     if terms.options.fsdp == "prefetch":

@@ -15,7 +15,7 @@ from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Trial
-from jaxoverlap.tuning.lagom.granularity import Granularity
+from jaxoverlap.tuning.lagom.granularity import GranularityModel
 
 PLAIN = "plain"  # the step as it is, by XLA's defaults
 RULES = "rules"  # what overlap() does unasked
@@ -65,7 +65,7 @@ def seeds(
         rules: the plan that they gave.
         trial: what came of it. Where next to nothing waits for the collectives that the rules leave
             whole, those are tried in other ways last.
-        cuts: how to cut all rings, from `granularity.Granularity`, best first.
+        cuts: how to cut all rings, from `granularity.GranularityModel`, best first.
     """
     found = [
         Candidate(f"lagom {place}", replace(base, choices=choices), {})
@@ -121,7 +121,7 @@ def moves(
     plan: Plan,
     trial: Trial,
     tried: Collection[tuple[int, str]],
-    model: Granularity,
+    model: GranularityModel,
 ) -> list[Candidate]:
     """What to change next: of each ring the next way not tried, the smallest H first.
 

@@ -40,7 +40,7 @@ from jaxoverlap.tuning.candidates import (
     seeds,
     settings,
 )
-from jaxoverlap.tuning.lagom.granularity import Granularity
+from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.subject import Look, Lower, Ready
 
 _TIMEOUT_S = 900.0  # for one candidate
@@ -116,7 +116,7 @@ class Search:
     memory_bytes: int
     deadline: float
     look: Look = lambda options: None
-    model: Callable[[Tried], Granularity] = lambda rules: Granularity()
+    model: Callable[[Tried], GranularityModel] = lambda rules: GranularityModel()
     show: Callable[[Tried], None] = lambda tried: None
     kernels: Kernels = field(default_factory=Kernels)
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
@@ -137,7 +137,7 @@ class Search:
             raise ValueError(
                 f"the step does not compile: {plain.result.why}; tune() needs one that does"
             )
-        model = Granularity()
+        model = GranularityModel()
         if rules.plan is not None:
             plan = rules.plan
             explicit = Candidate(RULES, said(self.base, plan), {})
@@ -159,7 +159,7 @@ class Search:
                 found.append((one.candidate, one.plan))
         return found[:_WITH_SETTINGS]
 
-    def _refine(self, model: Granularity) -> bool:
+    def _refine(self, model: GranularityModel) -> bool:
         """Move ring after ring, until nothing is left to try; False if time ran out before."""
         seen: set[tuple[int, str]] = set()
         while True:

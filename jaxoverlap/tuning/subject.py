@@ -12,11 +12,11 @@ import jax
 from jaxoverlap._jax import compat
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.decide import source_of
-from jaxoverlap.passes.planning.profit import Prices
+from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.plan.plan import MadeFor, Plan, Variant
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import Start, groups_of, travel
-from jaxoverlap.step.program import Rewritten, as_it_is, lowered_as, request_of, rewritten
+from jaxoverlap.step.pipeline import StepContext, groups_of, run_passes
+from jaxoverlap.step.program import StepProgram, as_it_is, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request
 from jaxoverlap.tuning.lagom.granularity import Site, site_of
 
@@ -67,20 +67,20 @@ class Subject:
 
 
 def subject_of(
-    jitted: Any, start: Start, call: compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any, start: StepContext, call: compat.Call, args: tuple, kwargs: dict, options: Options
 ) -> Subject:
     """A step with arguments like these, to be tuned.
 
     Args:
-        jitted, call, args, kwargs: as for `travel`.
+        jitted, call, args, kwargs: as for `run_passes`.
         start: what is known of it.
         options: what overlap() does unasked.
     """
 
-    def lowered(options: Options | None) -> tuple[jax.stages.Lowered, Rewritten]:
+    def lowered(options: Options | None) -> tuple[jax.stages.Lowered, StepProgram]:
         new = as_it_is(call, start.mesh)
         if options is not None:
-            new = rewritten(jitted, call, args, kwargs, options)
+            new = step_program(jitted, call, args, kwargs, options)
         return lowered_as(jitted.trace(*args, **kwargs), new), new
 
     def lower(options: Options | None) -> Ready:
@@ -89,7 +89,7 @@ def subject_of(
         return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
 
     def look(options: Options) -> float | None:
-        return travel(jitted, call, args, kwargs, options).step_s
+        return run_passes(jitted, call, args, kwargs, options).step_s
 
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)
@@ -116,13 +116,13 @@ def sites_of(
     """All rings that a step could have, for a model of them; on a cluster with a cost model.
 
     Raises:
-        As `travel`.
+        As `run_passes`.
     """
     every = replace(options, granularity=Variant(), choices={}, plan=None)
-    done = travel(jitted, call, args, kwargs, every)
+    done = run_passes(jitted, call, args, kwargs, every)
     assert done.cost is not None
     groups = groups_of(done.mesh, options.cluster)
-    prices = Prices(done.cost, groups)
+    prices = RingCosts(done.cost, groups)
     found = [
         site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
         for ring in done.rings

@@ -24,7 +24,7 @@ from jaxoverlap.tuning import clock
 from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways
 from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
-from jaxoverlap.tuning.lagom.granularity import Granularity, granularity
+from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
 from jaxoverlap.tuning.search import Looked, Search, Tried
 from jaxoverlap.tuning.subject import Subject
 from jaxoverlap.tuning.table import progress, tried_table
@@ -146,7 +146,7 @@ def _searched(
     return msgspec.structs.replace(plan, tried=tried), search.complete
 
 
-def _model(subject: Subject, rules: Tried, trials: Path) -> Granularity:
+def _model(subject: Subject, rules: Tried, trials: Path) -> GranularityModel:
     """The step's sites in the unified model, beside all else that its schedule by rules has."""
     assert rules.request and rules.plan and subject.cost
     step = simulate(schedule_of(rules.request, trials), subject.cost)

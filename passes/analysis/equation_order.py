@@ -10,7 +10,7 @@ from typing import Any
 from jaxoverlap._jax import compat
 
 
-class Order:
+class EquationOrder:
     """Which equations of a body depend on which, and which are merged.
 
     Places are equations' numbers in the body; a merged group goes by its first place.

@@ -14,7 +14,9 @@ from jaxoverlap.simulation.device_groups import axes_of
 _BY_PARTITIONER = 'is_spmd_generated="true"'
 
 
-def remaining(module: hlo.Module, axis_sizes: Mapping[str, int]) -> tuple[Remaining, ...]:
+def partitioner_collectives(
+    module: hlo.Module, axis_sizes: Mapping[str, int]
+) -> tuple[Remaining, ...]:
     """The collectives that XLA's partitioner has put into a step, most bytes first.
 
     Args:

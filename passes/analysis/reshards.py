@@ -62,7 +62,7 @@ class End(NamedTuple):
         return value
 
 
-class Chains:
+class Reshards:
     """The reshards of one body."""
 
     def __init__(self, body: Body):

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxoverlap._jax import compat
-from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, Manual
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.manual.find import Ring, Site, Sites, possible_rings
+from jaxoverlap.passes.manual.find import ManualRing, ManualSite, Sites, possible_rings
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.planning.decide import letters_of, skip_of, source_of, variant_of
-from jaxoverlap.passes.planning.requests import Granularity, Wishes
+from jaxoverlap.passes.planning.requests import Granularity, Requests
 from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
 
 
@@ -49,9 +49,9 @@ class ManualSharing:
     """
 
     manual: Manual
-    order: Order
-    rings: list[Ring] = field(default_factory=list)
-    late: dict[int, Ring] = field(default_factory=dict)
+    order: EquationOrder
+    rings: list[ManualRing] = field(default_factory=list)
+    late: dict[int, ManualRing] = field(default_factory=dict)
     left: dict[int, list[str]] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ def decide_manual(
     Returns:
         An entry a matmul, and what becomes of each manual body that has any, by their numbers.
     """
-    wishes = Wishes(skip, granularity, choices or {}, alone)
+    wishes = Requests(skip, granularity, choices or {}, alone)
     entries: dict[int, Decision | Skip] = {}
     sharings: dict[int, ManualSharing] = {}
     for body in found:
@@ -94,7 +94,7 @@ def decide_manual(
 def _chosen(
     body: Body,
     shardings: Mapping[int, Shardings],
-    wishes: Wishes,
+    wishes: Requests,
     rejected: Mapping[int, str],
 ) -> ManualSharing:
     """What becomes of the matmuls of a manual body, and how the pieces of each ring travel."""
@@ -112,7 +112,7 @@ def _chosen(
 
 
 def _share(
-    body: Body, shardings: Mapping[int, Shardings], wishes: Wishes, left: Mapping[int, str]
+    body: Body, shardings: Mapping[int, Shardings], wishes: Requests, left: Mapping[int, str]
 ) -> ManualSharing:
     """Which matmuls of a manual body have rings: the largest collectives choose first.
 
@@ -122,7 +122,7 @@ def _share(
     """
     manual = body.dots[0].manual
     assert manual is not None
-    sites, order = Sites(body, manual.axes), Order([_edges(eqn) for eqn in body.eqns])
+    sites, order = Sites(body, manual.axes), EquationOrder([_edges(eqn) for eqn in body.eqns])
     sharing = ManualSharing(manual, order)
     whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, wishes))}
     whys |= {dot.index: left[dot.index] for dot in body.dots if dot.index in left}
@@ -150,7 +150,7 @@ def _share(
     return sharing
 
 
-def _place(sharing: ManualSharing, ring: Ring, taken: Collection[int]) -> bool:
+def _place(sharing: ManualSharing, ring: ManualRing, taken: Collection[int]) -> bool:
     """Make a ring of a collective and the matmuls that are free, if that can be."""
     if any(ring.collective.place == other.collective.place for other in sharing.rings):
         return False
@@ -168,7 +168,7 @@ def _place(sharing: ManualSharing, ring: Ring, taken: Collection[int]) -> bool:
 
 
 def _leave(
-    sharing: ManualSharing, sites: Sites, possible: Sequence[Ring], taken: Collection[int]
+    sharing: ManualSharing, sites: Sites, possible: Sequence[ManualRing], taken: Collection[int]
 ) -> None:
     """Note each other collective beside the first matmul there that has a ring."""
     done = {ring.collective.place for ring in sharing.rings}
@@ -184,7 +184,7 @@ def _leave(
 
 
 class _Edges(NamedTuple):
-    """What `Order` reads of an equation."""
+    """What `EquationOrder` reads of an equation."""
 
     invars: Sequence[Any]
     outvars: Sequence[Any]
@@ -196,7 +196,7 @@ def _edges(eqn: Any) -> _Edges:
     return _Edges(eqn.invars, eqn.outvars, compat.ordered_effects(eqn))
 
 
-def _keep(sites: Sites, ring: Ring) -> None:
+def _keep(sites: Sites, ring: ManualRing) -> None:
     """Note what others read of the value that a ring gathers."""
     places = {site.dot.place for site in ring.sites}
     unread = sites.unread(ring.between, places)
@@ -207,7 +207,7 @@ def _keep(sites: Sites, ring: Ring) -> None:
 # -- what explain() shows -------------------------------------------------------------------------
 
 
-def _decision(sharing: ManualSharing, ring: Ring, site: Site) -> Decision:
+def _decision(sharing: ManualSharing, ring: ManualRing, site: ManualSite) -> Decision:
     """The entry of one matmul; the first one of a ring carries its bytes."""
     dot, moving, leads = site.dot, ring.collective, site is ring.sites[0]
     slices = ring.variant.slices
@@ -228,7 +228,7 @@ def _decision(sharing: ManualSharing, ring: Ring, site: Site) -> Decision:
     )
 
 
-def _late(dot: Dot, ring: Ring) -> Decision:
+def _late(dot: Dot, ring: ManualRing) -> Decision:
     """The entry of a matmul that reads what a ring has gathered."""
     return Decision(
         site=dot.index,

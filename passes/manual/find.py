@@ -3,7 +3,7 @@
     x = all_gather x ;  t = transpose x ;  y = dot_general t w      # one operand moves
     p = dot_general h w ;  c = convert p ;  s = add c b ;  z = psum s   # the result moves, in a sum
 
-A `Site` is a matmul and what stands between it and its collective; `Sites` finds them in a body.
+A `ManualSite` is a matmul and what stands between it and its collective; `Sites` finds them in a body.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Collective:
         return f"{self.axis} {self.kind}, {human_bytes(self.bytes_moved)}"
 
 
-class Site(NamedTuple):
+class ManualSite(NamedTuple):
     """A matmul beside a collective.
 
     Attributes:
@@ -109,7 +109,7 @@ class Site(NamedTuple):
 
 
 @dataclass
-class Ring:
+class ManualRing:
     """A collective and the matmuls beside it.
 
     Attributes:
@@ -124,7 +124,7 @@ class Ring:
     """
 
     collective: Collective
-    sites: list[Site]
+    sites: list[ManualSite]
     dim: int
     between: set[int]
     keep: bool = False
@@ -201,9 +201,9 @@ class Sites:
             if compat.is_collective(eqn)
         }
 
-    def reading(self, place: int) -> tuple[list[Site], set[int]]:
+    def reading(self, place: int) -> tuple[list[ManualSite], set[int]]:
         """The matmuls that read what a collective gives, and the places of all views of that."""
-        sites: list[Site] = []
+        sites: list[ManualSite] = []
         places: set[int] = set()
         views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[place].outvars[0], ())]
         for var, above in views:  # it grows
@@ -211,24 +211,24 @@ class Sites:
                 eqn = None if reader is None else self.eqns[reader]
                 if eqn is not None and reader in self.dots:
                     sides = [s for s, v in zip(("lhs", "rhs"), eqn.invars, strict=True) if v is var]
-                    sites += [Site(self.dots[reader], side, above) for side in sides]  # type: ignore[arg-type]
+                    sites += [ManualSite(self.dots[reader], side, above) for side in sides]  # type: ignore[arg-type]
                 elif eqn is not None and reader is not None and is_view(eqn):
                     places.add(reader)
                     views.append((eqn.outvars[0], (*above, eqn)))
         return sorted(sites, key=lambda site: site.dot.index), places
 
-    def summed(self, place: int) -> tuple[list[Site], set[int]] | None:
+    def summed(self, place: int) -> tuple[list[ManualSite], set[int]] | None:
         """The matmuls whose sum a collective reads, and the places in between; None if not such."""
         found = self._terms(self.eqns[place].invars[0])
         return found and (sorted(found[0], key=lambda site: site.dot.index), found[1])
 
-    def _terms(self, var: Any) -> tuple[list[Site], set[int]] | None:
+    def _terms(self, var: Any) -> tuple[list[ManualSite], set[int]] | None:
         if compat.is_literal(var) or len(self.readers[var]) != 1 or var not in self.made:
             return None
         place = self.made[var]
         eqn = self.eqns[place]
         if place in self.dots:
-            return [Site(self.dots[place], "out")], set()
+            return [ManualSite(self.dots[place], "out")], set()
         if not is_view(eqn) and not is_sum(eqn):
             return None
         parts = [part for v in eqn.invars if (part := self._terms(v))]
@@ -252,7 +252,7 @@ class Sites:
         return any(r not in places for r in self.readers[self.eqns[place].outvars[0]])
 
 
-def possible_rings(sites: Sites) -> Iterator[Ring]:
+def possible_rings(sites: Sites) -> Iterator[ManualRing]:
     """Each collective with all matmuls that read it; else with those that it adds up."""
     for place, found in sites.collectives.items():
         if isinstance(found, str):
@@ -263,12 +263,12 @@ def possible_rings(sites: Sites) -> Iterator[Ring]:
             once = [site for site in reading if met.count(site.dot.index) == 1]  # not x @ x.T
             assert found.dim is not None
             if once:
-                yield Ring(found, once, found.dim, views)
+                yield ManualRing(found, once, found.dim, views)
         if found.kind != "all_gather" and (summed := sites.summed(place)):
             dim = found.dim if found.kind == "reduce_scatter" else found.wanted
             dim = dim_of_sum(found) if dim is None else dim
             if dim is not None:
-                yield Ring(found, summed[0], dim, summed[1])
+                yield ManualRing(found, summed[0], dim, summed[1])
 
 
 def dim_of_sum(found: Collective) -> int | None:

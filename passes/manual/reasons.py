@@ -11,16 +11,24 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.manual.find import KINDS, Ring, Site, Sites, dim_of_sum, is_sum, is_view
+from jaxoverlap.passes.manual.find import (
+    KINDS,
+    ManualRing,
+    ManualSite,
+    Sites,
+    dim_of_sum,
+    is_sum,
+    is_view,
+)
 from jaxoverlap.passes.planning.decide import matmul_of, refusal
-from jaxoverlap.passes.planning.requests import Wishes
-from jaxoverlap.passes.planning.splits import Kind, Matmul, Refusal
+from jaxoverlap.passes.planning.requests import Requests
+from jaxoverlap.passes.planning.splits import Kind, Refusal, ShardedMatmul
 
 _BEFORE: tuple[Kind, ...] = ("all_gather", "all_to_all")
 _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
 
 
-def refusal_of(dot: Dot, wishes: Wishes) -> str | None:
+def refusal_of(dot: Dot, wishes: Requests) -> str | None:
     """Why a matmul is left alone, whatever stands beside it."""
     assert dot.manual is not None
     if dot.manual.explicit:
@@ -28,7 +36,7 @@ def refusal_of(dot: Dot, wishes: Wishes) -> str | None:
     return refusal(dataclasses.replace(dot, inside=None), wishes)
 
 
-def crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str | None:
+def crossed(ring: ManualRing, site: ManualSite, shardings: Mapping[int, Shardings]) -> str | None:
     """Why a ring would not do on the axes that are automatic beside the manual ones."""
     matmul = beside(site.dot, shardings)
     if matmul is None or isinstance(matmul, str):
@@ -45,7 +53,7 @@ def crossed(ring: Ring, site: Site, shardings: Mapping[int, Shardings]) -> str |
     return None
 
 
-def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> Matmul | str | None:
+def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | str | None:
     """A matmul as it lies on automatic axes, or why that is not known; None without such axes."""
     sizes = dot.manual.automatic if dot.manual else {}
     if not sizes:
@@ -60,7 +68,7 @@ def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> Matmul | str | None:
     return matmul_of(dot, Shardings(lhs, rhs, out), sizes)
 
 
-def spread(site: Site, shardings: Mapping[int, Shardings]) -> int:
+def spread(site: ManualSite, shardings: Mapping[int, Shardings]) -> int:
     """Over how many devices of automatic axes what moves is spread."""
     matmul = beside(site.dot, shardings)
     if matmul is None or isinstance(matmul, str):
@@ -68,7 +76,7 @@ def spread(site: Site, shardings: Mapping[int, Shardings]) -> int:
     return math.prod(matmul.axis_sizes[a] for axes in getattr(matmul, site.side) for a in axes)
 
 
-def why_not(sites: Sites, dot: Dot, rings: Sequence[Ring]) -> str:
+def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> str:
     """Why a matmul is left alone that none of the rings takes."""
     done = {ring.collective.place: ring.site for ring in rings}
     lhs, rhs = dot.eqn.invars

@@ -24,7 +24,7 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.manual.decide import ManualSharing
-from jaxoverlap.passes.manual.find import Ring, Site
+from jaxoverlap.passes.manual.find import ManualRing, ManualSite
 from jaxoverlap.passes.planning.decide import source_of
 from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
@@ -58,13 +58,13 @@ def manual_rings(body: Body, sharing: ManualSharing, multiply: Multiply) -> list
     return new
 
 
-def _failed(ring: Ring, error: Exception) -> RewriteError:
+def _failed(ring: ManualRing, error: Exception) -> RewriteError:
     dots = [site.dot for site in ring.sites]
     what = f"beside {ring.collective.eqn}"
     return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
 
 
-def _equations(ring: Ring, multiply: Multiply, *, checked: bool) -> list[Any]:
+def _equations(ring: ManualRing, multiply: Multiply, *, checked: bool) -> list[Any]:
     """The equations that take the place of a collective and the matmuls beside it."""
     moving, eqn = ring.collective.eqn, ring.sites[0].dot.eqn
     if ring.arrives:
@@ -79,13 +79,13 @@ def _equations(ring: Ring, multiply: Multiply, *, checked: bool) -> list[Any]:
     return compat.inline(fn, operands, results, eqn)
 
 
-def _other(site: Site) -> Any:
+def _other(site: ManualSite) -> Any:
     """The operand that does not move."""
     lhs, rhs = site.dot.eqn.invars
     return rhs if site.side == "lhs" else lhs
 
 
-def _arriving(ring: Ring, multiply: Multiply, shard: Array, *others: Array) -> list[Array]:
+def _arriving(ring: ManualRing, multiply: Multiply, shard: Array, *others: Array) -> list[Array]:
     """Matmuls of an operand that is gathered or exchanged, and that operand if it is kept."""
     moving = ring.collective
     readers = [_reader(s, multiply, other) for s, other in zip(ring.sites, others, strict=True)]
@@ -104,7 +104,7 @@ def _arriving(ring: Ring, multiply: Multiply, shard: Array, *others: Array) -> l
     return results if whole is None else [*results, whole]
 
 
-def _leaving(ring: Ring, multiply: Multiply, checked: bool, *operands: Array) -> list[Array]:
+def _leaving(ring: ManualRing, multiply: Multiply, checked: bool, *operands: Array) -> list[Array]:
     """Matmuls whose results are added up, and scattered, exchanged or wanted whole."""
     moving = ring.collective
     pairs = zip(ring.sites, operands[::2], operands[1::2], strict=True)
@@ -125,13 +125,13 @@ def _leaving(ring: Ring, multiply: Multiply, checked: bool, *operands: Array) ->
     return [lax.all_gather(mine, moving.axis, axis=ring.dim, tiled=True, to=to)]
 
 
-def _reader(site: Site, multiply: Multiply, other: Array) -> Reader:
+def _reader(site: ManualSite, multiply: Multiply, other: Array) -> Reader:
     assert site.side != "out"
     dtype = site.dot.eqn.outvars[0].aval.dtype
     return Reader(other, site.einsum, site.side, _product(site, multiply), dtype)
 
 
-def _product(site: Site, multiply: Multiply) -> LocalDot:
+def _product(site: ManualSite, multiply: Multiply) -> LocalDot:
     """One chunk's product, with all that stands between the matmul and what moves."""
     own = site.dot.eqn.outvars[0].aval.dtype
 

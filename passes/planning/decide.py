@@ -19,13 +19,13 @@ from jaxoverlap._util.text import human_bytes, short_source
 from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.planning.independent_matmuls import Beside
+from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
 from jaxoverlap.passes.planning.layout import traffic
-from jaxoverlap.passes.planning.profit import Prices
-from jaxoverlap.passes.planning.requests import Granularity, Wishes
+from jaxoverlap.passes.planning.profit import RingCosts
+from jaxoverlap.passes.planning.requests import Granularity, Requests
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
 from jaxoverlap.passes.planning.share import Specs, share
-from jaxoverlap.passes.planning.splits import Kind, Matmul
+from jaxoverlap.passes.planning.splits import Kind, ShardedMatmul
 from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
 
 _DTYPES = (
@@ -34,13 +34,13 @@ _DTYPES = (
 )
 
 
-def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> Matmul | str:
+def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> ShardedMatmul | str:
     """What the algebra needs to know of a matmul, or why it cannot be had."""
     avals = [v.aval for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
     lhs, rhs, out = shardings[:3]
     if lhs is None or rhs is None or out is None:
         return "its sharding splits a mesh axis, or could not be read"
-    return Matmul(
+    return ShardedMatmul(
         einsum=einsum_of(dot.eqn.params["dimension_numbers"], avals[0].shape, avals[1].shape),
         lhs=lhs,
         rhs=rhs,
@@ -64,7 +64,7 @@ def decide(
     rejected: Mapping[int, str] | None = None,
     prefetch: bool = False,
     costs: Mapping[str, float] | None = None,
-    prices: Prices | None = None,
+    prices: RingCosts | None = None,
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
@@ -93,18 +93,18 @@ def decide(
             `choices` or `alone` a site that is none.
     """
     matmuls = {dot.index: dot for body in found for dot in body.dots}
-    wishes = Wishes(skip, granularity, choices or {}, alone)
+    wishes = Requests(skip, granularity, choices or {}, alone)
     wishes.check({index: source_of(matmuls[index]) for index in sorted(matmuls)})
 
     # Site -> reason, for matmuls whose ring was rejected.
     dear = {site: LEFT_PLAIN + why for site, why in (rejected or {}).items()}
 
-    def read(dot: Dot) -> Matmul | str:
+    def read(dot: Dot) -> ShardedMatmul | str:
         left = unread or refusal(dot, wishes) or _typed_otherwise(dot, explicit)
         return left or dear.get(dot.index) or known(dot.index)
 
     @functools.cache
-    def known(index: int) -> Matmul | str:
+    def known(index: int) -> ShardedMatmul | str:
         return _matmul(matmuls[index], shardings, axis_sizes)
 
     def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
@@ -120,8 +120,8 @@ def decide(
         return prices.local_s(dot, matmul)
 
     @functools.cache
-    def around(index: int) -> Beside:
-        return Beside(next(body for body in found if body.index == index))
+    def around(index: int) -> IndependentMatmuls:
+        return IndependentMatmuls(next(body for body in found if body.index == index))
 
     def beside_s(body: Body, ring: Ring) -> Iterator[float]:
         return (seconds(dot.index) for dot in around(body.index).of(ring))
@@ -158,7 +158,7 @@ def source_of(dot: Dot) -> str:
     return short_source(file, line)
 
 
-def refusal(dot: Dot, wishes: Wishes) -> str | None:
+def refusal(dot: Dot, wishes: Requests) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
     if (asked := wishes.refusal(dot.index, source_of(dot))) is not None:
         return asked
@@ -196,7 +196,7 @@ def _unfit(dot: Dot) -> str | None:
 
 def _matmul(
     dot: Dot, shardings: Mapping[int, Shardings], axis_sizes: Mapping[str, int]
-) -> Matmul | str:
+) -> ShardedMatmul | str:
     """A matmul and how it lies on the mesh, or why that is not known."""
     if dot.index not in shardings:
         return "its sharding is not known: it was dropped as unused, or lowered to something else"
@@ -209,9 +209,9 @@ def _num_dims(dot: Dot) -> int:
 
 def _chosen(
     ring: Ring,
-    wishes: Wishes,
+    wishes: Requests,
     costs: Mapping[str, float],
-    prices: Prices | None,
+    prices: RingCosts | None,
     others: Callable[[], Iterable[float]],
 ) -> tuple[Variant, str]:
     """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""

@@ -10,7 +10,7 @@ from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.planning.ring_plan import Ring
 
 
-class Beside:
+class IndependentMatmuls:
     """The matmuls of one body, by what they feed and what they wait for.
 
     Sets of matmuls are integers, a bit a matmul, so that the sets of all values take one walk over

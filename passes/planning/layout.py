@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxoverlap.passes.analysis.einsum import SIDES, Side, Spec
-from jaxoverlap.passes.planning.splits import Matmul, Motion, Split
+from jaxoverlap.passes.planning.splits import Motion, ShardedMatmul, Split
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layout:
         lhs, rhs, out: the shard_map's specs.
     """
 
-    matmul: Matmul
+    matmul: ShardedMatmul
     ring: Split
     letter: str
     others: tuple[Split, ...]
@@ -108,7 +108,7 @@ def _exchanges(split: Split, letter: str) -> bool:
     return motion.side == "out" and motion.letter == letter
 
 
-def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | str:
+def lay_out(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split) -> Layout | str:
     """Lay a matmul out for a ring, or say why its dims do not allow it.
 
     Args:
@@ -120,7 +120,7 @@ def lay_out(matmul: Matmul, shared: Sequence[Split], ring: Split) -> Layout | st
 
 
 @functools.lru_cache(maxsize=1024)  # layers are alike
-def _lay_out(matmul: Matmul, shared: tuple[Split, ...], ring: Split) -> Layout | str:
+def _lay_out(matmul: ShardedMatmul, shared: tuple[Split, ...], ring: Split) -> Layout | str:
     assert ring.motion is not None
     order = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
     rest = [s for s in shared if s.motion is not None and s is not ring]
@@ -177,7 +177,7 @@ def _local_bytes(layout: Layout, side: Side) -> int:
     return elements * itemsize // math.prod(matmul.axis_sizes[a] for a in axes)
 
 
-def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str | None:
+def _chunked_letter(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split) -> str | None:
     """The dim to cut: the one that moves, or for an all-reduce the result's largest that divides.
 
     Dims that no axis shards come first: their chunks are the largest.
@@ -197,7 +197,7 @@ def _chunked_letter(matmul: Matmul, shared: Sequence[Split], ring: Split) -> str
     return max(fits, key=lambda c: (shards(c) == 1, sizes[c]), default=None)
 
 
-def _spec(matmul: Matmul, side: Side, shared: Sequence[Split]) -> Spec:
+def _spec(matmul: ShardedMatmul, side: Side, shared: Sequence[Split]) -> Spec:
     """The axes on each dim: those that are there, then those a device slices by.
 
     The latter in the order that another side has them in.
@@ -211,12 +211,12 @@ def _spec(matmul: Matmul, side: Side, shared: Sequence[Split]) -> Spec:
     return tuple(dims)
 
 
-def _on(matmul: Matmul, side: Side, letter: str, spec: Spec) -> tuple[str, ...]:
+def _on(matmul: ShardedMatmul, side: Side, letter: str, spec: Spec) -> tuple[str, ...]:
     letters = matmul.einsum.side(side)
     return spec[letters.index(letter)] if letter in letters else ()
 
 
-def _uneven(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
+def _uneven(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
     """The first dim that its axes do not divide, with the numbers."""
     for side in SIDES:
         for c, axes in zip(matmul.einsum.side(side), specs[side], strict=True):
@@ -277,7 +277,7 @@ def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
     return motion.side, motion.letter if motion.kind == "reduce_scatter" else None
 
 
-def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
+def _disorder(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
     """The first dim on which the blocks of an axis do not meet, if there is one."""
     for letter in matmul.einsum.sizes:
         for strides in _strides(matmul, specs, letter).values():
@@ -288,7 +288,9 @@ def _disorder(matmul: Matmul, specs: dict[Side, Spec]) -> str | None:
     return None
 
 
-def _strides(matmul: Matmul, specs: dict[Side, Spec], letter: str) -> dict[str, dict[Side, int]]:
+def _strides(
+    matmul: ShardedMatmul, specs: dict[Side, Spec], letter: str
+) -> dict[str, dict[Side, int]]:
     """The stride of every axis on one dim, in elements, by the side that has it."""
     found: dict[str, dict[Side, int]] = {}
     for side in SIDES:
@@ -299,7 +301,7 @@ def _strides(matmul: Matmul, specs: dict[Side, Spec], letter: str) -> dict[str, 
     return found
 
 
-def hoistable(matmul: Matmul, axis: str, motion: Motion) -> bool:
+def hoistable(matmul: ShardedMatmul, axis: str, motion: Motion) -> bool:
     """Whether a motion of an operand may be done before, once for all that read the value.
 
     The axis has to be the minor one of its dim, so that the gathered blocks lie side by side.

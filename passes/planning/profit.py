@@ -45,7 +45,7 @@ from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.plan.plan import Variant
-from jaxoverlap.simulation.hlo_work import Matmul
+from jaxoverlap.simulation.hlo_work import MatmulKernel
 
 SLICES = (2, 4)  # that a whole collective may go in
 _SLICED = ("all_gather", "reduce_scatter")
@@ -59,7 +59,7 @@ _HLO_DTYPES = {
 
 
 @dataclass(frozen=True)
-class Prices:
+class RingCosts:
     """What rings cost on a cluster.
 
     Attributes:
@@ -191,13 +191,13 @@ class Prices:
         matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums)
         return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
 
-    def local_s(self, dot: Dot, matmul: splits.Matmul) -> float:
+    def local_s(self, dot: Dot, matmul: splits.ShardedMatmul) -> float:
         """Seconds of what one device does of a matmul, in one piece; 0 if it has no price."""
         if not self._prices(dot):
             return 0.0
         return self._matmul_s(_kernel(dot, matmul, local_sizes(matmul)))
 
-    def _matmul_s(self, m: Matmul) -> float:
+    def _matmul_s(self, m: MatmulKernel) -> float:
         return self.cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
 
     def knows(self, ring: Ring) -> bool:
@@ -221,7 +221,9 @@ def pair(group: Group) -> Group:
     return replace(group, size=2, domains=min(group.domains, 2))
 
 
-def chunk(member: Member, pieces: int, arrives: bool, *, sums: bool = True) -> tuple[Matmul, int]:
+def chunk(
+    member: Member, pieces: int, arrives: bool, *, sums: bool = True
+) -> tuple[MatmulKernel, int]:
     """One chunk of a member's matmul on one device, and the bytes that are copied for it.
 
     Args:
@@ -249,19 +251,19 @@ def chunk(member: Member, pieces: int, arrives: bool, *, sums: bool = True) -> t
     return _kernel(member.dot, matmul, sizes), moved
 
 
-def whole(member: Member) -> Matmul:
+def whole(member: Member) -> MatmulKernel:
     """A member's matmul as one device does it, all its chunks together."""
     return _kernel(member.dot, member.matmul, local_sizes(member.matmul))
 
 
-def _kernel(dot: Dot, matmul: splits.Matmul, sizes: Mapping[str, int]) -> Matmul:
+def _kernel(dot: Dot, matmul: splits.ShardedMatmul, sizes: Mapping[str, int]) -> MatmulKernel:
     """What a matmul asks of a device, with dims of these sizes."""
     lhs, rhs, out = (set(matmul.einsum.side(side)) for side in SIDES)
 
     def product(letters: set[str]) -> int:
         return math.prod(sizes[c] for c in letters)
 
-    return Matmul(
+    return MatmulKernel(
         m=product(lhs & out - rhs),
         n=product(rhs & out - lhs),
         k=product(lhs & rhs - out),
@@ -270,7 +272,7 @@ def _kernel(dot: Dot, matmul: splits.Matmul, sizes: Mapping[str, int]) -> Matmul
     )
 
 
-def local_sizes(matmul: splits.Matmul) -> dict[str, int]:
+def local_sizes(matmul: splits.ShardedMatmul) -> dict[str, int]:
     """The dims of the matmul that one device does, all its chunks together, by letter."""
     sizes = dict(matmul.einsum.sizes)
     for split in matmul.splits:

@@ -12,7 +12,7 @@ Granularity = Variant | Mapping[str, Variant] | None
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Requests:
     """What `overlap` was asked for.
 
     Attributes:

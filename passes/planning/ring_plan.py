@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxoverlap.passes.analysis.einsum import Side, Spec
-from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.reshards import End
 from jaxoverlap.passes.planning.layout import Layout
-from jaxoverlap.passes.planning.splits import Kind, Matmul
+from jaxoverlap.passes.planning.splits import Kind, ShardedMatmul
 from jaxoverlap.plan.plan import Variant
 
 
@@ -69,7 +69,7 @@ class Member:
     end: End = End(None)  # noqa: RUF009, it is a tuple
 
     @property
-    def matmul(self) -> Matmul:
+    def matmul(self) -> ShardedMatmul:
         """What the ring's layout does."""
         assert self.layout is not None
         return self.layout.matmul
@@ -181,7 +181,7 @@ class Sharing:
         absorbed: the variables that are gone, as a ring gives what they are resharded to.
     """
 
-    order: Order
+    order: EquationOrder
     rings: list[Ring] = field(default_factory=list)
     readers: list[Member] = field(default_factory=list)
     hoisted: dict[Value, Hoist] = field(default_factory=dict)

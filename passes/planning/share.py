@@ -19,18 +19,18 @@ from typing import Any
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Side, Spec
-from jaxoverlap.passes.analysis.equation_order import Order
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
-from jaxoverlap.passes.analysis.reshards import Chains, End
+from jaxoverlap.passes.analysis.reshards import End, Reshards
 from jaxoverlap.passes.planning.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
-from jaxoverlap.passes.planning.splits import Matmul, Motion, Refusal, Split
+from jaxoverlap.passes.planning.splits import Motion, Refusal, ShardedMatmul, Split
 
-Read = Callable[[Dot], Matmul | str]
+Read = Callable[[Dot], ShardedMatmul | str]
 Specs = Sequence[Spec | None]
 Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
 NO_COLLECTIVE = "no collective"
-_View = tuple[Member, Matmul]
+_View = tuple[Member, ShardedMatmul]
 
 
 def share(
@@ -51,9 +51,9 @@ def share(
         ahead: gather the weights of a scan before any ring, to be prefetched.
         costs: of a byte along each mesh axis, in any unit; default: alike.
     """
-    sharing, chains = Sharing(Order(body.eqns), costs=costs or {}), Chains(body)
+    sharing, chains = Sharing(EquationOrder(body.eqns), costs=costs or {}), Reshards(body)
     early = body.ahead if ahead else frozenset()
-    late: list[tuple[Dot, Matmul]] = []
+    late: list[tuple[Dot, ShardedMatmul]] = []
     for dot in body.dots:
         matmul = read(dot)
         if isinstance(matmul, str):
@@ -69,7 +69,7 @@ def share(
 
 
 def _views(
-    chains: Chains, dot: Dot, matmul: Matmul, beyond: tuple[Specs, Specs, Specs]
+    chains: Reshards, dot: Dot, matmul: ShardedMatmul, beyond: tuple[Specs, Specs, Specs]
 ) -> list[_View]:
     """The matmul with the reshards around it, with those of its result, and as it is written."""
     lhs, rhs = dot.eqn.invars
@@ -128,7 +128,7 @@ def _clashes(sharing: Sharing, member: Member) -> bool:
     return not (sharing.absorbed.isdisjoint(reads) and sharing.read.isdisjoint(member.end.inside))
 
 
-def _gathered_early(member: Member, matmul: Matmul, early: Collection[Any]) -> _View:
+def _gathered_early(member: Member, matmul: ShardedMatmul, early: Collection[Any]) -> _View:
     """The matmul, reading whole what is there one step of a scan ahead, if it waits for no more.
 
     Where it waits for something else too, that is the ring, and this gather comes before it.
@@ -146,7 +146,7 @@ def _gathered_early(member: Member, matmul: Matmul, early: Collection[Any]) -> _
     )
 
 
-def _place_as(sharing: Sharing, member: Member, matmul: Matmul) -> str | None:
+def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> str | None:
     """Give a matmul its ring, seen in one way; or say why it has none."""
     given = member
     while True:
@@ -187,7 +187,7 @@ def _add(sharing: Sharing, member: Member) -> None:
     assert merged, "nobody stands between a result and what only reshards it"
 
 
-def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
+def _motions(matmul: ShardedMatmul) -> list[tuple[str, Motion | None]]:
     """What each mesh axis has to move; None where that is something that no pass knows."""
     found: list[tuple[str, Motion | None]] = []
     for split in matmul.splits:
@@ -198,7 +198,7 @@ def _motions(matmul: Matmul) -> list[tuple[str, Motion | None]]:
     return found
 
 
-def _candidate(sharing: Sharing, member: Member, matmul: Matmul, axis: str) -> Member | str:
+def _candidate(sharing: Sharing, member: Member, matmul: ShardedMatmul, axis: str) -> Member | str:
     """The matmul with the ring on one axis, and all that other motions allow done before it."""
     while True:
         found = matmul.splits
@@ -225,7 +225,9 @@ def _is_gather(split: Split) -> bool:
     return split.motion is not None and split.motion.kind == "all_gather"
 
 
-def _hoisted(member: Member, matmul: Matmul, axis: str, motion: Motion) -> tuple[Member, Matmul]:
+def _hoisted(
+    member: Member, matmul: ShardedMatmul, axis: str, motion: Motion
+) -> tuple[Member, ShardedMatmul]:
     """The matmul, reading an operand that has been moved before."""
     side, after = _moved(member, matmul, axis, motion)
     hoist = Hoist(motion.kind, member.value(side), after, axis, motion.bytes_moved)
@@ -233,14 +235,16 @@ def _hoisted(member: Member, matmul: Matmul, axis: str, motion: Motion) -> tuple
     return _reading(member, matmul, side, after)
 
 
-def _moved(member: Member, matmul: Matmul, axis: str, motion: Motion) -> tuple[Side, Value]:
+def _moved(member: Member, matmul: ShardedMatmul, axis: str, motion: Motion) -> tuple[Side, Value]:
     """The operand that a motion moves, and how it lies then."""
     letters = matmul.einsum.side(motion.side)
     to = letters.index(motion.to) if motion.to else None
     return motion.side, member.value(motion.side).moved(axis, letters.index(motion.letter), to)
 
 
-def _reading(member: Member, matmul: Matmul, side: Side, value: Value) -> tuple[Member, Matmul]:
+def _reading(
+    member: Member, matmul: ShardedMatmul, side: Side, value: Value
+) -> tuple[Member, ShardedMatmul]:
     """The matmul with another operand."""
     return (
         dataclasses.replace(member, **{side: value}),
@@ -251,7 +255,7 @@ def _reading(member: Member, matmul: Matmul, side: Side, value: Value) -> tuple[
 def _known(
     sharing: Sharing,
     member: Member,
-    matmul: Matmul,
+    matmul: ShardedMatmul,
     wanted: Sequence[tuple[str, Motion | None]],
 ) -> Iterator[tuple[Side, Value]]:
     """Operands that others have moved already, by the side that would move them again."""
@@ -282,7 +286,7 @@ def _join(sharing: Sharing, member: Member) -> bool:
     ring = _ring_of(sharing, member)
     if ring is None or not _alike([*ring.members, member]):
         return False
-    # `Order.merge` lets what is merged need each other: a matmul and its constraint do.
+    # `EquationOrder.merge` lets what is merged need each other: a matmul and its constraint do.
     given = {v for m in ring.members for v in (m.dot.eqn.outvars[0], m.end.var)}
     read = [*member.dot.eqn.invars, member.lhs.var, member.rhs.var]
     if any(v in given for v in read if not compat.is_literal(v)):

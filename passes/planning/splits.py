@@ -108,7 +108,7 @@ class _Move:
 
 
 @dataclass(frozen=True)
-class Matmul:
+class ShardedMatmul:
     """What the algebra needs to know of one matmul.
 
     Attributes:
@@ -159,11 +159,11 @@ class Matmul:
 
 
 @functools.lru_cache(maxsize=1024)  # layers are alike; meshes may differ in their axes' order
-def _splits(matmul: Matmul, axes: tuple[str, ...]) -> tuple[Split | Refusal, ...]:
+def _splits(matmul: ShardedMatmul, axes: tuple[str, ...]) -> tuple[Split | Refusal, ...]:
     return tuple(split(matmul, axis) for axis in axes)
 
 
-def split(matmul: Matmul, axis: str) -> Split | Refusal:
+def split(matmul: ShardedMatmul, axis: str) -> Split | Refusal:
     """How one mesh axis shares the work: of all dims to split along, the best.
 
     A split that moves nothing beats one with a single move that a ring can do, and that beats the
@@ -196,7 +196,7 @@ def _decomposed(moves: Sequence[_Move]) -> bool:
     return len(moves) <= 1 and all(m.verb in _KINDS for m in moves)
 
 
-def _paid_moves(matmul: Matmul, axis: str, letter: str | None) -> list[_Move]:
+def _paid_moves(matmul: ShardedMatmul, axis: str, letter: str | None) -> list[_Move]:
     """What has to be sent so that `axis` splits the work along `letter` (None: not at all)."""
     moves = (
         _operand_move(matmul, axis, "lhs", letter),
@@ -207,7 +207,7 @@ def _paid_moves(matmul: Matmul, axis: str, letter: str | None) -> list[_Move]:
 
 
 def _operand_move(
-    matmul: Matmul, axis: str, side: Literal["lhs", "rhs"], c: str | None
+    matmul: ShardedMatmul, axis: str, side: Literal["lhs", "rhs"], c: str | None
 ) -> _Move | None:
     have = matmul.letter_of(side, axis)
     want = c if c is not None and c in matmul.einsum.side(side) else None
@@ -220,7 +220,7 @@ def _operand_move(
     return _Move("all_to_all", side, have, whole * (n - 1) // n**2, c)
 
 
-def _result_move(matmul: Matmul, axis: str, c: str | None) -> _Move | None:
+def _result_move(matmul: ShardedMatmul, axis: str, c: str | None) -> _Move | None:
     want = matmul.letter_of("out", axis)
     n = matmul.axis_sizes[axis]
     whole = matmul.local_bytes("out", without=axis)
@@ -235,7 +235,7 @@ def _result_move(matmul: Matmul, axis: str, c: str | None) -> _Move | None:
     return _Move("all_to_all", "out", c, whole * (n - 1) // n**2, want)
 
 
-def _split(matmul: Matmul, axis: str, c: str | None, paid: Sequence[_Move]) -> Split:
+def _split(matmul: ShardedMatmul, axis: str, c: str | None, paid: Sequence[_Move]) -> Split:
     """The split along `c`, with where the axis lies in each side before and after its one move."""
     at: dict[str, str | None] = {
         side: c if c is not None and c in matmul.einsum.side(side) else None

@@ -27,7 +27,7 @@ from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
 from jaxoverlap.passes.analysis.mesh import automatic, explicit_axes, partition_spec
 from jaxoverlap.passes.manual.decide import ManualSharing
-from jaxoverlap.passes.manual.find import Site
+from jaxoverlap.passes.manual.find import ManualSite
 from jaxoverlap.passes.manual.rewrite import manual_rings
 from jaxoverlap.passes.planning.decide import source_of
 from jaxoverlap.passes.planning.layout import Layout
@@ -353,7 +353,7 @@ def _dot_on(mesh: Mesh) -> _Dot:
     # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
     widens = mesh.devices.flat[0].platform == "cpu"
 
-    def dot(member: Member | Site, lhs: Array, rhs: Array, dtype: Any) -> Array:
+    def dot(member: Member | ManualSite, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params
         if widens:
             lhs, rhs = (

@@ -32,7 +32,7 @@ from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.mesh import explicit_axes
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
-from jaxoverlap.passes.analysis.partitioner_collectives import remaining
+from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.passes.planning.layout import Layout, traffic
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
 from jaxoverlap.passes.rewriting.embedding_gradients import Lookup, scatter
@@ -53,7 +53,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Rewriting:
     """What is decided for a step, and what it becomes.
 
     Attributes:
@@ -77,16 +77,16 @@ class Outcome:
     sums: Mapping[int, Point] = field(default_factory=dict)
 
 
-Decide = Callable[[Any, Picture], Outcome]
+Decide = Callable[[Any, Picture], Rewriting]
 
 
 def scatter_sums(
     traced: jax.stages.Traced,
-    first: Outcome,
+    first: Rewriting,
     decide: Decide,
     mesh: Mesh,
     costs: Mapping[str, float],
-) -> Outcome:
+) -> Rewriting:
     """The better of what was decided for a step, and what would be with its sums scattered.
 
     Args:
@@ -106,9 +106,11 @@ def scatter_sums(
     if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
         return first
 
-    def cost(outcome: Outcome) -> float:
+    def cost(outcome: Rewriting) -> float:
         becomes = scatter(outcome.rewritten, outcome.known, mesh)
-        left = remaining(partitioned(traced, becomes, mesh, ask=False).module, dict(mesh.shape))
+        left = partitioner_collectives(
+            partitioned(traced, becomes, mesh, ask=False).module, dict(mesh.shape)
+        )
         tables = [lookup.entry(mesh.shape) for lookup in outcome.known]
         return exposure(outcome.sharings.values(), (*left, *tables), costs)
 
@@ -124,7 +126,7 @@ def with_sums_scattered(
     where: Mapping[int, Point],
     decide: Decide,
     mesh: Mesh,
-) -> Outcome:
+) -> Rewriting:
     """What is decided for a step some of whose sums are scattered.
 
     Args:

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import LETTERS
-from jaxoverlap.passes.rings.gradients import Matmul
+from jaxoverlap.passes.rings.gradients import RingMatmul
 from jaxoverlap.passes.rings.ring_attention import Attention
 from jaxoverlap.plan.plan import Variant
 
@@ -23,7 +23,7 @@ def matmul(
     variant: str | Variant,
     precision: Any,
     dtype: Any,
-) -> Matmul:
+) -> RingMatmul:
     """The matmul of a spec; what moves is not known yet."""
     if spec is None:
         if x.ndim < 2 or w.ndim != 2:
@@ -39,7 +39,7 @@ def matmul(
             raise ValueError(f"{name} has dtype {operand.dtype}: expected a floating-point one")
     dtype = jnp.result_type(x, w) if dtype is None else jnp.dtype(dtype)
     size, sent = size_of(axis_name), variant_of(variant)
-    return Matmul(lhs, rhs, out, "", "", axis_name, size, sent, precision, dtype)
+    return RingMatmul(lhs, rhs, out, "", "", axis_name, size, sent, precision, dtype)
 
 
 def _letters(spec: str, x: Array, w: Array) -> tuple[str, str, str]:
@@ -67,14 +67,14 @@ def _letters(spec: str, x: Array, w: Array) -> tuple[str, str, str]:
 
 
 def moving(
-    how: Matmul,
+    how: RingMatmul,
     moved: str | None,
     name: str,
     letters: str,
     default: int,
     split: str | None = None,
     split_default: int | None = None,
-) -> Matmul:
+) -> RingMatmul:
     """The matmul with the letters that move, by name or as dims of the side that has `letters`."""
 
     def letter(given: str | None, name: str, default: int) -> str:
@@ -113,7 +113,9 @@ def size_of(axis_name: str) -> int:
         ) from error
 
 
-def check_sizes(how: Matmul, x: Array, w: Array, *, gathered: str = "", divided: str = "") -> None:
+def check_sizes(
+    how: RingMatmul, x: Array, w: Array, *, gathered: str = "", divided: str = ""
+) -> None:
     """Sizes agree once x is gathered and split, and what is divided divides."""
     n = how.axis_size
     sizes = dict(zip(how.x, x.shape, strict=True))

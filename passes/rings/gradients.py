@@ -41,7 +41,7 @@ _with_gradients = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 
 @dataclass(frozen=True)
-class Matmul:
+class RingMatmul:
     """What does not change from call to call.
 
     Attributes:
@@ -120,14 +120,14 @@ def _einsum(spec: str) -> Einsum:
 
 
 @_with_gradients
-def gathered(how: Matmul, x: Array, w: Array) -> Array:
+def gathered(how: RingMatmul, x: Array, w: Array) -> Array:
     """The matmul of gathered x and w."""
     reader = how.reader(w, how.forward, "lhs", how.dtype)
     (y,), _ = all_gather_matmul(x, [reader], dim=how.x.index(how.moved), **how.ring)
     return y
 
 
-def _gathered_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
+def _gathered_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
     x, w = operands
     dim = how.x.index(how.moved)
     dx = matmul_reduce_scatter([how.term(dy, w, how.to_x)], dim=dim, dtype=x.dtype, **how.ring)
@@ -140,26 +140,26 @@ def _gathered_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array, 
 
 
 @_with_gradients
-def scattered(how: Matmul, x: Array, w: Array) -> Array:
+def scattered(how: RingMatmul, x: Array, w: Array) -> Array:
     """The sum of all devices' x w, scattered."""
     terms, dim = [how.term(x, w, how.forward)], how.y.index(how.moved)
     return matmul_reduce_scatter(terms, dim=dim, dtype=how.dtype, **how.ring)
 
 
-def _scattered_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
+def _scattered_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
     readers, dim = how.readers_of_y(*operands), how.y.index(how.moved)
     (dx, dw), _ = all_gather_matmul(dy, readers, dim=dim, **how.ring)
     return dx, dw
 
 
 @_with_gradients
-def reduced(how: Matmul, x: Array, w: Array) -> Array:
+def reduced(how: RingMatmul, x: Array, w: Array) -> Array:
     """The sum of all devices' x w."""
     terms, dim = [how.term(x, w, how.forward)], how.y.index(how.moved)
     return matmul_all_reduce(terms, dim=dim, dtype=how.dtype, **how.ring)
 
 
-def _reduced_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
+def _reduced_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
     # Each device's result depends on every device's sums: `psum`, too, has `psum` as its transpose.
     mine = chunks.scatter(dy, how.y.index(how.moved), how.axis, Cut(how.axis_size))
     return _scattered_backward(how, operands, mine)
@@ -169,14 +169,14 @@ def _reduced_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array, A
 
 
 @_with_gradients
-def exchanged(how: Matmul, x: Array, w: Array) -> Array:
+def exchanged(how: RingMatmul, x: Array, w: Array) -> Array:
     """The matmul of x, gathered along one dim and split along another, and w."""
     reader = how.reader(w, how.forward, "lhs", how.dtype)
     (y,), _ = all_to_all_matmul(x, [reader], **_dims(how, how.x), **how.ring)
     return y
 
 
-def _exchanged_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
+def _exchanged_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
     x, w = operands
     there = _dims(how, how.x)
     back = {"dim": there["wanted"], "wanted": there["dim"]}
@@ -188,20 +188,20 @@ def _exchanged_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array,
 
 
 @_with_gradients
-def exchanged_result(how: Matmul, x: Array, w: Array) -> Array:
+def exchanged_result(how: RingMatmul, x: Array, w: Array) -> Array:
     """The product x w, gathered along one dim and split along another."""
     terms = [how.term(x, w, how.forward)]
     return matmul_all_to_all(terms, dtype=how.dtype, **_dims(how, how.y), **how.ring)
 
 
-def _exchanged_result_backward(how: Matmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
+def _exchanged_result_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
     there = _dims(how, how.y)
     back = {"dim": there["wanted"], "wanted": there["dim"]}
     (dx, dw), _ = all_to_all_matmul(dy, how.readers_of_y(*operands), **back, **how.ring)
     return dx, dw
 
 
-def _dims(how: Matmul, letters: str) -> dict[str, int]:
+def _dims(how: RingMatmul, letters: str) -> dict[str, int]:
     """The dims of an exchange: the one that is gathered and the one that is split."""
     return {"dim": letters.index(how.moved), "wanted": letters.index(how.split)}
 

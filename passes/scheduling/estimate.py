@@ -26,11 +26,11 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     Task,
     Turn,
     list_schedule,
-    outcome,
+    order_outcome,
 )
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective
-from jaxoverlap.simulation.hlo_work import Work, work
+from jaxoverlap.simulation.hlo_work import KernelWork, work
 from jaxoverlap.simulation.replay import attention_s, group_of
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
 
@@ -164,7 +164,7 @@ class _Estimator:
         if not any(task.flight for task in tasks):
             return replace(total, step_s=compute_s, compute_s=compute_s + min(slowed_s, 0.0))
         orders = [list_schedule(problem, rule) for rule in _RULES]
-        timed = ((outcome(problem, order).seconds, order) for order in orders)
+        timed = ((order_outcome(problem, order).seconds, order) for order in orders)
         step_s, order = min(timed, key=lambda one: one[0])
         wire_s = sum(task.flight.seconds for task in tasks if task.flight)
         hidden = 1 - min((step_s - compute_s) / wire_s, 1.0) if wire_s else 0.0
@@ -194,7 +194,7 @@ class _Estimator:
         sms = self._cost.share(c.kind, c.bytes_moved, group).sms
         return NETWORK if group.domains > 1 else NVLINK, seconds, sms
 
-    def _kernel_s(self, asked: Work) -> float:
+    def _kernel_s(self, asked: KernelWork) -> float:
         """Seconds of a kernel; one whose dtype has no price takes as long as its bytes."""
         moved_bytes, matmuls_s = asked.memory_bytes, 0.0
         for m in asked.matmuls:
@@ -246,15 +246,15 @@ class _Kernels:
             for operand in i.operands:
                 self._users[operand.partition("#")[0]].append(i)
 
-    def work(self, i: hlo.Instruction) -> Work:
+    def work(self, i: hlo.Instruction) -> KernelWork:
         """What an instruction's kernel does; nothing, where it is part of another's."""
         if i.opcode in _FREE:
-            return Work()
+            return KernelWork()
         if i.opcode in _OWN_KERNELS:
             return work(self._module, i, self._shapes)
         if not self._ends(i) or self._adds_to_matmul(i):
-            return Work()
-        return Work(memory_bytes=self._written(i) + sum(self._read(i)))
+            return KernelWork()
+        return KernelWork(memory_bytes=self._written(i) + sum(self._read(i)))
 
     def _adds_to_matmul(self, i: hlo.Instruction) -> bool:
         """Whether an instruction adds to a matmul that nobody else reads, as cuBLAS itself does."""

@@ -116,7 +116,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OrderOutcome:
     """What an order comes to.
 
     Attributes:
@@ -130,7 +130,7 @@ class Outcome:
     bare: tuple[int, ...]
 
 
-def outcome(problem: Problem, order: Sequence[int]) -> Outcome:
+def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
     """Seconds and peak memory of an order. Each lane carries one collective at a time."""
     clock, memory = _Clock(), _Memory(problem)
     matmuls, bare, at = 0, list[int](), dict[int, int]()
@@ -142,7 +142,7 @@ def outcome(problem: Problem, order: Sequence[int]) -> Outcome:
         at[index] = matmuls
         if task.awaits is not None and at[task.awaits] == matmuls:
             bare.append(task.awaits)
-    return Outcome(max(clock.now, *clock.busy_until.values(), 0.0), memory.peak, tuple(bare))
+    return OrderOutcome(max(clock.now, *clock.busy_until.values(), 0.0), memory.peak, tuple(bare))
 
 
 def on_the_way(problem: Problem, order: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ from jaxoverlap.cost.model import ALONE, CostModel
 from jaxoverlap.passes.scheduling.buffers import buffers, leaves, root
 from jaxoverlap.passes.scheduling.list_schedule import (
     Flight,
-    Outcome,
+    OrderOutcome,
     Problem,
     Rule,
     Task,
@@ -28,11 +28,11 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     earlier,
     list_schedule,
     on_the_way,
-    outcome,
+    order_outcome,
 )
 from jaxoverlap.passes.scheduling.memory_limits import CALLS, rooms
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.replay import Prices
+from jaxoverlap.simulation.replay import ModuleCosts
 
 SAME = 1e-4  # of some seconds: by less than that no prediction tells two orders apart
 _LEADS = (1.0, 2.0, 8.0, float("inf"))
@@ -40,7 +40,7 @@ _NAMES = re.compile(r"%?([\w.\-]+)")
 
 
 @dataclass(frozen=True)
-class Order:
+class NewOrder:
     """A computation's new order.
 
     Attributes:
@@ -49,13 +49,13 @@ class Order:
     """
 
     names: tuple[str, ...]
-    before: Outcome
-    after: Outcome
+    before: OrderOutcome
+    after: OrderOutcome
 
 
 def schedule(
     module: hlo.Module, cost: CostModel, *, slack: float = 0.0, in_flight: int = 8
-) -> dict[str, Order]:
+) -> dict[str, NewOrder]:
     """Orders for the computations of a module that are faster than XLA's.
 
     Args:
@@ -67,7 +67,7 @@ def schedule(
     Returns:
         By computation; where XLA's is as good, or nothing is started, there is none.
     """
-    walk = _Walk(module, Prices(module, cost), slack, in_flight)
+    walk = _Walk(module, ModuleCosts(module, cost), slack, in_flight)
     walk.outcome(module.entry)
     return walk.orders
 
@@ -75,29 +75,29 @@ def schedule(
 class _Walk:
     """Through a module, innermost computations first."""
 
-    def __init__(self, module: hlo.Module, prices: Prices, slack: float, in_flight: int):
+    def __init__(self, module: hlo.Module, prices: ModuleCosts, slack: float, in_flight: int):
         self._module, self._prices, self._in_flight = module, prices, in_flight
         self._buffers = functools.cache(functools.partial(buffers, module))
         self._rooms = rooms(module, self._buffers, slack)
-        self._known: dict[str, Outcome] = {}
-        self.orders: dict[str, Order] = {}
+        self._known: dict[str, OrderOutcome] = {}
+        self.orders: dict[str, NewOrder] = {}
 
-    def outcome(self, computation: str) -> Outcome:
+    def outcome(self, computation: str) -> OrderOutcome:
         """What a computation comes to, in the better order."""
         if computation not in self._known:
             self._known[computation] = self._reorder(computation)
         return self._known[computation]
 
-    def _reorder(self, computation: str) -> Outcome:
+    def _reorder(self, computation: str) -> OrderOutcome:
         problem = self._problem(computation)
-        before = outcome(problem, range(len(problem.tasks)))
+        before = order_outcome(problem, range(len(problem.tasks)))
         if not any(task.flight for task in problem.tasks):
             return before
         order, after = best(problem, self._rooms[computation], self._in_flight)
         if order != range(len(problem.tasks)):
             body = self._module.body(computation)
             names = tuple(body[i].name for i in order)
-            self.orders[computation] = Order(names, before, after)
+            self.orders[computation] = NewOrder(names, before, after)
             return after
         return before
 
@@ -139,10 +139,12 @@ class _Walk:
         return Task()
 
 
-_Found = tuple[Sequence[int], Outcome]
+_Found = tuple[Sequence[int], OrderOutcome]
 
 
-def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence[int], Outcome]:
+def best(
+    problem: Problem, ceiling_bytes: int, in_flight: int
+) -> tuple[Sequence[int], OrderOutcome]:
     """The fastest of XLA's order and those of some rules that stay under the ceiling.
 
     Of those that are equally fast, the one with most collectives beside a matmul; then that of
@@ -150,13 +152,13 @@ def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence
     before a matmul already, where that costs no time.
     """
     xla = range(len(problem.tasks))
-    found: list[_Found] = [(xla, outcome(problem, xla))]
+    found: list[_Found] = [(xla, order_outcome(problem, xla))]
     lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
     for turn in get_args(Turn):
         for leads in itertools.product(_LEADS, repeat=len(lanes)):
             rule = Rule(dict(zip(lanes, leads, strict=True)), turn, in_flight, ceiling_bytes)
             order = list_schedule(problem, rule)
-            found.append((order, outcome(problem, order)))
+            found.append((order, order_outcome(problem, order)))
     unit = found[0][1].seconds * SAME or 1.0
 
     def cost(one: _Found) -> tuple[int, int, int]:
@@ -170,11 +172,11 @@ def best(problem: Problem, ceiling_bytes: int, in_flight: int) -> tuple[Sequence
     for start in chosen[1].bare:
         order = earlier(problem, chosen[0], start)
         if on_the_way(problem, order) <= in_flight:
-            chosen = cheapest([chosen, (order, outcome(problem, order))])
+            chosen = cheapest([chosen, (order, order_outcome(problem, order))])
     return chosen
 
 
-def reordered(module: hlo.Module, orders: Mapping[str, Order]) -> hlo.Module:
+def reordered(module: hlo.Module, orders: Mapping[str, NewOrder]) -> hlo.Module:
     """The module with its computations in other orders."""
     computations = dict(module.computations)
     for name, order in orders.items():

@@ -20,8 +20,8 @@ from jaxoverlap._jax import xla_schedule
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.passes.scheduling.reorder import SAME, Order, reordered, schedule
-from jaxoverlap.passes.scheduling.source_lines import Frames
+from jaxoverlap.passes.scheduling.reorder import SAME, NewOrder, reordered, schedule
+from jaxoverlap.passes.scheduling.source_lines import SourceLines
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import replay
 from jaxoverlap.simulation.timeline import Timeline
@@ -62,12 +62,12 @@ class Scheduled:
     """
 
     cluster: str
-    orders: Mapping[str, Order]
+    orders: Mapping[str, NewOrder]
     xla: Timeline | None
     step: Timeline | None
     reason: str
     seconds: float
-    frames: Frames | None = field(default=None, repr=False)
+    frames: SourceLines | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         if self.xla is None or self.step is None:
@@ -92,7 +92,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _row(name: str, order: Order) -> tuple[str, ...]:
+def _row(name: str, order: NewOrder) -> tuple[str, ...]:
     before, after = order.before, order.after
     return (
         name,
@@ -113,7 +113,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-class Scheduling:
+class SchedulerCallback:
     """The pass for one compilation: XLA asks for orders, and `report` tells what came of it."""
 
     def __init__(self, options: Scheduler, cost: CostModel):
@@ -129,7 +129,7 @@ class Scheduling:
         xla = replay(module, cost)
         kept, step, reason = _faster(module, found, xla, cost)
         taken = time.perf_counter() - began
-        frames = Frames.of(text) if kept else None
+        frames = SourceLines.of(text) if kept else None
         self.report = Scheduled(str(cost.cluster), kept, xla, step, reason, taken, frames)
         return {name: order.names for name, order in kept.items()}
 
@@ -143,15 +143,15 @@ class Scheduling:
 
 
 def _faster(
-    module: hlo.Module, found: Mapping[str, Order], xla: Timeline, cost: CostModel
-) -> tuple[dict[str, Order], Timeline, str]:
+    module: hlo.Module, found: Mapping[str, NewOrder], xla: Timeline, cost: CostModel
+) -> tuple[dict[str, NewOrder], Timeline, str]:
     """All orders but those without which the step is faster; the step; and why none, if so.
 
     An order is found for one computation alone, and without contention: what hides more of its
     collectives may slow the matmuls beside them by as much.
     """
 
-    def replayed(orders: Mapping[str, Order]) -> Timeline:
+    def replayed(orders: Mapping[str, NewOrder]) -> Timeline:
         return replay(reordered(module, orders), cost) if orders else xla
 
     if not found:
@@ -170,7 +170,7 @@ def _faster(
 
 
 @dataclass(frozen=True)
-class Ordering:
+class SchedulerPass:
     """The scheduler pass of a step, for as many compilations as there are.
 
     Attributes:
@@ -189,14 +189,14 @@ class Ordering:
         return {**params, "name": self.name}
 
     @contextmanager
-    def compiling(self) -> Iterator[Scheduling]:
+    def compiling(self) -> Iterator[SchedulerCallback]:
         """While this lasts, XLA asks for the order of modules of this name."""
-        scheduling = Scheduling(self.options, self.cost)
+        scheduling = SchedulerCallback(self.options, self.cost)
         with xla_schedule.reordering(re.sub(r"[^\w.-]", "_", self.name), scheduling):
             yield scheduling
 
 
-def ordering_for(name: str, cost: CostModel, options: Scheduler) -> Ordering:
+def scheduler_pass_for(name: str, cost: CostModel, options: Scheduler) -> SchedulerPass:
     """The scheduler pass for a step."""
     depends = hashlib.sha256(f"{options} {cost}".encode() + source_hash())
-    return Ordering(f"{name}_{depends.hexdigest()[:8]}", options, cost)
+    return SchedulerPass(f"{name}_{depends.hexdigest()[:8]}", options, cost)

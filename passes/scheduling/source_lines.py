@@ -16,7 +16,7 @@ _NAME = re.compile(r"  (?:ROOT )?%?([\w.\-]+) = ")
 
 
 @dataclass(frozen=True)
-class Frames:
+class SourceLines:
     """The stack frames of a module's text.
 
     Attributes:
@@ -28,7 +28,7 @@ class Frames:
     ids: dict[str, str]
 
     @classmethod
-    def of(cls, text: str) -> Frames:
+    def of(cls, text: str) -> SourceLines:
         """Read them off a text that has them right."""
         lines = text.splitlines()
         ids = {}

@@ -23,7 +23,7 @@ from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.profit import SLICES, chunk, whole
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.plan.plan import Plan, Variant
-from jaxoverlap.simulation.hlo_work import Work
+from jaxoverlap.simulation.hlo_work import KernelWork
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import Timeline
 from jaxoverlap.tuning.lagom.model import CHUNK_BYTES, Communication, Computation, Makespan, Space
@@ -79,20 +79,22 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
         source,
         ways,
         Communication(kind, sent, group, runs, space=space, ring=devices),
-        Computation(Work(tuple(whole(m) for m in ring.members)), runs, cut),
+        Computation(KernelWork(tuple(whole(m) for m in ring.members)), runs, cut),
     )
 
 
-def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[Work, ...]:
+def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[KernelWork, ...]:
     """Of one piece: each member's matmul, and what is copied for it."""
     layouts = [member.layout for member in members]
     hops = all(layout and pieces >= layout.ring.axis_size for layout in layouts)
     chunks = [chunk(member, pieces, arrives, sums=hops) for member in members]
-    return tuple(work for m, copied in chunks for work in (Work((m,)), Work(memory_bytes=copied)))
+    return tuple(
+        work for m, copied in chunks for work in (KernelWork((m,)), KernelWork(memory_bytes=copied))
+    )
 
 
 @dataclass(frozen=True)
-class Granularity:
+class GranularityModel:
     """The sites of a step in the unified model.
 
     Attributes:
@@ -171,7 +173,9 @@ class Granularity:
         return {site.number: place for place, site in enumerate(self.sites)}
 
 
-def granularity(sites: Sequence[Site], rules: Plan, step: Timeline, cost: CostModel) -> Granularity:
+def granularity(
+    sites: Sequence[Site], rules: Plan, step: Timeline, cost: CostModel
+) -> GranularityModel:
     """The sites of a step, beside all else that its schedule by rules has.
 
     Args:
@@ -181,8 +185,8 @@ def granularity(sites: Sequence[Site], rules: Plan, step: Timeline, cost: CostMo
         cost: of the cluster.
     """
     if not sites:
-        return Granularity()
-    model = Granularity(tuple(sites), _problem(sites, (), 0.0, cost))
+        return GranularityModel()
+    model = GranularityModel(tuple(sites), _problem(sites, (), 0.0, cost))
     cut = {d.site: d.variant for d in rules.decisions if d.site == d.ring}
     whole_ones = {site.source for site in sites if site.number not in cut}
     plain = Variant("plain")
@@ -206,6 +210,8 @@ def _problem(
 ) -> Makespan:
     """The sites, each followed by an equal part of the other kernels, which are bound by memory."""
     part = int(left_s / len(sites) * cost.tables.memory.bytes_per_s)
-    computations = [c for site in sites for c in (site.computation, Computation(Work((), part)))]
+    computations = [
+        c for site in sites for c in (site.computation, Computation(KernelWork((), part)))
+    ]
     theirs = (replace(site.communication, site=2 * i) for i, site in enumerate(sites))
     return Makespan(cost, (*theirs, *others), tuple(computations))

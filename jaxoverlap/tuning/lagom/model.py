@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 from jaxoverlap.cost import nccl
 from jaxoverlap.cost.model import ALONE, PERMUTE, Channels, CostModel, Group, Sent, Share
 from jaxoverlap.passes.planning.profit import pair
-from jaxoverlap.simulation.hlo_work import Matmul, Work
+from jaxoverlap.simulation.hlo_work import KernelWork, MatmulKernel
 from jaxoverlap.simulation.replay import attention_s, memory_s
-from jaxoverlap.tuning.lagom.search import Config, Outcome, Place
+from jaxoverlap.tuning.lagom.search import Config, ModelledStep, Place
 
 # What chunks take of L2 at most, however many are under way. The one fitted number: with it NCCL's
 # default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.2%, where Lagom's authors
@@ -133,9 +133,9 @@ class Computation:
             each matmul's rows.
     """
 
-    work: Work
+    work: KernelWork
     runs: int = 1
-    cut: tuple[tuple[int, tuple[Work, ...]], ...] = ()
+    cut: tuple[tuple[int, tuple[KernelWork, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Makespan:
         """NCCL's own channels and chunks, in one piece, as near as the spaces come to them."""
         return tuple(c.space.near(self._nccl(c)) for c in self.communications)
 
-    def measure(self, config: Config) -> Outcome:
+    def measure(self, config: Config) -> ModelledStep:
         """The step's seconds with these settings. Nothing is slowed by contention but kernels."""
         windows, head_s, tail_s = [], 0.0, 0.0
         each_s = tuple(self.seconds(j, place) for j, place in enumerate(config))
@@ -186,7 +186,7 @@ class Makespan:
             windows.append((1 - bare) * each_s[j])
         communication_s, computation_s = sum(each_s), self._beside(config, windows, times)
         step_s = max(communication_s + tail_s, computation_s + head_s)
-        return Outcome(communication_s, computation_s, step_s, each_s)
+        return ModelledStep(communication_s, computation_s, step_s, each_s)
 
     def _beside(self, config: Config, windows: list[float], times: list[float]) -> float:
         """Seconds of all computations, window by window of what runs beside them."""
@@ -279,7 +279,7 @@ class _Prices:
         most = _MOST_OF_L2 * self.cost.cluster.chip.l2_bytes
         return _Beside(share, min(channels.count * channels.chunk_bytes, most))
 
-    def _kernel_s(self, work: Work, beside: _Beside | None) -> float:
+    def _kernel_s(self, work: KernelWork, beside: _Beside | None) -> float:
         """A kernel is bound by its matmuls or by its bytes, as in `jaxoverlap/simulation/replay.py`."""
         matmuls = sum(self._matmul_s(m, beside) for m in work.matmuls)
         share = beside.share if beside else ALONE
@@ -289,7 +289,7 @@ class _Prices:
             return matmuls
         return max(matmuls, memory_s(self.cost, work, share))
 
-    def _matmul_s(self, m: Matmul, beside: _Beside | None) -> float:
+    def _matmul_s(self, m: MatmulKernel, beside: _Beside | None) -> float:
         """A part of a matmul's time is memory's; the rest grows by waves, that by lost L2 and rate.
 
         A tenth of the memory's rate is left at least, as in `CostModel`.
@@ -307,11 +307,13 @@ class _Prices:
         grows = has / had * rate / left
         return alone_s + waves_s * (1 - in_memory_s / alone_s) + in_memory_s * (grows - 1)
 
-    def _in_pieces(self, work: Work, cut: tuple[Work, ...] | None, pieces: int) -> float:
+    def _in_pieces(
+        self, work: KernelWork, cut: tuple[KernelWork, ...] | None, pieces: int
+    ) -> float:
         if pieces == 1 or not work.matmuls:
             return 1.0
         if cut is None:
-            cut = tuple(Work((replace(m, m=-(-m.m // pieces)),)) for m in work.matmuls)
+            cut = tuple(KernelWork((replace(m, m=-(-m.m // pieces)),)) for m in work.matmuls)
         return pieces * sum(self.kernel_s(w, None) for w in cut) / self.kernel_s(work, None)
 
 
@@ -320,7 +322,7 @@ def _of(sent: Sent, channels: Channels) -> Channels | None:
     return None if sent[0] == PERMUTE else channels
 
 
-def memory_traffic(m: Matmul, cache_bytes: float) -> float:
+def memory_traffic(m: MatmulKernel, cache_bytes: float) -> float:
     """Bytes that a matmul reads and writes in memory, with so large a cache: the least possible.
 
     2 m n k / sqrt(S) elements for a cache of S elements, and no less than operands and result.

@@ -32,7 +32,7 @@ Config = tuple[Place, ...]  # of all communications
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ModelledStep:
     """What a step takes with some settings.
 
     Attributes:
@@ -69,7 +69,7 @@ class Problem(Protocol):
         """What communications have if nobody chooses."""
         ...
 
-    def measure(self, config: Config) -> Outcome:
+    def measure(self, config: Config) -> ModelledStep:
         """The outcome of a config; the same for the same config."""
         ...
 
@@ -85,7 +85,7 @@ class Tried:
     """
 
     config: Config
-    outcome: Outcome
+    outcome: ModelledStep
     walk: str
     better: bool
 
@@ -100,7 +100,7 @@ class Found:
     """
 
     config: Config
-    outcome: Outcome
+    outcome: ModelledStep
     trace: tuple[Tried, ...]
 
     @property
@@ -159,11 +159,11 @@ class _Walk:
 
     def __init__(self, problem: Problem, stop: Callable[[], bool]):
         self.problem, self.stop = problem, stop
-        self.seen: dict[Config, Outcome] = {}
+        self.seen: dict[Config, ModelledStep] = {}
         self.trace: list[Tried] = []
         self.best: Config = ()
 
-    def measure(self, config: Config, walk: str, than: Outcome | None = None) -> Outcome:
+    def measure(self, config: Config, walk: str, than: ModelledStep | None = None) -> ModelledStep:
         """Measure what was not yet; `than`: what it has to beat for the walk to go on from it."""
         if config not in self.seen:
             if self.seen and self.stop():
@@ -188,8 +188,8 @@ class _Walk:
         config: Config,
         walk: str,
         by: int,
-        goes_on: Callable[[Outcome], bool],
-        priority: Callable[[Outcome, Outcome, int], float],
+        goes_on: Callable[[ModelledStep], bool],
+        priority: Callable[[ModelledStep, ModelledStep, int], float],
     ) -> None:
         now = self.measure(config, walk)
         axis = [0] * len(config)
@@ -236,7 +236,7 @@ class _Walk:
         return self.best != before
 
 
-def _key(outcome: Outcome) -> tuple[float, float]:
+def _key(outcome: ModelledStep) -> tuple[float, float]:
     """What is made small; of equal steps the one that slows computation less."""
     return outcome.step_s, outcome.computation_s
 
@@ -253,13 +253,13 @@ def _placed(config: Config, j: int, axis: int, to: int) -> Config:
     return (*config[:j], place, *config[j + 1 :])
 
 
-def _lost_per_second_gained(now: Outcome, then: Outcome, j: int) -> float:
+def _lost_per_second_gained(now: ModelledStep, then: ModelledStep, j: int) -> float:
     """H_j: smallest first; infinite where nothing is gained."""
     gained_s = now.each_s[j] - then.each_s[j]
     return (then.computation_s - now.computation_s) / gained_s if gained_s > 0 else math.inf
 
 
-def _gained_per_second_lost(now: Outcome, then: Outcome, j: int) -> float:
+def _gained_per_second_lost(now: ModelledStep, then: ModelledStep, j: int) -> float:
     """H_j of the way down, its sign turned: what gains the most computation is the smallest."""
     lost_s = then.each_s[j] - now.each_s[j]
     gained_s = now.computation_s - then.computation_s
