@@ -24,9 +24,9 @@ from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_colle
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
 from jaxoverlap.step.choice import decided, rival_of
+from jaxoverlap.step.context import mesh_of, prepare
 from jaxoverlap.step.never_slower import predicted
 from jaxoverlap.step.options import OnError, Options
-from jaxoverlap.step.pipeline import mesh_of, prepare
 from jaxoverlap.step.processes import agreed, processes_of
 from jaxoverlap.step.program import StepProgram, agree, pass_result, step_program, tell
 from jaxoverlap.step.stages import Lowered

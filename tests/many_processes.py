@@ -28,7 +28,7 @@ from jaxoverlap.hardware import hosts
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.analysis import mesh as mesh_of_step
 from jaxoverlap.passes.rewriting import rewrite
-from jaxoverlap.step.pipeline import groups_of
+from jaxoverlap.step.context import groups_of
 
 DEVICES, STEPS = 4, 3
 HIDDEN, FF, ROWS = 16, 32, 16

@@ -15,6 +15,7 @@ from jaxoverlap._util.text import human_bytes
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide, matmul_of, source_of
+from tests.support.terms import terms_of
 
 AXES = {"data": 2, "model": 4}
 NO, D, M = (), ("data",), ("model",)
@@ -37,7 +38,7 @@ def dots(found: Sequence[Body]) -> list[Dot]:
 
 def one(lhs, rhs, out, *, x=(16, 32), w=(32, 64), dtype="float32", fn=matmul, axes=AXES, **options):
     found = found_in(fn, x, w, dtype=dtype)
-    (entry,), sharings = decide(found, {0: Read(lhs, rhs, out)}, axes, **options)
+    (entry,), sharings = decide(found, {0: Read(lhs, rhs, out)}, terms_of(axes, **options))
     (sharing,) = sharings.values()
     ringed = [m.dot.index for ring in sharing.rings for m in ring.members]
     assert ringed == ([0] if isinstance(entry, Decision) else [])
@@ -111,7 +112,7 @@ def test_every_matmul_gets_an_entry_in_order():
 
     found = found_in(step, (16, 32), (32, 64))
     gather = ((M, NO), (NO, M), (NO, M))
-    entries, sharings = decide(found, {0: Read(*gather), 2: Read(*((NO, NO),) * 3)}, AXES)
+    entries, sharings = decide(found, {0: Read(*gather), 2: Read(*((NO, NO),) * 3)}, terms_of(AXES))
     assert [e.site for e in entries] == [0, 1, 2]
     assert [type(e) for e in entries] == [Decision, Skip, Skip]
     assert [getattr(e, "reason", "") for e in entries[1:]] == [
@@ -191,7 +192,7 @@ def test_opaque_bodies():
     def step(x, w):
         return lax.custom_linear_solve(lambda v: x @ v, w[:, 0], lambda _, b: b, symmetric=True)
 
-    entries, sharings = decide(found_in(step, (32, 32), (32, 4)), {}, AXES)
+    entries, sharings = decide(found_in(step, (32, 32), (32, 4)), {}, terms_of(AXES))
     assert entries
     assert not any(s.rings or s.readers for s in sharings.values())
     assert {e.reason for e in entries} == {
@@ -256,7 +257,7 @@ def test_sources_are_named_once_each():
     sources = [source_of(dot) for dot in dots(found)]
     assert len(set(sources)) == 1 < len(sources)
     with pytest.raises(ValueError) as error:
-        decide(found, {}, AXES, skip=("none.py:1",))
+        decide(found, {}, terms_of(AXES, skip=("none.py:1",)))
     assert str(error.value).count(sources[0]) == 1
 
 

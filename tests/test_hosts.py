@@ -31,7 +31,7 @@ from jaxoverlap.passes.analysis.mesh import (
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import collectives
 from jaxoverlap.simulation.replay import group_of
-from jaxoverlap.step.pipeline import groups_of
+from jaxoverlap.step.context import groups_of
 from tests.many_processes import abstract, make_mesh, make_step, train
 from tests.test_agreement import run
 from tests.test_pods import needs_plugin

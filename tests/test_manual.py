@@ -21,6 +21,7 @@ from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots
 from jaxoverlap.passes.manual import rewrite as manual_rings
 from jaxoverlap.passes.manual.decide import decide_manual
+from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.rewriting.rewrite import rewrite
 from tests.engine import equations
 
@@ -54,7 +55,7 @@ def decided(
 ) -> tuple[list[Any], Counter]:
     """The entries of a body's matmuls, and its equations once it is rewritten."""
     jaxpr = flatten(jax.make_jaxpr(stacked(body, check))(*structs(shapes)))
-    entries, sharings = decide_manual(bodies(jaxpr), {})
+    entries, sharings = decide_manual(bodies(jaxpr), {}, Requests())
     assert sorted(entries) == [dot.index for dot in dots(jaxpr)]
     new, _ = rewrite(jaxpr, sharings, MESH)
     return [entries[i] for i in sorted(entries)], Counter(e.primitive.name for e in equations(new))

@@ -18,9 +18,11 @@ from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.rewriting import scatter_sums as scattered
-from jaxoverlap.passes.rewriting.scatter_sums import Point, exposure, points
+from jaxoverlap.passes.rewriting.rewriting import Point
+from jaxoverlap.passes.rewriting.scatter_sums import exposure, points
 from jaxoverlap.plan.plan import Remaining
 from tests.engine import assert_close, equations
+from tests.support.terms import terms_of
 
 AXES = {"data": 2, "model": 4}
 NO, D, M = (), ("data",), ("model",)
@@ -37,7 +39,7 @@ def sharings_of(spec: str, lhs, rhs, out, *, sizes=None, fn=None):
     ]
     found = bodies(jax.make_jaxpr(fn or (lambda x, w: jnp.einsum(spec, x, w)))(*structs))
     assert sum(len(body.dots) for body in found) == 1
-    return decide(found, {0: Read(lhs, rhs, out)}, AXES)[1].values()
+    return decide(found, {0: Read(lhs, rhs, out)}, terms_of(AXES))[1].values()
 
 
 TP = (D, NO, M), (M, NO), (D, NO, NO)

@@ -25,6 +25,7 @@ from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide, matmul_of
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
 from jaxoverlap.passes.planning.share import share
+from jaxoverlap.passes.planning.terms import Terms
 from tests.test_all_gather_matmul import error
 
 AXES = {"data": 2, "model": 4}
@@ -122,7 +123,7 @@ def test_three_projections_of_one_value_share_a_ring():
 
 def test_the_first_of_a_ring_has_its_bytes():
     body = body_of(qkv, X, W, W, W)
-    entries, _ = decide([body], reads([GATHER] * 3), AXES)
+    entries, _ = decide([body], reads([GATHER] * 3), Terms(AXES))
     assert all(isinstance(e, Decision) for e in entries)
     assert [e.bytes_moved for e in entries] == [BYTES, 0, 0]
     assert [e.ring for e in entries] == [0, 0, 0]
@@ -200,7 +201,7 @@ def test_a_weight_gradient_reads_what_the_forward_matmul_gathered():
     assert (reader.dot.index, reader.layout) == (1, None)
     assert reader.lhs == ring.whole
     assert ring.whole.spec == WHOLE
-    entries, _ = decide([body], reads([GATHER, (ROWS, COLUMNS, COLUMNS)]), AXES)
+    entries, _ = decide([body], reads([GATHER, (ROWS, COLUMNS, COLUMNS)]), Terms(AXES))
     assert [e.bytes_moved for e in entries if isinstance(e, Decision)] == [BYTES, 0]
     assert isinstance(entries[1], Decision)
     assert (entries[1].ring, entries[1].why) == (0, "reads what ring 0 moved")
@@ -286,7 +287,7 @@ def test_the_gradients_that_three_projections_send_back_travel_as_one():
     assert ring.kind == "reduce_scatter"
     assert ring.total is body.outvars[0]
     assert len(sharing.order.places()) == 1, "the adds are in the ring"
-    entries, _ = decide([body], reads([SCATTER] * 3), AXES)
+    entries, _ = decide([body], reads([SCATTER] * 3), Terms(AXES))
     assert [getattr(e, "bytes_moved", None) for e in entries] == [BYTES, 0, 0]
     assert [getattr(e, "why", None) for e in entries] == ["", "shares ring 0", "shares ring 0"]
 
@@ -376,7 +377,7 @@ def test_a_weight_is_gathered_once_for_the_forward_matmul_and_the_gradient():
     assert (hoist.axis, hoist.bytes_moved) == ("data", HOISTED)
     assert hoist.after.spec == COLUMNS
     assert [m.rhs for ring in sharing.rings for m in ring.members] == [hoist.after] * 2
-    entries, _ = decide([body], reads([FSDP, BACK]), AXES)
+    entries, _ = decide([body], reads([FSDP, BACK]), Terms(AXES))
     assert [getattr(e, "others", None) for e in entries] == [("data all_gather, 512 B",), ()]
 
 
@@ -385,7 +386,7 @@ def test_a_ring_and_a_gather_before_it_for_each_of_its_members():
     sharing = shared(body, FSDP, FSDP, FSDP)
     assert members(sharing) == [[0, 1, 2]]
     assert len(sharing.hoisted) == 3
-    entries, _ = decide([body], reads([FSDP] * 3), AXES)
+    entries, _ = decide([body], reads([FSDP] * 3), Terms(AXES))
     assert [getattr(e, "others", None) for e in entries] == [("data all_gather, 512 B",)] * 3
 
 
@@ -399,7 +400,7 @@ def test_a_matmul_may_have_nothing_left_but_to_read_a_weight_that_was_gathered()
     assert members(sharing) == [[0]]
     (reader,) = sharing.readers
     assert reader.rhs in sharing.hoisted
-    entries, _ = decide([body], reads([FSDP, local]), AXES)
+    entries, _ = decide([body], reads([FSDP, local]), Terms(AXES))
     assert getattr(entries[1], "why", None) == "reads what the all_gather on data moved"
 
 
@@ -481,7 +482,7 @@ def test_whatever_the_shardings_each_matmul_is_somewhere_once():
     found = {"shared": 0, "summed": 0, "kept": 0, "hoisted": 0}
     for seed in range(30):
         body, given = random_body(random.Random(seed))
-        entries, sharings = decide([body], reads(given), AXES)
+        entries, sharings = decide([body], reads(given), Terms(AXES))
         sharing = sharings.get(body.index) or Sharing(EquationOrder(body.eqns))
         check(sharing, body)
         found["shared"] += any(len(r.members) > 1 and r.total is None for r in sharing.rings)

@@ -14,6 +14,7 @@ from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
 from jaxoverlap.passes.planning.profit import RingCosts, local_sizes
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.plan.plan import Decision, Skip, Variant
+from tests.support.terms import terms_of
 from tests.test_decide import NO, M, Read, matmul
 
 AXES = {"model": 8}
@@ -38,14 +39,14 @@ def decided(
     inner = inner or width
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, inner), (inner, width))]
     found = bodies(jax.make_jaxpr(matmul)(*shapes))
-    (entry,), sharings = decide(found, {0: Read(*specs)}, AXES, prices=prices, **options)
+    (entry,), sharings = decide(found, {0: Read(*specs)}, terms_of(AXES, prices=prices, **options))
     return entry, [ring for sharing in sharings.values() for ring in sharing.rings]
 
 
 @pytest.mark.parametrize("specs", [GATHER, SCATTER, SUM])
 def test_a_large_matmul_is_cut_and_a_small_one_left_alone(specs):
     large, (ring,) = decided(specs, 32768)
-    assert isinstance(large, Decision) and NVLINK.loss(ring, ring.variant) == ""
+    assert isinstance(large, Decision) and NVLINK.why_unprofitable(ring, ring.variant) == ""
     small, rings = decided(specs, 64, 512)
     assert isinstance(small, Skip) and not rings
     least, plain = re.findall(r"(\d+) µs", small.reason)
@@ -88,11 +89,11 @@ def test_sums_between_hosts_are_scattered_whole_in_two_slices():
 
 def test_a_ring_that_keeps_its_value_for_others_and_dtypes_without_a_price_stay():
     ring = ring_of(GATHER, 65536, 8192, 64)  # as attention's scores: a large result of little
-    assert NVLINK.loss(ring, Variant()).startswith("its chunks take")
+    assert NVLINK.why_unprofitable(ring, Variant()).startswith("its chunks take")
     ring.keep = True
-    assert NVLINK.loss(ring, Variant()) == ""
+    assert NVLINK.why_unprofitable(ring, Variant()) == ""
     by_nccl = RingCosts(H100, {"model": Group(8)})
-    assert by_nccl.loss(ring, Variant()).startswith("its hops take")
+    assert by_nccl.why_unprofitable(ring, Variant()).startswith("its hops take")
     assert isinstance(decided(GATHER, 64, 512, dtype="int8")[0], Decision)
 
 
@@ -101,7 +102,7 @@ def test_hops_by_nccl_are_slower_than_its_gather():
     ring = ring_of(GATHER, 32768)
     by_nccl = RingCosts(H100, {"model": Group(8)})
     assert by_nccl.hops_s(ring, Variant()) > 3 * NVLINK.hops_s(ring, Variant())
-    assert by_nccl.loss(ring, Variant()).startswith("its hops take")
+    assert by_nccl.why_unprofitable(ring, Variant()).startswith("its hops take")
 
 
 def test_what_was_asked_for_is_done():
@@ -127,7 +128,7 @@ def of_layer(aside: int, rows: int = 16384, **options):
     wide, own = ((8192, 8192), (8192, 8192)), ((aside, aside), (aside, aside))
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 8192), *wide, *own)]
     found = bodies(jax.make_jaxpr(layer)(*shapes))
-    entries, sharings = decide(found, LAYER, AXES, prices=BY_NCCL, **options)
+    entries, sharings = decide(found, LAYER, terms_of(AXES, prices=BY_NCCL, **options))
     return found, entries, [ring for sharing in sharings.values() for ring in sharing.rings]
 
 
@@ -143,7 +144,7 @@ def test_a_gather_waits_for_what_it_moves_and_not_for_the_other_operand():
 
     (body,) = bodies(jax.make_jaxpr(product)(*[jax.ShapeDtypeStruct((64, 64), "bfloat16")] * 3))
     read = {0: Read((NO, NO), (NO, M), (NO, M)), 1: Read(*GATHER)}
-    _, sharings = decide((body,), read, AXES, granularity=Variant())
+    _, sharings = decide((body,), read, terms_of(AXES, granularity=Variant()))
     (ring,) = sharings[body.index].rings
     assert ring.arrives and [d.index for d in IndependentMatmuls(body).of(ring)] == [0]
 

@@ -17,8 +17,9 @@ from jaxoverlap._jax import compat
 from jaxoverlap._util.text import warn
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import Speedup, Way
+from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Rival
-from jaxoverlap.step.pipeline import Options, mesh_of
+from jaxoverlap.step.pipeline import Options
 from jaxoverlap.step.processes import handed, processes_of
 from jaxoverlap.step.program import StepProgram, following, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request

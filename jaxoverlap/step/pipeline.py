@@ -9,26 +9,22 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
-from jaxoverlap.cost.model import CostModel, Group, cost_model, has_cost_model
-from jaxoverlap.flags import is_gpu
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
-from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.mesh import (
     axis_costs,
-    axis_domains,
-    axis_processes,
-    cluster_of,
-    find_mesh,
-    processes_of_one,
+    explicit_axes,
     unread,
 )
 from jaxoverlap.passes.planning.profit import RingCosts
+from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Ring
-from jaxoverlap.plan.plan import MadeFor, Plan
-from jaxoverlap.step.check_plan import check, cluster_for, followed, made_for
+from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.plan.plan import Plan
+from jaxoverlap.step.check_plan import followed
+from jaxoverlap.step.context import StepContext, groups_of, prepare
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.ways import Terms, overlapped
+from jaxoverlap.step.ways import overlapped
 
 
 @dataclass(frozen=True)
@@ -54,54 +50,10 @@ class PassResult:
     step_s: float | None = None
 
 
-@dataclass(frozen=True)
-class StepContext:
-    """A step that the passes have not begun with.
-
-    Attributes:
-        jaxpr: the step, flattened.
-        mesh, cluster, cost: as in `PassResult`.
-        named: the cluster, where the user or the plan names it.
-        origin: what a plan for it is made for.
-    """
-
-    jaxpr: Any
-    mesh: Mesh
-    cluster: Cluster | None
-    cost: CostModel | None
-    named: Cluster | None
-    origin: MadeFor
-
-
-def prepare(call: compat.Call, options: Options) -> StepContext:
-    """What is known of a step before anything is decided.
-
-    Raises:
-        NoMeshError: if the step has no mesh.
-        ValueError: if it has two, or one that does not fit the cluster; if the plan was made for
-            something else.
-        DisagreementError: if the cluster is not named, and a process of the mesh does not say on
-            which host it runs.
-    """
-    params, jaxpr, mesh = call.params, flatten(call.params["jaxpr"]), mesh_of(call)
-    if options.cluster is None:
-        cluster_of(mesh, options.agree_within_s)  # waits for the processes, once
-    named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
-    _check_cluster(params["name"], mesh, named)
-    origin = made_for(call, mesh, named)
-    if options.plan:
-        check(options.plan, params["name"], origin, mesh, call, jaxpr)
-    cluster = named or cluster_of(mesh)
-    cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
-    return StepContext(jaxpr, mesh, cluster, cost, named, origin)
-
-
 def run_passes(
     jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
 ) -> PassResult:
     """Rewrite a step for arguments like these.
-
-    Decides twice where sums of activations may stay scattered.
 
     Raises:
         NoMeshError: if the step has no mesh.
@@ -110,58 +62,26 @@ def run_passes(
         RewriteError: if a pass fails.
         DisagreementError: as `prepare`.
     """
-    start = prepare(call, options)
+    step = prepare(call, options)
     if options.plan and options.plan.plain:
         jaxpr = call.params["jaxpr"]
-        return PassResult(options.plan, jaxpr, start.mesh, start.cluster, start.cost)
-    prices = start.cost and RingCosts(start.cost, groups_of(start.mesh, start.named))
-    done = overlapped(
-        None if unread(start.mesh) else jitted.trace(*args, **kwargs),
-        start.jaxpr,
-        call.params,
-        Terms(start.mesh, axis_costs(start.mesh, start.named), prices, options),
-    )
-    plan = msgspec.structs.replace(done.plan, made_for=start.origin)
+        return PassResult(options.plan, jaxpr, step.mesh, step.cluster, step.cost)
+    traced = None if unread(step.mesh) else jitted.trace(*args, **kwargs)
+    done = overlapped(step, traced, _terms(step, options), options)
+    plan = msgspec.structs.replace(done.plan, made_for=step.origin)
     if options.plan:
         plan = followed(options.plan, plan)
-    return PassResult(
-        plan, done.jaxpr, start.mesh, start.cluster, start.cost, done.rings, done.step_s
+    return PassResult(plan, done.jaxpr, step.mesh, step.cluster, step.cost, done.rings, done.step_s)
+
+
+def _terms(step: StepContext, options: Options) -> Terms:
+    """The terms of all decisions on a step."""
+    return Terms(
+        axis_sizes=dict(step.mesh.shape),
+        requests=Requests(options.skip, options.granularity, options.choices, options.alone),
+        costs=axis_costs(step.mesh, step.named),
+        prices=step.cost and RingCosts(step.cost, groups_of(step.mesh, step.named)),
+        prefetch=options.fsdp == "prefetch",
+        explicit=explicit_axes(step.mesh),
+        unread=unread(step.mesh),
     )
-
-
-def mesh_of(call: compat.Call) -> Mesh:
-    """The mesh of a step, as it is called.
-
-    Raises:
-        NoMeshError: if there is none.
-        ValueError: if there are two.
-    """
-    params = call.params
-    jaxpr = params["jaxpr"]
-    places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
-    return find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
-
-
-def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
-    """Who takes part in a collective along each mesh axis; permutes in one process are copies."""
-    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh, cluster)
-    return {
-        axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)
-        for axis, size in mesh.shape.items()
-    }
-
-
-def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
-    if cluster is not None and mesh.size != cluster.num_devices:
-        raise UserError(
-            f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
-            f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
-            "size, or name the cluster that the mesh is for"
-        )
-    if cluster is not None and is_gpu(mesh) and (found := processes_of_one(mesh, cluster)) > 1:
-        raise UserError(
-            f"{name} runs on a mesh where {cluster.gpus_per_process} GPUs that cluster {cluster} "
-            f"has in one process are in {found}, which cannot copy from each other: say after a "
-            "slash how many processes a host runs, as in 'h100-sxm:8x8/8', or in "
-            f"Cluster(processes_per_host=); here {cluster.processes_per_host * found}"
-        )

@@ -25,8 +25,9 @@ from jaxoverlap.passes.scheduling.scheduler import SchedulerPass, scheduler_pass
 from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.step.check_plan import facts_of
+from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import PassResult, mesh_of, run_passes
+from jaxoverlap.step.pipeline import PassResult, run_passes
 from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
 from jaxoverlap.step.trial import Request
 

@@ -2,9 +2,9 @@
 
 The rules decide which matmuls get rings; by themselves they cannot know what else a step does at
 the time. So each way is rewritten, partitioned (`passes/analysis/partitioned.py`) and estimated
-(`passes/scheduling/estimate.py`), and the fastest is taken; the step without any ring is one of them. A way
-whose results would lie in another way than the plain step's, or that could not donate what that
-donates, is none.
+(`passes/scheduling/estimate.py`), and the fastest is taken; the step without any ring is one of
+them. A way whose results would lie in another way than the plain step's, or that could not donate
+what that donates, is none.
 """
 
 from __future__ import annotations
@@ -12,57 +12,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.jaxprs import bodies
-from jaxoverlap.passes.analysis.mesh import explicit_axes, unread
 from jaxoverlap.passes.analysis.partitioned import (
     Picture,
     Shardings,
     collectives_of_sites,
     partitioned,
 )
-from jaxoverlap.passes.manual.decide import decide_manual
+from jaxoverlap.passes.manual.decide import ManualSharing, decide_manual
 from jaxoverlap.passes.planning.decide import decide
-from jaxoverlap.passes.planning.profit import RingCosts
-from jaxoverlap.passes.planning.ring_plan import Ring
+from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
+from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
 from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
 from jaxoverlap.passes.rewriting.prefetch import prefetch
 from jaxoverlap.passes.rewriting.rewrite import rewrite
+from jaxoverlap.passes.rewriting.rewriting import Point, Rewriting
 from jaxoverlap.passes.rewriting.scatter_sums import (
-    Point,
-    Rewriting,
+    Decide,
     points,
     scatter_sums,
     with_sums_scattered,
 )
 from jaxoverlap.passes.scheduling.estimate import estimate
-from jaxoverlap.plan.decisions import LEFT_PLAIN
+from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip
 from jaxoverlap.plan.plan import Plan, ScatteredSum
+from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 
 _GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What all decisions on a step go by.
-
-    Attributes:
-        mesh: the step's mesh.
-        costs: of a byte along each mesh axis, from `mesh.axis_costs`.
-        prices: of rings on the cluster, where that is known.
-        options: what was asked for.
-    """
-
-    mesh: Mesh
-    costs: Mapping[str, float]
-    prices: RingCosts | None
-    options: Options
 
 
 @dataclass(frozen=True)
@@ -84,150 +67,113 @@ class Way:
 
 
 def overlapped(
-    traced: jax.stages.Traced | None, jaxpr: Any, params: dict[str, Any], terms: Terms
+    step: StepContext, traced: jax.stages.Traced | None, terms: Terms, options: Options
 ) -> Way:
     """The fastest way to run a step, as far as can be told before it is compiled.
 
     Args:
-        traced: the step; None where its shardings cannot be read.
-        jaxpr: the step, flattened.
-        params: of its jit equation.
+        step: the step.
+        traced: the same; None where its shardings cannot be read.
         terms: to decide by.
+        options: what was asked for.
 
     Raises:
         RewriteError: if XLA does not partition the step, or a pass fails on it.
     """
-    name, mesh = params["name"], terms.mesh
     if traced is None:
-        return _finished(name, _decided(jaxpr, {}, terms), terms)
-    plain = partitioned(traced, jaxpr, mesh)
-    pinned = pin_results(jaxpr, open_results(params, plain.results, mesh), mesh)
-    if terms.prices is not None and terms.options.chooses:
-        return _fastest(name, jaxpr, plain, _Ways(traced, pinned, plain, terms))
-    way = _finished(name, _by_bytes(traced, pinned, plain, terms), terms)
-    if not way.plan.decisions and not way.plan.scattered:
-        return replace(way, jaxpr=jaxpr)
-    after = partitioned(traced, way.jaxpr, mesh, ask=False)
-    if changed := _changed(plain, after):
-        return _left_alone(way, jaxpr, changed)
-    if terms.prices is None:
-        return way
-    return replace(way, step_s=estimate(after.module, terms.prices.cost).step_s)
-
-
-def _by_bytes(traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms) -> Rewriting:
-    """What is decided: with the sums scattered that are asked for, or as leaves less exposed."""
-    mesh, sums = terms.mesh, terms.options.sums
-
-    def decided(jaxpr: Any, picture: Picture) -> Rewriting:
-        return _decided(jaxpr, picture.shardings, terms)
-
-    if sums is None:
-        return scatter_sums(traced, decided(jaxpr, plain), decided, mesh, terms.costs)
-    where = {s.site: Point(s.dim, s.axes) for s in sums}
-    if not where:
-        return decided(jaxpr, plain)
-    return with_sums_scattered(traced, jaxpr, plain.shardings, where, decided, mesh)
-
-
-# -- by price -------------------------------------------------------------------------------------
-
-
-def _fastest(name: str, jaxpr: Any, plain: Picture, ways: _Ways) -> Way:
-    """The way that is estimated to take least; of ways that take about as long, the one before.
-
-    Args:
-        name: of the step.
-        jaxpr: the step.
-        plain: what XLA makes of it.
-        ways: to choose from.
-    """
-    cost, plain_s = ways.prices.cost, ways.plain_s
-    first, best, best_s, rings_s = None, None, plain_s * (1 - _GAIN), math.inf
-    for outcome in ways.outcomes():
-        way = _finished(name, outcome, ways.terms)
-        first = first or way
-        if not way.plan.decisions and not way.plan.scattered:
-            continue
-        after = ways.partitioned(way.jaxpr, ask=False)
-        if _changed(plain, after):
-            continue
-        way_s = estimate(after.module, cost).step_s
-        rings_s = min(rings_s, way_s) if way.plan.decisions else rings_s
-        if way_s < best_s:
-            best, best_s = replace(way, step_s=way_s), way_s
-    if best is not None:
-        return best
-    assert first is not None
-    why = f"by price the step takes {plain_s * 1e3:.4g} ms without rings"
-    why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-    return replace(_left_alone(first, jaxpr, why), step_s=plain_s)
+        return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
+    ways = _Ways(step, traced, terms, options)
+    return ways.fastest() if terms.prices and options.chooses else ways.by_bytes()
 
 
 class _Ways:
-    """The ways that the rules know for one step on a known cluster.
+    """The ways that the rules know to run one step."""
 
-    Attributes:
-        terms: to decide by.
-        prices: of rings on the cluster.
-        plain_s: how long the step takes without any, estimated.
-    """
+    def __init__(
+        self, step: StepContext, traced: jax.stages.Traced, terms: Terms, options: Options
+    ):
+        self._step, self._traced, self._terms, self._options = step, traced, terms, options
+        self._plain = partitioned(traced, step.jaxpr, step.mesh)
+        left_open = open_results(step.params, self._plain.results, step.mesh)
+        self._pinned = pin_results(step.jaxpr, left_open, step.mesh)
 
-    def __init__(self, traced: jax.stages.Traced, jaxpr: Any, plain: Picture, terms: Terms):
-        """Take a traced step, its jaxpr with pinned results, and what XLA makes of it plain."""
-        assert terms.prices is not None
-        self._traced, self._jaxpr, self._plain = traced, jaxpr, plain
-        self.terms, self.prices = terms, terms.prices
-        self.plain_s, self._priced = self._knowing(plain)
+    # -- by bytes -----------------------------------------------------------------------------
 
-    def partitioned(self, jaxpr: Any, *, ask: bool) -> Picture:
-        """What XLA makes of another jaxpr of the step."""
-        return partitioned(self._traced, jaxpr, self.terms.mesh, ask=ask)
+    def by_bytes(self) -> Way:
+        """The way that was asked for, or the rules', with sums scattered where that sends less."""
+        way = self._finished(self._by_bytes())
+        if not way.plan.decisions and not way.plan.scattered:
+            return replace(way, jaxpr=self._step.jaxpr)
+        after = self._partitioned(way.jaxpr)
+        if changed := _changed(self._plain, after):
+            return _left_alone(way, self._step.jaxpr, changed)
+        if self._terms.prices is None:
+            return way
+        return replace(way, step_s=estimate(after.module, self._terms.prices.cost).step_s)
 
-    def outcomes(self) -> Iterator[Rewriting]:
+    def _by_bytes(self) -> Rewriting:
+        mesh, sums = self._step.mesh, self._options.sums
+
+        def decided(jaxpr: Any, picture: Picture) -> Rewriting:
+            return _decided(jaxpr, picture.shardings, mesh, self._terms)
+
+        first = self._decided(self._terms)
+        if sums is None:
+            return scatter_sums(self._traced, first, decided, mesh, self._terms.costs)
+        where = {s.site: Point(s.dim, s.axes) for s in sums}
+        return self._with_sums_scattered(where, decided) if where else first
+
+    # -- by price -----------------------------------------------------------------------------
+
+    def fastest(self) -> Way:
+        """The way that is estimated to take least; of ways that take about as long, the first."""
+        assert self._terms.prices is not None
+        cost = self._terms.prices.cost
+        plain_s, priced = self._knowing(self._plain)
+        first, best, best_s, rings_s = None, None, plain_s * (1 - _GAIN), math.inf
+        for rewriting in self._all(priced):
+            way = self._finished(rewriting)
+            first = first or way
+            if not way.plan.decisions and not way.plan.scattered:
+                continue
+            after = self._partitioned(way.jaxpr)
+            if _changed(self._plain, after):
+                continue
+            way_s = estimate(after.module, cost).step_s
+            rings_s = min(rings_s, way_s) if way.plan.decisions else rings_s
+            if way_s < best_s:
+                best, best_s = replace(way, step_s=way_s), way_s
+        if best is not None:
+            return best
+        assert first is not None
+        why = f"by price the step takes {plain_s * 1e3:.4g} ms without rings"
+        why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
+        return replace(_left_alone(first, self._step.jaxpr, why), step_s=plain_s)
+
+    def _all(self, priced: Terms) -> Iterator[Rewriting]:
         """By each matmul's price; without one axis; lookups alone; with sums scattered."""
-        first = self._decided(self._priced)
+        first = self._decided(priced)
         yield first
-        for rejected in self._axis_by_axis(first):
-            yield self._decided(self._priced, rejected)
-        if explicit_axes(self.terms.mesh):
+        for rejected in _axis_by_axis(first):
+            yield self._decided(priced, rejected)
+        if priced.explicit:
             return
         if first.known:
             sites = (entry.site for entry in first.entries)
-            yield self._decided(self.terms, dict.fromkeys(sites, "the step is faster without"))
-        yield from self._with_sums_scattered()
+            yield self._decided(self._terms, dict.fromkeys(sites, "the step is faster without"))
+        every = _entries(self._pinned, self._plain.shardings, replace(self._terms, prices=None))
+        if where := points(every.sharings.values()):
+            yield self._with_sums_scattered(where, self._decided_anew)
 
-    def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Rewriting:
-        return _decided(self._jaxpr, self._plain.shardings, terms, rejected)
-
-    def _axis_by_axis(self, first: Rewriting) -> Iterator[dict[int, str]]:
-        """The matmuls whose rings run along one axis, each axis' in turn, if there are several."""
-        rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
-        axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
-        for axis in axes if len(axes) > 1 else ():
-            yield {
-                m.dot.index: f"the step is faster without rings on {axis}"
-                for ring in rings
-                if ring.first.ring.axis == axis
-                for m in ring.members
-            }
-
-    def _with_sums_scattered(self) -> Iterator[Rewriting]:
-        """The way in which sums that rings could take are scattered first, if there are any."""
-        jaxpr, shardings = self._jaxpr, self._plain.shardings
-        every, _ = _entries(jaxpr, shardings, replace(self.terms, prices=None))
-        if where := points(every[1].values()):
-
-            def decided(jaxpr: Any, picture: Picture) -> Rewriting:
-                _, terms = self._knowing(picture)
-                return _decided(jaxpr, picture.shardings, terms)
-
-            mesh = self.terms.mesh
-            yield with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
+    def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
+        """What is decided for a jaxpr by what is exposed in a picture of its own."""
+        _, terms = self._knowing(picture)
+        return _decided(jaxpr, picture.shardings, self._step.mesh, terms)
 
     def _knowing(self, picture: Picture) -> tuple[float, Terms]:
         """A step's seconds, and the terms with what is exposed of each collective left whole."""
-        estimated = estimate(picture.module, self.prices.cost)
+        assert self._terms.prices is not None
+        estimated = estimate(picture.module, self._terms.prices.cost)
         beside = collectives_of_sites(picture.module)
 
         def bare_s(ring: Ring) -> float | None:
@@ -237,8 +183,39 @@ class _Ways:
             waited_s = sum(estimated.waited_s.get(place, 0.0) for place in found)
             return waited_s / ring.members[0].dot.runs
 
-        prices = replace(self.prices, bare=bare_s)
-        return estimated.step_s, replace(self.terms, prices=prices)
+        prices = replace(self._terms.prices, bare=bare_s)
+        return estimated.step_s, replace(self._terms, prices=prices)
+
+    # -- one way ------------------------------------------------------------------------------
+
+    def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Rewriting:
+        if rejected:
+            terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
+        return _decided(self._pinned, self._plain.shardings, self._step.mesh, terms)
+
+    def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Rewriting:
+        jaxpr, shardings, mesh = self._pinned, self._plain.shardings, self._step.mesh
+        return with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
+
+    def _finished(self, rewriting: Rewriting) -> Way:
+        return _finished(self._step, rewriting, self._options)
+
+    def _partitioned(self, jaxpr: Any) -> Picture:
+        """What XLA makes of a rewritten step."""
+        return partitioned(self._traced, jaxpr, self._step.mesh, ask=False)
+
+
+def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
+    """The matmuls whose rings run along one axis, each axis' in turn, if there are several."""
+    rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
+    axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
+    for axis in axes if len(axes) > 1 else ():
+        yield {
+            m.dot.index: f"the step is faster without rings on {axis}"
+            for ring in rings
+            if ring.first.ring.axis == axis
+            for m in ring.members
+        }
 
 
 # -- what stays as it is --------------------------------------------------------------------------
@@ -268,67 +245,49 @@ def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
 # -- one way --------------------------------------------------------------------------------------
 
 
-def _decided(
-    jaxpr: Any,
-    shardings: Mapping[Any, Shardings],
-    terms: Terms,
-    rejected: Mapping[int, str] | None = None,
-) -> Rewriting:
+class _Entries(NamedTuple):
+    """What is decided on a jaxpr.
+
+    Attributes:
+        entries: what is done with each matmul.
+        sharings: what becomes of each body, and manual: of each manual one.
+    """
+
+    entries: tuple[Decision | Skip, ...]
+    sharings: Mapping[int, Sharing]
+    manual: Mapping[int, ManualSharing]
+
+
+def _entries(jaxpr: Any, shardings: Mapping[Any, Shardings], terms: Terms) -> _Entries:
+    """Decide on every matmul of a jaxpr, given how they lie."""
+    found = bodies(jaxpr)
+    entries, sharings = decide(found, shardings, terms)
+    inside, manual = decide_manual(found, shardings, terms.requests)
+    return _Entries(tuple(inside.get(e.site, e) for e in entries), sharings, manual)
+
+
+def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
     """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
-    (entries, sharings), by_hand = _entries(jaxpr, shardings, terms, rejected)
-    inside, manual = by_hand
-    entries = tuple(inside.get(entry.site, entry) for entry in entries)
-    rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, terms.mesh)
-    found, mesh = bodies(jaxpr), terms.mesh
-    known = [] if explicit_axes(mesh) else lookups(found, shardings, mesh, terms.costs)
+    entries, sharings, manual = _entries(jaxpr, shardings, terms)
+    rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
+    known = [] if terms.explicit else lookups(bodies(jaxpr), shardings, mesh, terms.costs)
     return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
 
-def _entries(
-    jaxpr: Any,
-    shardings: Mapping[Any, Shardings],
-    terms: Terms,
-    rejected: Mapping[int, str] | None = None,
-) -> tuple[Any, Any]:
-    """What `decide` and `decide_manual` say of a jaxpr."""
-    options, found = terms.options, bodies(jaxpr)
-    wanted: dict[str, Any] = {
-        "skip": options.skip,
-        "granularity": options.granularity,
-        "choices": options.choices,
-        "alone": options.alone,
-        "rejected": rejected,
-    }
-    return (
-        decide(
-            found,
-            shardings,
-            dict(terms.mesh.shape),
-            **wanted,
-            unread=unread(terms.mesh),
-            explicit=explicit_axes(terms.mesh),
-            prefetch=options.fsdp == "prefetch",
-            costs=terms.costs,
-            prices=terms.prices,
-        ),
-        decide_manual(found, shardings, **wanted),
-    )
-
-
-def _finished(name: str, outcome: Rewriting, terms: Terms) -> Way:
+def _finished(step: StepContext, rewriting: Rewriting, options: Options) -> Way:
     """The way, with gathers of scanned weights a step ahead and lookups' gradients scattered."""
-    rewritten, prefetched = outcome.rewritten, 0
-    if terms.options.fsdp == "prefetch":
-        rewritten, prefetched = prefetch(rewritten, outcome.gathered)
-    sums = outcome.sums.items()
+    rewritten, prefetched = rewriting.rewritten, 0
+    if options.fsdp == "prefetch":
+        rewritten, prefetched = prefetch(rewritten, rewriting.gathered)
+    sums = rewriting.sums.items()
     plan = Plan(
-        step=name,
-        mesh=dict(terms.mesh.shape),
-        entries=outcome.entries,
+        step=step.params["name"],
+        mesh=dict(step.mesh.shape),
+        entries=rewriting.entries,
         prefetched=prefetched,
-        scattered=tuple(lookup.entry(terms.mesh.shape) for lookup in outcome.known),
+        scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
-        fsdp=terms.options.fsdp,
+        fsdp=options.fsdp,
     )
-    rings = tuple(ring for sharing in outcome.sharings.values() for ring in sharing.rings)
-    return Way(plan, scatter(rewritten, outcome.known, terms.mesh), rings)
+    rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)
+    return Way(plan, scatter(rewritten, rewriting.known, step.mesh), rings)

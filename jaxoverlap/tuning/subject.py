@@ -14,8 +14,9 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.decide import source_of
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.plan.plan import MadeFor, Plan, Variant
+from jaxoverlap.step.context import StepContext, groups_of
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import StepContext, groups_of, run_passes
+from jaxoverlap.step.pipeline import run_passes
 from jaxoverlap.step.program import StepProgram, as_it_is, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request
 from jaxoverlap.tuning.lagom.granularity import Site, site_of

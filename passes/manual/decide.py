@@ -31,7 +31,7 @@ from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.manual.find import ManualRing, ManualSite, Sites, possible_rings
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.planning.decide import letters_of, skip_of, source_of, variant_of
-from jaxoverlap.passes.planning.requests import Granularity, Requests
+from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
 
 
@@ -57,33 +57,25 @@ class ManualSharing:
 
 
 def decide_manual(
-    found: Sequence[Body],
-    shardings: Mapping[int, Shardings],
-    *,
-    skip: Collection[str] = (),
-    granularity: Granularity = None,
-    choices: Mapping[int, Variant] | None = None,
-    alone: Collection[int] = (),
-    rejected: Mapping[int, str] | None = None,
+    found: Sequence[Body], shardings: Mapping[int, Shardings], requests: Requests
 ) -> tuple[dict[int, Decision | Skip], dict[int, ManualSharing]]:
     """Decide on every matmul in the manual bodies of a step.
 
     Args:
         found: the step's bodies, from `jaxprs.bodies`.
         shardings: from `partitioned`: how its matmuls lie on axes that are automatic beside.
-        skip, granularity, choices, alone, rejected: as in `decide.decide`.
+        requests: for single matmuls.
 
     Returns:
         An entry a matmul, and what becomes of each manual body that has any, by their numbers.
     """
-    wishes = Requests(skip, granularity, choices or {}, alone)
     entries: dict[int, Decision | Skip] = {}
     sharings: dict[int, ManualSharing] = {}
     for body in found:
         dots = {dot.index: dot for dot in body.dots if dot.manual}
         if not dots:
             continue
-        sharing = sharings[body.index] = _chosen(body, shardings, wishes, rejected or {})
+        sharing = sharings[body.index] = _chosen(body, shardings, requests)
         for ring in sharing.rings:
             entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
         entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}
@@ -91,19 +83,14 @@ def decide_manual(
     return entries, sharings
 
 
-def _chosen(
-    body: Body,
-    shardings: Mapping[int, Shardings],
-    wishes: Requests,
-    rejected: Mapping[int, str],
-) -> ManualSharing:
+def _chosen(body: Body, shardings: Mapping[int, Shardings], requests: Requests) -> ManualSharing:
     """What becomes of the matmuls of a manual body, and how the pieces of each ring travel."""
-    left = {site: LEFT_PLAIN + why for site, why in rejected.items()}
+    left = requests.left_plain
     while True:
-        sharing = _share(body, shardings, wishes, left)
+        sharing = _share(body, shardings, requests, left)
         before = len(left)
         for ring in sharing.rings:
-            wanted = wishes.variant(ring.site, source_of(ring.sites[0].dot)) or Variant()
+            wanted = requests.variant(ring.site, source_of(ring.sites[0].dot)) or Variant()
             ring.variant, ring.why = variant_of(ring.collective.kind, ring.chunk, wanted)
             if wanted.style == "plain":
                 left |= {site.dot.index: LEFT_PLAIN + "as chosen" for site in ring.sites}
@@ -112,19 +99,19 @@ def _chosen(
 
 
 def _share(
-    body: Body, shardings: Mapping[int, Shardings], wishes: Requests, left: Mapping[int, str]
+    body: Body, shardings: Mapping[int, Shardings], requests: Requests, left: Mapping[int, str]
 ) -> ManualSharing:
     """Which matmuls of a manual body have rings: the largest collectives choose first.
 
     Args:
-        body, shardings, wishes: the body, how its matmuls lie, and what is wanted of them.
+        body, shardings, requests: the body, how its matmuls lie, and what is wanted of them.
         left: why matmuls of rings that are not made are left alone, by their numbers.
     """
     manual = body.dots[0].manual
     assert manual is not None
     sites, order = Sites(body, manual.axes), EquationOrder([_edges(eqn) for eqn in body.eqns])
     sharing = ManualSharing(manual, order)
-    whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, wishes))}
+    whys = {dot.index: why for dot in body.dots if (why := refusal_of(dot, requests))}
     whys |= {dot.index: left[dot.index] for dot in body.dots if dot.index in left}
     taken: set[int] = set()
     # An exchange between two matmuls goes with the first: the second may have one of its own after.

@@ -28,12 +28,12 @@ _BEFORE: tuple[Kind, ...] = ("all_gather", "all_to_all")
 _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
 
 
-def refusal_of(dot: Dot, wishes: Requests) -> str | None:
+def refusal_of(dot: Dot, requests: Requests) -> str | None:
     """Why a matmul is left alone, whatever stands beside it."""
     assert dot.manual is not None
     if dot.manual.explicit:
         return f"mesh axis {', '.join(dot.manual.explicit)} is explicit beside the manual ones"
-    return refusal(dataclasses.replace(dot, inside=None), wishes)
+    return refusal(dataclasses.replace(dot, inside=None), requests)
 
 
 def crossed(ring: ManualRing, site: ManualSite, shardings: Mapping[int, Shardings]) -> str | None:

@@ -9,7 +9,7 @@ they run once and not once a chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -21,11 +21,11 @@ from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
 from jaxoverlap.passes.planning.layout import traffic
-from jaxoverlap.passes.planning.profit import RingCosts
-from jaxoverlap.passes.planning.requests import Granularity, Requests
+from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
 from jaxoverlap.passes.planning.share import Specs, share
 from jaxoverlap.passes.planning.splits import Kind, ShardedMatmul
+from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
 
 _DTYPES = (
@@ -51,105 +51,107 @@ def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> 
 
 
 def decide(
-    found: Sequence[Body],
-    shardings: Mapping[int, Shardings],
-    axis_sizes: Mapping[str, int],
-    *,
-    skip: Collection[str] = (),
-    unread: str | None = None,
-    explicit: Sequence[str] = (),
-    granularity: Granularity = None,
-    choices: Mapping[int, Variant] | None = None,
-    alone: Collection[int] = (),
-    rejected: Mapping[int, str] | None = None,
-    prefetch: bool = False,
-    costs: Mapping[str, float] | None = None,
-    prices: RingCosts | None = None,
+    found: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
     Args:
         found: the step's bodies, from `jaxprs.bodies`.
         shardings: its matmuls' shardings, from `partitioned`.
-        axis_sizes: devices along each mesh axis.
-        skip: source lines ("gpt.py:88") whose matmuls the user wants left alone.
-        unread: why none of the shardings could be read, if so.
-        explicit: the mesh's axes whose shardings are a part of types.
-        granularity: how the pieces of every ring are to travel, or by source line, as in `skip`;
-            default: one way, in one piece; sums on a slow link straight to their owner; matmuls
-            for which that does not pay, by `prices`, are left alone.
-        choices: how the pieces of single rings are to travel, by site; it wins over all others.
-        alone: the sites of matmuls that have no part in any ring.
-        rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
-        prefetch: gather the weights of a scan before any ring.
-        costs: of a byte along each mesh axis, from `mesh.axis_costs`.
-        prices: of rings on the cluster, if that is known.
+        terms: to decide by.
 
     Returns:
         An entry a matmul, and what becomes of each body that has any, by its number.
 
     Raises:
-        ValueError: if an entry of `skip` or `granularity` names a line without a matmul, or one of
-            `choices` or `alone` a site that is none.
+        ValueError: if a request names a line without a matmul, or a site that is none.
     """
-    matmuls = {dot.index: dot for body in found for dot in body.dots}
-    wishes = Requests(skip, granularity, choices or {}, alone)
-    wishes.check({index: source_of(matmuls[index]) for index in sorted(matmuls)})
+    step = _Step(found, shardings, terms)
+    sharings = {body.index: _shared(body, step) for body in found if body.dots}
+    entries: dict[int, Decision | Skip] = {}
+    for sharing in sharings.values():
+        skipped = sharing.skipped.items()
+        entries |= {index: skip_of(step.matmuls[index], why) for index, why in skipped}
+        entries |= {d.site: d for ring in sharing.rings for d in _decisions(ring)}
+        entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
+    _charge_hoists(entries, sharings)
+    return tuple(entries[index] for index in sorted(entries)), sharings
 
-    # Site -> reason, for matmuls whose ring was rejected.
-    dear = {site: LEFT_PLAIN + why for site, why in (rejected or {}).items()}
 
-    def read(dot: Dot) -> ShardedMatmul | str:
-        left = unread or refusal(dot, wishes) or _typed_otherwise(dot, explicit)
-        return left or dear.get(dot.index) or known(dot.index)
+def _shared(body: Body, step: _Step) -> Sharing:
+    """Which matmuls of a body share which ring, and how the pieces of each ring travel.
 
-    @functools.cache
-    def known(index: int) -> ShardedMatmul | str:
-        return _matmul(matmuls[index], shardings, axis_sizes)
+    Where a ring is lost, the others may be shared in another way: the body is looked at again.
+    """
+    rejected = step.terms.requests.left_plain
+    while True:
+        read = functools.partial(step.read, rejected)
+        prefetch, costs = step.terms.prefetch, step.terms.costs
+        sharing = share(body, read, step.beyond, ahead=prefetch, costs=costs)
+        lost: dict[int, str] = {}
+        for ring in sharing.rings:
+            ring.variant, ring.why = step.chosen(body, ring)
+            if ring.variant.style == "plain":
+                lost |= {m.dot.index: LEFT_PLAIN + ring.why for m in ring.members}
+        if not lost:
+            return sharing
+        rejected = rejected | lost
 
-    def beyond(dot: Dot) -> tuple[Specs, Specs, Specs]:
-        read = shardings[dot.index]
+
+class _Step:
+    """The matmuls of a step and how they lie, each read once."""
+
+    def __init__(self, found: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms):
+        self.matmuls = {dot.index: dot for body in found for dot in body.dots}
+        self.terms, self._shardings = terms, shardings
+        self._known = functools.cache(self._matmul)
+        self._seconds = functools.cache(self._local_s)
+        self._bodies = {body.index: body for body in found}
+        self._independent = functools.cache(self._independent_matmuls)
+        sources = {index: source_of(self.matmuls[index]) for index in sorted(self.matmuls)}
+        terms.requests.check(sources)
+
+    def read(self, rejected: Mapping[int, str], dot: Dot) -> ShardedMatmul | str:
+        """A matmul and how it lies on the mesh, or why it is left alone."""
+        left = self.terms.unread or refusal(dot, self.terms.requests)
+        left = left or _typed_otherwise(dot, self.terms.explicit)
+        return left or rejected.get(dot.index) or self._known(dot.index)
+
+    def beyond(self, dot: Dot) -> tuple[Specs, Specs, Specs]:
+        """How the values lie before and after the reshards around a matmul."""
+        read = self._shardings[dot.index]
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
-    @functools.cache
-    def seconds(index: int) -> float:
-        dot, matmul = matmuls[index], known(index)
+    def chosen(self, body: Body, ring: Ring) -> tuple[Variant, str]:
+        """How a ring's pieces travel: as asked, else as is cheapest; and why so, if need be."""
+        chunk, prices = ring.first.chunk(), self.terms.prices
+        if asked := self.terms.requests.variant(ring.site, source_of(ring.members[0].dot)):
+            if asked.style == "plain":
+                return asked, "as chosen"
+            return variant_of(ring.kind, chunk, asked)
+        usual, _ = variant_of(ring.kind, chunk, _usual(ring, self.terms.costs))
+        others = functools.partial(self._others_s, body, ring)
+        return prices.chosen(ring, usual, others) if prices else (usual, "")
+
+    def _others_s(self, body: Body, ring: Ring) -> Iterator[float]:
+        """Seconds of each matmul that a ring's collective, left whole, could hide behind."""
+        return (self._seconds(dot.index) for dot in self._independent(body.index).of(ring))
+
+    def _independent_matmuls(self, index: int) -> IndependentMatmuls:
+        return IndependentMatmuls(self._bodies[index])
+
+    def _local_s(self, index: int) -> float:
+        dot, matmul, prices = self.matmuls[index], self._known(index), self.terms.prices
         assert prices is not None
         if _unfit(dot) or isinstance(matmul, str):
             return 0.0
         return prices.local_s(dot, matmul)
 
-    @functools.cache
-    def around(index: int) -> IndependentMatmuls:
-        return IndependentMatmuls(next(body for body in found if body.index == index))
-
-    def beside_s(body: Body, ring: Ring) -> Iterator[float]:
-        return (seconds(dot.index) for dot in around(body.index).of(ring))
-
-    sharings: dict[int, Sharing] = {}
-    undecided = [body for body in found if body.dots]
-    while undecided:
-        for body in undecided:
-            sharing = share(body, read, beyond, ahead=prefetch, costs=costs)
-            sharings[body.index] = sharing
-            for ring in sharing.rings:
-                others = functools.partial(beside_s, body, ring)
-                ring.variant, ring.why = _chosen(ring, wishes, costs or {}, prices, others)
-                if ring.variant.style == "plain":
-                    dear |= {m.dot.index: LEFT_PLAIN + ring.why for m in ring.members}
-        # Only where a ring was lost may the others be shared in another way.
-        undecided = [
-            body
-            for body in undecided
-            if any(ring.variant.style == "plain" for ring in sharings[body.index].rings)
-        ]
-    entries: dict[int, Decision | Skip] = {}
-    for sharing in sharings.values():
-        entries |= {index: skip_of(matmuls[index], why) for index, why in sharing.skipped.items()}
-        entries |= {d.site: d for ring in sharing.rings for d in _decisions(ring)}
-        entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
-    _charge_hoists(entries, sharings)
-    return tuple(entries[index] for index in sorted(entries)), sharings
+    def _matmul(self, index: int) -> ShardedMatmul | str:
+        if index not in self._shardings:
+            why = "it was dropped as unused, or lowered to something else"
+            return f"its sharding is not known: {why}"
+        return matmul_of(self.matmuls[index], self._shardings[index], self.terms.axis_sizes)
 
 
 def source_of(dot: Dot) -> str:
@@ -158,9 +160,9 @@ def source_of(dot: Dot) -> str:
     return short_source(file, line)
 
 
-def refusal(dot: Dot, wishes: Requests) -> str | None:
+def refusal(dot: Dot, requests: Requests) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
-    if (asked := wishes.refusal(dot.index, source_of(dot))) is not None:
+    if (asked := requests.refusal(dot.index, source_of(dot))) is not None:
         return asked
     return _unfit(dot)
 
@@ -194,34 +196,8 @@ def _unfit(dot: Dot) -> str | None:
     return None
 
 
-def _matmul(
-    dot: Dot, shardings: Mapping[int, Shardings], axis_sizes: Mapping[str, int]
-) -> ShardedMatmul | str:
-    """A matmul and how it lies on the mesh, or why that is not known."""
-    if dot.index not in shardings:
-        return "its sharding is not known: it was dropped as unused, or lowered to something else"
-    return matmul_of(dot, shardings[dot.index], axis_sizes)
-
-
 def _num_dims(dot: Dot) -> int:
     return sum(v.aval.ndim for v in dot.eqn.invars)
-
-
-def _chosen(
-    ring: Ring,
-    wishes: Requests,
-    costs: Mapping[str, float],
-    prices: RingCosts | None,
-    others: Callable[[], Iterable[float]],
-) -> tuple[Variant, str]:
-    """How a ring's pieces travel: as asked, else as is cheapest; and why so, if there is to say."""
-    chunk = ring.first.chunk()
-    if asked := wishes.variant(ring.site, source_of(ring.members[0].dot)):
-        if asked.style == "plain":
-            return asked, "as chosen"
-        return variant_of(ring.kind, chunk, asked)
-    usual, _ = variant_of(ring.kind, chunk, _usual(ring, costs))
-    return prices.chosen(ring, usual, others) if prices else (usual, "")
 
 
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:

@@ -73,7 +73,7 @@ class RingCosts:
     groups: Mapping[str, Group]
     bare: Callable[[Ring], float | None] = lambda ring: None
 
-    def loss(self, ring: Ring, variant: Variant) -> str:
+    def why_unprofitable(self, ring: Ring, variant: Variant) -> str:
         """Why a ring is not worth it; empty if it may be.
 
         A ring that keeps what it gathers for others moves it anyway, and may be cut for that; one
@@ -123,7 +123,7 @@ class RingCosts:
             usual: how its pieces travel if nothing else is known.
             others: gives the seconds of each matmul that the collective could hide behind.
         """
-        why = self.loss(ring, usual)
+        why = self.why_unprofitable(ring, usual)
         if not why:
             return usual, ""
         if ring.kind == "reduce_scatter" and self.groups[ring.first.ring.axis].domains > 1:

@@ -1,4 +1,4 @@
-"""What is wanted of single matmuls: by the user, by the source line that writes them; by a plan."""
+"""Requests for single matmuls: the user's, by source line; a plan's or a search's, by site."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Variant
 
 Granularity = Variant | Mapping[str, Variant] | None
@@ -21,12 +22,14 @@ class Requests:
         choices: how the pieces of single rings travel, by the site that a ring is named after;
             "plain" leaves all the matmuls of the ring alone.
         alone: sites that are left alone, and have no part in any ring.
+        rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
     """
 
     skip: Collection[str] = ()
     granularity: Granularity = None
     choices: Mapping[int, Variant] = field(default_factory=dict)
     alone: Collection[int] = ()
+    rejected: Mapping[int, str] = field(default_factory=dict)
 
     def check(self, sources: Mapping[int, str]) -> None:
         """Every line has to write a matmul, and every site has to be one.
@@ -61,6 +64,11 @@ class Requests:
         if (asked := self._of_line(source)) is not None and asked.style == "plain":
             return "left plain as asked (granularity=)"
         return None
+
+    @property
+    def left_plain(self) -> dict[int, str]:
+        """Site -> reason of its skip, for the rejected matmuls."""
+        return {site: LEFT_PLAIN + why for site, why in self.rejected.items()}
 
     def variant(self, site: int, source: str) -> Variant | None:
         """How the pieces of a ring are to travel, if that was said.

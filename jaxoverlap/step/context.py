@@ -1,0 +1,107 @@
+"""What is known of a step before anything is decided: its mesh, its cluster, what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import compat
+from jaxoverlap.cost.model import CostModel, Group, cost_model, has_cost_model
+from jaxoverlap.flags import is_gpu
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.analysis.mesh import (
+    axis_domains,
+    axis_processes,
+    cluster_of,
+    find_mesh,
+    processes_of_one,
+)
+from jaxoverlap.plan.plan import MadeFor
+from jaxoverlap.step.check_plan import check, cluster_for, made_for
+from jaxoverlap.step.options import Options
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """A step that the passes have not begun with.
+
+    Attributes:
+        params: of its jit equation.
+        jaxpr: the step, flattened.
+        mesh, cluster, cost: the one that it runs on, its GPUs, and what they take; None where not known.
+        named: the cluster, where the user or the plan names it.
+        origin: what a plan for it is made for.
+    """
+
+    params: dict[str, Any]
+    jaxpr: Any
+    mesh: Mesh
+    cluster: Cluster | None
+    cost: CostModel | None
+    named: Cluster | None
+    origin: MadeFor
+
+
+def prepare(call: compat.Call, options: Options) -> StepContext:
+    """What is known of a step before anything is decided.
+
+    Raises:
+        NoMeshError: if the step has no mesh.
+        ValueError: if it has two, or one that does not fit the cluster; if the plan was made for
+            something else.
+        DisagreementError: if the cluster is not named, and a process of the mesh does not say on
+            which host it runs.
+    """
+    params, jaxpr, mesh = call.params, flatten(call.params["jaxpr"]), mesh_of(call)
+    if options.cluster is None:
+        cluster_of(mesh, options.agree_within_s)  # waits for the processes, once
+    named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
+    _check_cluster(params["name"], mesh, named)
+    origin = made_for(call, mesh, named)
+    if options.plan:
+        check(options.plan, params["name"], origin, mesh, call, jaxpr)
+    cluster = named or cluster_of(mesh)
+    cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
+    return StepContext(params, jaxpr, mesh, cluster, cost, named, origin)
+
+
+def mesh_of(call: compat.Call) -> Mesh:
+    """The mesh of a step, as it is called.
+
+    Raises:
+        NoMeshError: if there is none.
+        ValueError: if there are two.
+    """
+    params = call.params
+    jaxpr = params["jaxpr"]
+    places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
+    return find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
+
+
+def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
+    """Who takes part in a collective along each mesh axis; permutes in one process are copies."""
+    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh, cluster)
+    return {
+        axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)
+        for axis, size in mesh.shape.items()
+    }
+
+
+def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
+    if cluster is not None and mesh.size != cluster.num_devices:
+        raise UserError(
+            f"{name} runs on a mesh of {mesh.size} devices ({dict(mesh.shape)}), but cluster "
+            f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
+            "size, or name the cluster that the mesh is for"
+        )
+    if cluster is not None and is_gpu(mesh) and (found := processes_of_one(mesh, cluster)) > 1:
+        raise UserError(
+            f"{name} runs on a mesh where {cluster.gpus_per_process} GPUs that cluster {cluster} "
+            f"has in one process are in {found}, which cannot copy from each other: say after a "
+            "slash how many processes a host runs, as in 'h100-sxm:8x8/8', or in "
+            f"Cluster(processes_per_host=); here {cluster.processes_per_host * found}"
+        )

@@ -1,0 +1,32 @@
+"""The terms by which all matmuls of a step are decided on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxoverlap.passes.planning.profit import RingCosts
+from jaxoverlap.passes.planning.requests import Requests
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What decisions on a step go by.
+
+    Attributes:
+        axis_sizes: devices along each mesh axis.
+        requests: for single matmuls.
+        costs: of a byte along each mesh axis, from `mesh.axis_costs`; 1 where nothing is said.
+        prices: of rings on the cluster, where that is known.
+        prefetch: whether the weights of a scan are gathered before any ring.
+        explicit: the mesh's axes whose shardings are a part of types.
+        unread: why none of the shardings could be read; None if they could.
+    """
+
+    axis_sizes: Mapping[str, int]
+    requests: Requests = field(default_factory=Requests)
+    costs: Mapping[str, float] = field(default_factory=dict)
+    prices: RingCosts | None = None
+    prefetch: bool = False
+    explicit: Sequence[str] = ()
+    unread: str | None = None

@@ -1,0 +1,18 @@
+"""Terms of a decision from keywords, as tests vary them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxoverlap.passes.planning.requests import Requests
+from jaxoverlap.passes.planning.terms import Terms
+
+_REQUESTS = {field.name for field in dataclasses.fields(Requests)}
+
+
+def terms_of(axis_sizes: Mapping[str, int], **options: Any) -> Terms:
+    """The terms with these options; those that are requests become its requests."""
+    requests = {name: options.pop(name) for name in _REQUESTS & options.keys()}
+    return Terms(axis_sizes, Requests(**requests), **options)
