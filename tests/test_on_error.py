@@ -27,7 +27,7 @@ def product(x, w):
 # -- faults of our own ----------------------------------------------------------------------------
 
 STAGES = (
-    *("pipeline.flatten", "pipeline.made_for", "ways.bodies", "ways.decide", "ways.rewrite"),
+    *("context.flatten", "context.made_for", "ways.bodies", "ways.decide", "ways.rewrite"),
     *("ways.prefetch", "share", "program.options_for"),
 )
 

@@ -13,6 +13,7 @@ _REQUESTS = {field.name for field in dataclasses.fields(Requests)}
 
 
 def terms_of(axis_sizes: Mapping[str, int], **options: Any) -> Terms:
-    """The terms with these options; those that are requests become its requests."""
+    """The terms with these options; those that are requests become its requests, None is none."""
+    options = {name: value for name, value in options.items() if value is not None}
     requests = {name: options.pop(name) for name in _REQUESTS & options.keys()}
     return Terms(axis_sizes, Requests(**requests), **options)
