@@ -1,10 +1,10 @@
 """Lagom's patterns on its own A40s (arXiv 2602.20656), predicted: python -m benchmarks.lagom.
 
 The search (`jaxoverlap/tuning/lagom/search.py`) looks for the settings itself, on the model of
-`jaxoverlap/tuning/lagom/model.py`, from NCCL's default on. The paper names neither shapes nor batch; taken
-here is a layer of Phi-2 (hidden 2560) under FSDP among the eight GPUs of a host, and several
-batches, so that a range comes out and not the batch that fits best. One number of the model was
-fitted, to another figure of the paper: the first table says which.
+`jaxoverlap/tuning/lagom/model.py`, from NCCL's default on. The paper names neither shapes nor
+batch; taken here is a layer of Phi-2 (hidden 2560) under FSDP among the eight GPUs of a host, and
+several batches, so that a range comes out and not the batch that fits best. One number of the model
+was fitted, to another figure of the paper: the first table says which.
 """
 
 from __future__ import annotations

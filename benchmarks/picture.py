@@ -1,8 +1,8 @@
 """Is the picture that decisions rest on what XLA does?
 
 The pass reads how each matmul's sides lie, and concludes how the devices share its work and which
-collectives it waits for (`passes/planning/splits.py`). XLA's partitioned module says what one device
-multiplies, and which collectives stand beside. Both are compared here, matmul by matmul.
+collectives it waits for (`passes/planning/splits.py`). XLA's partitioned module says what one
+device multiplies, and which collectives stand beside. Both are compared here, matmul by matmul.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The search against its yardsticks, on one model: python -m benchmarks.search.
 
 Problems of one to four communications, each with 24 settings, on five clusters; what is best is
-known, as all combinations are priced. Beside the search (`jaxoverlap/tuning/lagom/search.py`) stand its parts,
-AutoCCL's descent for each communication's own time, as published, and the same descent on the whole
-step. Then evaluations for 2 to 128 communications. Arithmetic only: no GPU, no compile.
+known, as all combinations are priced. Beside the search (`jaxoverlap/tuning/lagom/search.py`) stand
+its parts, AutoCCL's descent for each communication's own time, as published, and the same descent
+on the whole step. Then evaluations for 2 to 128 communications. Arithmetic only: no GPU, no
+compile.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""What `_compat` takes for granted of jax, each on its own: a failure here says what jax changed."""
+"""What `_jax/compat.py` takes for granted of jax: a failure here says what jax changed."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_what_a_child_finds_is_kept_where_it_can_be(monkeypatch, tmp_path):
 
 def test_a_result_without_its_schedule_is_tried_again(monkeypatch, tmp_path):
     """What lost is read off the schedule."""
-    job = trial._jobs.Job(b"", b"", "cpu", (0,))
+    job = trial.jobs.Job(b"", b"", "cpu", (0,))
     request = trial.Request(job, cost_model(POD), None)
     result = dict.fromkeys(("step_s", "compute_s", "communication_s", "exposed_s", "bound_s"), 1.0)
     known = Trial(**result, peak_bytes=1, hops=0, hops_covered=0, waited=())

@@ -1,4 +1,4 @@
-"""What `_partitioner` takes for granted of jax and XLA, each on its own."""
+"""What `_jax/partitioner.py` takes for granted of jax and XLA, each on its own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The only modules that name internals of JAX and XLA."""

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of JAX: text, files, a hash of the source."""

@@ -1,0 +1,1 @@
+"""The cost model's tables, made again or measured: `python -m jaxoverlap.calibrate`."""

@@ -292,7 +292,3 @@ def _errors(made: Sequence[Tables]) -> Table:
                 parts = (f"{part:.1%}" for part in (error.mean, error.median, error.worst))
                 grid.add_row(tables.chip, name, str(error.rows), *parts)
     return grid
-
-
-if __name__ == "__main__":
-    main()

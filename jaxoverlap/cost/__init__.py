@@ -1,0 +1,1 @@
+"""The cost model: seconds of kernels and collectives on a cluster."""

@@ -1,7 +1,7 @@
 """What an op costs in seconds: matmuls, attention, other kernels, collectives, and side by side.
 
-Alone, by measured tables (`jaxoverlap.cost.tables`; benchmarks/accuracy.py has their errors). Across
-NVLink domains, by NCCL's tuning model (`jaxoverlap.cost.nccl`): there are no rows of that.
+Alone, by measured tables (`jaxoverlap.cost.tables`; benchmarks/accuracy.py has their errors).
+Across NVLink domains, by NCCL's tuning model (`jaxoverlap.cost.nccl`): there are no rows of that.
 
 Side by side, by the two terms of Lagom (arXiv 2602.20656): the channels of a collective take SMs,
 so that a matmul needs more waves, and its traffic takes memory bandwidth, so that each wave may

@@ -291,7 +291,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         format: of the file; this reads FORMAT.
-        chip: the device's name: of `jaxoverlap.hardware.cluster`, or as JAX calls what was found here.
+        chip: the device's name: of `jaxoverlap.hardware.cluster`, or as JAX calls what was found
+        here.
         date: when the rows were fitted.
         matmuls: by dtype, as HLO writes it ("fp8" for both of its kinds).
         attention: of bf16; None if there are no rows.

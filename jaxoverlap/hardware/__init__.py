@@ -1,0 +1,1 @@
+"""Clusters, and meshes of GPUs that are not there."""

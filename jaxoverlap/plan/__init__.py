@@ -1,0 +1,1 @@
+"""Plans: what is done with each matmul of a step, as data."""

@@ -1,8 +1,8 @@
 """What one HLO instruction asks of a device: matmuls, attention, and bytes of its memory.
 
-Values only, no seconds: `jaxoverlap/cost/model.py` prices them. A fusion is one kernel, so what passes
-between its instructions touches no memory; only its parameters and results do, and of these only
-what it needs (a slice of a stacked weight, an update of a buffer in place).
+Values only, no seconds: `jaxoverlap/cost/model.py` prices them. A fusion is one kernel, so what
+passes between its instructions touches no memory; only its parameters and results do, and of these
+only what it needs (a slice of a stacked weight, an update of a buffer in place).
 """
 
 from __future__ import annotations

@@ -104,8 +104,9 @@ def simulate(compiled: jax.stages.Compiled | str, cluster: str | Cluster | CostM
     """Replay a compiled step in time, as one device of a cluster runs it.
 
     Kernels run in schedule order and collectives beside them, one at a time on each class of link;
-    while both run, the kernels are slower by what the cost model says (`jaxoverlap/simulation/replay.py` has the
-    rules and what they leave out). Nothing runs: only the text of the scheduled module is read.
+    while both run, the kernels are slower by what the cost model says
+    (`jaxoverlap/simulation/replay.py` has the rules and what they leave out). Nothing runs: only
+    the text of the scheduled module is read.
 
     Args:
         compiled: a compiled step, overlapped or not, or the text of its scheduled HLO module.

@@ -32,7 +32,8 @@ class StepContext:
     Attributes:
         params: of its jit equation.
         jaxpr: the step, flattened.
-        mesh, cluster, cost: the one that it runs on, its GPUs, and what they take; None where not known.
+        mesh, cluster, cost: the one that it runs on, its GPUs, and what they take; None where not
+        known.
         named: the cluster, where the user or the plan names it.
         origin: what a plan for it is made for.
     """

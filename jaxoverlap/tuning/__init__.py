@@ -1,0 +1,1 @@
+"""The tuner: candidates, trials in child processes, and the search among them."""

@@ -5,12 +5,12 @@ First whole plans (`candidates.seeds`), those of Lagom's search on the model amo
 from the best, one ring after the other in another way (`candidates.moves`): the one with the
 smallest H first, each ring for itself, so that compiles grow with the number of rings and not with
 that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's granularity is a
-setting like channels is ours). Moves that help are put together and tried again. What is
-compiled is compiled in a child process (`trial.py`) and simulated; the step as it is is one of
-them, so a plan is never slower than plain by simulation. Of the moves XLA's partitioner is asked
-first (`passes/scheduling/estimate.py`), about many while children compile; those that it finds slower than the
-best so far are not compiled. Nothing is random: what ends early by its budget is a
-prefix of what would have been tried.
+setting like channels is ours). Moves that help are put together and tried again. What is compiled
+is compiled in a child process (`trial.py`) and simulated; the step as it is is one of them, so a
+plan is never slower than plain by simulation. Of the moves XLA's partitioner is asked first
+(`passes/scheduling/estimate.py`), about many while children compile; those that it finds slower
+than the best so far are not compiled. Nothing is random: what ends early by its budget is a prefix
+of what would have been tried.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What a step is: jaxprs, meshes, shardings; nothing is decided or changed here."""

@@ -116,8 +116,8 @@ def explicit_axes(mesh: Mesh) -> tuple[str, ...]:
 def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
     """The cluster of a mesh's devices, by what they say of themselves; None if they are not known.
 
-    A host is what its processes say it is (`jaxoverlap.hardware.hosts`). Devices are taken to be numbered
-    host by host.
+    A host is what its processes say it is (`jaxoverlap.hardware.hosts`). Devices are taken to be
+    numbered host by host.
 
     Args:
         mesh: the mesh.

@@ -1,7 +1,7 @@
 """What XLA makes of a step: how every operand and result of every matmul lies, and what moves.
 
 The step is lowered with a tag on each matmul, and XLA's partitioner says what it makes of that; a
-copy with probes (`_partitioner.probe`) says how values lie. A probe is one more reader of a value,
+copy with probes (`partitioner.probe`) says how values lie. A probe is one more reader of a value,
 and may change how Shardy resolves a conflict, so answers count where the probed program does what
 the other does. Nothing else is compiled: a question about a 7B train step takes 0.4 s.
 """

@@ -3,7 +3,8 @@
     x = all_gather x ;  t = transpose x ;  y = dot_general t w      # one operand moves
     p = dot_general h w ;  c = convert p ;  s = add c b ;  z = psum s   # the result moves, in a sum
 
-A `ManualSite` is a matmul and what stands between it and its collective; `Sites` finds them in a body.
+A `ManualSite` is a matmul and what stands between it and its collective; `Sites` finds them in a
+body.
 """
 
 from __future__ import annotations

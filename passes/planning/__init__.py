@@ -1,0 +1,1 @@
+"""Which matmuls share which rings, and whether a ring pays."""

@@ -121,7 +121,7 @@ class _Rewritten:
         """The equations of a function of some variables, whose results are others.
 
         Args:
-            fn, operands, results, like, scope: as for `_compat.inline`.
+            fn, operands, results, like, scope: as for `compat.inline`.
             alike: as there; the mesh is the same for all.
         """
         outs: list[Any] = []

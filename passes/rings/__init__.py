@@ -1,0 +1,1 @@
+"""The rings: decomposed collectives interleaved with the chunks of matmuls."""

@@ -1,12 +1,12 @@
 """Put tasks in an order: collectives early enough to hide, within a ceiling of memory.
 
-Plain values, no XLA: `passes/scheduling/reorder.py` makes them of a computation. A list scheduler after
-Graham (1966), with one lane that computes and one for each class of links: it walks through time,
-and always takes the first task of XLA's order that can run. Two things differ from XLA's own. A
-start is issued as soon as its values are there and its turn has come, so that what it hides behind
-comes after it. And while a collective is on its way, whatever else is ready may run; where a rule
-says so (`turn`), what the longest path to the end hangs on goes first, and all else is kept for the
-waits (Hu, Operations Research 9, 1961).
+Plain values, no XLA: `passes/scheduling/reorder.py` makes them of a computation. A list scheduler
+after Graham (1966), with one lane that computes and one for each class of links: it walks through
+time, and always takes the first task of XLA's order that can run. Two things differ from XLA's own.
+A start is issued as soon as its values are there and its turn has come, so that what it hides
+behind comes after it. And while a collective is on its way, whatever else is ready may run; where a
+rule says so (`turn`), what the longest path to the end hangs on goes first, and all else is kept
+for the waits (Hu, Operations Research 9, 1961).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Another order for the instructions of a scheduled module, in which more of the collectives hide.
 
-Works on the module's text and gives names in order; `jaxoverlap/_jax/xla_schedule.py` puts them into XLA's own
-module, inside the compiler. Every computation that starts a collective is a problem for
-`passes/scheduling/list_schedule.py`, innermost first, as a loop lasts as long as its body's new order. Of
-several rules the fastest that stays under the ceiling is taken; XLA's order is one of them. What a
-computation may use is what the step does at its peak, less what lies around it (`room.py`).
+Works on the module's text and gives names in order; `jaxoverlap/_jax/xla_schedule.py` puts them
+into XLA's own module, inside the compiler. Every computation that starts a collective is a problem
+for `passes/scheduling/list_schedule.py`, innermost first, as a loop lasts as long as its body's new
+order. Of several rules the fastest that stays under the ceiling is taken; XLA's order is one of
+them. What a computation may use is what the step does at its peak, less what lies around it
+(`room.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The scheduler pass of one compilation: what it is asked, what it finds, what it reports.
 
-`passes/scheduling/reorder.py` finds other orders for a scheduled module; here they are held against XLA's by
-simulation, all of them and without one after the other, and the fastest are kept. Where nothing is
-gained, XLA's stays.
+`passes/scheduling/reorder.py` finds other orders for a scheduled module; here they are held against
+XLA's by simulation, all of them and without one after the other, and the fastest are kept. Where
+nothing is gained, XLA's stays.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Lagom's model of a step and its search (arXiv 2602.20656)."""

@@ -1,9 +1,10 @@
 """Lagom's co-tuning of a compiled step: how much of the chip each of its communications gets.
 
 The step's communications and kernels are read off its simulated schedule; those of one kind, size
-and group together, as NCCL's tuner tells no more apart. The search is `jaxoverlap.tuning.lagom.search`'s under
-`jaxoverlap.tuning.lagom.model`'s model, where all communications run beside all kernels. What it finds is
-held against NCCL's own channels by simulating the schedule again, where each has its place.
+and group together, as NCCL's tuner tells no more apart. The search is
+`jaxoverlap.tuning.lagom.search`'s under `jaxoverlap.tuning.lagom.model`'s model, where all
+communications run beside all kernels. What it finds is held against NCCL's own channels by
+simulating the schedule again, where each has its place.
 
 Of Lagom's resources only the channels are searched, as NCCL can be told no other of one collective
 and not of all. No tuner sets threads, and NCCL_NTHREADS is the whole process's; besides, fewer of

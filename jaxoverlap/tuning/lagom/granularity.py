@@ -2,9 +2,10 @@
 
 Each matmul with a collective that could hide is a communication and its computation: whole, the
 collective in slices, a ring of as many pieces as devices, or one twice as fine. All start whole and
-on one channel (`jaxoverlap.tuning.lagom.search`, arXiv 2602.20656), beside the collectives that no matmul is cut
-for and the rest of the kernels, both as the schedule by rules has them. What comes out are whole
-plans to compile, best first, and the price of each ring's ways, by which later moves are ordered.
+on one channel (`jaxoverlap.tuning.lagom.search`, arXiv 2602.20656), beside the collectives that no
+matmul is cut for and the rest of the kernels, both as the schedule by rules has them. What comes
+out are whole plans to compile, best first, and the price of each ring's ways, by which later moves
+are ordered.
 
 A reconstruction where it goes beyond the paper: Lagom tunes channels, chunks and threads; that
 granularity is a setting of a communication like these is from this project's design.

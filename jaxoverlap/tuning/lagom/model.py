@@ -280,7 +280,7 @@ class _Prices:
         return _Beside(share, min(channels.count * channels.chunk_bytes, most))
 
     def _kernel_s(self, work: KernelWork, beside: _Beside | None) -> float:
-        """A kernel is bound by its matmuls or by its bytes, as in `jaxoverlap/simulation/replay.py`."""
+        """A kernel is bound by its matmuls or by its bytes, as in `replay.py`."""
         matmuls = sum(self._matmul_s(m, beside) for m in work.matmuls)
         share = beside.share if beside else ALONE
         if work.attention:

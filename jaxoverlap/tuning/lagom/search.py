@@ -15,7 +15,8 @@ communication goes to its next axis). Where computation is the longer side from 
 NCCL's default, the walk goes down. Ours: that both walks are taken, and the passes over the better
 end, which try each axis whole; `benchmarks/search.py` says what each is worth.
 
-Nothing here knows what is measured: a model (`jaxoverlap/tuning/lagom/model.py`), a simulation or a clock.
+Nothing here knows what is measured: a model (`jaxoverlap/tuning/lagom/model.py`), a simulation or a
+clock.
 """
 
 from __future__ import annotations

@@ -1,0 +1,5 @@
+"""The command: `python -m jaxoverlap.calibrate`."""
+
+from jaxoverlap.calibrate.calibrate import main
+
+main()
