@@ -3,6 +3,7 @@
 step = jaxoverlap.overlap(train_step)
 """
 
+import jaxoverlap._util.passes_link  # noqa: F401 # isort: skip # before all that needs it
 from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster

@@ -1,0 +1,110 @@
+"""The package as it is built: every folder is named, every file counts in the source's hash."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jaxoverlap
+from jaxoverlap._util.source_hash import hash_of, source_hash
+
+ROOT = Path(__file__).parents[1]
+
+
+def folders() -> set[str]:
+    """The folders that hold modules, as packages; `passes` stands beside the package."""
+    found = set()
+    for top in ("jaxoverlap", "passes"):
+        for file in (ROOT / top).rglob("*.py"):
+            name = ".".join(file.parent.relative_to(ROOT).parts)
+            found.add(name if top == "jaxoverlap" else f"jaxoverlap.{name}")
+    return found
+
+
+def test_every_folder_of_modules_is_built():
+    """A wheel without a folder builds all the same, and fails where it is installed."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["packages"]) == folders()
+    assert all((ROOT / "passes" / name).is_dir() for name in ("planning", "rings"))
+
+
+def test_a_new_file_in_a_new_folder_changes_the_hash(tmp_path: Path):
+    (tmp_path / "a.py").write_text("a = 1\n")
+    before = hash_of(tmp_path)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "b.py").write_text("b = 1\n")
+    after = hash_of(tmp_path)
+    assert before != after
+    (tmp_path / "new" / "b.py").rename(tmp_path / "new" / "c.py")
+    assert hash_of(tmp_path) not in (before, after)
+
+
+def test_the_hash_follows_the_link_to_passes(tmp_path: Path):
+    other = tmp_path / "passes"
+    other.mkdir()
+    (other / "a.py").write_text("a = 1\n")
+    package = tmp_path / "package"
+    package.mkdir()
+    without = hash_of(package)
+    (package / "passes").symlink_to("../passes")
+    assert hash_of(package) != without
+    assert len(source_hash()) == 32
+
+
+def test_a_checkout_without_links_says_what_to_do(tmp_path: Path):
+    """Git writes the link as a text file where links are off, and the passes are not found."""
+    copy = tmp_path / "jaxoverlap"
+    shutil.copytree(Path(jaxoverlap.__file__).parent, copy, ignore=lambda *_: ["passes"])
+    (copy / "passes").write_text("../passes")
+    command = [sys.executable, "-c", "import jaxoverlap"]
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert child.returncode == 1
+    assert "ImportError" in child.stderr and "git config core.symlinks true" in child.stderr
+
+
+PUBLIC = [
+    "Audit",
+    "ChannelRow",
+    "Chip",
+    "Cluster",
+    "Collective",
+    "Compiled",
+    "Coverage",
+    "Decision",
+    "DisagreementError",
+    "Link",
+    "Lowered",
+    "MadeFor",
+    "Measured",
+    "Nccl",
+    "Overlapped",
+    "Plan",
+    "PodsUnavailableError",
+    "Predictions",
+    "RewriteError",
+    "Schedule",
+    "Scheduled",
+    "Scheduler",
+    "Simulation",
+    "Skip",
+    "Speedup",
+    "Tuning",
+    "Variant",
+    "agreed",
+    "audit",
+    "chips",
+    "overlap",
+    "parse_cluster",
+    "pod_mesh",
+    "ring",
+    "simulate",
+    "tune",
+]
+
+
+def test_the_public_names_stay():
+    assert sorted(jaxoverlap.__all__) == PUBLIC
+    assert all(hasattr(jaxoverlap, name) for name in PUBLIC)
