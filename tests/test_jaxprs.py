@@ -14,12 +14,24 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap._jax import compat
-from jaxoverlap.passes.analysis.jaxprs import Dot, dots, map_dots
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, dots, map_bodies
 
 N = 4
 X = np.cos(np.arange(N * N, dtype=np.float32)).reshape(N, N)
 W = np.sin(np.arange(N * N, dtype=np.float32)).reshape(N, N)
 ARGS = (jnp.asarray(X), jnp.asarray(W))
+
+
+def map_dots(jaxpr: Any, visit: Callable[[Dot], list[Any] | None]) -> Any:
+    """A jaxpr with each `dot_general` replaced by what `visit` returns; None leaves it."""
+
+    def visit_body(body: Body) -> list[Any] | None:
+        new = {dot.place: eqns for dot in body.dots if (eqns := visit(dot)) is not None}
+        if not new:
+            return None
+        return [e for place, eqn in enumerate(body.eqns) for e in new.get(place, [eqn])]
+
+    return map_bodies(jaxpr, visit_body)
 
 
 def traced(fn: Callable[..., Any]) -> Any:

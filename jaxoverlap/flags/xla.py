@@ -72,12 +72,6 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         last = [*self.defaults][-1]
         return "" if last == [*versions()][-1] else last
 
-    @property
-    def is_option(self) -> bool:
-        """Whether `jax.jit(compiler_options=)` takes it too, and not XLA_FLAGS alone."""
-        newest = [a.options for a in versions().values() if a.options][-1]
-        return self.name in newest
-
     def in_xla_flags(self, value: str) -> str:
         """A value, as compiler options have it, the way XLA_FLAGS have it.
 

@@ -87,11 +87,6 @@ class Spent:
     seconds: float
     exposed_s: float
 
-    @property
-    def hidden_s(self) -> float:
-        """Seconds beside kernels, or beside nothing that anyone waits for."""
-        return self.seconds - self.exposed_s
-
 
 @dataclass(frozen=True)
 class Timeline:

@@ -138,18 +138,6 @@ def map_bodies(jaxpr: Any, visit: Visit) -> Any:
     return _Walk(visit).jaxpr(jaxpr, _Known(set(jaxpr.invars), set()), runs=1, inside=None)
 
 
-def map_dots(jaxpr: Any, visit: Callable[[Dot], list[Any] | None]) -> Any:
-    """A jaxpr with each `dot_general` replaced by what `visit` returns; None leaves it."""
-
-    def visit_body(body: Body) -> list[Any] | None:
-        new = {dot.place: eqns for dot in body.dots if (eqns := visit(dot)) is not None}
-        if not new:
-            return None
-        return [e for place, eqn in enumerate(body.eqns) for e in new.get(place, [eqn])]
-
-    return map_bodies(jaxpr, visit_body)
-
-
 def bodies(jaxpr: Any) -> tuple[Body, ...]:
     """Every body of a jaxpr, outer ones first."""
     found: list[Body] = []
