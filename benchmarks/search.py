@@ -22,8 +22,9 @@ import typer
 from benchmarks.autoccl import descend
 from benchmarks.pod_step import commit, write_rows
 from jaxoverlap._util.text import table
-from jaxoverlap.cost.model import CostModel, Group, cost_model
-from jaxoverlap.simulation.hlo_work import KernelWork, MatmulKernel
+from jaxoverlap.cost.groups import Group
+from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
+from jaxoverlap.cost.model import CostModel, cost_model
 from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space, places
 from jaxoverlap.tuning.lagom.search import Config, ModelledStep, search
 

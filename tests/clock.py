@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxoverlap.cost.model import ALONE, Group, Share
+from jaxoverlap.cost.groups import ALONE, Group, Share
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 
 

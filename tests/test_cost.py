@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from jaxoverlap.cost import nccl
 from jaxoverlap.cost import tables as measured
-from jaxoverlap.cost.model import ALONE, Channels, Group, Share, cost_model
+from jaxoverlap.cost.groups import ALONE, Group, Share
+from jaxoverlap.cost.model import Channels, cost_model
 from jaxoverlap.hardware.cluster import Link, chips, parse_cluster
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxoverlap.cost.model import Group
+from jaxoverlap.cost.groups import Group
 from jaxoverlap.plan.plan import Plan, Variant
 from jaxoverlap.simulation.timeline import COMPUTE, Event, Timeline
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity, site_of

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks import lagom
 from benchmarks.search import BALANCES, SPACES, exhaustive, problem, whole_step
-from jaxoverlap.cost.model import Channels, Group, cost_model
-from jaxoverlap.simulation.hlo_work import KernelWork, MatmulKernel
+from jaxoverlap.cost.groups import Group
+from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
+from jaxoverlap.cost.model import Channels, cost_model
 from jaxoverlap.tuning.lagom.model import (
     Communication,
     Computation,

@@ -1,4 +1,4 @@
-"""The orders of ring.py, played by hand: every rank is an entry of a list."""
+"""The orders of `rings/orders.py`, played by hand: every rank is an entry of a list."""
 
 from __future__ import annotations
 

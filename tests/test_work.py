@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jaxoverlap.cost.kernels import FREE, KernelWork, MatmulKernel
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.hlo_work import FREE, KernelWork, MatmulKernel, work
+from jaxoverlap.simulation.hlo_work import work
 
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8"
 MB = 1_000_000

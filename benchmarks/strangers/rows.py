@@ -149,7 +149,7 @@ def left_alone(rows: list[Row]) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table and the reasons, as README shows them."""
+    """The table and the reasons, as docs/results.md shows them."""
     rules = [" --- "] * WORDS + [" ---: "] * (len(COLUMNS) - WORDS)
     lines = [COLUMNS, *table_cells(rows)]
     table = ["| " + " | ".join(line) + " |" for line in lines]

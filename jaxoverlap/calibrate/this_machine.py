@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap.calibrate import fit, step_factors
-from jaxoverlap.cost.model import PERMUTE
+from jaxoverlap.cost.groups import PERMUTE
 from jaxoverlap.cost.tables import Curve, Here, InAStep, Memory, Permutes, Skew, Tables
 
 M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxoverlap.cost import nccl
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of
+from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Sent, Share
+from jaxoverlap.cost.kernels import AttentionKernel, KernelWork
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.cost.tables import Matmuls, Tables
 from jaxoverlap.hardware.cluster import Cluster, chips, parse_cluster
 
-PERMUTE = "collective-permute"
 # Of what was not measured, what it is counted as.
 _COUNTED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 # The dtypes of HLO: the table that holds for one, and how many times longer its matmuls take.
@@ -44,52 +45,6 @@ _MEMORY_BYTES_OF_OTHERS = 2.0
 # request 11182, by NVIDIA; one host, the chip is not named and taken for an H100). The latency is
 # NCCL's; the rest is 0.6 of NVLink's peak.
 _COPY_LATENCY_S, _COPY_EFFICIENCY = 8.4e-6, 25.2e6 / (100e-6 - 8.4e-6) / 450e9
-
-
-@dataclass(frozen=True)
-class Group:
-    """Who takes part in a collective, as far as its time depends on it.
-
-    Attributes:
-        size: devices that take part together; a permute: 2.
-        domains: NVLink domains that they spread over; 1: all traffic stays on NVLink.
-        by_copy: whether it is a permute that the GPUs' copy engines carry out, and not NCCL: inside
-            one process, with XLA's option for it (`flags/rings.py`).
-        communicator: of a permute, if not all devices are in it: how many are.
-    """
-
-    size: int
-    domains: int = 1
-    by_copy: bool = False
-    communicator: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.domains <= self.size:
-            raise ValueError(
-                f"{self}: give at least one device, and no more NVLink domains than devices"
-            )
-
-
-Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device sends, who
-
-
-@dataclass(frozen=True)
-class Share:
-    """What running collectives take from compute beside them: Lagom's two terms.
-
-    Attributes:
-        sms: streaming multiprocessors.
-        memory_bytes_per_s: of the device memory's bandwidth.
-    """
-
-    sms: float = 0.0
-    memory_bytes_per_s: float = 0.0
-
-    def __add__(self, other: Share) -> Share:
-        return Share(self.sms + other.sms, self.memory_bytes_per_s + other.memory_bytes_per_s)
-
-
-ALONE = Share()
 
 
 @dataclass(frozen=True)
@@ -183,6 +138,62 @@ class CostModel:
         measured = self.tables.matmuls
         return frozenset(measured) | {d for d, (of, _) in _DTYPES.items() if of in measured}
 
+    def kernel_s(
+        self, kernel: KernelWork, beside: Share = ALONE, *, matmuls_s: float | None = None
+    ) -> float:
+        """Seconds of a kernel: bound by its matmuls or by its bytes, whichever takes longer.
+
+        What was measured of attention has its bytes in it.
+
+        Args:
+            kernel: what it does.
+            beside: what collectives take meanwhile.
+            matmuls_s: of its matmuls, where they are priced in another way.
+
+        Raises:
+            ValueError: for a dtype that was not measured; `known` gives a kernel that has a price.
+        """
+        if kernel.attention:
+            return self._attention_kernel_s(kernel.attention, beside)
+        if matmuls_s is None:
+            matmuls_s = sum(
+                self.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype, beside=beside)
+                for m in kernel.matmuls
+            )
+        if not kernel.memory_bytes:
+            return matmuls_s
+        memory_s = self.memory_s(
+            kernel.memory_bytes,
+            transcendentals=kernel.transcendentals,
+            transposed_bytes=kernel.transposed_bytes,
+            beside=beside,
+        )
+        return max(matmuls_s, memory_s)
+
+    def _attention_kernel_s(self, a: AttentionKernel, beside: Share) -> float:
+        return self.attention_s(
+            a.queries,
+            a.keys,
+            a.heads,
+            a.head_size,
+            causal=a.causal,
+            backward=a.backward,
+            dtype=a.dtype,
+            beside=beside,
+        )
+
+    def known(self, kernel: KernelWork) -> KernelWork:
+        """A kernel, or its bytes under the name of what has no price."""
+        try:
+            self.kernel_s(kernel)
+        except ValueError:
+            strange = kernel.attention or kernel.matmuls[0]
+            kind = "attention" if kernel.attention else "matmul"
+            name = kernel.unknown or f"{kind} of {strange.dtype}"
+            moved = kernel.memory_bytes + sum(m.memory_bytes for m in kernel.matmuls)
+            return replace(kernel, matmuls=(), memory_bytes=moved, unknown=name, attention=None)
+        return kernel
+
     def memory_s(
         self,
         num_bytes: float,
@@ -215,7 +226,7 @@ class CostModel:
 
         Args:
             kind: as HLO writes it, as in "all-gather".
-            bytes_moved: bytes that each device sends by a ring (`passes.audit.Collective`).
+            bytes_moved: bytes that each device sends by a ring (`simulation.audit.Collective`).
             channels: if not those given, or NCCL's own choice: what bounds the rate.
 
         Raises:

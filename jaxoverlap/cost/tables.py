@@ -2,7 +2,7 @@
 
 A table file holds what one kind of device was measured to do: matmuls as a factor over three
 rates, collectives as seconds by bytes, memory-bound kernels as a rate. The files that come with
-the package (`jaxoverlap/tables/*.json`) are made by `python -m jaxoverlap.calibrate`.
+the package (`jaxoverlap/cost/data/*.json`) are made by `python -m jaxoverlap.calibrate`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Presets: what overlapped steps run with on DGX systems, Google's A3 and A4, and AWS's P5.
 
-XLA options are those that rings need (`flags.rings`) and what sources agree on beside them;
+XLA options are those that rings need (`flags.required`) and what sources agree on beside them;
 variables are the network's, as its owner publishes them. Sources disagree, and most of their XLA
 options are for steps without rings: a `Conflict` says who says what, and what was taken.
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from jaxoverlap.cost.kernels import array_bytes
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(|\{)")
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(
@@ -32,7 +34,6 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 _BRACKETS = re.compile(r"[({\[]")
 _COMMENT = re.compile(r"/\*.*?\*/")
-_BITS_IN_NAME = re.compile(r"[a-z]+(\d+)")  # bf16, s4, c64, f8e4m3fn, ...
 
 
 @dataclass(frozen=True)
@@ -305,12 +306,10 @@ def fastest_dim(shape: str) -> int | None:
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
-    named = _BITS_IN_NAME.match(dtype)
-    bits = 8 if dtype == "pred" else int(named.group(1)) if named else 0  # tokens have no bytes
     elements = 1
     for dim in filter(None, dims.split(",")):
         elements *= int(dim.lstrip("<="))
-    return elements * bits // 8
+    return array_bytes(dtype, elements)
 
 
 def _short(path: str) -> str:

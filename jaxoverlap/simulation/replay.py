@@ -21,12 +21,14 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from jaxoverlap.cost.model import ALONE, PERMUTE, CostModel, Group, Share
+from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Share
+from jaxoverlap.cost.kernels import FREE, KernelWork
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.device_groups import domains
-from jaxoverlap.simulation.hlo_work import FREE, AttentionKernel, KernelWork, work
+from jaxoverlap.simulation.hlo_work import work
 from jaxoverlap.simulation.timeline import COMPUTE, NETWORK, NVLINK, Event, Repeat, Timeline
 
 UNKNOWN_TRIPS = "while without a known trip count"
@@ -63,7 +65,7 @@ class ModuleCosts:
     def __init__(self, module: hlo.Module, cost: CostModel):
         self._module, self._cost = module, cost
         self.collectives = {(c.computation, c.name): c for c in collectives(module)}
-        self.kernel_s = functools.cache(self._kernel_s)
+        self.kernel_s = functools.cache(cost.kernel_s)
         self.link = functools.cache(self._link)
         self.group = functools.cache(self._group)
         self.works = functools.cache(self._works)
@@ -75,38 +77,10 @@ class ModuleCosts:
         found = {}
         for i in body:
             if i.opcode not in _STEPS and (computation, i.name) not in self.collectives:
-                asked = self._priced(work(self._module, i, shapes))
+                asked = self._cost.known(work(self._module, i, shapes))
                 if asked != FREE:
                     found[i.name] = asked, self._module.source(i), short_op(i.op_name)
         return found
-
-    def _priced(self, asked: KernelWork) -> KernelWork:
-        """The work, or its bytes under the name of what the cost model does not know."""
-        try:
-            self.kernel_s(asked, ALONE)
-        except ValueError:
-            strange = asked.attention or asked.matmuls[0]
-            kind = "attention" if asked.attention else "matmul"
-            name = asked.unknown or f"{kind} of {strange.dtype}"
-            moved = asked.memory_bytes + sum(m.memory_bytes for m in asked.matmuls)
-            return replace(asked, matmuls=(), memory_bytes=moved, unknown=name, attention=None)
-        return asked
-
-    def _kernel_s(self, asked: KernelWork, beside: Share) -> float:
-        """A kernel is bound by its matmuls or by its bytes, whichever takes longer.
-
-        What was measured of attention has its bytes in it.
-        """
-        cost = self._cost
-        matmuls = sum(
-            cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype, beside=beside)
-            for m in asked.matmuls
-        )
-        if asked.attention:
-            return attention_s(cost, asked.attention, beside)
-        if not asked.memory_bytes:
-            return matmuls
-        return max(matmuls, memory_s(cost, asked, beside))
 
     def skew_s(self, c: Collective, computed_s: float) -> float:
         """How long a collective waits for the last device."""
@@ -123,40 +97,12 @@ class ModuleCosts:
         return lane, seconds, self._cost.share(c.kind, c.bytes_moved, group)
 
 
-def memory_s(cost: CostModel, asked: KernelWork, beside: Share) -> float:
-    """Seconds that a kernel's bytes take, and what it does to them."""
-    return cost.memory_s(
-        asked.memory_bytes,
-        transcendentals=asked.transcendentals,
-        transposed_bytes=asked.transposed_bytes,
-        beside=beside,
-    )
-
-
-def attention_s(cost: CostModel, a: AttentionKernel, beside: Share) -> float:
-    """Seconds of a kernel of fused attention.
-
-    Raises:
-        ValueError: as `CostModel.attention_s`.
-    """
-    return cost.attention_s(
-        a.queries,
-        a.keys,
-        a.heads,
-        a.head_size,
-        causal=a.causal,
-        backward=a.backward,
-        dtype=a.dtype,
-        beside=beside,
-    )
-
-
 def group_of(c: Collective, num_devices: int, cluster: Cluster) -> Group:
     """Who takes part in a collective of a module for so many devices, counted up from 0."""
     spread = domains(c.groups, num_devices, cluster.gpus_per_nvlink_domain)
     size = 2 if c.kind == PERMUTE else c.group_size
     in_a_process = domains(c.groups, num_devices, cluster.gpus_per_process) == 1
-    # Hops and copies come with the option for one communicator a ring (flags/rings.py).
+    # Hops and copies come with the option for one communicator a ring (flags/required.py).
     together = c.group_size if c.by_copy or (c.kind == PERMUTE and c.ring) else None
     return Group(size, spread, c.by_copy and in_a_process, together)
 

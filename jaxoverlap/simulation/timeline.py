@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxoverlap.cost.kernels import FREE, KernelWork
 from jaxoverlap.simulation.audit import Collective
-from jaxoverlap.simulation.hlo_work import FREE, KernelWork
 
 COMPUTE, NVLINK, NETWORK = "compute", "NVLink", "network"
 

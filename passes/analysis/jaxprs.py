@@ -16,7 +16,7 @@ from jaxoverlap._jax import compat
 
 # Higher-order primitives whose bodies run as they stand, on the values the step itself holds.
 # The body of any other (pallas_call, ...) has rules of its own: look, do not touch. That of a
-# shard_map is manual (`Manual`), and only `manual.py` touches it.
+# shard_map is manual (`Manual`), and only `passes/manual` touches it.
 TRANSPARENT = frozenset(
     {
         "jit",

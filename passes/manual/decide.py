@@ -9,7 +9,7 @@ Here the collective is an equation, so nothing has to be worked out. The matmuls
 gathered or exchanged value share one ring, which keeps the value whole where others read it too;
 partial sums that are added up before they are scattered travel as one sum. What stands between the
 two and only turns, converts or retypes (transpose, convert_element_type, pvary) is done chunk by
-chunk. The axis is manual already, so the ring stands in the body itself (`manual_rings.py`).
+chunk. The axis is manual already, so the ring stands in the body itself (`rewrite.py`).
 
 A matmul stays as it is where a ring would not be the same: for groups of devices, several axes at
 once, gathers that are not tiled; in branches and loops that devices may run differently, as a hop

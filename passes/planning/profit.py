@@ -17,12 +17,12 @@ A sum between hosts that is left alone goes in two slices where those take less 
 step on 512 H100s, where a ring between hosts has 64 chunks, simulated: 1006 ms cut, 839 left alone,
 780 in slices.)
 
-So do gathers and scatters that have little to hide behind. Where all matmuls that could run
-beside (`beside.py`) take less than twice the collective, for others want to hide there too, it goes
-in two slices, each under the matmul of the other; in four, where they take less than twice a slice.
-(By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and 1309 ms,
-all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780, mostly as
-the weights of what has a ring, and of nothing else, are gathered a layer ahead.)
+So do gathers and scatters that have little to hide behind. Where all matmuls that could run beside
+(`independent_matmuls.py`) take less than twice the collective, for others want to hide there too,
+it goes in two slices, each under the matmul of the other; in four, where they take less than twice
+a slice. (By simulation, left alone and so: 70B step on 8 GB200s, whose hops are NCCL's, 1357 and
+1309 ms, all in halves 1347; ViT on 64 A100s, where matmuls are too small for a ring, 830 and 780,
+mostly as the weights of what has a ring, and of nothing else, are gathered a layer ahead.)
 
 What else could be weighed was tried on schedules of whole steps, simulated, and did not hold there:
 hop by hop (t + (N - 1) max(t, tau) in CommFuse, arXiv 2604.24013, against c + w): a hop longer than
@@ -33,11 +33,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from jaxoverlap.cost.model import CostModel, Group
+from jaxoverlap.cost.groups import Group, pair
+from jaxoverlap.cost.kernels import MatmulKernel
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.planning import splits
@@ -45,7 +47,6 @@ from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.plan.plan import Variant
-from jaxoverlap.simulation.hlo_work import MatmulKernel
 
 SLICES = (2, 4)  # that a whole collective may go in
 _SLICED = ("all_gather", "reduce_scatter")
@@ -156,7 +157,7 @@ class RingCosts:
     def sliced_s(self, ring: Ring, slices: int) -> float:
         """Seconds of a ring's matmuls and its collective, in slices, each beside the other; alone.
 
-        t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `ring.py`'s formula.
+        t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `orders.py`'s formula.
         """
         cut_s = self._cut_s(ring, slices, sums=False)
         chunk_s, slice_s = cut_s / slices, self._collective_s(ring, slices)
@@ -214,11 +215,6 @@ def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
     count = (layout.ring.axis_size - 1) * variant.slices
     sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
     return count, sent // count
-
-
-def pair(group: Group) -> Group:
-    """Who takes part in a hop along a ring of this group."""
-    return replace(group, size=2, domains=min(group.domains, 2))
 
 
 def chunk(

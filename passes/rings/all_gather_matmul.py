@@ -22,12 +22,11 @@ Why the barrier: without it XLA's dot merger glues the chunks back into one matm
 scheduler issues the hops back to back. Both the hop and the matmul must read the barriered value;
 so must the slices of the other operand, which XLA would otherwise all cut before the first matmul.
 
-With t for all readers' matmuls of one chunk and tau for its hop, the ring takes
-t + (N - 1) max(t, tau); the other orders, and when that does not apply, are in `ring.py`. "sliced"
-runs lax.all_gather of 1/m of the shard under the matmul of the slice before: T_comm/m stays bare,
-in front. The order of chunks is CommFuse's (arXiv 2604.24013, Figure 6). The pass does not apply
-when the gathered dim does not divide by the axis, or when another mesh axis shards that dim more
-finely.
+With t for all readers' matmuls of one chunk and tau for its hop, the ring takes t + (N - 1) max(t,
+tau); the other orders, and when that does not apply, are in `orders.py`. "sliced" runs
+lax.all_gather of 1/m of the shard under the matmul of the slice before: T_comm/m stays bare, in
+front. The order of chunks is CommFuse's (arXiv 2604.24013, Figure 6). The pass does not apply when
+the gathered dim does not divide by the axis, or when another mesh axis shards that dim more finely.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ The own slice comes last and is written where it was made.
 
 N - 1 sends of 1/N^2 of the whole array; with t for one slice's matmul and tau for its send, both
 take t + (N - 1) max(t, tau). "sliced" runs lax.all_to_all in m slices instead, each under another's
-matmul: T_comm/m stays bare. When the formula does not apply is in `ring.py`. The direct order is
+matmul: T_comm/m stays bare. When the formula does not apply is in `orders.py`. The direct order is
 CommFuse's (arXiv 2604.24013, Algorithm 5); there is no ring, as every slice has a device of its
 own to go to. The pass does not apply when either dim does not divide by the axis.
 """

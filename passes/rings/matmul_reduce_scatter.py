@@ -21,7 +21,7 @@ Why the barriers: without the second, XLA folds the add into the matmul (beta = 
 then waits for the hop; without the first, its dot merger and scheduler undo the ring.
 
 With t for all terms' matmuls of one chunk and tau for its hop, the ring takes
-t + (N - 1) max(t, tau) + t_add; the other orders, and when that does not apply, are in `ring.py`.
+t + (N - 1) max(t, tau) + t_add; the other orders, and when that does not apply, are in `orders.py`.
 "sliced" runs lax.psum_scatter of 1/m of each chunk under the next slice's matmul: T_comm/m stays
 bare, at the end. The order of chunks is CommFuse's (arXiv 2604.24013, Figures 7 and 8). The sums
 travel in the result's dtype, as XLA's reduce-scatter does; sums that do not travel ("direct") are

@@ -29,7 +29,7 @@ With t for all that one slice computes and tau for its hop, the ring takes
 t + (N - 1) max(t, tau) + t_add, its backward ring the same without the add. It does not apply where
 s does not divide by N, or where the loss of a fused attention kernel outweighs the hops: the
 scores of a slice, [batch, h/N, s/N, t], are held in float32, and a causal mask saves no work, as
-which slice is computed is known only at run time. The rest is in `ring.py`.
+which slice is computed is known only at run time. The rest is in `orders.py`.
 
 CommFuse's query-split attention (arXiv 2604.24013, Algorithm 4), there in the direct order; here
 the variants are those of `matmul_reduce_scatter`, whose loop this is. Scores, softmax and sums are

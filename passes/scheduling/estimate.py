@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxoverlap.cost.model import ALONE, PERMUTE, CostModel
+from jaxoverlap.cost.groups import PERMUTE
+from jaxoverlap.cost.kernels import KernelWork
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import moved
 from jaxoverlap.passes.scheduling.list_schedule import (
     Flight,
@@ -30,8 +32,8 @@ from jaxoverlap.passes.scheduling.list_schedule import (
 )
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective
-from jaxoverlap.simulation.hlo_work import KernelWork, work
-from jaxoverlap.simulation.replay import attention_s, group_of
+from jaxoverlap.simulation.hlo_work import work
+from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
 
 _LEADS: tuple[tuple[float, Turn], ...] = ((2.0, "path"), (math.inf, "path"), (2.0, "first"))
@@ -110,7 +112,7 @@ class _Estimator:
         self._module, self._cost = module, cost
         self._collectives = {(c.computation, c.name): c for c in moved(module)}
         self.computation = functools.cache(self._computation)
-        self._matmul_s = functools.cache(cost.matmul_s)
+        self._kernel_s = functools.cache(lambda kernel: cost.kernel_s(cost.known(kernel)))
 
     def _computation(self, name: str) -> Estimate:
         """A computation, with those that it runs."""
@@ -193,18 +195,6 @@ class _Estimator:
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         sms = self._cost.share(c.kind, c.bytes_moved, group).sms
         return NETWORK if group.domains > 1 else NVLINK, seconds, sms
-
-    def _kernel_s(self, asked: KernelWork) -> float:
-        """Seconds of a kernel; one whose dtype has no price takes as long as its bytes."""
-        moved_bytes, matmuls_s = asked.memory_bytes, 0.0
-        for m in asked.matmuls:
-            if m.dtype in self._cost.dtypes and min(m.m, m.n, m.k, m.batch) > 0:
-                matmuls_s += self._matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
-            else:
-                moved_bytes += m.memory_bytes
-        if asked.attention:
-            return attention_s(self._cost, asked.attention, ALONE)
-        return max(matmuls_s, self._cost.memory_s(moved_bytes) if moved_bytes else 0.0)
 
 
 def _waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:

@@ -5,7 +5,7 @@ into XLA's own module, inside the compiler. Every computation that starts a coll
 for `passes/scheduling/list_schedule.py`, innermost first, as a loop lasts as long as its body's new
 order. Of several rules the fastest that stays under the ceiling is taken; XLA's order is one of
 them. What a computation may use is what the step does at its peak, less what lies around it
-(`room.py`).
+(`memory_limits.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from jaxoverlap.cost.model import ALONE, CostModel
+from jaxoverlap.cost.groups import ALONE
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.scheduling.buffers import buffers, leaves, root
 from jaxoverlap.passes.scheduling.list_schedule import (
     Flight,

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from jaxoverlap.cost.model import CostModel, Sent
+from jaxoverlap.cost.groups import Sent
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.plan.plan import ChannelRow
@@ -126,7 +127,7 @@ def nccl_bytes(kind: str, moved: int, ranks: int) -> int:
 
     Args:
         kind: "all-gather", "reduce-scatter" or "all-reduce".
-        moved: bytes that each device sends by a ring, as `passes.audit.Collective` has them.
+        moved: bytes that each device sends by a ring, as `simulation.audit.Collective` has them.
     """
     passes = 2 if kind == "all-reduce" else 1
     return -(-moved * ranks // (passes * (ranks - 1)))

@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxoverlap.cost.model import CostModel, Group, Sent
+from jaxoverlap.cost.groups import Group, Sent
+from jaxoverlap.cost.kernels import KernelWork
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.profit import SLICES, chunk, whole
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.plan.plan import Plan, Variant
-from jaxoverlap.simulation.hlo_work import KernelWork
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import Timeline
 from jaxoverlap.tuning.lagom.model import CHUNK_BYTES, Communication, Computation, Makespan, Space

@@ -27,10 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxoverlap.cost import nccl
-from jaxoverlap.cost.model import ALONE, PERMUTE, Channels, CostModel, Group, Sent, Share
-from jaxoverlap.passes.planning.profit import pair
-from jaxoverlap.simulation.hlo_work import KernelWork, MatmulKernel
-from jaxoverlap.simulation.replay import attention_s, memory_s
+from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Sent, Share, pair
+from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
+from jaxoverlap.cost.model import Channels, CostModel
 from jaxoverlap.tuning.lagom.search import Config, ModelledStep, Place
 
 # What chunks take of L2 at most, however many are under way. The one fitted number: with it NCCL's
@@ -280,14 +279,8 @@ class _Prices:
         return _Beside(share, min(channels.count * channels.chunk_bytes, most))
 
     def _kernel_s(self, work: KernelWork, beside: _Beside | None) -> float:
-        """A kernel is bound by its matmuls or by its bytes, as in `replay.py`."""
-        matmuls = sum(self._matmul_s(m, beside) for m in work.matmuls)
-        share = beside.share if beside else ALONE
-        if work.attention:
-            return attention_s(self.cost, work.attention, share)
-        if not work.memory_bytes:
-            return matmuls
-        return max(matmuls, memory_s(self.cost, work, share))
+        matmuls_s = sum(self._matmul_s(m, beside) for m in work.matmuls)
+        return self.cost.kernel_s(work, beside.share if beside else ALONE, matmuls_s=matmuls_s)
 
     def _matmul_s(self, m: MatmulKernel, beside: _Beside | None) -> float:
         """A part of a matmul's time is memory's; the rest grows by waves, that by lost L2 and rate.

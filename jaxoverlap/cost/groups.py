@@ -1,0 +1,58 @@
+"""Who takes part in a collective, and what it takes from the kernels beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+PERMUTE = "collective-permute"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Who takes part in a collective, as far as its time depends on it.
+
+    Attributes:
+        size: devices that take part together; a permute: 2.
+        domains: NVLink domains that they spread over; 1: all traffic stays on NVLink.
+        by_copy: whether it is a permute that the GPUs' copy engines carry out, and not NCCL: inside
+            one process, with XLA's option for it (`flags/required.py`).
+        communicator: for a permute: the size of its communicator; None means an NVLink domain.
+    """
+
+    size: int
+    domains: int = 1
+    by_copy: bool = False
+    communicator: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.domains <= self.size:
+            raise ValueError(
+                f"{self}: give at least one device, and no more NVLink domains than devices"
+            )
+
+
+Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device sends, who
+
+
+@dataclass(frozen=True)
+class Share:
+    """What running collectives take from compute beside them: Lagom's two terms.
+
+    Attributes:
+        sms: streaming multiprocessors.
+        memory_bytes_per_s: of the device memory's bandwidth.
+    """
+
+    sms: float = 0.0
+    memory_bytes_per_s: float = 0.0
+
+    def __add__(self, other: Share) -> Share:
+        return Share(self.sms + other.sms, self.memory_bytes_per_s + other.memory_bytes_per_s)
+
+
+ALONE = Share()
+
+
+def pair(group: Group) -> Group:
+    """Who takes part in a hop along a ring of this group."""
+    return replace(group, size=2, domains=min(group.domains, 2))
