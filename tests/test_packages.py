@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import typer
 
 import jaxoverlap
 from jaxoverlap._util.source_hash import hash_of, source_hash
+from jaxoverlap.cli import app
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,6 +109,36 @@ PUBLIC = [
     "simulate",
     "tune",
 ]
+
+
+COMMANDS = """
+    audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
+    explain: --debug --json --mesh --pod --processes-per-host STEP
+    flags: --as --check --debug --json POD
+    plan diff: --debug --json A B
+    plan show: --as --debug --json FILE
+    pods: --debug --json CLUSTER
+    simulate: --debug --html --json --keep-rings --mesh --perfetto --plain --pod \\
+        --processes-per-host --svg STEP
+    tune: --budget --cache --debug --json --measure --mesh --out --pod --processes-per-host STEP
+""".replace("\\\n", "")
+
+
+def commands(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Each command with its options and arguments."""
+    for inner, found in getattr(command, "commands", {}).items():
+        yield from commands(found, f"{name} {inner}".strip())
+    if not hasattr(command, "commands"):
+        options = [
+            p.opts if p.param_type_name == "option" else [p.name.upper()] for p in command.params
+        ]
+        yield name, sorted(itertools.chain.from_iterable(options))
+
+
+def test_the_commands_stay():
+    lines = (line.partition(":") for line in COMMANDS.strip().splitlines())
+    expected = {name.strip(): options.split() for name, _, options in lines}
+    assert dict(commands(typer.main.get_command(app))) == expected
 
 
 def test_the_public_names_stay():
