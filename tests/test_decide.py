@@ -14,7 +14,8 @@ from jaxoverlap import Decision, Skip, Variant
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
-from jaxoverlap.passes.planning.decide import decide, matmul_of, source_of
+from jaxoverlap.passes.planning.decide import decide, matmul_of
+from jaxoverlap.passes.planning.entries import source_of
 from tests.support.terms import terms_of
 
 AXES = {"data": 2, "model": 4}

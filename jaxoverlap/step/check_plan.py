@@ -23,7 +23,7 @@ from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.fingerprint import fingerprint, memory_text
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.mesh import axis_domains, cluster_of
-from jaxoverlap.passes.planning.decide import letters_of, source_of
+from jaxoverlap.passes.planning.entries import letters_of, source_of
 from jaxoverlap.plan.plan import Decision, MadeFor, Plan, Skip
 from jaxoverlap.plan.table import mesh_text
 

@@ -11,7 +11,7 @@ import jax
 
 from jaxoverlap._jax import compat
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.passes.planning.decide import source_of
+from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.plan.plan import MadeFor, Plan, Variant
 from jaxoverlap.step.context import StepContext, groups_of

@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
-from jaxoverlap.passes.analysis.jaxprs import Body, Dot, Manual
+from jaxoverlap.passes.analysis.jaxprs import Body, Manual
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.manual.find import ManualRing, ManualSite, Sites, possible_rings
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
-from jaxoverlap.passes.planning.decide import letters_of, skip_of, source_of, variant_of
+from jaxoverlap.passes.planning.decide import variant_of
+from jaxoverlap.passes.planning.entries import reader_entry, ring_entry, skip_of, source_of
 from jaxoverlap.passes.planning.requests import Requests
-from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
+from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
 
 
 @dataclass
@@ -78,7 +79,12 @@ def decide_manual(
         sharing = sharings[body.index] = _chosen(body, shardings, requests)
         for ring in sharing.rings:
             entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
-        entries |= {i: _late(dots[i], ring) for i, ring in sharing.late.items()}
+        entries |= {
+            i: reader_entry(
+                dots[i], ring=ring.site, axis=ring.axis, kind=ring.kind, moved=f"ring {ring.site}"
+            )
+            for i, ring in sharing.late.items()
+        }
         entries |= {i: skip_of(dots[i], why) for i, why in sharing.skipped.items()}
     return entries, sharings
 
@@ -196,37 +202,10 @@ def _keep(sites: Sites, ring: ManualRing) -> None:
 
 def _decision(sharing: ManualSharing, ring: ManualRing, site: ManualSite) -> Decision:
     """The entry of one matmul; the first one of a ring carries its bytes."""
-    dot, moving, leads = site.dot, ring.collective, site is ring.sites[0]
-    slices = ring.variant.slices
-    return Decision(
-        site=dot.index,
-        ring=ring.site,
-        source=source_of(dot),
-        einsum=letters_of(dot),
-        kind=PASSES[moving.kind],
-        axis=moving.axis,
+    return ring_entry(
+        ring,
+        site.dot,
         letter=site.einsum.side(site.side)[ring.dim],
-        variant=ring.variant,
-        num_chunks=slices * (1 if ring.variant.style == "sliced" else moving.axis_size),
-        bytes_moved=moving.bytes_moved * dot.runs if leads else 0,
-        runs=dot.runs,
-        others=tuple(sharing.left.get(dot.index, ())),
-        why=ring.why if leads else f"shares ring {ring.site}",
-    )
-
-
-def _late(dot: Dot, ring: ManualRing) -> Decision:
-    """The entry of a matmul that reads what a ring has gathered."""
-    return Decision(
-        site=dot.index,
-        ring=ring.site,
-        source=source_of(dot),
-        einsum=letters_of(dot),
-        kind=PASSES[ring.collective.kind],
-        axis=ring.collective.axis,
-        letter="",
-        num_chunks=1,
-        bytes_moved=0,
-        runs=dot.runs,
-        why=f"reads what ring {ring.site} moved",
+        bytes_moved=ring.collective.bytes_moved,
+        others=sharing.left.get(site.dot.index, ()),
     )

@@ -139,6 +139,21 @@ class ManualRing:
         return self.sites[0].dot.index
 
     @property
+    def kind(self) -> Kind:
+        """The collective that the ring carries out."""
+        return self.collective.kind
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis of the ring."""
+        return self.collective.axis
+
+    @property
+    def axis_size(self) -> int:
+        """The devices along its axis."""
+        return self.collective.axis_size
+
+    @property
     def arrives(self) -> bool:
         """Whether an operand moves, and not results."""
         return self.sites[0].side != "out"

@@ -25,7 +25,7 @@ from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.manual.decide import ManualSharing
 from jaxoverlap.passes.manual.find import ManualRing, ManualSite
-from jaxoverlap.passes.planning.decide import source_of
+from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter

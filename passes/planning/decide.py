@@ -15,10 +15,17 @@ import msgspec
 import numpy as np
 
 from jaxoverlap._jax import compat
-from jaxoverlap._util.text import human_bytes, short_source
+from jaxoverlap._util.text import human_bytes
 from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.planning.entries import (
+    num_dims,
+    reader_entry,
+    ring_entry,
+    skip_of,
+    source_of,
+)
 from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
 from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.requests import Requests
@@ -26,7 +33,7 @@ from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
 from jaxoverlap.passes.planning.share import Specs, share
 from jaxoverlap.passes.planning.splits import Kind, ShardedMatmul
 from jaxoverlap.passes.planning.terms import Terms
-from jaxoverlap.plan.decisions import LEFT_PLAIN, PASSES, Decision, Skip, Variant
+from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
 
 _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
@@ -154,12 +161,6 @@ class _Step:
         return matmul_of(self.matmuls[index], self._shardings[index], self.terms.axis_sizes)
 
 
-def source_of(dot: Dot) -> str:
-    """The "folder/file.py:line" that wrote a matmul."""
-    file, line, _ = compat.source_line(dot.eqn)
-    return short_source(file, line)
-
-
 def refusal(dot: Dot, requests: Requests) -> str | None:
     """Why a matmul is left alone before its sharding is looked at."""
     if (asked := requests.refusal(dot.index, source_of(dot))) is not None:
@@ -185,8 +186,8 @@ def _unfit(dot: Dot) -> str | None:
         return f"{dot.eqn.primitive.name}: no ring for that"
     if dot.inside:
         return f"inside {dot.inside}, whose body is not rewritten"
-    if _num_dims(dot) > len(LETTERS):
-        return f"its operands have {_num_dims(dot)} dims: more than letters ({len(LETTERS)})"
+    if num_dims(dot) > len(LETTERS):
+        return f"its operands have {num_dims(dot)} dims: more than letters ({len(LETTERS)})"
     if any(v.aval.size == 0 for v in (*dot.eqn.invars, *dot.eqn.outvars)):
         return "it has a dim of size 0"
     dtypes = [np.dtype(v.aval.dtype).name for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
@@ -194,10 +195,6 @@ def _unfit(dot: Dot) -> str | None:
         if dtype not in _DTYPES:
             return f"dtype {dtype} is not supported (supported: {', '.join(_DTYPES)})"
     return None
-
-
-def _num_dims(dot: Dot) -> int:
-    return sum(v.aval.ndim for v in dot.eqn.invars)
 
 
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
@@ -223,59 +220,29 @@ def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
 # -- what explain() shows -------------------------------------------------------------------------
 
 
-def letters_of(dot: Dot) -> str:
-    """A matmul's einsum, as it is shown."""
-    if _num_dims(dot) > len(LETTERS) or dot.eqn.primitive.name != "dot_general":
-        return "?"
-    lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
-    return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
-
-
-def skip_of(dot: Dot, reason: str) -> Skip:
-    """The entry of a matmul that is left alone."""
-    return Skip(
-        site=dot.index, source=source_of(dot), einsum=letters_of(dot), runs=dot.runs, reason=reason
-    )
-
-
 def _decisions(ring: Ring) -> list[Decision]:
     """An entry for each matmul of a ring; the first one carries the ring's bytes."""
     return [_decision(ring, member) for member in ring.members]
 
 
 def _decision(ring: Ring, member: Member) -> Decision:
-    layout, dot, leads = member.layout, member.dot, member is ring.members[0]
+    layout, leads = member.layout, member is ring.members[0]
     assert layout is not None
     sent = traffic(layout)
     mine = sent[layout.ring.axis]
-    others = [s for s in layout.others if s.motion and (leads or ring.arrives)]
-    why = "" if leads else f"shares ring {ring.site}"
-    if leads and (layout.others or member.hoists):
-        why = f"{human_bytes(mine)} a run"
-        why += ", the most" if mine == max(sent.values()) else ""
-    return Decision(
-        site=dot.index,
-        ring=ring.site,
-        variant=ring.variant,
-        source=source_of(dot),
-        einsum=str(layout.matmul.einsum),
-        kind=PASSES[ring.kind],
-        axis=layout.ring.axis,
+    shown = [s for s in layout.others if leads or ring.arrives]
+    others = [f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}" for s in shown if s.motion]
+    why = ""
+    if layout.others or member.hoists:
+        why = f"{human_bytes(mine)} a run" + (", the most" if mine == max(sent.values()) else "")
+    return ring_entry(
+        ring,
+        member.dot,
         letter=layout.letter,
-        num_chunks=_num_chunks(ring),
-        bytes_moved=mine * dot.runs if leads else 0,
-        runs=dot.runs,
-        others=tuple(
-            f"{s.axis} {s.motion.kind}, {human_bytes(sent[s.axis])}" for s in others if s.motion
-        ),
-        why=", ".join(filter(None, (why, ring.why if leads else ""))),
+        bytes_moved=mine,
+        others=others,
+        why=why,
     )
-
-
-def _num_chunks(ring: Ring) -> int:
-    """Pieces that each matmul of a ring is cut into."""
-    slices = ring.variant.slices
-    return slices if ring.variant.style == "sliced" else slices * ring.first.ring.axis_size
 
 
 def _reads(member: Member, sharing: Sharing) -> Decision:
@@ -286,18 +253,11 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
     sources = [f"ring {ring.site}" for ring in rings] + [
         f"the {h.kind} on {h.axis}" for h in hoists
     ]
-    return Decision(
-        site=member.dot.index,
+    return reader_entry(
+        member.dot,
         ring=rings[0].site if rings else member.dot.index,
-        source=source_of(member.dot),
-        einsum=letters_of(member.dot),
-        kind="all_gather_matmul",
-        axis=rings[0].first.ring.axis if rings else hoists[0].axis,
-        letter="",
-        num_chunks=1,
-        bytes_moved=0,
-        runs=member.dot.runs,
-        why=f"reads what {' and '.join(sources)} moved",
+        axis=rings[0].axis if rings else hoists[0].axis,
+        moved=" and ".join(sources),
     )
 
 

@@ -121,6 +121,16 @@ class Ring:
         return self.first.ring.motion.kind
 
     @property
+    def axis(self) -> str:
+        """The mesh axis of the ring."""
+        return self.first.ring.axis
+
+    @property
+    def axis_size(self) -> int:
+        """The devices along its axis."""
+        return self.first.ring.axis_size
+
+    @property
     def side(self) -> Side:
         """What moves, seen from the first matmul."""
         assert self.first.ring.motion is not None

@@ -29,7 +29,7 @@ from jaxoverlap.passes.analysis.mesh import automatic, explicit_axes, partition_
 from jaxoverlap.passes.manual.decide import ManualSharing
 from jaxoverlap.passes.manual.find import ManualSite
 from jaxoverlap.passes.manual.rewrite import manual_rings
-from jaxoverlap.passes.planning.decide import source_of
+from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.planning.splits import Split

@@ -1,0 +1,127 @@
+"""The entries of a plan: what `explain()` shows of each matmul, in automatic and in manual code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from jaxoverlap._jax import compat
+from jaxoverlap._util.text import short_source
+from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
+from jaxoverlap.passes.analysis.jaxprs import Dot
+from jaxoverlap.passes.planning.splits import Kind
+from jaxoverlap.plan.decisions import PASSES, Decision, Skip, Variant
+
+
+class AnyRing(Protocol):
+    """A ring: between matmuls and a collective that XLA would make, or one that the user wrote.
+
+    Attributes:
+        site: the number of the first matmul, which names the ring.
+        kind: the collective that the ring carries out.
+        axis: its mesh axis, and axis_size: the devices along that.
+        variant: how the pieces travel.
+        why: why they do not travel as asked for, if so.
+    """
+
+    variant: Variant
+    why: str
+
+    @property
+    def site(self) -> int: ...
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def axis(self) -> str: ...
+    @property
+    def axis_size(self) -> int: ...
+
+
+def source_of(dot: Dot) -> str:
+    """The "folder/file.py:line" that wrote a matmul."""
+    file, line, _ = compat.source_line(dot.eqn)
+    return short_source(file, line)
+
+
+def num_dims(dot: Dot) -> int:
+    """The dims of both operands together."""
+    return sum(v.aval.ndim for v in dot.eqn.invars)
+
+
+def letters_of(dot: Dot) -> str:
+    """A matmul's einsum, as it is shown."""
+    if num_dims(dot) > len(LETTERS) or dot.eqn.primitive.name != "dot_general":
+        return "?"
+    lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
+    return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
+
+
+def skip_of(dot: Dot, reason: str) -> Skip:
+    """The entry of a matmul that is left alone."""
+    return Skip(
+        site=dot.index, source=source_of(dot), einsum=letters_of(dot), runs=dot.runs, reason=reason
+    )
+
+
+def ring_entry(
+    ring: AnyRing,
+    dot: Dot,
+    *,
+    letter: str,
+    bytes_moved: int,
+    others: Iterable[str] = (),
+    why: str = "",
+) -> Decision:
+    """The entry of a matmul with a ring; the first one of a ring carries its bytes.
+
+    Args:
+        ring: the ring, and dot: the matmul.
+        letter: the dim that is cut into chunks.
+        bytes_moved: that each device sends in one run of the ring.
+        others: collectives of this matmul that stay XLA's.
+        why: the reason for this axis, if the matmul is the first.
+    """
+    leads = dot.index == ring.site
+    slices = ring.variant.slices
+    said = (why, ring.why) if leads else (f"shares ring {ring.site}",)
+    return Decision(
+        site=dot.index,
+        ring=ring.site,
+        variant=ring.variant,
+        source=source_of(dot),
+        einsum=letters_of(dot),
+        kind=PASSES[ring.kind],
+        axis=ring.axis,
+        letter=letter,
+        num_chunks=slices if ring.variant.style == "sliced" else slices * ring.axis_size,
+        bytes_moved=bytes_moved * dot.runs if leads else 0,
+        runs=dot.runs,
+        others=tuple(others),
+        why=", ".join(filter(None, said)),
+    )
+
+
+def reader_entry(
+    dot: Dot, *, ring: int, axis: str, moved: str, kind: Kind = "all_gather"
+) -> Decision:
+    """The entry of a matmul that has nothing left to gather.
+
+    Args:
+        dot: the matmul.
+        ring: the number of the ring that gathers for it; its own where a hoisted gather does.
+        axis: of that, and kind: what it carries out.
+        moved: what has moved the value that it reads.
+    """
+    return Decision(
+        site=dot.index,
+        ring=ring,
+        source=source_of(dot),
+        einsum=letters_of(dot),
+        kind=PASSES[kind],
+        axis=axis,
+        letter="",
+        num_chunks=1,
+        bytes_moved=0,
+        runs=dot.runs,
+        why=f"reads what {moved} moved",
+    )
