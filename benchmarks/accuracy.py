@@ -16,8 +16,9 @@ from benchmarks import lagom
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.calibrate import fit, xla_perf_table
 from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group, Share
-from jaxoverlap.cost.model import CostModel, cost_model
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import chips
 
 Row = tuple[str, ...]

@@ -26,7 +26,8 @@ import jaxoverlap
 from benchmarks.pod_step import provenance, write_rows
 from benchmarks.trainers import TRAINERS
 from jaxoverlap.calibrate import calibrate, this_machine
-from jaxoverlap.cost.model import CostModel, cost_model
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.model import CostModel
 
 DEVICES = 8
 RUNS = 3  # of each step in a round of the calibration

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import msgspec
 
 from jaxoverlap._util.text import table
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
-from jaxoverlap.cost.model import Channels, CostModel, cost_model
+from jaxoverlap.cost.model import Channels, CostModel
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link
 from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space
 from jaxoverlap.tuning.lagom.search import Config, search

@@ -22,9 +22,10 @@ import typer
 from benchmarks.autoccl import descend
 from benchmarks.pod_step import commit, write_rows
 from jaxoverlap._util.text import table
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
-from jaxoverlap.cost.model import CostModel, cost_model
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space, places
 from jaxoverlap.tuning.lagom.search import Config, ModelledStep, search
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxoverlap
-from jaxoverlap.cost.model import cost_model
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.advice import strays
 from jaxoverlap.simulation.replay import replay

@@ -1,42 +1,22 @@
-"""`overlap`: the one line at the call site, and the objects it returns."""
+"""`overlap`: the one line at the call site; `tune`: the plan under which a step is fastest."""
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
-import types
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, overload
 
-import jax
-import msgspec
-
-from jaxoverlap._jax import compat
-from jaxoverlap._jax.jit_wrappers import Found, arguments_reach, find_jit
-from jaxoverlap._util.text import warn
-from jaxoverlap.hardware import hosts
+from jaxoverlap._jax.jit_wrappers import arguments_reach
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
-from jaxoverlap.hardware.pods import is_pod
-from jaxoverlap.passes.analysis.errors import own_faults
-from jaxoverlap.passes.analysis.partitioned import partitioned
-from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
+from jaxoverlap.overlapped import Overlapped
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
-from jaxoverlap.step.choice import decided, rival_of
-from jaxoverlap.step.context import mesh_of, prepare
-from jaxoverlap.step.never_slower import predicted
 from jaxoverlap.step.options import OnError, Options
-from jaxoverlap.step.processes import agreed, processes_of
-from jaxoverlap.step.program import StepProgram, agree, pass_result, step_program, tell
-from jaxoverlap.step.stages import Lowered
-from jaxoverlap.tuning.subject import subject_of
-from jaxoverlap.tuning.tune import Tuning, tuned
+from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
 _SCHEDULER = Scheduler()
-_MAX_SEEN = 128  # signatures that a step remembers; a run has a few
-_BESIDE_BUDGET_S = 3600.0  # that a tuning may take beside its budget: two candidates have none
 
 
 @overload
@@ -242,211 +222,3 @@ def _variants(granularity: Any) -> Any:
             f"granularity={granularity!r}: expected a Variant or its name, or these by source line"
         )
     return Variant.parse(granularity) if isinstance(granularity, str) else granularity
-
-
-class Overlapped:
-    """A train step whose collectives hide behind its matmuls; made by `overlap`.
-
-    Call it as the step it was made from. It traces once per signature and sharding.
-    """
-
-    def __init__(self, fn: Callable[..., Any], options: Options, tuning: Tuning | None = None):
-        if not callable(fn):
-            raise ValueError(f"overlap() was given {fn!r}; expected a function, jitted or not")
-        if isinstance(fn, Overlapped):
-            fn = fn._fn  # overlapped twice is overlapped once, with the outer options
-        found = find_jit(fn)
-        if found is None and (hasattr(fn, "lower") or hasattr(fn, "jitted_fn")):
-            raise ValueError(
-                f"overlap() was given {type(fn).__module__}.{type(fn).__qualname__}: expected a "
-                "function from jax.jit or nnx.jit, a functools.partial of one, or a plain "
-                "function. What wraps a jitted function goes around overlap(): "
-                "nnx.cached_partial(overlap(step), model)"
-            )
-        hosts.announce()  # so that one process may explain a step before the others come to it
-        self._fn = fn
-        self._found = found or Found(jax.jit(fn), lambda new: new)
-        self._jitted: Any = self._found.jitted
-        self._options = options
-        self._tuning = tuning
-        self._seen: compat.Cache[StepProgram] = compat.Cache()
-        self._lock = threading.RLock()  # one thread at a time decides what a signature becomes
-        self._told: set[str] = set()
-        functools.update_wrapper(self, fn, updated=())
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, as functions in classes do."""
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the given function has: `eval_shape` of a jit, `func` of a partial."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._fn, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies, shallow or deep, and pickles are new steps: they decide for themselves."""
-        return Overlapped, (self._fn, self._options, self._tuning)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step."""
-        return self._found.around(self._run)(*args, **kwargs)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Plan:
-        """What is done with each matmul, for arguments like these; print it.
-
-        A row a matmul that waits for a collective: its source line, einsum, mesh axis, kind, bytes,
-        chunks and the decision; why each other is left alone; and a row for each collective that
-        stays XLA's. Takes arrays or ShapeDtypeStructs; compiles nothing and runs nothing.
-
-        Raises:
-            ValueError: if the step has no mesh, or one that does not fit.
-            RewriteError: if the rewrite fails, whatever `on_error` says.
-        """
-        return arguments_reach(self._found, self._explain, args, kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The rewritten step as `jax.jit(...).trace` gives it; processes do not agree on it."""
-        return arguments_reach(self._found, self._trace, args, kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The rewritten step, lowered; takes arrays or ShapeDtypeStructs, as in `jax.stages`.
-
-        Where the mesh spans processes, all have to come here or call the step.
-        """
-        return arguments_reach(self._found, self._lower, args, kwargs)
-
-    def clear_cache(self) -> None:
-        """Forget all that was traced, decided and compiled, as `clear_cache` of a jit does."""
-        self._seen.cache_clear()
-        self._jitted.clear_cache()
-
-    def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
-        return self._tuned(compat.infer(self._jitted, args, kwargs), args, kwargs, tuning)
-
-    # What follows is given the arguments of the jit inside; nnx.jit has taken its models apart.
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
-            return self._jitted(*args, **kwargs)
-        call = compat.infer(self._jitted, args, kwargs)
-        outermost = compat.at_top_level()
-        found = (self._decided if outermost else self._agreed)(call, args, kwargs)
-        if found.params is found.source:  # the step as it is: jit's own errors are its best
-            return self._jitted(*args, **kwargs)
-        if not outermost:
-            flat = compat.bind_jit(call.flat, found.inner)
-        elif found.ordering is None:
-            flat = compat.bind_jit(call.flat, found.params)
-        else:
-            with found.ordering.compiling():
-                flat = compat.bind_jit(call.flat, found.ordering.named(found.params))
-        return jax.tree.unflatten(call.out_tree, flat)
-
-    def _explain(self, *args: Any, **kwargs: Any) -> Plan:
-        call = compat.infer(self._jitted, args, kwargs)
-        found = self._rewritten(call, args, kwargs)
-        if found.error is not None:
-            raise found.error
-        plan = found.plan or pass_result(self._jitted, call, args, kwargs, self._options).plan
-        traced = self._jitted.trace(*args, **kwargs)
-        with own_faults(plan.step):
-            after = partitioned(traced, found.inner["jaxpr"], mesh_of(call), ask=False)
-            return msgspec.structs.replace(
-                plan, remaining=partitioner_collectives(after.module, plan.mesh)
-            )
-
-    def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        call = compat.infer(self._jitted, args, kwargs)
-        found = self._rewritten(call, args, kwargs)
-        return compat.traced_with(self._jitted.trace(*args, **kwargs), found.params)
-
-    def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        call = compat.infer(self._jitted, args, kwargs)
-        found = self._decided(call, args, kwargs)
-        ordering, params = found.ordering, found.params
-        if ordering:
-            params = ordering.named(params)
-        lowered = compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
-        rival = None
-        if found.undecided and not any(map(compat.is_tracer, call.flat)):
-            rival = rival_of(self._jitted, call, args, kwargs, found, self._options)
-        return Lowered(
-            lowered,
-            found.plan,
-            self._found,
-            found.cluster,
-            ordering,
-            rival=rival,
-            speedup=found.speedup or predicted(found.plan),
-        )
-
-    def _rewritten(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
-        """What the step became for arguments like these, from the first call with such on."""
-        key = _key(call)
-        if (found := self._seen.get(key)) is not None:
-            return found
-        with self._lock:
-            if (found := self._seen.get(key)) is not None:
-                return found
-            find_plan = None
-            if self._tuning is not None:
-                find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
-            found = step_program(self._jitted, call, args, kwargs, self._options, find_plan)
-            self._seen.put(key, found, at_most=_MAX_SEEN)
-            if found.notice and found.notice.topic not in self._told:
-                self._told.add(found.notice.topic)
-                warn(found.notice.text)
-        return found
-
-    def _agreed(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
-        """The same, once all processes are about to compile it."""
-        found = self._seen.get(_key(call))
-        if found is not None and found.stand is None:
-            return found
-        with self._lock:
-            try:
-                found = self._rewritten(call, args, kwargs)
-            except Exception as error:
-                tell(call, error, self._options)
-                raise
-            if found.stand is not None:
-                found = agree(found, self._options)
-                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
-        return found
-
-    def _decided(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
-        """The same, with rings or without, as is faster on the GPUs that are here.
-
-        For a pod both are compiled when it is compiled: see `Lowered.compile`.
-        """
-        found = self._agreed(call, args, kwargs)
-        if not found.undecided or any(map(compat.is_tracer, call.flat)) or is_pod(mesh_of(call)):
-            return found
-        with self._lock:
-            found = self._agreed(call, args, kwargs)
-            if found.undecided:
-                found = decided(self._jitted, call, args, kwargs, found, self._options)
-                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
-            return found
-
-    def _tuned(self, call: compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
-        """The plan under which the step is fastest: process 0's, where there are many."""
-        start = prepare(call, self._options)
-        subject = subject_of(self._jitted, start, call, args, kwargs, self._options)
-        if not processes_of(start.mesh):
-            return tuned(subject, tuning)
-        if tuning.measure:
-            raise ValueError(
-                "measure=True in several processes: each would go by a clock of its own. Tune "
-                "without it, or the same step in one process, and give its plan to all"
-            )
-        wait_s = tuning.budget_s + _BESIDE_BUDGET_S
-        return agreed(lambda: tuned(subject, tuning), within_s=wait_s)
-
-
-def _key(call: compat.Call) -> Hashable:
-    """What tells a signature and its shardings from others."""
-    params = call.params
-    # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
-    return params["jaxpr"], params["ctx_mesh"], *map(compat.placement, call.flat)

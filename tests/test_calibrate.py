@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxoverlap.calibrate import calibrate, fit, step_factors, this_machine, xla_perf_table
-from jaxoverlap.cost import adjusted_tables
+from jaxoverlap.cost import adjusted_tables, find
 from jaxoverlap.cost import model as cost
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.simulation.replay import replay
@@ -122,7 +122,7 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     path = tmp_path / "here.json"
     calibrate.main(["--here", str(path)])
     assert "f32 matmuls" in capsys.readouterr().out
-    model = cost.cost_model(table=path)
+    model = find.cost_model(table=path)
     devices = model.cluster.num_devices
     assert devices == model.cluster.gpus_per_nvlink_domain == 8
     assert model.matmul_s(16, 16, 16, dtype="f32") > 0

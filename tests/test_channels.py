@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
-from jaxoverlap.cost.model import Channels, CostModel, cost_model
+from jaxoverlap.cost.model import Channels, CostModel
 from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv
 from jaxoverlap.simulation.audit import audit
 from jaxoverlap.simulation.simulation import simulate

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from jaxoverlap.cost import nccl
 from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import ALONE, Group, Share
-from jaxoverlap.cost.model import Channels, cost_model
+from jaxoverlap.cost.model import Channels
 from jaxoverlap.hardware.cluster import Link, chips, parse_cluster
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
-from jaxoverlap.cost.model import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.simulation import hlo

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from benchmarks import lagom
 from benchmarks.search import BALANCES, SPACES, exhaustive, problem, whole_step
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
-from jaxoverlap.cost.model import Channels, cost_model
+from jaxoverlap.cost.model import Channels
 from jaxoverlap.tuning.lagom.model import (
     Communication,
     Computation,

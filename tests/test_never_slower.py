@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap.cost.model import cost_model
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.slower_rules import lost

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap._jax import jobs
 from jaxoverlap._jax.kernel_cache import Kernels
-from jaxoverlap.cost.model import cost_model
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.passes.scheduling.scheduler import Scheduler, scheduler_pass_for
 from jaxoverlap.step import trial
 from jaxoverlap.step.trial import Failure, Request, Trial, attempt

@@ -7,8 +7,8 @@ import re
 import jax
 import pytest
 
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
-from jaxoverlap.cost.model import cost_model
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls

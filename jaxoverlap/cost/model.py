@@ -14,16 +14,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from jaxoverlap.cost import nccl
-from jaxoverlap.cost import tables as measured
-from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of
 from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Sent, Share
 from jaxoverlap.cost.kernels import AttentionKernel, KernelWork
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.cost.tables import Matmuls, Tables
-from jaxoverlap.hardware.cluster import Cluster, chips, parse_cluster
+from jaxoverlap.hardware.cluster import Cluster
 
 # Of what was not measured, what it is counted as.
 _COUNTED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
@@ -379,38 +376,3 @@ class CostModel:
             return seconds
         slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
         return floor_s * have.latency_s / was.latency_s + (seconds - floor_s) * slower
-
-
-def cost_model(
-    cluster: Cluster | str | None = None, *, table: str | Path | None = None
-) -> CostModel:
-    """The cost model of a cluster, with the package's tables of its chip or with a file's.
-
-    Args:
-        cluster: what `parse_cluster` takes or gives. May be left out where `table` is the work of
-            `python -m jaxoverlap.calibrate --here`: then it is what that found.
-        table: a file of tables to take in place of the package's.
-
-    Raises:
-        ValueError: for a cluster that does not parse, a chip that has no tables, or a file that is
-            no table of this chip.
-    """
-    tables = None if table is None else measured.read(table)
-    if cluster is None:
-        if tables is None or tables.here is None:
-            raise ValueError("no cluster: give one, or a table that was measured by --here")
-        return CostModel(cluster_here(tables, tables.here), tables)
-    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    tables = tables or measured.packaged(cluster.chip.name)
-    if tables is None:
-        known = ", ".join(c.name for c in chips() if measured.packaged(c.name))
-        raise ValueError(
-            f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
-            "`python -m jaxoverlap.calibrate --here`"
-        )
-    return CostModel(cluster, with_memory_of(cluster.chip, tables))
-
-
-def has_cost_model(cluster: Cluster) -> bool:
-    """Whether the package has tables of a cluster's chip."""
-    return measured.packaged(cluster.chip.name) is not None

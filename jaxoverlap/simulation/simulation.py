@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.cost.model import CostModel, cost_model
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo, report

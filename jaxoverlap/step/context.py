@@ -8,8 +8,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
+from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import Group
-from jaxoverlap.cost.model import CostModel, cost_model, has_cost_model
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.analysis.errors import UserError

@@ -1,0 +1,275 @@
+"""The function of a ring: what stands in the place of its matmuls, as a shard_map."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from jaxoverlap.passes.analysis.einsum import Side, Spec
+from jaxoverlap.passes.analysis.mesh import partition_spec
+from jaxoverlap.passes.manual.find import ManualSite
+from jaxoverlap.passes.planning.layout import Layout
+from jaxoverlap.passes.planning.ring_plan import Member, Ring, Value
+from jaxoverlap.passes.planning.splits import Split
+from jaxoverlap.passes.rings import chunks
+from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
+from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
+from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
+from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
+from jaxoverlap.plan.decisions import PASSES
+
+
+def scope(ring: Ring) -> str:
+    """The name that a ring's operations carry in profiles and in the scheduled module."""
+    return f"{PASSES[ring.kind]}.{ring.site}"
+
+
+def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
+    """The function that takes the place of a ring's matmuls."""
+    layouts = [_layout(m) for m in ring.members]
+    out_specs = [layout.out for layout in layouts] if ring.arrives else [ring.first.out]
+    if ring.keep:
+        shard = Value(None, ring.first.spec(ring.side))
+        out_specs.append(shard.moved(ring.first.ring.axis, ring.dim, ring.other_dim).spec)
+    mapped = jax.shard_map(
+        functools.partial(_arriving if ring.arrives else _leaving, ring, dot_on(mesh)),
+        mesh=mesh,
+        in_specs=tuple(partition_spec(spec) for _, spec in operands_of(ring)),
+        out_specs=[partition_spec(spec) for spec in out_specs],
+        check_vma=False,  # rings break the replication that it would try to infer
+    )
+
+    def fn(*operands: Array) -> list[Array]:
+        results = mapped(*operands)
+        ends = [m.end for m in ring.members] if ring.total is None else []
+        return [end.seen(r) for end, r in zip(ends, results, strict=False)] + results[len(ends) :]
+
+    return fn
+
+
+def likeness(ring: Ring) -> Hashable:
+    """All that the function of a ring depends on, but for the mesh; equal for equal layers."""
+
+    def written(eqn: Any) -> Hashable:
+        return eqn.primitive.name, *sorted(eqn.params.items())
+
+    members = tuple(
+        (
+            member.layout,
+            written(member.dot.eqn),
+            member.dot.eqn.outvars[0].aval.dtype,
+            tuple(map(written, member.end.views)),
+        )
+        for member in ring.members
+    )
+    return ring.keep, ring.variant, ring.total is None, members
+
+
+def _layout(member: Member) -> Layout:
+    assert member.layout is not None
+    return member.layout
+
+
+def operands_of(ring: Ring) -> list[tuple[Value, Spec]]:
+    """What a ring reads, with the specs: the gathered value once, then each matmul's others."""
+    if not ring.arrives:
+        both = [((m.lhs, _layout(m).lhs), (m.rhs, _layout(m).rhs)) for m in ring.members]
+        return [operand for pair in both for operand in pair]
+    shard = (ring.shard, ring.first.spec(ring.side))
+    return [shard, *map(_other_operand, ring.members)]
+
+
+def _other_operand(member: Member) -> tuple[Value, Spec]:
+    side = _other(_layout(member))
+    return member.value(side), _layout(member).spec(side)
+
+
+def _other(layout: Layout) -> Side:
+    """The operand that is not gathered."""
+    assert layout.ring.motion is not None
+    return "rhs" if layout.ring.motion.side == "lhs" else "lhs"
+
+
+def _arriving(ring: Ring, dot: _Dot, shard: Array, *others: Array) -> list[Array]:
+    """The body of a ring that moves an operand."""
+    layouts = [_layout(m) for m in ring.members]
+    layout, axis = ring.first, ring.first.ring.axis
+    shard = _gather_others(shard, ring.side, layout)
+    common: dict[str, Any] = {
+        "dim": ring.dim,
+        "axis": axis,
+        "axis_size": layout.ring.axis_size,
+        "outer": layout.outer(ring.side, layout.letter, axis),
+        "keep": ring.keep,
+        "variant": ring.variant,
+    }
+    if ring.kind == "all_to_all":
+        assert layout.ring.motion is not None and layout.ring.motion.to is not None
+        common["wanted"] = ring.other_dim
+        common["wanted_outer"] = layout.outer(ring.side, layout.ring.motion.to, axis)
+    decomposed = all_gather_matmul if ring.kind == "all_gather" else all_to_all_matmul
+    readers = [_reader(m, dot, other) for m, other in zip(ring.members, others, strict=True)]
+    results, whole = decomposed(shard, readers, **common)
+    reduced = [_reduce_others(r, layout) for r, layout in zip(results, layouts, strict=True)]
+    return reduced if whole is None else [*reduced, whole]
+
+
+def _reader(member: Member, dot: _Dot, other: Array) -> Reader:
+    layout = _layout(member)
+    side, axis = _other(layout), layout.ring.axis
+    return Reader(
+        _gather_others(other, side, layout),
+        layout.matmul.einsum,
+        "lhs" if side == "rhs" else "rhs",
+        functools.partial(dot, member),
+        member.dot.eqn.outvars[0].aval.dtype,
+        other_outer=layout.outer(side, layout.letter, axis),
+        out_outer=layout.outer("out", layout.letter, axis),
+    )
+
+
+def _leaving(ring: Ring, dot: _Dot, *operands: Array) -> list[Array]:
+    """The body of a ring that moves a result, or the sum of several."""
+    layout, axis = ring.first, ring.first.ring.axis
+    pairs = zip(operands[::2], operands[1::2], strict=True)
+    terms = [_term(m, dot, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
+    if len({_shape(term, m) for term, m in zip(terms, ring.members, strict=True)}) == 1:
+        terms = [_side_by_side(terms)]
+    common: dict[str, Any] = {
+        "axis": axis,
+        "axis_size": layout.ring.axis_size,
+        "dtype": ring.members[0].dot.eqn.outvars[0].aval.dtype,
+        "variant": ring.variant,
+    }
+    cut = layout.outer("out", layout.letter, axis)
+    if ring.kind == "all_to_all":
+        assert layout.ring.motion is not None
+        gathered = layout.outer("out", layout.ring.motion.letter, axis)
+        dims = {"dim": ring.other_dim, "wanted": ring.dim}
+        total = matmul_all_to_all(terms, **common, **dims, outer=gathered, wanted_outer=cut)
+    elif ring.kind == "reduce_scatter":
+        total = matmul_reduce_scatter(terms, **common, dim=ring.dim, outer=cut)
+    else:
+        total = matmul_all_reduce(terms, **common, dim=ring.dim, outer=cut)
+    return [_reduce_others(total, layout)]
+
+
+def _term(member: Member, dot: _Dot, lhs: Array, rhs: Array) -> Term:
+    layout = _layout(member)
+    return Term(
+        _gather_others(lhs, "lhs", layout),
+        _gather_others(rhs, "rhs", layout),
+        layout.matmul.einsum,
+        functools.partial(dot, member),
+        lhs_outer=layout.outer("lhs", layout.letter, layout.ring.axis),
+        rhs_outer=layout.outer("rhs", layout.letter, layout.ring.axis),
+    )
+
+
+def _shape(term: Term, member: Member) -> tuple[Any, ...]:
+    """All that has to be alike in matmuls that may be multiplied as one."""
+    letters = (str(term.einsum), member.dot.eqn.params["precision"])
+    uncontracted = [
+        (operand.dtype, *(n for c, n in zip(side, operand.shape, strict=True) if c in out))
+        for operand, side, out in (
+            (term.lhs, term.einsum.lhs, term.einsum.out),
+            (term.rhs, term.einsum.rhs, term.einsum.out),
+        )
+    ]
+    others = [term.lhs.shape[term.einsum.lhs.index(c)] for c in _contracted(term)[1:]]
+    return (*letters, *map(tuple, uncontracted), *others, term.lhs_outer, term.rhs_outer)
+
+
+def _contracted(term: Term) -> list[str]:
+    return [c for c in term.einsum.lhs if c not in term.einsum.out]
+
+
+def _side_by_side(terms: list[Term]) -> Term:
+    """Matmuls whose results are added, as one over all they contract.
+
+    Of several matmuls under one hop XLA puts all but the last before it: one cannot be split so.
+    """
+    if len(terms) == 1 or not _contracted(terms[0]):
+        return terms[0]
+    first, letter = terms[0], _contracted(terms[0])[0]
+    lhs, rhs = (
+        lax.concatenate([getattr(t, side) for t in terms], first.einsum.side(side).index(letter))
+        for side in ("lhs", "rhs")
+    )
+    return dataclasses.replace(first, lhs=lhs, rhs=rhs)
+
+
+_Dot = Callable[..., Array]
+"""`dot(member, lhs, rhs, dtype)`: one chunk of a matmul."""
+
+
+def dot_on(mesh: Mesh) -> _Dot:
+    """How the chunks of matmuls are multiplied on a mesh's devices."""
+    # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
+    widens = mesh.devices.flat[0].platform == "cpu"
+
+    def dot(member: Member | ManualSite, lhs: Array, rhs: Array, dtype: Any) -> Array:
+        params = member.dot.eqn.params
+        if widens:
+            lhs, rhs = (
+                x.astype(dtype) if jnp.dtype(dtype).itemsize > x.dtype.itemsize else x
+                for x in (lhs, rhs)
+            )
+        return lax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers=params["dimension_numbers"],
+            precision=params["precision"],
+            preferred_element_type=dtype,
+        )
+
+    return dot
+
+
+def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
+    """The gathers of one operand on other axes, whole and before the ring."""
+    for split in layout.others:
+        motion = split.motion
+        if motion is not None and motion.kind == "all_gather" and motion.side == side:
+            dim = layout.matmul.einsum.side(side).index(motion.letter)
+            cut = Cut(split.axis_size, outer=layout.outer(side, motion.letter, split.axis))
+            operand = chunks.gather(operand, dim, split.axis, cut)
+    return operand
+
+
+def _reduce_others(out: Array, layout: Layout) -> Array:
+    """The motions of the result on other axes, whole and after the ring."""
+    for split in layout.others:
+        motion = split.motion
+        if motion is None or motion.side != "out":
+            continue
+        if motion.kind == "all_reduce":
+            out = lax.psum(out, split.axis)
+            continue
+        dim, cut = _cut(layout, split, motion.letter)
+        if motion.kind == "reduce_scatter":
+            out = chunks.scatter(out, dim, split.axis, cut)
+        else:
+            assert motion.to is not None
+            wanted, wanted_cut = _cut(layout, split, motion.to)
+            out = chunks.exchange(out, dim, cut, wanted, wanted_cut, split.axis)
+    return out
+
+
+def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Cut]:
+    """A dim of the result, and how its chunks lie when it moves along an axis."""
+    cut = Cut(split.axis_size, outer=layout.outer("out", letter, split.axis))
+    return layout.matmul.einsum.out.index(letter), cut
+
+
+def only(spec: Spec, axes: Collection[str]) -> Spec:
+    """What a spec says of some mesh axes."""
+    return tuple(tuple(a for a in dim if a in axes) for dim in spec)
