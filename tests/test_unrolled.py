@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap import overlap
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.fingerprint import fingerprint
-from jaxoverlap.passes.rewriting import rewrite
+from jaxoverlap.passes.rewriting import rewrite, ring_functions
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -51,7 +51,7 @@ def traced(monkeypatch) -> Counter[str]:
         return lambda *args: calls.update([name]) or fn(*args)
 
     for name in ("_arriving", "_leaving"):
-        monkeypatch.setattr(rewrite, name, counting(name, getattr(rewrite, name)))
+        monkeypatch.setattr(ring_functions, name, counting(name, getattr(ring_functions, name)))
     return calls
 
 

@@ -28,13 +28,24 @@ class AnyRing(Protocol):
     why: str
 
     @property
-    def site(self) -> int: ...
+    def site(self) -> int:
+        """The number of the first matmul."""
+        ...
+
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> Kind:
+        """The collective."""
+        ...
+
     @property
-    def axis(self) -> str: ...
+    def axis(self) -> str:
+        """The mesh axis."""
+        ...
+
     @property
-    def axis_size(self) -> int: ...
+    def axis_size(self) -> int:
+        """The devices along the axis."""
+        ...
 
 
 def source_of(dot: Dot) -> str:
