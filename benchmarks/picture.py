@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, jits
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.partitioned import (
@@ -64,7 +64,7 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
         traced: the step.
         mesh: of a pod: programs for CPU devices are fused before they can be read.
     """
-    jaxpr = flatten(compat.traced_params(traced)["jaxpr"])
+    jaxpr = flatten(jits.traced_params(traced)["jaxpr"])
     picture = partitioned(traced, jaxpr, mesh)
     products = _products(picture.module)
     sent = {(c.computation, c.name): c for c in moved(picture.module)}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap._jax.jit_wrappers import Found, arguments_reach, find_jit
 from jaxoverlap._util.text import warn
 from jaxoverlap.hardware import hosts
@@ -59,7 +59,7 @@ class Overlapped:
         self._jitted: Any = self._found.jitted
         self._options = options
         self._tuning = tuning
-        self._seen: compat.Cache[StepProgram] = compat.Cache()
+        self._seen: jits.Cache[StepProgram] = jits.Cache()
         self._lock = threading.RLock()  # one thread at a time decides what a signature becomes
         self._told: set[str] = set()
         functools.update_wrapper(self, fn, updated=())
@@ -112,29 +112,29 @@ class Overlapped:
         self._jitted.clear_cache()
 
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
-        return self._tuned(compat.infer(self._jitted, args, kwargs), args, kwargs, tuning)
+        return self._tuned(jits.infer(self._jitted, args, kwargs), args, kwargs, tuning)
 
     # What follows is given the arguments of the jit inside; nnx.jit has taken its models apart.
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
             return self._jitted(*args, **kwargs)
-        call = compat.infer(self._jitted, args, kwargs)
-        outermost = compat.at_top_level()
+        call = jits.infer(self._jitted, args, kwargs)
+        outermost = jits.at_top_level()
         found = (self._decided if outermost else self._agreed)(call, args, kwargs)
         if found.params is found.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
         if not outermost:
-            flat = compat.bind_jit(call.flat, found.inner)
+            flat = jits.bind_jit(call.flat, found.inner)
         elif found.ordering is None:
-            flat = compat.bind_jit(call.flat, found.params)
+            flat = jits.bind_jit(call.flat, found.params)
         else:
             with found.ordering.compiling():
-                flat = compat.bind_jit(call.flat, found.ordering.named(found.params))
+                flat = jits.bind_jit(call.flat, found.ordering.named(found.params))
         return jax.tree.unflatten(call.out_tree, flat)
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
-        call = compat.infer(self._jitted, args, kwargs)
+        call = jits.infer(self._jitted, args, kwargs)
         found = self._rewritten(call, args, kwargs)
         if found.error is not None:
             raise found.error
@@ -147,19 +147,19 @@ class Overlapped:
             )
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        call = compat.infer(self._jitted, args, kwargs)
+        call = jits.infer(self._jitted, args, kwargs)
         found = self._rewritten(call, args, kwargs)
-        return compat.traced_with(self._jitted.trace(*args, **kwargs), found.params)
+        return jits.traced_with(self._jitted.trace(*args, **kwargs), found.params)
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        call = compat.infer(self._jitted, args, kwargs)
+        call = jits.infer(self._jitted, args, kwargs)
         found = self._decided(call, args, kwargs)
         ordering, params = found.ordering, found.params
         if ordering:
             params = ordering.named(params)
-        lowered = compat.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
+        lowered = jits.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
         rival = None
-        if found.undecided and not any(map(compat.is_tracer, call.flat)):
+        if found.undecided and not any(map(jits.is_tracer, call.flat)):
             rival = rival_of(self._jitted, call, args, kwargs, found, self._options)
         return Lowered(
             lowered,
@@ -171,7 +171,7 @@ class Overlapped:
             speedup=found.speedup or predicted(found.plan),
         )
 
-    def _rewritten(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
+    def _rewritten(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """What the step became for arguments like these, from the first call with such on."""
         key = _key(call)
         if (found := self._seen.get(key)) is not None:
@@ -189,7 +189,7 @@ class Overlapped:
                 warn(found.notice.text)
         return found
 
-    def _agreed(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
+    def _agreed(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """The same, once all processes are about to compile it."""
         found = self._seen.get(_key(call))
         if found is not None and found.stand is None:
@@ -205,13 +205,13 @@ class Overlapped:
                 self._seen.put(_key(call), found, at_most=_MAX_SEEN)
         return found
 
-    def _decided(self, call: compat.Call, args: tuple, kwargs: dict) -> StepProgram:
+    def _decided(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """The same, with rings or without, as is faster on the GPUs that are here.
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
         found = self._agreed(call, args, kwargs)
-        if not found.undecided or any(map(compat.is_tracer, call.flat)) or is_pod(mesh_of(call)):
+        if not found.undecided or any(map(jits.is_tracer, call.flat)) or is_pod(mesh_of(call)):
             return found
         with self._lock:
             found = self._agreed(call, args, kwargs)
@@ -220,7 +220,7 @@ class Overlapped:
                 self._seen.put(_key(call), found, at_most=_MAX_SEEN)
             return found
 
-    def _tuned(self, call: compat.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
+    def _tuned(self, call: jits.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = prepare(call, self._options)
         subject = subject_of(self._jitted, start, call, args, kwargs, self._options)
@@ -235,8 +235,8 @@ class Overlapped:
         return agreed(lambda: tuned(subject, tuning), within_s=wait_s)
 
 
-def _key(call: compat.Call) -> Hashable:
+def _key(call: jits.Call) -> Hashable:
     """What tells a signature and its shardings from others."""
     params = call.params
     # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
-    return params["jaxpr"], params["ctx_mesh"], *map(compat.placement, call.flat)
+    return params["jaxpr"], params["ctx_mesh"], *map(jits.placement, call.flat)

@@ -207,7 +207,7 @@ def test_one_process_asks_nobody(folder, plain, monkeypatch):
     def asked(*_):
         raise AssertionError("one process has nobody to ask")
 
-    monkeypatch.setattr("jaxoverlap._jax.compat.key_value_store", asked)
+    monkeypatch.setattr("jaxoverlap._jax.jits.key_value_store", asked)
     plan = jaxoverlap.agreed(lambda: Plan.read(folder / "plan.json"))
     np.testing.assert_allclose(train(overlap(make_step(make_mesh()), plan=plan)), plain, rtol=1e-5)
 

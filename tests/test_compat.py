@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, jits
 from jaxoverlap.passes.analysis import jaxprs
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -38,14 +38,14 @@ def the_dot(fn=product, *args):
 
 def test_jitted_functions_are_recognized():
     jitted = jax.jit(product)
-    assert compat.is_jitted(jitted), "jax.jit's result no longer has .trace, ._fun and ._jit_info"
-    assert compat.is_jitted(jax.jit(product, static_argnums=0, donate_argnums=1))
+    assert jits.is_jitted(jitted), "jax.jit's result no longer has .trace, ._fun and ._jit_info"
+    assert jits.is_jitted(jax.jit(product, static_argnums=0, donate_argnums=1))
     for other in (product, functools.partial(jitted, X), jnp.add, np.add, jax.checkpoint(jitted)):
-        assert not compat.is_jitted(other), other
+        assert not jits.is_jitted(other), other
 
 
 def test_infer_gives_the_equations_parameters():
-    params, flat, out_tree = compat.infer(jax.jit(product), (X, W), {})
+    params, flat, out_tree = jits.infer(jax.jit(product), (X, W), {})
     missing = {
         "jaxpr",
         "name",
@@ -65,13 +65,13 @@ def test_infer_gives_the_equations_parameters():
 def test_infer_gives_one_jaxpr_a_signature():
     """The identity of the jaxpr is the key under which a rewritten step is kept."""
     jitted = jax.jit(product)
-    first = compat.infer(jitted, (X, W), {})[0]["jaxpr"]
-    assert compat.infer(jitted, (2 * X, W), {})[0]["jaxpr"] is first, "jit traced again"
+    first = jits.infer(jitted, (X, W), {})[0]["jaxpr"]
+    assert jits.infer(jitted, (2 * X, W), {})[0]["jaxpr"] is first, "jit traced again"
     struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    assert compat.infer(jitted, (struct, W), {})[0]["jaxpr"] is first
+    assert jits.infer(jitted, (struct, W), {})[0]["jaxpr"] is first
     assert jitted.trace(X, W).jaxpr is first, "trace() no longer shares the call's jaxpr"
-    assert compat.infer(jitted, (X[:8], W), {})[0]["jaxpr"] is not first
-    placed = (compat.infer(jitted, (jax.device_put(X, s), W), {})[0] for s in (ROWS, COLUMNS))
+    assert jits.infer(jitted, (X[:8], W), {})[0]["jaxpr"] is not first
+    placed = (jits.infer(jitted, (jax.device_put(X, s), W), {})[0] for s in (ROWS, COLUMNS))
     one, other = (params["jaxpr"] for params in placed)
     assert one is other, "jit traces again for another placement on one mesh"
 
@@ -79,7 +79,7 @@ def test_infer_gives_one_jaxpr_a_signature():
 def test_static_arguments_leave_and_constants_stay_in_the_jaxpr():
     captured = jnp.asarray(W)
     jitted = jax.jit(lambda scale, x: scale * x @ captured, static_argnums=0)
-    params, flat, _ = compat.infer(jitted, (3, X), {})
+    params, flat, _ = jits.infer(jitted, (3, X), {})
     assert len(flat) == len(params["jaxpr"].invars) == 1
     assert flat[0] is X
     assert [c is captured for c in params["jaxpr"].consts] == [True]
@@ -87,58 +87,58 @@ def test_static_arguments_leave_and_constants_stay_in_the_jaxpr():
 
 def test_shardings_of_the_jit_are_namedshardings():
     jitted = jax.jit(product, in_shardings=(ROWS, COLUMNS), out_shardings=COLUMNS)
-    params, _, _ = compat.infer(jitted, (X, W), {})
+    params, _, _ = jits.infer(jitted, (X, W), {})
     assert params["in_shardings"] == (ROWS, COLUMNS)
     assert params["out_shardings"] == (COLUMNS,)
-    free, _, _ = compat.infer(jax.jit(product), (X, W), {})
+    free, _, _ = jits.infer(jax.jit(product), (X, W), {})
     assert not any(isinstance(s, NamedSharding) for s in free["in_shardings"])
 
 
 def test_the_context_mesh_is_a_parameter():
     with jax.set_mesh(MESH):
-        params, _, _ = compat.infer(jax.jit(product), (X, W), {})
+        params, _, _ = jits.infer(jax.jit(product), (X, W), {})
     assert params["ctx_mesh"] == MESH
 
 
 def test_only_committed_arrays_are_bound():
-    assert compat.bound_sharding(jax.device_put(X, ROWS)) == ROWS
-    assert compat.bound_sharding(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=ROWS)) == ROWS
+    assert jits.bound_sharding(jax.device_put(X, ROWS)) == ROWS
+    assert jits.bound_sharding(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=ROWS)) == ROWS
     for free in (jnp.ones(3), X, 1.0, jax.ShapeDtypeStruct(X.shape, X.dtype)):
-        assert compat.bound_sharding(free) is None, free
+        assert jits.bound_sharding(free) is None, free
     seen = []
-    jax.jit(lambda x: seen.append(compat.bound_sharding(x)) or x)(jax.device_put(X, ROWS))
+    jax.jit(lambda x: seen.append(jits.bound_sharding(x)) or x)(jax.device_put(X, ROWS))
     assert seen == [None], "a tracer has a sharding"
 
 
 def test_a_jit_equation_can_be_called():
-    params, flat, _ = compat.infer(jax.jit(product), (X, W), {})
-    np.testing.assert_array_equal(compat.bind_jit(flat, params)[0], X @ W)
-    inside = jax.make_jaxpr(lambda x, w: compat.bind_jit([x, w], params))(X, W)
+    params, flat, _ = jits.infer(jax.jit(product), (X, W), {})
+    np.testing.assert_array_equal(jits.bind_jit(flat, params)[0], X @ W)
+    inside = jax.make_jaxpr(lambda x, w: jits.bind_jit([x, w], params))(X, W)
     assert [e.primitive.name for e in inside.eqns] == ["jit"]
 
 
 def test_another_jaxpr_in_the_equation_is_what_runs():
-    params, flat, _ = compat.infer(jax.jit(product), (X, W), {})
+    params, flat, _ = jits.infer(jax.jit(product), (X, W), {})
     other = jax.jit(lambda x, w: 2 * (x @ w)).trace(X, W).jaxpr
-    changed = compat.with_jaxpr(params, other, {})
-    np.testing.assert_array_equal(compat.bind_jit(flat, changed)[0], 2 * (X @ W))
-    np.testing.assert_array_equal(compat.bind_jit(flat, params)[0], X @ W)
+    changed = jits.with_jaxpr(params, other, {})
+    np.testing.assert_array_equal(jits.bind_jit(flat, changed)[0], 2 * (X @ W))
+    np.testing.assert_array_equal(jits.bind_jit(flat, params)[0], X @ W)
 
 
 def test_compiler_options_are_pairs_and_the_jits_own_win():
     jitted = jax.jit(product, compiler_options={"a": "theirs"})
-    params, _, _ = compat.infer(jitted, (X, W), {})
+    params, _, _ = jits.infer(jitted, (X, W), {})
     assert dict(params["compiler_options_kvs"]) == {"a": "theirs"}
-    merged = compat.with_jaxpr(params, params["jaxpr"], {"a": "ours", "b": "ours"})
+    merged = jits.with_jaxpr(params, params["jaxpr"], {"a": "ours", "b": "ours"})
     assert dict(merged["compiler_options_kvs"]) == {"a": "theirs", "b": "ours"}
 
 
 def test_a_traced_step_with_other_parameters_lowers_the_other_jaxpr():
     traced = jax.jit(product).trace(X, W)
     traced.lower()  # what it caches on the way must not reach the copy
-    params = compat.traced_params(traced)
+    params = jits.traced_params(traced)
     other = jax.jit(lambda x, w: jnp.sin(x @ w)).trace(X, W).jaxpr
-    changed = compat.traced_with(traced, compat.with_jaxpr(params, other, {}))
+    changed = jits.traced_with(traced, jits.with_jaxpr(params, other, {}))
     assert changed.jaxpr is other
     assert "stablehlo.sine" in changed.lower().as_text()
     assert "stablehlo.sine" not in traced.lower().as_text()
@@ -254,8 +254,8 @@ def test_a_tag_reaches_stablehlo_as_a_frontend_attribute():
     jaxpr = jitted.trace(X, W).jaxpr
     tagged = jaxpr.replace(eqns=[compat.with_tag(e, colour="red") for e in jaxpr.eqns])
     traced = jitted.trace(X, W)
-    params = compat.with_jaxpr(compat.traced_params(traced), tagged, {})
-    text = compat.traced_with(traced, params).lower().as_text()
+    params = jits.with_jaxpr(jits.traced_params(traced), tagged, {})
+    text = jits.traced_with(traced, params).lower().as_text()
     (line,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
     assert 'mhlo.frontend_attributes = {colour = "red"}' in line
     assert "colour" not in traced.lower().as_text()
@@ -314,18 +314,18 @@ def test_a_result_of_another_type_is_refused():
 
 def test_xla_says_which_options_it_knows():
     device = jax.devices()[0]
-    assert compat.accepts_option("xla_embed_ir_in_executable", "True", device)
-    assert not compat.accepts_option("xla_gpu_option_that_never_was", "True", device), (
+    assert jits.accepts_option("xla_embed_ir_in_executable", "True", device)
+    assert not jits.accepts_option("xla_gpu_option_that_never_was", "True", device), (
         "XLA words its refusal in another way"
     )
     with pytest.raises(jax.errors.JaxRuntimeError):
-        compat.accepts_option("xla_embed_ir_in_executable", "neither", device)
+        jits.accepts_option("xla_embed_ir_in_executable", "neither", device)
 
 
 def test_options_are_tried_where_a_mesh_is_set():
     device = jax.devices()[0]
     with jax.set_mesh(MESH):
-        assert compat.accepts_option.__wrapped__("xla_embed_ir_in_executable", "True", device)
+        assert jits.accepts_option.__wrapped__("xla_embed_ir_in_executable", "True", device)
 
 
 # -- types and processes --------------------------------------------------------------------------
@@ -345,4 +345,4 @@ def test_the_text_of_a_type_names_no_device():
 
 
 def test_one_process_has_no_store():
-    assert compat.key_value_store() is None
+    assert jits.key_value_store() is None

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap import overlap
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.step import pipeline
 
 MESH = jax.make_mesh((2, 4, 1), ("data", "model", "one"), axis_types=(AxisType.Auto,) * 3)
@@ -139,16 +139,16 @@ def test_results_fed_back_are_no_new_signature(specs, decisions):
 )  # fmt: skip
 def test_shardings_are_told_apart_by_what_they_do(one, other, same: bool):
     first, second = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=s) for s in (one, other))
-    assert (compat.placement(first) == compat.placement(second)) is same
+    assert (jits.placement(first) == jits.placement(second)) is same
     if same:
-        assert hash(compat.placement(first)) == hash(compat.placement(second))
+        assert hash(jits.placement(first)) == hash(jits.placement(second))
         assert one.is_equivalent_to(other, 2)
 
 
 def test_what_is_bound_to_no_sharding_has_no_placement():
-    assert compat.placement(np.ones(3)) is compat.placement(jnp.ones(3)) is None
+    assert jits.placement(np.ones(3)) is jits.placement(jnp.ones(3)) is None
     single = jax.device_put(np.ones(3), jax.devices()[1])
-    assert compat.placement(single) == single.sharding
+    assert jits.placement(single) == single.sharding
 
 
 # -- threads --------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_cleared_caches_keep_nothing(how: str, decisions):
             for _ in range(2):
                 overlapped(*ARGS)
         assert (len(traces), len(decisions), len(found)) == (times, times, 1)
-        jaxpr = weakref.ref(compat.traced_params(overlapped.trace(*ARGS))["jaxpr"])
+        jaxpr = weakref.ref(jits.traced_params(overlapped.trace(*ARGS))["jaxpr"])
         assert "ppermute" in str(jaxpr())
         clear()
         gc.collect()

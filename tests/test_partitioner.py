@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import compat, partitioner
+from jaxoverlap._jax import jits, partitioner
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 X = jax.ShapeDtypeStruct((16, 32), "float32", sharding=NamedSharding(MESH, P("model")))
@@ -20,9 +20,9 @@ W = jax.ShapeDtypeStruct((32, 64), "float32", sharding=NamedSharding(MESH, P(Non
 
 def lowered(step, *args, name: str = ""):
     traced = jax.jit(step).trace(*args)
-    params = compat.with_jaxpr(compat.traced_params(traced), traced.jaxpr, {})
+    params = jits.with_jaxpr(jits.traced_params(traced), traced.jaxpr, {})
     params["name"] = name or partitioner.new_name()
-    return compat.traced_with(traced, params).lower()
+    return jits.traced_with(traced, params).lower()
 
 
 def test_a_question_compiles_nothing_that_jax_counts():
@@ -78,7 +78,7 @@ def test_part_of_an_axis_is_said_in_xlas_words():
     probe = partitioner.probe(reshape.outvars[0], "reshaped", answers, mesh.shape, reshape)
     jaxpr = traced.jaxpr.jaxpr if hasattr(traced.jaxpr, "jaxpr") else traced.jaxpr
     jaxpr = jaxpr.replace(eqns=[reshape, probe, *rest])
-    params = compat.with_jaxpr(compat.traced_params(traced), jaxpr, {})
+    params = jits.with_jaxpr(jits.traced_params(traced), jaxpr, {})
     params["name"] = partitioner.new_name()
-    partitioner.ask(compat.traced_with(traced, params).lower(), mesh)
+    partitioner.ask(jits.traced_with(traced, params).lower(), mesh)
     assert answers == {"reshaped": None}

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.hardware import pods
 from jaxoverlap.hardware.cluster import chips, parse_cluster
 from jaxoverlap.hardware.pods import (
@@ -246,7 +246,7 @@ def test_options_are_the_compilers_own():
     options.clear()
     assert compiler_options(), "the caller's copy is the caller's"
     device = pod_mesh("h100-sxm:1x2", {"x": 2}).devices.flat[0]
-    assert not compat.accepts_option("xla_gpu_option_that_never_was", "True", device)
+    assert not jits.accepts_option("xla_gpu_option_that_never_was", "True", device)
 
 
 @needs_plugin

@@ -8,7 +8,7 @@ schedule. Flags that have been renamed stand under their new names.
 import functools
 from dataclasses import dataclass
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.hardware.cluster import chips
 from jaxoverlap.hardware.pods import compiler_options, pod_mesh
 
@@ -74,6 +74,6 @@ def accepted(preset: str) -> tuple[dict[str, str], tuple[str, ...]]:
     chip = chips()[0].name
     device = pod_mesh(f"{chip}:1x2", {"x": 2}).devices.flat[0]
     options = PRESETS[preset].options
-    known = {n: v for n, v in options.items() if compat.accepts_option(n, v, device)}
+    known = {n: v for n, v in options.items() if jits.accepts_option(n, v, device)}
     refused = tuple(n for n in options if n not in known)
     return {**known, **compiler_options()}, refused

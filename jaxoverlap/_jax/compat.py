@@ -6,168 +6,30 @@ Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviou
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax._src import (
     api,
-    api_util,
     config,
     core,
-    distributed,
     flattree,
     pjit,
     source_info_util,
-    util,
 )
 from jax._src import shard_map as shard_maps
-from jax._src.interpreters import pxla
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
+
+from jaxoverlap._jax.jits import Cache
 
 Jaxpr = core.Jaxpr
 JaxprEqn = core.JaxprEqn
 
 # Since jax 0.11 a jaxpr carries its constants, so closed and open jaxprs are one class.
-
-# -- jitted functions -----------------------------------------------------------------------------
-
-
-def is_jitted(fn: Any) -> bool:
-    """Whether `fn` came out of `jax.jit`."""
-    return hasattr(fn, "trace") and hasattr(fn, "_jit_info") and hasattr(fn, "_fun")
-
-
-class Call(NamedTuple):
-    """A jit's own view of a call.
-
-    Attributes:
-        params: the jit equation's parameters; under "jaxpr" the traced jaxpr, the same object for
-            each call of a signature.
-        flat: the dynamic arguments, flat; static ones are gone.
-        out_tree: the tree of the results.
-    """
-
-    params: dict[str, Any]
-    flat: list[Any]
-    out_tree: Any
-
-
-def infer(jitted: Any, args: tuple, kwargs: dict) -> Call:
-    """What a jitted function makes of these arguments; it traces once per signature."""
-    params, flat = pjit._infer_params(jitted._fun, jitted._jit_info, args, kwargs)
-    return Call(params.params, flat, params.out_tree)
-
-
-class Cache[V]:
-    """Values by key, which `jax.clear_caches()` forgets with all that JAX remembers.
-
-    Oldest first. JAX holds it by a weak reference.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[Hashable, V] = {}
-        util.register_cache(self, "jaxoverlap.overlap")
-
-    def get(self, key: Hashable) -> V | None:
-        """The value of a key, if there is one."""
-        return self._values.get(key)
-
-    def put(self, key: Hashable, value: V, *, at_most: int) -> None:
-        """Remember a value, and no more than so many."""
-        self._values[key] = value
-        while len(self._values) > at_most:
-            self._values.pop(next(iter(self._values)))
-
-    # What JAX asks of a cache.
-
-    def cache_clear(self) -> None:
-        """Forget all."""
-        self._values.clear()
-
-    def cache_info(self) -> str:
-        """How much is remembered."""
-        return f"{len(self._values)} signatures"
-
-    def cache_keys(self) -> list[Hashable]:
-        """The keys, oldest first."""
-        return list(self._values)
-
-
-def at_top_level() -> bool:
-    """Whether nothing is being traced: a jit called here may have compiler options."""
-    return core.trace_ctx.is_top_level()
-
-
-def varying_axes(array: jax.Array) -> frozenset[str]:
-    """The manual mesh axes on whose devices an array may differ; none where JAX does not check."""
-    return jax.typeof(array).mat.varying  # type: ignore[attr-defined]
-
-
-def is_tracer(argument: Any) -> bool:
-    """Whether an argument is traced, so that its sharding is not known."""
-    return isinstance(argument, core.Tracer)
-
-
-def bound_sharding(argument: Any) -> Any:
-    """The sharding that an argument is bound to; None for scalars, tracers and free arrays."""
-    if is_tracer(argument) or not getattr(argument, "committed", True):
-        return None
-    return getattr(argument, "sharding", None)
-
-
-def placement(argument: Any) -> Hashable:
-    """What the sharding does that an argument is bound to: alike for P("x") and P("x", None).
-
-    None where an argument is bound to none.
-    """
-    sharding = bound_sharding(argument)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    mesh, spec = sharding.mesh, sharding.spec
-    entries = [(e,) if isinstance(e, str) else e or () for e in spec]
-    dims = [tuple(a for a in e if a in mesh.shape and mesh.shape[a] > 1) for e in entries]
-    while dims and not dims[-1]:
-        dims.pop()
-    return mesh, tuple(dims), spec.unreduced, spec.reduced, sharding.memory_kind
-
-
-def bind_jit(flat: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Call a jit equation on flat arguments; tracers and arrays are both welcome."""
-    try:
-        return pjit.jit_p.bind(*flat, **params)
-    except api_util.InternalFloatingPointError as error:  # jax_debug_nans; jit words it like this
-        raise FloatingPointError(
-            f"invalid value ({error.ty}) encountered in {error.name}"
-        ) from error
-
-
-def with_jaxpr(params: dict[str, Any], jaxpr: Jaxpr, options: dict[str, str]) -> dict[str, Any]:
-    """A jit equation's parameters with another jaxpr, and compiler options that its own beat."""
-    merged = {**options, **dict(params["compiler_options_kvs"])}
-    return {**params, "jaxpr": jaxpr, "compiler_options_kvs": tuple(merged.items())}
-
-
-def traced_with(traced: jax.stages.Traced, params: dict[str, Any]) -> jax.stages.Traced:
-    """`traced` with other parameters of the same signature; trees, names and donation stay."""
-    new: Any = jax.stages.Traced.__new__(type(traced))
-    for slot in type(traced).__slots__:
-        setattr(new, slot, getattr(traced, slot))
-    new._params = params
-    new._lojax = None  # derived from the jaxpr, and computed again from the new one
-    new._closure_converted = None
-    return new
-
-
-def traced_params(traced: jax.stages.Traced) -> dict[str, Any]:
-    """The jit equation's parameters of a traced step."""
-    return traced._params  # type: ignore[attr-defined]
-
 
 # -- jaxprs ---------------------------------------------------------------------------------------
 
@@ -522,68 +384,3 @@ def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
     if frame is None:
         return "<unknown>", 0, ""
     return frame.file_name, frame.start_line, frame.function_name
-
-
-# -- compiler options -----------------------------------------------------------------------------
-
-
-def compile_options(lowering: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """The `xla_client.CompileOptions` with which jax would compile a lowering.
-
-    Args:
-        lowering: `jax.stages.Lowered._lowering`.
-        options: XLA's, by name, beside the step's own.
-    """
-    given = lowering.compile_args
-    propagated = pxla.get_prop_to_input_output(
-        given["in_shardings"], given["out_shardings"], len(given["ordered_effects"])
-    )
-    return pxla.create_compile_options(
-        lowering._hlo,
-        given["tuple_args"],
-        *propagated,
-        given["backend"],
-        np.array(list(lowering._device_list), dtype=object),
-        dict(lowering._compiler_options_kvs) | dict(options or {}),
-    )
-
-
-@functools.cache
-def accepts_option(name: str, value: str, device: Any) -> bool:
-    """Whether the XLA of a device knows a compiler option: which version does is written nowhere.
-
-    The device may be deviceless. Next to nothing is compiled, and nothing runs.
-    """
-
-    def compile_scalar() -> None:
-        at = jax.sharding.SingleDeviceSharding(device)
-        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=at)
-        jax.jit(lambda x: x).lower(scalar).compile(compiler_options={name: value})
-
-    # In a thread of its own: under jax.set_mesh, which holds for a thread, nothing may be compiled
-    # for one device of the mesh.
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        try:
-            thread.submit(compile_scalar).result()
-        except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" in str(error):
-                return False
-            raise
-    return True
-
-
-# -- processes ------------------------------------------------------------------------------------
-
-
-def key_value_store() -> Any:
-    """The store of `jax.distributed`, of which all processes are clients; None without that."""
-    return distributed.global_state.client
-
-
-def started_processes() -> tuple[int, int]:
-    """The number of this process and how many `jax.distributed` started; (0, 1) without that.
-
-    Unlike `jax.process_count`, this starts no backend, after which nothing could be initialized.
-    """
-    state = distributed.global_state
-    return state.process_id or 0, state.num_processes or 1

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 
 
 class Found(NamedTuple):
@@ -30,7 +30,7 @@ def find_jit(fn: Any) -> Found | None:
     """The function from `jax.jit` that `fn` is or holds; None if there is none to be found."""
     if isinstance(fn, types.MethodType):  # shows its function's attributes as its own
         fn = functools.partial(fn.__func__, fn.__self__)
-    if compat.is_jitted(fn):
+    if jits.is_jitted(fn):
         return Found(fn, lambda new: new)
     if isinstance(fn, functools.partial):
         found = find_jit(fn.func)
@@ -40,7 +40,7 @@ def find_jit(fn: Any) -> Found | None:
         return Found(found.jitted, bind)
     # A function may carry the name too, copied by functools.wraps, and would not look it up.
     inside = getattr(fn, "jitted_fn", None)
-    if compat.is_jitted(inside) and not isinstance(fn, types.FunctionType):
+    if jits.is_jitted(inside) and not isinstance(fn, types.FunctionType):
         return Found(inside, functools.partial(_twin, fn, _twin_class(fn)))
     return None
 

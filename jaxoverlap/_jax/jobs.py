@@ -18,7 +18,7 @@ from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
             "tune it, or to hold it against plain"
         )
     devices = list(lowering._device_list)
-    options = compat.compile_options(lowering, compiler_options)
+    options = jits.compile_options(lowering, compiler_options)
     gpu = devices[0].platform in ("gpu", "cuda")
     place_of = {i: place for place, i in enumerate(sorted(device.id for device in devices))}
     places = [place_of[device.id] for device in devices]

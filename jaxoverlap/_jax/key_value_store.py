@@ -11,7 +11,7 @@ from typing import Protocol
 
 import jax
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 
 _POLL_S = 2.0  # how long a wait may keep a Ctrl-C
 
@@ -51,7 +51,7 @@ def store_of_processes() -> Store:
     Raises:
         DisagreementError: if jax.distributed was not initialized.
     """
-    store = compat.key_value_store()
+    store = jits.key_value_store()
     if store is None:
         raise DisagreementError(
             f"{jax.process_count()} processes, but jax.distributed was not initialized, so they "

@@ -27,7 +27,7 @@ from jax.extend import xla
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib import _hlo  # type: ignore[attr-defined]
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 
 _PASS = "jaxoverlap-ask"
 _lock = threading.Lock()
@@ -132,7 +132,7 @@ def _compile(lowering: Any) -> None:
         given["backend"],
         lowering._hlo,
         lowering._device_list,
-        compat.compile_options(lowering),
+        jits.compile_options(lowering),
         list(given["host_callbacks"]),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.flags.setting import Setting
 from jaxoverlap.hardware import pods
 
@@ -92,5 +92,5 @@ def options_for(mesh: Mesh, *, rings: bool = True) -> dict[str, str]:
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     together = len({device.process_index for device in devices}) < len(devices)
     wanted = {s.name: s.value for s in RINGS if together or s.name != BY_COPY} if rings else {}
-    known = {n: v for n, v in wanted.items() if compat.accepts_option(n, v, mine)}
+    known = {n: v for n, v in wanted.items() if jits.accepts_option(n, v, mine)}
     return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap._jax.key_value_store import DisagreementError, Store, awaited
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -38,8 +38,8 @@ def this_host() -> str:
 
 def announce() -> None:
     """Say on which host this process runs, where there are others; waits for nobody."""
-    process, processes = compat.started_processes()
-    if processes > 1 and (store := compat.key_value_store()) is not None:
+    process, processes = jits.started_processes()
+    if processes > 1 and (store := jits.key_value_store()) is not None:
         _announced(store, process)
 
 
@@ -56,8 +56,8 @@ def hosts_of(processes: Collection[int], within_s: float = WITHIN_S) -> Mapping[
     Raises:
         DisagreementError: if one does not say in time.
     """
-    me, count = compat.started_processes()
-    store = compat.key_value_store() if count > 1 and len(processes) > 1 else None
+    me, count = jits.started_processes()
+    store = jits.key_value_store() if count > 1 and len(processes) > 1 else None
     if store is None:
         return {process: f"process {process}" for process in processes}
     known, end = _announced(store, me), time.monotonic() + within_s

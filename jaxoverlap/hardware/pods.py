@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
 
 # The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
@@ -160,7 +160,7 @@ def compiler_options() -> dict[str, str]:
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
     device = devices(parse_cluster(f"{chips()[0].name}:1x1"))[0]
-    return {n: v for n, v in _WANTED_OPTIONS.items() if compat.accepts_option(n, v, device)}
+    return {n: v for n, v in _WANTED_OPTIONS.items() if jits.accepts_option(n, v, device)}
 
 
 _WANTED_OPTIONS = {

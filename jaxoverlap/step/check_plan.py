@@ -17,7 +17,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh, NamedSharding
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, jits
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.fingerprint import fingerprint, memory_text
@@ -31,7 +31,7 @@ _PACKAGES = ("jaxoverlap", "jax", "jaxlib")
 _SHOWN = 3  # matmuls and arguments that differ
 
 
-def made_for(call: compat.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
+def made_for(call: jits.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
     """What a plan for these arguments is made for.
 
     Args:
@@ -40,7 +40,7 @@ def made_for(call: compat.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
         cluster: its GPUs, if named.
     """
     params, jaxpr = call.params, call.params["jaxpr"]
-    bound = zip(params["in_shardings"], map(compat.bound_sharding, call.flat), strict=True)
+    bound = zip(params["in_shardings"], map(jits.bound_sharding, call.flat), strict=True)
     given = [own if isinstance(own, jax.sharding.Sharding) else at for own, at in bound]
     arguments = tuple(map(_lies, jaxpr.invars, given))
     results = tuple(map(_lies, jaxpr.outvars, params["out_shardings"]))
@@ -102,7 +102,7 @@ def cluster_for(plan: Plan, mesh: Mesh) -> Cluster | None:
         return named if named.num_devices == mesh.size else None
 
 
-def check(plan: Plan, name: str, found: MadeFor, mesh: Mesh, call: compat.Call, jaxpr: Any) -> None:
+def check(plan: Plan, name: str, found: MadeFor, mesh: Mesh, call: jits.Call, jaxpr: Any) -> None:
     """Refuse a plan that was made for something else.
 
     Args:
@@ -174,7 +174,7 @@ def _matmuls(plan: Plan, jaxpr: Any) -> list[str]:
     return _first(lines, "matmuls")
 
 
-def _values(wanted: MadeFor, found: MadeFor, call: compat.Call) -> list[str]:
+def _values(wanted: MadeFor, found: MadeFor, call: jits.Call) -> list[str]:
     """The first arguments and results that differ."""
     names = call.params["jaxpr"].debug_info.safe_arg_names(len(found.arguments))
     lines = []

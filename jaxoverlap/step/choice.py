@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap._util.text import warn
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import Speedup, Way
@@ -26,7 +26,7 @@ from jaxoverlap.step.trial import Request
 
 
 def rival_of(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
 ) -> Rival:
     """What an undecided step is held against: itself without rings.
 
@@ -51,7 +51,7 @@ def rival_of(
 
 
 def decided(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
 ) -> StepProgram:
     """An undecided step for GPUs that are here, with rings or without: what is faster.
 
@@ -75,7 +75,7 @@ def decided(
 
 def _without_rings(
     jitted: Any,
-    call: compat.Call,
+    call: jits.Call,
     args: tuple,
     kwargs: dict,
     rings: Plan,

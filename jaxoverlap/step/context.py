@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
@@ -49,7 +49,7 @@ class StepContext:
     origin: MadeFor
 
 
-def prepare(call: compat.Call, options: Options) -> StepContext:
+def prepare(call: jits.Call, options: Options) -> StepContext:
     """What is known of a step before anything is decided.
 
     Raises:
@@ -72,7 +72,7 @@ def prepare(call: compat.Call, options: Options) -> StepContext:
     return StepContext(params, jaxpr, mesh, cluster, cost, named, origin)
 
 
-def mesh_of(call: compat.Call) -> Mesh:
+def mesh_of(call: jits.Call) -> Mesh:
     """The mesh of a step, as it is called.
 
     Raises:

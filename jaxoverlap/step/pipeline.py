@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.analysis.mesh import (
@@ -51,7 +51,7 @@ class PassResult:
 
 
 def run_passes(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> PassResult:
     """Rewrite a step for arguments like these.
 

@@ -12,7 +12,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap._jax.jobs import job_of
 from jaxoverlap._util.text import warn
 from jaxoverlap.cost.model import CostModel
@@ -82,7 +82,7 @@ class StepProgram:
 
 def step_program(
     jitted: Any,
-    call: compat.Call,
+    call: jits.Call,
     args: tuple,
     kwargs: dict,
     options: Options,
@@ -131,10 +131,10 @@ def following(plan: Plan, options: Options) -> Options:
     )
 
 
-def _no_mesh(call: compat.Call, error: MeshError) -> Notice:
+def _no_mesh(call: jits.Call, error: MeshError) -> Notice:
     """Why a step on no mesh, on two or on one device runs as it is."""
     text = str(error)
-    if isinstance(error, NoMeshError) and any(map(compat.is_tracer, call.flat)):
+    if isinstance(error, NoMeshError) and any(map(jits.is_tracer, call.flat)):
         text = (
             f"{call.params['name']} is called under jit, grad or vmap, where the shardings of its "
             "arguments are not known. Overlap the outermost function, or give the step "
@@ -144,7 +144,7 @@ def _no_mesh(call: compat.Call, error: MeshError) -> Notice:
 
 
 def pass_result(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> PassResult:
     """The result of the passes; whatever fails there unexpectedly is a RewriteError.
 
@@ -162,7 +162,7 @@ def pass_result(
 
 
 def _rewritten(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> StepProgram:
     """A step with its rings, and all that it is compiled with."""
     done = pass_result(jitted, call, args, kwargs, options)
@@ -170,7 +170,7 @@ def _rewritten(
         return _arrived(call, done, options)
 
 
-def _arrived(call: compat.Call, done: PassResult, options: Options) -> StepProgram:
+def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
     """The program of a step that the passes are done with."""
     params, name = call.params, call.params["name"]
     own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
@@ -181,11 +181,11 @@ def _arrived(call: compat.Call, done: PassResult, options: Options) -> StepProgr
         xla_options=own,
         schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
     )
-    ours = compat.with_jaxpr(params, done.jaxpr, compiled_with)
+    ours = jits.with_jaxpr(params, done.jaxpr, compiled_with)
     return StepProgram(
         plan=plan,
         params=ours,
-        inner=compat.with_jaxpr(params, done.jaxpr, {}),
+        inner=jits.with_jaxpr(params, done.jaxpr, {}),
         source=params,
         cluster=done.cluster,
         ordering=ordering,
@@ -207,11 +207,11 @@ def _no_ring(name: str, plan: Plan) -> Notice:
     return Notice("no ring", said + lines)
 
 
-def as_it_is(call: compat.Call, mesh: Mesh) -> StepProgram:
+def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:
     """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
     here = pods.compiler_options() if pods.is_pod(mesh) else {}
     params = call.params
-    return StepProgram(None, compat.with_jaxpr(params, params["jaxpr"], here), params, params)
+    return StepProgram(None, jits.with_jaxpr(params, params["jaxpr"], here), params, params)
 
 
 def _plain(params: dict[str, Any]) -> StepProgram:
@@ -250,7 +250,7 @@ def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | 
 def lowered_as(traced: jax.stages.Traced, new: StepProgram) -> jax.stages.Lowered:
     """A rewritten step, lowered under the name that its scheduler pass looks for."""
     params = new.ordering.named(new.params) if new.ordering else new.params
-    return compat.traced_with(traced, params).lower()
+    return jits.traced_with(traced, params).lower()
 
 
 def request_of(
@@ -292,7 +292,7 @@ def _stand(
     return Stand(plan.step, processes, facts, plain=options.on_error == "plain")
 
 
-def _failed(call: compat.Call, error: Exception, *, plain: bool) -> Stand | None:
+def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Stand | None:
     """What to tell the other processes of a step that failed here; None if there are none.
 
     Which they are its mesh says. A step without one has failed in all of them.
@@ -318,7 +318,7 @@ def agree(found: StepProgram, options: Options) -> StepProgram:
     return _plain(found.source)
 
 
-def tell(call: compat.Call, error: Exception, options: Options) -> None:
+def tell(call: jits.Call, error: Exception, options: Options) -> None:
     """Let the other processes know that this one has failed, so that they do not wait for it."""
     stand = _failed(call, error, plain=False)
     if stand is not None:

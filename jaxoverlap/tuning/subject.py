@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.profit import RingCosts
@@ -68,7 +68,7 @@ class Subject:
 
 
 def subject_of(
-    jitted: Any, start: StepContext, call: compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any, start: StepContext, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> Subject:
     """A step with arguments like these, to be tuned.
 
@@ -112,7 +112,7 @@ def subject_of(
 
 
 def sites_of(
-    jitted: Any, call: compat.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> tuple[Site, ...]:
     """All rings that a step could have, for a model of them; on a cluster with a cost model.
 

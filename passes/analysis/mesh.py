@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, jits
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips
 from jaxoverlap.hardware.hosts import WITHIN_S, hosts_of
 from jaxoverlap.hardware.pods import pod_of
@@ -39,7 +39,7 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
         NoMeshError: if there is none.
         MeshError: if there are two, or if it has one device.
     """
-    named = (map(compat.bound_sharding, arguments), parameters, _constraints(jaxpr))
+    named = (map(jits.bound_sharding, arguments), parameters, _constraints(jaxpr))
     meshes = {mesh for source in named for mesh in _meshes(source)}
     meshes = meshes or set(_meshes(_shard_maps(jaxpr)))
     if not meshes:

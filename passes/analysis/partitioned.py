@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat, partitioner
+from jaxoverlap._jax import compat, jits, partitioner
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
@@ -121,10 +121,10 @@ _Answers = dict[_Value, Spec | None]
 
 def _partition(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh) -> partitioner.Partitioned:
     """What XLA's partitioner makes of a jaxpr in the place of a traced step's."""
-    params = compat.with_jaxpr(compat.traced_params(traced), jaxpr, {})
+    params = jits.with_jaxpr(jits.traced_params(traced), jaxpr, {})
     params["name"] = partitioner.new_name()
     try:
-        return partitioner.ask(compat.traced_with(traced, params).lower(), mesh)
+        return partitioner.ask(jits.traced_with(traced, params).lower(), mesh)
     except partitioner.NoAnswerError as error:
         raise RewriteError(
             f"XLA's partitioner gave no answer about {traced.fun_name}: {error}"

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.passes.analysis.einsum import LETTERS
 from jaxoverlap.passes.rings.gradients import RingMatmul
 from jaxoverlap.passes.rings.ring_attention import Attention
@@ -191,6 +191,6 @@ def varying(axis_name: str, *arrays: Array) -> list[Array]:
 
     The gradient of one that is the same on all devices is then summed, outside the ring.
     """
-    axes = {axis_name}.union(*map(compat.varying_axes, arrays))
-    same = [tuple(axes - compat.varying_axes(a)) for a in arrays]
+    axes = {axis_name}.union(*map(jits.varying_axes, arrays))
+    same = [tuple(axes - jits.varying_axes(a)) for a in arrays]
     return [lax.pcast(a, on, to="varying") if on else a for a, on in zip(arrays, same, strict=True)]
