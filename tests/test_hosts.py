@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import jits
 from jaxoverlap.flags import options_for, preset
 from jaxoverlap.flags.required import BY_COPY
 from jaxoverlap.hardware import hosts
@@ -75,8 +75,8 @@ class Store(dict[str, str]):
 def store(monkeypatch) -> Store:
     """Of four processes, of which this is number 1."""
     store = Store()
-    monkeypatch.setattr(compat, "key_value_store", lambda: store)
-    monkeypatch.setattr(compat, "started_processes", lambda: (1, 4))
+    monkeypatch.setattr(jits, "key_value_store", lambda: store)
+    monkeypatch.setattr(jits, "started_processes", lambda: (1, 4))
     monkeypatch.setattr(hosts, "this_host", lambda: "a")
     return store
 
@@ -114,7 +114,7 @@ def test_one_process_asks_no_store(monkeypatch):
     def asked():
         raise AssertionError("one process has nobody to ask")
 
-    monkeypatch.setattr(compat, "key_value_store", asked)
+    monkeypatch.setattr(jits, "key_value_store", asked)
     assert len(hosts.hosts_of((0,))) == 1
     hosts.announce()
 
