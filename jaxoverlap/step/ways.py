@@ -151,9 +151,17 @@ class _Ways:
         return replace(_left_alone(first, self._step.jaxpr, why), step_s=plain_s)
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
-        """By each matmul's price; without one axis; lookups alone; with sums scattered."""
+        """By what is exposed; by the whole collective's price; every ring; without one axis; ...
+
+        A ring may hide more than its own collective: what is exposed beside it is not all that it
+        saves. So rings that lose alone are tried together too. Then lookups alone, and the sums
+        scattered.
+        """
+        every = replace(self._terms, prices=None)
         first = self._decided(priced)
         yield first
+        yield self._decided(self._terms)
+        yield self._decided(every)
         for rejected in _axis_by_axis(first):
             yield self._decided(priced, rejected)
         if priced.explicit:
@@ -161,8 +169,8 @@ class _Ways:
         if first.known:
             sites = (entry.site for entry in first.entries)
             yield self._decided(self._terms, dict.fromkeys(sites, "the step is faster without"))
-        every = _entries(self._pinned, self._plain.shardings, replace(self._terms, prices=None))
-        if where := points(every.sharings.values()):
+        sharings = _entries(self._pinned, self._plain.shardings, every).sharings
+        if where := points(sharings.values()):
             yield self._with_sums_scattered(where, self._decided_anew)
 
     def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
