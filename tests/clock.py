@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxoverlap.cost.groups import ALONE, Group, Share
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 
 
@@ -39,6 +40,10 @@ class Clock:
             raise ValueError("no attention of float8 was measured")
         scores = heads * queries * keys / 1e6 * (0.5 if causal else 1.0)
         return scores * (2.5 if backward else 1.0) * (1 + beside.sms)
+
+    kernel_s = CostModel.kernel_s
+    known = CostModel.known
+    _attention_kernel_s = CostModel._attention_kernel_s
 
     def skew_s(self, computed_s, kind, group: Group):
         return self.skew * computed_s

@@ -220,7 +220,7 @@ def test_what_fails_leaves_the_old_file(tmp_path, monkeypatch):
 # Kills itself with SIGKILL in the middle of writing, at each of the calls that it makes.
 KILLED = """
 import os, pathlib, signal, sys
-from jaxoverlap import _files
+from jaxoverlap._util import files as _files
 from tests.test_plan import PLAN
 from tests.test_plan_file import TUNED
 

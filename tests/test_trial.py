@@ -159,7 +159,7 @@ def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
 def test_children_end_with_their_parent(tmp_path):
     """A child waits for its parent's end on the pipe; here the parent is this process."""
     program = (
-        "import sys, threading, time; from jaxoverlap import trial;"
+        "import sys, threading, time; from jaxoverlap.step import trial;"
         "threading.Thread(target=trial._end_with_parent, daemon=True).start();"
         "print('ready', flush=True); time.sleep(60)"
     )
