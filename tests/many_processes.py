@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import DisagreementError, Plan, api
+from jaxoverlap import DisagreementError, Plan, overlapped
 from jaxoverlap.hardware import hosts
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.analysis import mesh as mesh_of_step
@@ -179,14 +179,14 @@ def tuned(folder: Path, rank: int) -> Any:
         calls.append(rank)
         return Plan.read(folder / "other.json")
 
-    real, api.tuned = api.tuned, search
+    real, overlapped.tuned = overlapped.tuned, search
     try:
         step = jaxoverlap.overlap(make_step(make_mesh()), tune=True)
         losses = train(step)
         found = step.explain(*abstract(make_mesh()))
         assert found.choices == Plan.read(folder / "other.json").choices
     finally:
-        api.tuned = real
+        overlapped.tuned = real
     return {"calls": calls, "losses": losses}
 
 
