@@ -91,7 +91,7 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
 
 
 def _difference(matmul: ShardedMatmul, products: int, sent: _Sent) -> str:
-    """What XLA does otherwise with a matmul; empty if nothing."""
+    """Say how XLA treats a matmul otherwise; empty if it does not."""
     expected = math.prod(local_sizes(matmul).values())
     if products != expected:
         return f"{products / expected:.3g} times the work that its shardings say"
@@ -105,7 +105,7 @@ def _difference(matmul: ShardedMatmul, products: int, sent: _Sent) -> str:
 
 
 def _sent(moves: Iterable[tuple[str, Iterable[str]]]) -> _Sent:
-    """What is sent along each mesh axis, from kinds of collectives and their axes."""
+    """Pair each kind of sending with each mesh axis that it runs along."""
     return frozenset((_SENT.get(kind, kind), axis) for kind, axes in moves for axis in axes)
 
 

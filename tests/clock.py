@@ -43,7 +43,6 @@ class Clock:
 
     kernel_s = CostModel.kernel_s
     known = CostModel.known
-    _attention_kernel_s = CostModel._attention_kernel_s
 
     def skew_s(self, computed_s, kind, group: Group):
         return self.skew * computed_s

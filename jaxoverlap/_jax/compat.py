@@ -1,4 +1,4 @@
-"""What jax does not promise to keep of jaxprs and jits; its compiler is `jobs` and `partitioner`.
+"""Parts of jax that may change: jaxprs. Jits are `jits`, the compiler is `jobs` and `partitioner`.
 
 Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviour that is used.
 """

@@ -1,4 +1,4 @@
-"""What jax does not promise to keep of jits, their lowerings and processes.
+"""Parts of jax that may change: jits, their lowerings and processes.
 
 Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviour that is used.
 """
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 
 def infer(jitted: Any, args: tuple, kwargs: dict) -> Call:
-    """What a jitted function makes of these arguments; it traces once per signature."""
+    """Infer the call of a jitted function with these arguments; it traces once per signature."""
     params, flat = pjit._infer_params(jitted._fun, jitted._jit_info, args, kwargs)
     return Call(params.params, flat, params.out_tree)
 
@@ -70,7 +70,7 @@ class Cache[V]:
         while len(self._values) > at_most:
             self._values.pop(next(iter(self._values)))
 
-    # What JAX asks of a cache.
+    # JAX asks these of a cache.
 
     def cache_clear(self) -> None:
         """Forget all."""

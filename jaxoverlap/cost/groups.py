@@ -36,7 +36,7 @@ Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device
 
 @dataclass(frozen=True)
 class Share:
-    """What running collectives take from compute beside them: Lagom's two terms.
+    """Running collectives take this from compute beside them: Lagom's two terms.
 
     Attributes:
         sms: streaming multiprocessors.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.cost import nccl
 from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Sent, Share
-from jaxoverlap.cost.kernels import AttentionKernel, KernelWork
+from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.cost.tables import Matmuls, Tables
 from jaxoverlap.hardware.cluster import Cluster
@@ -151,7 +151,7 @@ class CostModel:
             ValueError: for a dtype that was not measured; `known` gives a kernel that has a price.
         """
         if kernel.attention:
-            return self._attention_kernel_s(kernel.attention, beside)
+            return self.attention_s(**vars(kernel.attention), beside=beside)
         if matmuls_s is None:
             matmuls_s = sum(
                 self.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype, beside=beside)
@@ -166,18 +166,6 @@ class CostModel:
             beside=beside,
         )
         return max(matmuls_s, memory_s)
-
-    def _attention_kernel_s(self, a: AttentionKernel, beside: Share) -> float:
-        return self.attention_s(
-            a.queries,
-            a.keys,
-            a.heads,
-            a.head_size,
-            causal=a.causal,
-            backward=a.backward,
-            dtype=a.dtype,
-            beside=beside,
-        )
 
     def known(self, kernel: KernelWork) -> KernelWork:
         """A kernel, or its bytes under the name of what has no price."""

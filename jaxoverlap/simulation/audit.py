@@ -20,7 +20,7 @@ from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties
 
-_KINDS = (
+COLLECTIVES = (
     "all-gather",
     "all-reduce",
     "reduce-scatter",
@@ -282,11 +282,11 @@ def _starts(instruction: hlo.Instruction) -> bool:
 
 def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
     """The collective that an instruction is, or starts, or wraps."""
-    if instruction.opcode.removesuffix("-start") in _KINDS:
+    if instruction.opcode.removesuffix("-start") in COLLECTIVES:
         return instruction
     if instruction.opcode == "async-start":
         inside = (i for called in instruction.called for i in module.computations.get(called, ()))
-        return next((i for i in inside if i.opcode in _KINDS), None)
+        return next((i for i in inside if i.opcode in COLLECTIVES), None)
     return None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -24,9 +24,9 @@ from jaxoverlap.passes.analysis.partitioned import (
     collectives_of_sites,
     partitioned,
 )
-from jaxoverlap.passes.manual.decide import ManualSharing, decide_manual
+from jaxoverlap.passes.manual.decide import decide_manual
 from jaxoverlap.passes.planning.decide import decide
-from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
+from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
 from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
@@ -40,7 +40,7 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
     with_sums_scattered,
 )
 from jaxoverlap.passes.scheduling.estimate import estimate
-from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip
+from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
@@ -131,11 +131,14 @@ class _Ways:
         cost = self._terms.prices.cost
         plain_s, priced = self._knowing(self._plain)
         first, best, best_s, rings_s = None, None, plain_s * (1 - _GAIN), math.inf
+        tried: list[tuple[Any, ...]] = [((), (), ())]  # plain has its price
         for rewriting in self._all(priced):
             way = self._finished(rewriting)
             first = first or way
-            if not way.plan.decisions and not way.plan.scattered:
+            done = (way.plan.decisions, way.plan.scattered, way.plan.sums)
+            if done in tried:
                 continue
+            tried.append(done)
             after = self._partitioned(way.jaxpr)
             if _changed(self._plain, after):
                 continue
@@ -157,11 +160,10 @@ class _Ways:
         saves. So rings that lose alone are tried together too. Then lookups alone, and the sums
         scattered.
         """
-        every = replace(self._terms, prices=None)
-        first = self._decided(priced)
+        first, every = self._decided(priced), self._decided(replace(self._terms, prices=None))
         yield first
         yield self._decided(self._terms)
-        yield self._decided(every)
+        yield every
         for rejected in _axis_by_axis(first):
             yield self._decided(priced, rejected)
         if priced.explicit:
@@ -169,8 +171,7 @@ class _Ways:
         if first.known:
             sites = (entry.site for entry in first.entries)
             yield self._decided(self._terms, dict.fromkeys(sites, "the step is faster without"))
-        sharings = _entries(self._pinned, self._plain.shardings, every).sharings
-        if where := points(sharings.values()):
+        if where := points(every.sharings.values()):
             yield self._with_sums_scattered(where, self._decided_anew)
 
     def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
@@ -253,32 +254,14 @@ def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
 # -- one way --------------------------------------------------------------------------------------
 
 
-class _Entries(NamedTuple):
-    """What is decided on a jaxpr.
-
-    Attributes:
-        entries: what is done with each matmul.
-        sharings: what becomes of each body, and manual: of each manual one.
-    """
-
-    entries: tuple[Decision | Skip, ...]
-    sharings: Mapping[int, Sharing]
-    manual: Mapping[int, ManualSharing]
-
-
-def _entries(jaxpr: Any, shardings: Mapping[Any, Shardings], terms: Terms) -> _Entries:
-    """Decide on every matmul of a jaxpr, given how they lie."""
+def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
+    """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
     found = bodies(jaxpr)
     entries, sharings = decide(found, shardings, terms)
     inside, manual = decide_manual(found, shardings, terms.requests)
-    return _Entries(tuple(inside.get(e.site, e) for e in entries), sharings, manual)
-
-
-def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
-    """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
-    entries, sharings, manual = _entries(jaxpr, shardings, terms)
+    entries = tuple(inside.get(entry.site, entry) for entry in entries)
     rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
-    known = [] if terms.explicit else lookups(bodies(jaxpr), shardings, mesh, terms.costs)
+    known = [] if terms.explicit else lookups(found, shardings, mesh, terms.costs)
     return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
 

@@ -31,7 +31,7 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     order_outcome,
 )
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.audit import Collective
+from jaxoverlap.simulation.audit import COLLECTIVES, Collective
 from jaxoverlap.simulation.hlo_work import work
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
@@ -265,7 +265,7 @@ class _Kernels:
         return slices[0] if slices and len(slices) == len(readers) else None
 
     def _fuses(self, i: hlo.Instruction) -> bool:
-        return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and not _is_collective(i)
+        return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and i.opcode not in COLLECTIVES
 
     def _ends(self, i: hlo.Instruction) -> bool:
         """Whether a kernel ends at an instruction: somebody reads its value from memory."""
@@ -324,13 +324,3 @@ def _turned_bytes(i: hlo.Instruction, kernels: _Kernels) -> int:
         pairs = zip(sizes, hlo.dims(hlo.array_shapes(part.shape)[0]), strict=False)
         dim = next((d for d, (whole, cut) in enumerate(pairs) if whole != cut), 0)
     return 2 * hlo.shape_bytes(i.shape) if math.prod(sizes[:dim]) > 1 else 0
-
-
-def _is_collective(i: hlo.Instruction) -> bool:
-    return i.opcode in _COLLECTIVES
-
-
-_COLLECTIVES = (
-    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
-    *("collective-permute", "collective-broadcast"),
-)
