@@ -44,7 +44,7 @@ from benchmarks.yardstick import (
     yardstick,
 )
 from jaxoverlap._util.text import human_bytes
-from jaxoverlap.plan.decisions import PASSES
+from jaxoverlap.plan.collectives import KIND_OF, RING_PASSES
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import axes_of
 from jaxoverlap.step import ways
@@ -173,7 +173,7 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
     devices = hlo.parse(compiled.text).num_devices
     for c in compiled.audit.collectives:
         if not c.ring:
-            kind = c.kind.replace("-", "_")
+            kind = KIND_OF[c.kind]
             row(kind, axes_of(c.groups, devices, dict(plan.mesh)))["scheduled"] += (
                 c.runs * c.bytes_moved
             )
@@ -181,7 +181,7 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
     return [r | {"verdict": verdict(r)} for r in rows]
 
 
-_COLLECTIVE = {name: kind for kind, name in PASSES.items()}
+_COLLECTIVE = {name: kind for kind, name in RING_PASSES.items()}
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 

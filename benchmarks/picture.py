@@ -19,7 +19,6 @@ from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.partitioned import (
     BESIDE,
-    COLLECTIVES,
     TAGGED,
     collectives_of_sites,
     partitioned,
@@ -28,12 +27,13 @@ from jaxoverlap.passes.analysis.partitioner_collectives import moved
 from jaxoverlap.passes.planning.decide import matmul_of
 from jaxoverlap.passes.planning.profit import local_sizes
 from jaxoverlap.passes.planning.splits import Refusal, ShardedMatmul
+from jaxoverlap.plan.collectives import KIND_OF, OPCODES
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import axes_of
 from jaxoverlap.simulation.hlo_work import work
 
 # XLA gathers along two axes in two collectives, one after the other, and slices a sum.
-_BETWEEN = (*BESIDE, *COLLECTIVES, "dynamic-slice")
+_BETWEEN = (*BESIDE, *OPCODES, "dynamic-slice")
 # A scatter may be a sum of which each device cuts its part; both send sums of the same axes.
 _SENT = {"all_gather": "gather", "all_to_all": "exchange", "collective_permute": "exchange",
          "reduce_scatter": "sum", "all_reduce": "sum"}  # fmt: skip
@@ -79,7 +79,7 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
             joined += 1
         else:
             found = _sent(
-                (c.kind.replace("-", "_"), axes_of(c.groups, mesh.size, dict(mesh.shape)))
+                (KIND_OF[c.kind], axes_of(c.groups, mesh.size, dict(mesh.shape)))
                 for place in beside.get(dot.index, ())
                 if (c := sent.get(place))
             )

@@ -23,10 +23,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap import DisagreementError, Plan, overlapped
-from jaxoverlap.hardware import hosts
+from jaxoverlap import DisagreementError, Plan
+from jaxoverlap.api import overlapped
+from jaxoverlap.hardware import hosts, topology
 from jaxoverlap.hardware.cluster import parse_cluster
-from jaxoverlap.passes.analysis import mesh as mesh_of_step
 from jaxoverlap.passes.rewriting import rewrite
 from jaxoverlap.step.context import groups_of
 
@@ -225,12 +225,12 @@ def on_hosts(mine: str) -> dict[str, Any]:
     """What is found of H100s in processes of which this is on a host of this name."""
     hosts.this_host = lambda: mine
     hosts._known, hosts._WHERE = (None, {}), f"{hosts._WHERE} again"  # as if nobody had said yet
-    mesh_of_step.chips = lambda: (replace(parse_cluster("h100-sxm:1x8").chip, device_name="cpu"),)
+    topology.chips = lambda: (replace(parse_cluster("h100-sxm:1x8").chip, device_name="cpu"),)
     mesh = make_mesh()
     plan = jaxoverlap.overlap(make_step(mesh)).explain(*abstract(mesh))
     groups = groups_of(mesh, None)
     return {
-        "cluster": str(mesh_of_step.cluster_of(mesh)),
+        "cluster": str(topology.cluster_of(mesh)),
         "plan": plan.made_for and plan.made_for.cluster,
         "said": str(plan),
         "domains": {axis: group.domains for axis, group in groups.items()},

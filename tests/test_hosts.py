@@ -19,15 +19,9 @@ import jaxoverlap
 from jaxoverlap._jax import jits
 from jaxoverlap.flags import options_for, preset
 from jaxoverlap.flags.required import BY_COPY
-from jaxoverlap.hardware import hosts
+from jaxoverlap.hardware import hosts, topology
 from jaxoverlap.hardware.cluster import parse_cluster
-from jaxoverlap.passes.analysis import mesh as mesh_of_step
-from jaxoverlap.passes.analysis.mesh import (
-    axis_domains,
-    axis_processes,
-    cluster_of,
-    processes_of_one,
-)
+from jaxoverlap.hardware.topology import axis_domains, axis_processes, cluster_of, processes_of_one
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import collectives
 from jaxoverlap.simulation.replay import group_of
@@ -151,7 +145,7 @@ def mesh_of(shape: tuple[int, ...], gpus_of: list[int], kind: str = H100.device_
 )
 def test_hosts_make_a_cluster(monkeypatch, gpus_of, host_of, cluster):
     monkeypatch.setattr(
-        mesh_of_step, "hosts_of", lambda found, within_s: {p: host_of(p) for p in found}
+        topology, "hosts_of", lambda found, within_s: {p: host_of(p) for p in found}
     )
     mesh = mesh_of((sum(gpus_of),), gpus_of)
     found = cluster_of(mesh)
@@ -165,7 +159,7 @@ def test_domains_are_hosts_and_copies_are_a_processs(monkeypatch):
 
     def hosts_are(how: str) -> None:
         monkeypatch.setattr(
-            mesh_of_step, "hosts_of", lambda found, within_s: {p: of[how](p) for p in found}
+            topology, "hosts_of", lambda found, within_s: {p: of[how](p) for p in found}
         )
 
     hosts_are("block")
@@ -243,9 +237,9 @@ def test_a_step_whose_hosts_are_not_known_is_not_compiled(monkeypatch, on_error)
     def absent(processes, within_s):
         raise jaxoverlap.DisagreementError(f"process 1 did not say within {within_s:g} s")
 
-    monkeypatch.setattr(mesh_of_step, "hosts_of", absent)
+    monkeypatch.setattr(topology, "hosts_of", absent)
     cpu = dataclasses.replace(H100, device_name="cpu")
-    monkeypatch.setattr(mesh_of_step, "chips", lambda: (cpu,))
+    monkeypatch.setattr(topology, "chips", lambda: (cpu,))
     step = jaxoverlap.overlap(make_step(make_mesh()), on_error=on_error, agree_within_s=7)
     with pytest.raises(jaxoverlap.DisagreementError, match="did not say within 7 s"):
         step.lower(*abstract(make_mesh()))

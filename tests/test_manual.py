@@ -304,7 +304,7 @@ def test_matmuls_that_the_user_wants_left_alone():
 
 
 def test_a_failed_rewrite_says_where(monkeypatch):
-    monkeypatch.setattr(manual_rings, "all_gather_matmul", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(manual_rings, "operand_ring", lambda *_, **__: 1 / 0)
     step = jaxoverlap.overlap(jax.jit(stacked(lambda x, w: gather(x) @ w)))
     with pytest.raises(
         jaxoverlap.RewriteError, match=r"(?s)matmul 0 .*test_manual.py:\d+.*by zero"

@@ -24,8 +24,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap.calibrate import fit, step_factors
-from jaxoverlap.cost.groups import PERMUTE
 from jaxoverlap.cost.tables import Curve, Here, InAStep, Memory, Permutes, Skew, Tables
+from jaxoverlap.plan.collectives import PERMUTE
 
 M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
 NK_SIZES = (32, 128, 512)

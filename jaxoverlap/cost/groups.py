@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-PERMUTE = "collective-permute"
-
 
 @dataclass(frozen=True)
 class Group:

@@ -16,11 +16,12 @@ import math
 from dataclasses import dataclass, replace
 
 from jaxoverlap.cost import nccl
-from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Sent, Share
+from jaxoverlap.cost.groups import ALONE, Group, Sent, Share
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.cost.tables import Matmuls, Tables
 from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.plan.collectives import PERMUTE
 
 # Of what was not measured, what it is counted as.
 _COUNTED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}

@@ -6,14 +6,6 @@ from typing import Literal, get_args
 
 import msgspec
 
-# The pass that decomposes each kind of collective.
-PASSES = {
-    "all_gather": "all_gather_matmul",
-    "all_to_all": "all_to_all_matmul",
-    "reduce_scatter": "matmul_reduce_scatter",
-    "all_reduce": "matmul_all_reduce",
-}
-
 Style = Literal["one_way", "two_way", "direct", "sliced", "plain"]
 
 

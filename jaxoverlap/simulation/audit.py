@@ -15,21 +15,12 @@ from dataclasses import dataclass
 import jax
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.plan.decisions import PASSES
+from jaxoverlap.plan.collectives import OPCODES, RING_PASSES
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-_RING = re.compile(rf"({'|'.join(PASSES.values())})\.(\d+)/")
+_RING = re.compile(rf"({'|'.join(RING_PASSES.values())})\.(\d+)/")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
 _BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
@@ -282,11 +273,11 @@ def _starts(instruction: hlo.Instruction) -> bool:
 
 def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
     """The collective that an instruction is, or starts, or wraps."""
-    if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+    if instruction.opcode.removesuffix("-start") in OPCODES:
         return instruction
     if instruction.opcode == "async-start":
         inside = (i for called in instruction.called for i in module.computations.get(called, ()))
-        return next((i for i in inside if i.opcode in COLLECTIVES), None)
+        return next((i for i in inside if i.opcode in OPCODES), None)
     return None
 
 

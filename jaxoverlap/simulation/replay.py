@@ -21,10 +21,11 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Share
+from jaxoverlap.cost.groups import ALONE, Group, Share
 from jaxoverlap.cost.kernels import FREE, KernelWork
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.device_groups import domains

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._jax import compat, jits
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.hardware.topology import axis_domains, cluster_of
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.fingerprint import fingerprint, memory_text
 from jaxoverlap.passes.analysis.jaxprs import dots
-from jaxoverlap.passes.analysis.mesh import axis_domains, cluster_of
 from jaxoverlap.passes.planning.entries import letters_of, source_of
 from jaxoverlap.plan.plan import Decision, MadeFor, Plan, Skip
 from jaxoverlap.plan.table import mesh_text

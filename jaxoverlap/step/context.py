@@ -13,15 +13,10 @@ from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.hardware.topology import axis_domains, axis_processes, cluster_of, processes_of_one
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
-from jaxoverlap.passes.analysis.mesh import (
-    axis_domains,
-    axis_processes,
-    cluster_of,
-    find_mesh,
-    processes_of_one,
-)
+from jaxoverlap.passes.analysis.mesh import find_mesh
 from jaxoverlap.plan.plan import MadeFor
 from jaxoverlap.step.check_plan import check, cluster_for, made_for
 from jaxoverlap.step.options import Options

@@ -11,11 +11,8 @@ from jax.sharding import Mesh
 from jaxoverlap._jax import jits
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
-from jaxoverlap.passes.analysis.mesh import (
-    axis_costs,
-    explicit_axes,
-    unread,
-)
+from jaxoverlap.hardware.topology import axis_costs
+from jaxoverlap.passes.analysis.mesh import explicit_axes, unread
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Ring

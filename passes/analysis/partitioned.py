@@ -22,6 +22,7 @@ from jaxoverlap._jax import compat, jits, partitioner
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.plan.collectives import OPCODES
 from jaxoverlap.simulation import hlo
 
 TAG = "jaxoverlap_site"
@@ -320,8 +321,7 @@ def _with_probes(
 
 # -- what a device does ---------------------------------------------------------------------------
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-_WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(COLLECTIVES)})\(")
+_WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(OPCODES)})\(")
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z]|$)")
 _DIMS = re.compile(r"\[([\d,]*)\]")
 
@@ -390,7 +390,7 @@ def _beside(
         if at.name in seen:
             continue
         seen.add(at.name)
-        if at.opcode in COLLECTIVES:
+        if at.opcode in OPCODES:
             yield at
         if at.opcode in between:
             stack += way.get(at.name, ())

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from jaxoverlap.plan.collectives import KIND_OF
 from jaxoverlap.plan.plan import Remaining
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
@@ -33,7 +34,7 @@ def partitioner_collectives(
     for c in moved(module):
         if (c.computation, c.name) in by_partitioner:
             axes = axes_of(c.groups, module.num_devices, axis_sizes)
-            total = sums[c.kind.replace("-", "_"), axes, c.source or _last(c.op_name)]
+            total = sums[KIND_OF[c.kind], axes, c.source or _last(c.op_name)]
             total[0] += c.runs
             total[1] += c.runs * c.bytes_moved
     found = [

@@ -21,16 +21,8 @@ from jaxoverlap._jax import compat
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.passes.analysis.einsum import Einsum, Side, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
-from jaxoverlap.passes.planning.splits import Kind
+from jaxoverlap.plan.collectives import RINGED, Kind
 from jaxoverlap.plan.plan import Variant
-
-KINDS: dict[str, Kind] = {
-    "all_gather": "all_gather",
-    "all_to_all": "all_to_all",
-    "reduce_scatter": "reduce_scatter",
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-}
 
 
 def is_view(eqn: Any) -> bool:
@@ -174,7 +166,7 @@ def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | st
         axes: the manual mesh axes, and the devices along each.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name not in KINDS:
+    if name not in RINGED:
         return f"{name} beside it is not decomposed"
     named = params["axes"] if "axes" in params else params["axis_name"]
     named = named if isinstance(named, tuple) else (named,)
@@ -191,7 +183,7 @@ def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | st
     dim = next((d for d in dims if d is not None), None)
     if dim is not None and dim == params.get("split_axis"):
         return f"{name} splits the dim that it gathers"
-    return Collective(place, eqn, KINDS[name], axis, n, dim, params.get("split_axis"))
+    return Collective(place, eqn, RINGED[name], axis, n, dim, params.get("split_axis"))
 
 
 class Sites:

@@ -12,7 +12,6 @@ from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.manual.find import (
-    KINDS,
     ManualRing,
     ManualSite,
     Sites,
@@ -22,7 +21,8 @@ from jaxoverlap.passes.manual.find import (
 )
 from jaxoverlap.passes.planning.decide import matmul_of, refusal
 from jaxoverlap.passes.planning.requests import Requests
-from jaxoverlap.passes.planning.splits import Kind, Refusal, ShardedMatmul
+from jaxoverlap.passes.planning.splits import Refusal, ShardedMatmul
+from jaxoverlap.plan.collectives import RINGED, Kind
 
 _BEFORE: tuple[Kind, ...] = ("all_gather", "all_to_all")
 _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
@@ -97,7 +97,7 @@ def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
         eqn = sites.eqns[place]
         found = sites.collectives.get(place)
         if found is not None:
-            if KINDS.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
+            if RINGED.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
                 return None  # a sum that it waits for
             if place in done:
                 return f"no collective left: ring {done[place]} does its {eqn.primitive.name}"

@@ -26,10 +26,10 @@ from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.manual.decide import ManualSharing
 from jaxoverlap.passes.manual.find import ManualRing, ManualSite
 from jaxoverlap.passes.planning.entries import source_of
-from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, Reader, all_gather_matmul
-from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
-from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
-from jaxoverlap.plan.decisions import PASSES
+from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, Reader
+from jaxoverlap.passes.rings.by_kind import Along, Dim, operand_ring, result_ring
+from jaxoverlap.passes.rings.matmul_reduce_scatter import Term
+from jaxoverlap.plan.collectives import RING_PASSES
 
 Multiply = Callable[..., Array]
 """`multiply(site, lhs, rhs, dtype)`: one chunk of the matmul `site.dot`, in `dtype`."""
@@ -75,7 +75,7 @@ def _equations(ring: ManualRing, multiply: Multiply, *, checked: bool) -> list[A
         fn = functools.partial(_leaving, ring, multiply, checked)
         operands = [v for site in ring.sites for v in site.dot.eqn.invars]
         results = [moving.outvars[0]]
-    fn = jax.named_call(fn, name=f"{PASSES[ring.collective.kind]}.{ring.site}")
+    fn = jax.named_call(fn, name=f"{RING_PASSES[ring.collective.kind]}.{ring.site}")
     return compat.inline(fn, operands, results, eqn)
 
 
@@ -89,19 +89,9 @@ def _arriving(ring: ManualRing, multiply: Multiply, shard: Array, *others: Array
     """Matmuls of an operand that is gathered or exchanged, and that operand if it is kept."""
     moving = ring.collective
     readers = [_reader(s, multiply, other) for s, other in zip(ring.sites, others, strict=True)]
-    common: dict[str, Any] = {
-        "dim": ring.dim,
-        "axis": moving.axis,
-        "axis_size": moving.axis_size,
-        "keep": ring.keep,
-        "variant": ring.variant,
-    }
-    if moving.kind == "all_gather":
-        results, whole = all_gather_matmul(shard, readers, **common)
-    else:
-        assert moving.wanted is not None
-        results, whole = all_to_all_matmul(shard, readers, wanted=moving.wanted, **common)
-    return results if whole is None else [*results, whole]
+    split = None if moving.wanted is None else Dim(moving.wanted)
+    dims: dict[str, Any] = {"gathered": Dim(ring.dim), "split": split}
+    return operand_ring(moving.kind, shard, readers, _along(ring), **dims, keep=ring.keep)
 
 
 def _leaving(ring: ManualRing, multiply: Multiply, checked: bool, *operands: Array) -> list[Array]:
@@ -109,20 +99,20 @@ def _leaving(ring: ManualRing, multiply: Multiply, checked: bool, *operands: Arr
     moving = ring.collective
     pairs = zip(ring.sites, operands[::2], operands[1::2], strict=True)
     terms = [Term(lhs, rhs, s.einsum, _product(s, multiply)) for s, lhs, rhs in pairs]
-    common: dict[str, Any] = {
-        "axis": moving.axis,
-        "axis_size": moving.axis_size,
-        "dtype": moving.eqn.outvars[0].aval.dtype,
-        "variant": ring.variant,
-    }
-    if moving.kind == "all_to_all":
-        assert moving.dim is not None
-        return [matmul_all_to_all(terms, dim=moving.dim, wanted=ring.dim, **common)]
-    mine = matmul_reduce_scatter(terms, dim=ring.dim, **common)
-    if moving.kind == "reduce_scatter":
-        return [mine]
-    to = "invarying" if checked else "varying"
-    return [lax.all_gather(mine, moving.axis, axis=ring.dim, tiled=True, to=to)]
+    total = result_ring(
+        moving.kind,
+        terms,
+        _along(ring),
+        dtype=moving.eqn.outvars[0].aval.dtype,
+        split=Dim(ring.dim),
+        gathered=None if moving.dim is None else Dim(moving.dim),
+        invarying=checked,
+    )
+    return [total]
+
+
+def _along(ring: ManualRing) -> Along:
+    return Along(ring.axis, ring.axis_size, ring.variant)
 
 
 def _reader(site: ManualSite, multiply: Multiply, other: Array) -> Reader:

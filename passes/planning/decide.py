@@ -31,8 +31,9 @@ from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
 from jaxoverlap.passes.planning.share import Specs, share
-from jaxoverlap.passes.planning.splits import Kind, ShardedMatmul
+from jaxoverlap.passes.planning.splits import ShardedMatmul
 from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.plan.collectives import Kind
 from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
 
 _DTYPES = (

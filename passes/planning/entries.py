@@ -9,8 +9,8 @@ from jaxoverlap._jax import compat
 from jaxoverlap._util.text import short_source
 from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Dot
-from jaxoverlap.passes.planning.splits import Kind
-from jaxoverlap.plan.decisions import PASSES, Decision, Skip, Variant
+from jaxoverlap.plan.collectives import RING_PASSES, Kind
+from jaxoverlap.plan.decisions import Decision, Skip, Variant
 
 
 class AnyRing(Protocol):
@@ -101,7 +101,7 @@ def ring_entry(
         variant=ring.variant,
         source=source_of(dot),
         einsum=letters_of(dot),
-        kind=PASSES[ring.kind],
+        kind=RING_PASSES[ring.kind],
         axis=ring.axis,
         letter=letter,
         num_chunks=slices if ring.variant.style == "sliced" else slices * ring.axis_size,
@@ -128,7 +128,7 @@ def reader_entry(
         ring=ring,
         source=source_of(dot),
         einsum=letters_of(dot),
-        kind=PASSES[kind],
+        kind=RING_PASSES[kind],
         axis=axis,
         letter="",
         num_chunks=1,

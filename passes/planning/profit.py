@@ -46,6 +46,7 @@ from jaxoverlap.passes.planning import splits
 from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.passes.planning.splits import Split
+from jaxoverlap.plan.collectives import OPCODE_OF, PERMUTE
 from jaxoverlap.plan.plan import Variant
 
 SLICES = (2, 4)  # that a whole collective may go in
@@ -171,12 +172,12 @@ class RingCosts:
         """Seconds of a ring's hops, one after the other on their link; of one run."""
         count, sent = hops(ring, variant)
         group = self.groups[ring.first.ring.axis]
-        return count * self.cost.collective_s("collective-permute", sent, pair(group))
+        return count * self.cost.collective_s(PERMUTE, sent, pair(group))
 
     def _collective_s(self, ring: Ring, slices: int = 1) -> float:
         """Seconds of one of so many slices of a ring's collective."""
         axis = ring.first.ring.axis
-        sent, kind = traffic(ring.first)[axis], ring.kind.replace("_", "-")
+        sent, kind = traffic(ring.first)[axis], OPCODE_OF[ring.kind]
         return self.cost.collective_s(kind, sent // slices, self.groups[axis])
 
     def _matmuls_s(self, ring: Ring) -> float:

@@ -11,7 +11,8 @@ from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.reshards import End
 from jaxoverlap.passes.planning.layout import Layout
-from jaxoverlap.passes.planning.splits import Kind, ShardedMatmul
+from jaxoverlap.passes.planning.splits import ShardedMatmul
+from jaxoverlap.plan.collectives import Kind
 from jaxoverlap.plan.plan import Variant
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat
@@ -162,9 +162,10 @@ def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> str | 
         axes = dict.fromkeys(axis for axis, _ in wanted)
         candidates = [_candidate(sharing, member, matmul, axis) for axis in axes]
         good = [c for c in candidates if isinstance(c, Member)]
-        if any(_join(sharing, candidate) for candidate in good):
-            return None
-        known = next(_known(sharing, member, matmul, wanted), None)
+        for candidate in good:
+            if _join(sharing, candidate):
+                return None
+        known = _keep_known(sharing, member, matmul, wanted)
         if known is None:
             break
         member, matmul = _reading(member, matmul, *known)
@@ -252,25 +253,30 @@ def _reading(
     )
 
 
-def _known(
+def _keep_known(
     sharing: Sharing,
     member: Member,
     matmul: ShardedMatmul,
     wanted: Sequence[tuple[str, Motion | None]],
-) -> Iterator[tuple[Side, Value]]:
-    """Operands that others have moved already, by the side that would move them again."""
+) -> tuple[Side, Value] | None:
+    """Take an operand that others have moved already, instead of moving it again.
+
+    A ring that has moved it keeps it from now on, and comes before the matmul.
+
+    Returns:
+        The side of the operand, and how it lies; None, and nothing is changed, if none was moved.
+    """
     for axis, motion in wanted:
         if motion is None or motion.side == "out":
             continue
         side, after = _moved(member, matmul, axis, motion)
         if after in sharing.hoisted:
-            yield side, after
+            return side, after
         for ring in sharing.arriving(after):
-            if not ring.can_keep():
-                continue
-            if sharing.order.put_after(ring.place, member.dot.place):
+            if ring.can_keep() and sharing.order.put_after(ring.place, member.dot.place):
                 ring.keep = True
-                yield side, after
+                return side, after
+    return None
 
 
 def _ring_of(sharing: Sharing, member: Member) -> Ring | None:

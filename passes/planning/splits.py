@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from jaxoverlap.passes.analysis.einsum import Einsum, Side, Spec
+from jaxoverlap.plan.collectives import Kind
 
-Kind = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -96,7 +96,7 @@ class Refusal:
 class _Move:
     """One collective that one split would need; the result's own gather is not an operand's."""
 
-    verb: Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce", "gather"]
+    verb: Kind | Literal["gather"]
     side: Side
     letter: str
     bytes_moved: int

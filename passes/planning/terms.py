@@ -16,7 +16,7 @@ class Terms:
     Attributes:
         axis_sizes: devices along each mesh axis.
         requests: for single matmuls.
-        costs: of a byte along each mesh axis, from `mesh.axis_costs`; 1 where nothing is said.
+        costs: of a byte along each mesh axis, from `topology.axis_costs`; 1 where nothing is said.
         prices: of rings on the cluster, where that is known.
         prefetch: whether the weights of a scan are gathered before any ring.
         explicit: the mesh's axes whose shardings are a part of types.

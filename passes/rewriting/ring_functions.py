@@ -19,17 +19,16 @@ from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Value
 from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.passes.rings import chunks
-from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
-from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
+from jaxoverlap.passes.rings.all_gather_matmul import Reader
+from jaxoverlap.passes.rings.by_kind import Along, Dim, operand_ring, result_ring
 from jaxoverlap.passes.rings.chunks import Cut
-from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
-from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
-from jaxoverlap.plan.decisions import PASSES
+from jaxoverlap.passes.rings.matmul_reduce_scatter import Term
+from jaxoverlap.plan.collectives import RING_PASSES
 
 
 def scope(ring: Ring) -> str:
     """The name that a ring's operations carry in profiles and in the scheduled module."""
-    return f"{PASSES[ring.kind]}.{ring.site}"
+    return f"{RING_PASSES[ring.kind]}.{ring.site}"
 
 
 def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
@@ -103,23 +102,21 @@ def _arriving(ring: Ring, dot: _Dot, shard: Array, *others: Array) -> list[Array
     layouts = [_layout(m) for m in ring.members]
     layout, axis = ring.first, ring.first.ring.axis
     shard = _gather_others(shard, ring.side, layout)
-    common: dict[str, Any] = {
-        "dim": ring.dim,
-        "axis": axis,
-        "axis_size": layout.ring.axis_size,
-        "outer": layout.outer(ring.side, layout.letter, axis),
-        "keep": ring.keep,
-        "variant": ring.variant,
-    }
+    gathered, split = Dim(ring.dim, layout.outer(ring.side, layout.letter, axis)), None
     if ring.kind == "all_to_all":
         assert layout.ring.motion is not None and layout.ring.motion.to is not None
-        common["wanted"] = ring.other_dim
-        common["wanted_outer"] = layout.outer(ring.side, layout.ring.motion.to, axis)
-    decomposed = all_gather_matmul if ring.kind == "all_gather" else all_to_all_matmul
+        assert ring.other_dim is not None
+        split = Dim(ring.other_dim, layout.outer(ring.side, layout.ring.motion.to, axis))
     readers = [_reader(m, dot, other) for m, other in zip(ring.members, others, strict=True)]
-    results, whole = decomposed(shard, readers, **common)
-    reduced = [_reduce_others(r, layout) for r, layout in zip(results, layouts, strict=True)]
-    return reduced if whole is None else [*reduced, whole]
+    results = operand_ring(
+        ring.kind, shard, readers, _along(ring), gathered=gathered, split=split, keep=ring.keep
+    )
+    reduced = [_reduce_others(r, layout) for r, layout in zip(results, layouts, strict=False)]
+    return reduced + results[len(layouts) :]
+
+
+def _along(ring: Ring) -> Along:
+    return Along(ring.axis, ring.axis_size, ring.variant)
 
 
 def _reader(member: Member, dot: _Dot, other: Array) -> Reader:
@@ -143,22 +140,18 @@ def _leaving(ring: Ring, dot: _Dot, *operands: Array) -> list[Array]:
     terms = [_term(m, dot, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
     if len({_shape(term, m) for term, m in zip(terms, ring.members, strict=True)}) == 1:
         terms = [_side_by_side(terms)]
-    common: dict[str, Any] = {
-        "axis": axis,
-        "axis_size": layout.ring.axis_size,
-        "dtype": ring.members[0].dot.eqn.outvars[0].aval.dtype,
-        "variant": ring.variant,
-    }
-    cut = layout.outer("out", layout.letter, axis)
+    gathered = None
     if ring.kind == "all_to_all":
-        assert layout.ring.motion is not None
-        gathered = layout.outer("out", layout.ring.motion.letter, axis)
-        dims = {"dim": ring.other_dim, "wanted": ring.dim}
-        total = matmul_all_to_all(terms, **common, **dims, outer=gathered, wanted_outer=cut)
-    elif ring.kind == "reduce_scatter":
-        total = matmul_reduce_scatter(terms, **common, dim=ring.dim, outer=cut)
-    else:
-        total = matmul_all_reduce(terms, **common, dim=ring.dim, outer=cut)
+        assert layout.ring.motion is not None and ring.other_dim is not None
+        gathered = Dim(ring.other_dim, layout.outer("out", layout.ring.motion.letter, axis))
+    total = result_ring(
+        ring.kind,
+        terms,
+        _along(ring),
+        dtype=ring.members[0].dot.eqn.outvars[0].aval.dtype,
+        split=Dim(ring.dim, layout.outer("out", layout.letter, axis)),
+        gathered=gathered,
+    )
     return [_reduce_others(total, layout)]
 
 

@@ -113,12 +113,16 @@ def join(parts: list[Array], dim: int, cut: Cut) -> Array:
 # -- whole collectives ----------------------------------------------------------------------------
 
 
-def gather(part: Array, dim: int, axis: str, cut: Cut) -> Array:
-    """All devices' parts of a dim: view(outer, size) -> view(outer, chunks, size)."""
+def gather(part: Array, dim: int, axis: str, cut: Cut, *, invarying: bool = False) -> Array:
+    """All devices' parts of a dim: view(outer, size) -> view(outer, chunks, size).
+
+    Under `check_vma` only an `invarying` one has a type that says it is alike on all devices.
+    """
+    to = "invarying" if invarying else "varying"
     if cut.outer == 1:
-        return lax.all_gather(part, axis, axis=dim, tiled=True)
+        return lax.all_gather(part, axis, axis=dim, tiled=True, to=to)
     view = part.reshape(_with(part.shape, dim, cut.outer, -1))
-    whole = lax.all_gather(view, axis, axis=dim + 1)
+    whole = lax.all_gather(view, axis, axis=dim + 1, to=to)
     return whole.reshape(_with(part.shape, dim, cut.chunks * part.shape[dim]))
 
 

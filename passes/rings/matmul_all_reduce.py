@@ -37,6 +37,7 @@ def matmul_all_reduce(
     dtype: Any,
     variant: Variant = Variant(),  # noqa: B008, it is frozen
     outer: int = 1,
+    invarying: bool = False,
 ) -> Array:
     """Matmuls whose partial sums are added up on all devices, half of it ringed.
 
@@ -47,6 +48,7 @@ def matmul_all_reduce(
         dtype: the dtype of the result, and of the sums that travel.
         variant: how the sums travel.
         outer: `Cut.outer` of that dim in the result.
+        invarying: as in `chunks.gather`.
 
     Returns:
         The whole result, the same on every device of the axis.
@@ -57,4 +59,4 @@ def matmul_all_reduce(
     scattered = matmul_reduce_scatter(
         terms, dim=dim, axis=axis, axis_size=axis_size, dtype=dtype, variant=variant, outer=outer
     )
-    return chunks.gather(scattered, dim, axis, Cut(axis_size, outer=outer))
+    return chunks.gather(scattered, dim, axis, Cut(axis_size, outer=outer), invarying=invarying)

@@ -30,14 +30,13 @@ that is itself a ring: there `shift` ranks are `shift` hops.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jax import Array, lax
 
+from jaxoverlap.plan.collectives import Kind
 from jaxoverlap.plan.plan import Style, Variant
-
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def num_hops(variant: Variant, axis_size: int) -> int:
     return variant.slices * (1 if variant.style == "sliced" else axis_size - 1)
 
 
-def bytes_sent(collective: Collective, axis_size: int, chunk_bytes: int) -> int:
+def bytes_sent(collective: Kind, axis_size: int, chunk_bytes: int) -> int:
     """Bytes that each device sends; every variant sends the same.
 
     Args:
@@ -156,7 +155,7 @@ def bytes_sent(collective: Collective, axis_size: int, chunk_bytes: int) -> int:
     return (2 if collective == "all_reduce" else 1) * (axis_size - 1) * chunk_bytes
 
 
-def peak_bytes(collective: Collective, variant: Variant, axis_size: int, chunk_bytes: int) -> int:
+def peak_bytes(collective: Kind, variant: Variant, axis_size: int, chunk_bytes: int) -> int:
     """Most bytes alive at once in the ring, beyond operands and results.
 
     Counted are buffers that a hop writes, from its start until the matmul that reads them is done;
@@ -183,7 +182,7 @@ def peak_bytes(collective: Collective, variant: Variant, axis_size: int, chunk_b
 _SLICED = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2, "all_to_all": 3}
 
 
-def _two_way_pieces(collective: Collective, n: int, m: int) -> int:
+def _two_way_pieces(collective: Kind, n: int, m: int) -> int:
     """Pieces alive at once with two in flight; the fewer devices, the sooner it ends."""
     if collective == "all_gather":
         return {2: m, 3: 2 * m}.get(n, 2 * m + 1)

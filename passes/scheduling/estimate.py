@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxoverlap.cost.groups import PERMUTE
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import moved
@@ -30,8 +29,9 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     list_schedule,
     order_outcome,
 )
+from jaxoverlap.plan.collectives import OPCODES, PERMUTE
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.audit import COLLECTIVES, Collective
+from jaxoverlap.simulation.audit import Collective
 from jaxoverlap.simulation.hlo_work import work
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
@@ -265,7 +265,7 @@ class _Kernels:
         return slices[0] if slices and len(slices) == len(readers) else None
 
     def _fuses(self, i: hlo.Instruction) -> bool:
-        return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and i.opcode not in COLLECTIVES
+        return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and i.opcode not in OPCODES
 
     def _ends(self, i: hlo.Instruction) -> bool:
         """Whether a kernel ends at an instruction: somebody reads its value from memory."""

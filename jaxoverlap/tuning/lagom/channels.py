@@ -23,7 +23,8 @@ from jaxoverlap.cost.groups import Sent
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.passes.scheduling.reorder import SAME
-from jaxoverlap.plan.plan import ChannelRow
+from jaxoverlap.plan.channel_row import TUNED, ChannelRow
+from jaxoverlap.plan.collectives import KIND_OF, OPCODE_OF
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import domains
 from jaxoverlap.simulation.replay import group_of, replay
@@ -32,7 +33,7 @@ from jaxoverlap.tuning.lagom import search
 from jaxoverlap.tuning.lagom.model import CHUNK_BYTES, Communication, Computation, Makespan, Space
 
 # What NCCL asks its tuner about; permutes and exchanges are sends, and have channels of their own.
-_TUNED = ("all-gather", "reduce-scatter", "all-reduce")
+_TUNED = tuple(OPCODE_OF[kind] for kind in TUNED)
 SPACE = Space(chunk_bytes=(CHUNK_BYTES,))
 
 
@@ -108,7 +109,7 @@ def _row(one: Sent, channels: Channels, nodes: int | None) -> ChannelRow:
     kind, moved, group = one
     size = nccl_bytes(kind, moved, group.size)
     return ChannelRow(
-        kind=kind.replace("-", "_"),
+        kind=KIND_OF[kind],
         min_bytes=size,
         max_bytes=size,
         channels=channels.count,

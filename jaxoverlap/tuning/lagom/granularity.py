@@ -25,6 +25,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.profit import SLICES, chunk, whole
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
+from jaxoverlap.plan.collectives import OPCODE_OF
 from jaxoverlap.plan.plan import Plan, Variant
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import Timeline
@@ -74,7 +75,7 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
     ways |= {devices * n: Variant(ring.variant.style, n) for n in (1, _FINER) if rows % n == 0}
     sent = traffic(layout)[layout.ring.axis]
     space = Space(chunk_bytes=(CHUNK_BYTES,), pieces=tuple(sorted(ways)))
-    kind = ring.kind.replace("_", "-")
+    kind = OPCODE_OF[ring.kind]
     cut = tuple((n, _kernels(ring.members, n, ring.arrives)) for n in sorted(ways) if n > 1)
     return Site(
         ring.site,

@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxoverlap.cost import nccl
-from jaxoverlap.cost.groups import ALONE, PERMUTE, Group, Sent, Share, pair
+from jaxoverlap.cost.groups import ALONE, Group, Sent, Share, pair
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
 from jaxoverlap.cost.model import Channels, CostModel
+from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.tuning.lagom.search import Config, ModelledStep, Place
 
 # What chunks take of L2 at most, however many are under way. The one fitted number: with it NCCL's

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach
+from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
-from jaxoverlap.overlapped import Overlapped
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
 from jaxoverlap.step.options import OnError, Options

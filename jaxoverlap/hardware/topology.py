@@ -1,0 +1,135 @@
+"""A mesh on its hardware: which hosts, NVLink domains and processes each axis spreads over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxoverlap.hardware.cluster import Chip, Cluster, chips
+from jaxoverlap.hardware.hosts import WITHIN_S, hosts_of
+from jaxoverlap.hardware.pods import pod_of
+
+
+def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
+    """The cluster of a mesh's devices, by what they say of themselves; None if they are not known.
+
+    A host is what its processes say it is (`jaxoverlap.hardware.hosts`). Devices are taken to be
+    numbered host by host.
+
+    Args:
+        mesh: the mesh.
+        within_s: how long to wait for processes that have not said yet where they run.
+
+    Raises:
+        DisagreementError: if one of them does not say in time.
+    """
+    devices = list(mesh.devices.flat)
+    pod = pod_of(mesh)
+    chip = pod.chip if pod else _chip_of(mesh)
+    if chip is None:
+        return None
+    host = _hosts(mesh, within_s)
+    processes = Counter((host(device), device.process_index) for device in devices)
+    hosts = Counter(map(host, devices))
+    a_host = Counter(at for at, _ in processes)
+    if any(len(set(counts.values())) > 1 for counts in (processes, hosts, a_host)):
+        return None  # hosts or processes that are not alike
+    num_hosts = len(hosts)
+    return Cluster(
+        chip,
+        num_hosts,
+        len(devices) // num_hosts,
+        chip.nvlink,
+        chip.network,
+        len(processes) // num_hosts,
+    )
+
+
+def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
+    """What a byte costs along each axis, against one over NVLink.
+
+    An axis whose neighbours are in different NVLink domains takes the network. Where it is not
+    known what links the devices have, all axes cost alike.
+
+    Args:
+        mesh: the mesh.
+        cluster: its GPUs, if named; else what its devices say of themselves counts.
+
+    Raises:
+        DisagreementError: as `cluster_of`.
+    """
+    links = cluster or pod_of(mesh) or _chip_of(mesh)
+    if links is None:
+        return dict.fromkeys(mesh.axis_names, 1.0)
+    network = links.nvlink.bandwidth_bytes_per_s / links.network.bandwidth_bytes_per_s
+    spread = axis_domains(mesh, cluster)
+    return {axis: network if spread[axis] > 1 else 1.0 for axis in mesh.axis_names}
+
+
+def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
+    """Over how many NVLink domains the devices along each axis spread.
+
+    Args:
+        mesh: the mesh.
+        cluster: its GPUs, if named; else those of the pod; else each host is a domain.
+
+    Raises:
+        DisagreementError: as `cluster_of`.
+    """
+    if cluster is not None:
+        return _spread(mesh, _block(mesh, cluster.gpus_per_nvlink_domain))
+    if pod := pod_of(mesh):
+        return _spread(mesh, lambda device: device.id // pod.gpus_per_nvlink_domain)
+    return _spread(mesh, _hosts(mesh))
+
+
+def axis_processes(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
+    """Over how many processes the devices along each axis spread; arguments as `axis_domains`."""
+    if cluster is None:
+        return _spread(mesh, lambda device: device.process_index)
+    return _spread(mesh, _block(mesh, cluster.gpus_per_process))
+
+
+def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
+    """In how many processes GPUs are, at most, that the cluster has in one: 1 if it is right."""
+    block = _block(mesh, cluster.gpus_per_process)
+    found: dict[int, set[int]] = {}
+    for device in mesh.devices.flat:
+        found.setdefault(block(device), set()).add(device.process_index)
+    return max(map(len, found.values()))
+
+
+def _chip_of(mesh: Mesh) -> Chip | None:
+    """The GPU model that a mesh's devices call themselves."""
+    kind = mesh.devices.flat[0].device_kind
+    return next((chip for chip in chips() if chip.device_name == kind), None)
+
+
+def _hosts(mesh: Mesh, within_s: float = WITHIN_S) -> Callable[[Any], Hashable]:
+    """What gives each device of a mesh its host."""
+    if pod := pod_of(mesh):
+        return lambda device: device.id // pod.gpus_per_host
+    of = hosts_of({device.process_index for device in mesh.devices.flat}, within_s)
+    return lambda device: of[device.process_index]
+
+
+def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
+    """What gives each device of a mesh its group of `size`, in the order of their numbers."""
+    ids = sorted(device.id for device in mesh.devices.flat)
+    block = {number: place // size for place, number in enumerate(ids)}
+    return lambda device: block[device.id]
+
+
+def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
+    """How many different ones there are along each axis, at most."""
+    found = np.empty(mesh.devices.shape, object)
+    for place, device in np.ndenumerate(mesh.devices):
+        found[place] = of(device)
+    return {
+        axis: max(len(set(line)) for line in np.moveaxis(found, i, -1).reshape(-1, size).tolist())
+        for i, (axis, size) in enumerate(mesh.shape.items())
+    }
