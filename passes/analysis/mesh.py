@@ -18,15 +18,15 @@ from jaxoverlap.passes.analysis.errors import UserError
 
 
 class MeshError(UserError):
-    """A step that does not run on one mesh of several devices: none of it can be overlapped."""
+    """The step does not run on one mesh of several devices, so none of it can be overlapped."""
 
 
 class NoMeshError(MeshError):
-    """A step none of whose shardings names a mesh."""
+    """None of the step's shardings names a mesh."""
 
 
 def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], jaxpr: Any) -> Mesh:
-    """The mesh of a step.
+    """Find the mesh of a step.
 
     Args:
         name: the step's name, for messages.
@@ -68,7 +68,7 @@ def _check(name: str, mesh: Mesh) -> None:
 
 
 def unread(mesh: Mesh) -> str | None:
-    """Why no matmul on a mesh can be decomposed, if so: its shardings cannot be read."""
+    """Return why the shardings of a mesh's matmuls cannot be read, or None if they can."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     if not jax.config.jax_use_shardy_partitioner:
         return "jax_use_shardy_partitioner is off, and shardings are read from Shardy"
@@ -89,17 +89,17 @@ def _meshes(sources: Iterable[Any]) -> Iterator[Mesh]:
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
-    """The shardings of every sharding constraint, at any depth."""
+    """Yield the shardings of every sharding constraint, at any depth."""
     return (eqn.params["sharding"] for eqn in _named(jaxpr, "sharding_constraint"))
 
 
 def _shard_maps(jaxpr: Any) -> Iterator[Any]:
-    """The meshes of every shard_map, at any depth."""
+    """Yield the meshes of every shard_map, at any depth."""
     return (eqn.params["mesh"] for eqn in _named(jaxpr, "shard_map"))
 
 
 def _named(jaxpr: Any, primitive: str) -> Iterator[Any]:
-    """The equations of a primitive, at any depth."""
+    """Yield the equations of a primitive, at any depth."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == primitive:
             yield eqn
@@ -108,13 +108,13 @@ def _named(jaxpr: Any, primitive: str) -> Iterator[Any]:
 
 
 def explicit_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes whose shardings are part of the arrays' types."""
+    """Return the axes whose shardings are part of the arrays' types."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
 
 
 def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
-    """The cluster of a mesh's devices, by what they say of themselves; None if they are not known.
+    """Return the cluster that a mesh's devices say they are in; None if they are not known.
 
     A host is what its processes say it is (`jaxoverlap.hardware.hosts`). Devices are taken to be
     numbered host by host.
@@ -149,7 +149,7 @@ def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
 
 
 def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
-    """What a byte costs along each axis, against one over NVLink.
+    """Return the cost of a byte along each axis, relative to one over NVLink.
 
     An axis whose neighbours are in different NVLink domains takes the network. Where it is not
     known what links the devices have, all axes cost alike.
@@ -170,7 +170,7 @@ def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
 
 
 def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
-    """Over how many NVLink domains the devices along each axis spread.
+    """Count the NVLink domains over which the devices along each axis spread.
 
     Args:
         mesh: the mesh.
@@ -187,14 +187,14 @@ def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
 
 
 def axis_processes(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
-    """Over how many processes the devices along each axis spread; arguments as `axis_domains`."""
+    """Count the processes of the devices along each axis; the arguments are `axis_domains`'."""
     if cluster is None:
         return _spread(mesh, lambda device: device.process_index)
     return _spread(mesh, _block(mesh, cluster.gpus_per_process))
 
 
 def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
-    """In how many processes GPUs are, at most, that the cluster has in one: 1 if it is right."""
+    """Count the real processes within one process of the cluster, at most: 1 if it is right."""
     block = _block(mesh, cluster.gpus_per_process)
     found: dict[int, set[int]] = {}
     for device in mesh.devices.flat:
@@ -203,13 +203,13 @@ def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
 
 
 def _chip_of(mesh: Mesh) -> Chip | None:
-    """The GPU model that a mesh's devices call themselves."""
+    """Return the GPU model that a mesh's devices call themselves."""
     kind = mesh.devices.flat[0].device_kind
     return next((chip for chip in chips() if chip.device_name == kind), None)
 
 
 def _hosts(mesh: Mesh, within_s: float = WITHIN_S) -> Callable[[Any], Hashable]:
-    """What gives each device of a mesh its host."""
+    """Return a function that maps each device of a mesh to its host."""
     if pod := pod_of(mesh):
         return lambda device: device.id // pod.gpus_per_host
     of = hosts_of({device.process_index for device in mesh.devices.flat}, within_s)
@@ -217,14 +217,14 @@ def _hosts(mesh: Mesh, within_s: float = WITHIN_S) -> Callable[[Any], Hashable]:
 
 
 def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
-    """What gives each device of a mesh its group of `size`, in the order of their numbers."""
+    """Return a function that maps each device of a mesh to its group of `size`, by device id."""
     ids = sorted(device.id for device in mesh.devices.flat)
     block = {number: place // size for place, number in enumerate(ids)}
     return lambda device: block[device.id]
 
 
 def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
-    """How many different ones there are along each axis, at most."""
+    """Return the most different values of `of` that any line of devices along each axis has."""
     found = np.empty(mesh.devices.shape, object)
     for place, device in np.ndenumerate(mesh.devices):
         found[place] = of(device)
@@ -235,11 +235,11 @@ def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
 
 
 def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """The axes on each dim, as JAX wants them."""
+    """Make a `PartitionSpec` of the mesh axes on each dim."""
     return PartitionSpec(*(axes or None for axes in spec))
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The same devices, all of whose shardings are left to the partitioner."""
+    """Return the mesh with all of its axes left to the partitioner."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)

@@ -38,7 +38,7 @@ def matmul_all_reduce(
     variant: Variant = Variant(),  # noqa: B008, it is frozen
     outer: int = 1,
 ) -> Array:
-    """Matmuls whose partial sums are added up on all devices, half of it ringed.
+    """Add the partial sums of matmuls up on all devices, half of it in a ring.
 
     Args:
         terms: the matmuls, at least one, with results of one shape.

@@ -1,4 +1,4 @@
-"""Which chunk a device multiplies when, and what it sends: integers only.
+"""List the chunks that a device multiplies, in order, and what it sends: integers only.
 
 A device counts chunks back from its own: chunk `back` of rank `r` of `n` is `(r - back) % n`. What
 it sends travels `shift` ranks on, to rank `r + shift`. Ranks may be traced; the rest is Python.
@@ -49,7 +49,7 @@ class Send:
 
     @property
     def arrives_as(self) -> int:
-        """What the receiver calls the chunk."""
+        """The number `back` of the chunk on the receiver."""
         return self.back + self.shift
 
 
@@ -79,12 +79,12 @@ class ScatterStep:
 
 
 def permutation(axis_size: int, shift: int) -> list[tuple[int, int]]:
-    """The (source, target) pairs of one permute, as `lax.ppermute` takes them."""
+    """Return the (source, target) pairs of one permute, as `lax.ppermute` takes them."""
     return [(rank, (rank + shift) % axis_size) for rank in range(axis_size)]
 
 
 def chunk_at(rank: Any, back: int, axis_size: int) -> Any:
-    """The chunk that `rank` calls `back`.
+    """Return the chunk that `rank` calls `back`.
 
     In `lax` where it is traced: jnp's operators trace a jit each, and there are many hops.
     """
@@ -95,7 +95,7 @@ def chunk_at(rank: Any, back: int, axis_size: int) -> Any:
 
 
 def gather_steps(style: Style, axis_size: int) -> list[GatherStep]:
-    """The matmuls of a gather in order; what one sends has arrived before its own turn."""
+    """List a gather's matmuls in order; what one sends has arrived before its own turn."""
     n = axis_size
     if style == "one_way":
         return [GatherStep(i, (Send(i, 1),) if i < n - 1 else ()) for i in range(n)]
@@ -113,7 +113,7 @@ def gather_steps(style: Style, axis_size: int) -> list[GatherStep]:
 
 
 def scatter_steps(style: Style, axis_size: int) -> list[ScatterStep]:
-    """The matmuls of a scatter in order; the own chunk is last."""
+    """List a scatter's matmuls in order; the own chunk is last."""
     n = axis_size
     if n == 1:
         return [ScatterStep(0, (), (), 0)]
@@ -142,12 +142,12 @@ def scatter_steps(style: Style, axis_size: int) -> list[ScatterStep]:
 
 
 def num_hops(variant: Variant, axis_size: int) -> int:
-    """Permutes of the ring, or whole collectives of "sliced"; an all-reduce has a gather more."""
+    """Count a ring's permutes or whole collectives of "sliced"; an all-reduce has a gather more."""
     return variant.slices * (1 if variant.style == "sliced" else axis_size - 1)
 
 
 def bytes_sent(collective: Collective, axis_size: int, chunk_bytes: int) -> int:
-    """Bytes that each device sends; every variant sends the same.
+    """Return the bytes that each device sends; every variant sends the same.
 
     Args:
         chunk_bytes: bytes of what one hop of one device carries if not cut into pieces: a shard of
@@ -157,7 +157,7 @@ def bytes_sent(collective: Collective, axis_size: int, chunk_bytes: int) -> int:
 
 
 def peak_bytes(collective: Collective, variant: Variant, axis_size: int, chunk_bytes: int) -> int:
-    """Most bytes alive at once in the ring, beyond operands and results.
+    """Return the most bytes alive at once in the ring, beyond operands and results.
 
     Counted are buffers that a hop writes, from its start until the matmul that reads them is done;
     buffers that a hop reads, unless they are an operand or a buffer already counted; and, for sums,
@@ -184,7 +184,7 @@ _SLICED = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2, "all_to_all": 
 
 
 def _two_way_pieces(collective: Collective, n: int, m: int) -> int:
-    """Pieces alive at once with two in flight; the fewer devices, the sooner it ends."""
+    """Count the pieces alive at once with two in flight; the fewer devices, the sooner it ends."""
     if collective == "all_gather":
         return {2: m, 3: 2 * m}.get(n, 2 * m + 1)
     assert collective != "all_to_all", "an exchange has no ring"
