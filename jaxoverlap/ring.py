@@ -57,7 +57,7 @@ def all_gather_matmul(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    """`einsum(spec, all_gather(x), w)`, each hop under the chunk that has arrived.
+    """Compute `einsum(spec, all_gather(x), w)`, each hop under the chunk that has arrived.
 
     | spec, gather | x | w | y |
     | --- | --- | --- | --- |
@@ -97,7 +97,7 @@ def matmul_reduce_scatter(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    """`psum_scatter(einsum(spec, x, w))`, each hop under the next chunk.
+    """Compute `psum_scatter(einsum(spec, x, w))`, each hop under the next chunk.
 
     | spec, scatter | x | w | y |
     | --- | --- | --- | --- |
@@ -133,7 +133,7 @@ def matmul_all_reduce(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    """`psum(einsum(spec, x, w))`: a reduce-scatter ring, then a plain all-gather.
+    """Compute `psum(einsum(spec, x, w))`: a reduce-scatter ring, then a plain all-gather.
 
     | spec, chunk | x | w | y |
     | --- | --- | --- | --- |
@@ -172,7 +172,7 @@ def all_to_all_matmul(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    """`einsum(spec, all_to_all(x), w)`, each send under the slice that has arrived.
+    """Compute `einsum(spec, all_to_all(x), w)`, each send under the slice that has arrived.
 
     | spec, gather, split | x | w | y |
     | --- | --- | --- | --- |
@@ -213,7 +213,7 @@ def matmul_all_to_all(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Array:
-    """`all_to_all(einsum(spec, x, w))`, each send under the next slice.
+    """Compute `all_to_all(einsum(spec, x, w))`, each send under the next slice.
 
     | spec, gather, split | x | w | y |
     | --- | --- | --- | --- |
@@ -251,7 +251,7 @@ def ring_attention(
     scale: float | None = None,
     variant: str | Variant = "one_way",
 ) -> Array:
-    """Attention over a sequence that is sharded; keys and values travel under blocks of it.
+    """Compute attention over a sharded sequence; keys and values travel under blocks of it.
 
     | q | k, v | result |
     | --- | --- | --- |
@@ -288,7 +288,7 @@ def query_split_attention(
     scale: float | None = None,
     variant: str | Variant = "one_way",
 ) -> Array:
-    """Attention of this device's heads, projected and scattered; each hop under a slice of queries.
+    """Compute attention of this device's heads, projected and scattered, hops under query slices.
 
     | q | k, v | wo | result |
     | --- | --- | --- | --- |
@@ -339,7 +339,7 @@ def query_split_attention(
 def _attention(
     q: Array, axis_name: str, causal: bool, scale: float | None, variant: str | Variant
 ) -> Attention:
-    """What does not change along a ring of attention."""
+    """Collect the settings of an attention, which stay the same along its ring."""
     return Attention(
         axis_name,
         arguments.size_of(axis_name),

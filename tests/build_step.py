@@ -1,4 +1,4 @@
-"""Steps for the `jaxoverlap` command: functions that take a mesh."""
+"""Build steps for the `jaxoverlap` command: functions that take a mesh."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import jaxoverlap
 
 
 def build(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Two matmuls over the last axis of the mesh: a gather and a scatter to hide."""
+    """Return a step of two matmuls over the mesh's last axis: a gather and a scatter to hide."""
     return _step(mesh, (8192, 4096, 16384))
 
 
 def small(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The same, of a size that a CPU can run."""
+    """Return the same step at a size that a CPU can run."""
     return _step(mesh, (64, 32, 128))
 
 
@@ -47,7 +47,7 @@ def overlapped(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
 
 
 def whole(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Nothing is sharded: nothing to hide."""
+    """Return a step in which nothing is sharded, so that there is nothing to hide."""
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
     return jax.jit(lambda x: x @ x), (x,)
 

@@ -11,12 +11,12 @@ from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 
 @dataclass(frozen=True)
 class Clock:
-    """A matmul of 1024 cubed, 2 MB of memory, a megabyte over NVLink: one second each.
+    """A cost model: a 1024-cubed matmul, 2 MB of memory or a megabyte over NVLink take one second.
 
-    A million transcendentals take a second, and so does a million of attention's scores. With
-    `skew`, collectives wait for as long a part of what was computed before them. A byte over the
-    network takes four times as long. Beside a collective matmuls run at
-    1 / (1 + sms), what is bound by memory at 1 / (1 + memory_bytes_per_s).
+    A million transcendentals take a second, and so do a million attention scores. With `skew`, a
+    collective first waits for that part of the time computed before it. A byte over the network
+    takes four times as long. Beside a collective, matmuls run at a speed of 1 / (1 + sms) and
+    memory-bound kernels at 1 / (1 + memory_bytes_per_s).
     """
 
     cluster: Cluster

@@ -1,9 +1,9 @@
-"""Eight CPU devices for every test that needs some, set before JAX looks for any; and a cache."""
+"""Give tests eight CPU devices, set before JAX looks for any, and a cache of their own."""
 
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Small steps take longer to compile than to run: what XLA does before its code generator stays.
+# Small steps compile longer than they run, so XLA's code generator, and only that, is cut back.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_backend_optimization_level=0",
@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
-    """What tests compile in children is not kept among the user's results."""
+    """Keep what tests compile in children apart from the user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

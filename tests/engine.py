@@ -1,4 +1,4 @@
-"""Engines on a few devices, and numpy in place of the devices."""
+"""Run engines on a few devices, and compute in numpy what they should give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLICED = [Variant("sliced", 2), Variant("sliced", 4)]
 
 
 def per_device(n: int, body: Callable, *stacked: np.ndarray) -> Any:
-    """What `body` gives on each of n devices, stacked; each has its own row of every argument."""
+    """Run `body` on each of n devices, with its own row of every argument; stack the results."""
     return jitted(n, body)(*stacked)
 
 
@@ -36,7 +36,7 @@ def jitted(n: int, body: Callable) -> Callable:
     mapped = jax.shard_map(
         on_device, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
     )
-    # Compiling is all that these tests wait for.
+    # XLA optimizes little here because these tests spend their time on compiling.
     return jax.jit(mapped, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -46,7 +46,7 @@ def einsum(spec: str) -> Einsum:
 
 
 def dot(spec: str) -> Callable:
-    """A `LocalDot`."""
+    """Return a `LocalDot` of an einsum."""
 
     def multiply(lhs, rhs, dtype):
         return jnp.einsum(spec, lhs, rhs, preferred_element_type=dtype)
@@ -55,12 +55,12 @@ def dot(spec: str) -> Callable:
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
-    """Random, and exact in `dtype`."""
+    """Return random values that are exact in `dtype`."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def shards(whole: np.ndarray, dim: int, n: int, outer: int = 1) -> np.ndarray:
-    """Each device's chunk of a dim, stacked: view(outer, n, size)[:, k]."""
+    """Return each device's chunk of a dim, stacked: view(outer, n, size)[:, k]."""
     shape = whole.shape
     view = whole.reshape(*shape[:dim], outer, n, -1, *shape[dim + 1 :])
     chunks = [view.take(k, axis=dim + 1) for k in range(n)]
@@ -72,7 +72,7 @@ def exact(spec: str, *operands: np.ndarray) -> np.ndarray:
 
 
 def assert_close(got: Any, expected: np.ndarray, epsilon: float = 2e-6) -> None:
-    """All elements together, relative to their size; float32 unless said."""
+    """Check the error of all elements together, relative to their size; float32 unless said."""
     got = np.asarray(got).astype(np.float64)
     assert got.shape == expected.shape
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
@@ -80,7 +80,7 @@ def assert_close(got: Any, expected: np.ndarray, epsilon: float = 2e-6) -> None:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation at any depth."""
+    """Yield every equation at any depth."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
@@ -91,7 +91,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def sent(n: int, body: Callable, *stacked: np.ndarray) -> tuple[int, int]:
-    """Permutes in the jaxpr of a body, and the bytes that they carry."""
+    """Count the permutes in the jaxpr of a body, and the bytes that they carry."""
     found = [
         eqn.invars[0].aval
         for eqn in equations(jitted(n, body).trace(*stacked).jaxpr.jaxpr)

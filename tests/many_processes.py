@@ -1,8 +1,8 @@
-"""One of several processes that train together; run by test_agreement.py and test_hosts.py.
+"""Run one of several processes that train together, for test_agreement.py and test_hosts.py.
 
 python -m tests.many_processes RANK PROCESSES PORT FOLDER SCENARIO...
 
-Each scenario prints a line of JSON. What an exception leaves is the last one's matter.
+Each scenario prints a line of JSON. Only in the last one may an exception end the process.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ HIDDEN, FF, ROWS = 16, 32, 16
 
 
 def make_mesh() -> Mesh:
-    """Of four devices, in however many processes."""
+    """Return a mesh of four devices, in however many processes."""
     return jax.make_mesh(
         (2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:DEVICES]
     )
 
 
 def shardings(mesh: Mesh) -> Any:
-    """Of the weights and the batch."""
+    """Return the shardings of the weights and of the batch."""
     rows, columns = (NamedSharding(mesh, P(*s)) for s in (("model",), (None, "model")))
     return {"up": columns, "down": rows}, rows
 
 
 def make_step(mesh: Mesh, rate: float = 0.1) -> Any:
-    """A step of gradient descent on an MLP, sequence parallel: gathers and scatters."""
+    """Return a step of gradient descent on a sequence-parallel MLP: gathers and scatters."""
     lies, rows = shardings(mesh)
 
     def loss(w, x):
@@ -74,7 +74,7 @@ def abstract(mesh: Mesh) -> Any:
 
 
 def train(step: Any) -> list[float]:
-    """The losses of a few steps; the same numbers in every process."""
+    """Return the losses of a few steps; they are the same numbers in every process."""
     rng = np.random.default_rng(0)
 
     def placed(s):
@@ -132,7 +132,7 @@ def fails_in_one(folder: Path, rank: int) -> Any:
 
 
 def raises_in_one(folder: Path, rank: int) -> Any:
-    """The same, where none may."""
+    """The rewrite fails in one process: none may run plain, so all raise."""
     ringed = rewrite.ringed
     if rank == 1:
         rewrite.ringed = lambda *_: 1 / 0
@@ -157,7 +157,7 @@ def absent(folder: Path, rank: int) -> Any:
 
 
 def no_plan(folder: Path, rank: int) -> Any:
-    """Process 0 fails to make one."""
+    """Process 0 fails to make a plan."""
     return jaxoverlap.agreed(lambda: Plan.read(folder / "nowhere.json")).step
 
 
@@ -191,7 +191,7 @@ def tuned(folder: Path, rank: int) -> Any:
 
 
 def timed(folder: Path, rank: int) -> Any:
-    """A tuning by the clock, of which there would be several."""
+    """Everyone asks for a tuning by the clock, of which there would then be several."""
     tuning = jaxoverlap.Tuning(measure=True)
     return train(jaxoverlap.overlap(make_step(make_mesh()), tune=tuning))
 
@@ -206,23 +206,23 @@ def two_plans(folder: Path, rank: int) -> Any:
 
 
 def on_hosts_as_they_are(folder: Path, rank: int) -> Any:
-    """CPU devices that pass for H100s, on the one host that all processes are on."""
+    """CPU devices pass for H100s, on the one host that all processes are on."""
     return on_hosts(hosts.this_host())
 
 
 def on_hosts_of_two(folder: Path, rank: int) -> Any:
-    """The same, if processes 0 and 1 were on one host, and 2 and 3 on another; and they train."""
+    """Processes 0 and 1 seem to be on one host, 2 and 3 on another; and they train."""
     found = on_hosts(f"host {rank // 2}")
     return found | {"losses": train(jaxoverlap.overlap(make_step(make_mesh())))}
 
 
 def on_hosts_in_turn(folder: Path, rank: int) -> Any:
-    """The same, if processes were dealt to two hosts in turn, as `srun -m cyclic` does."""
+    """Processes seem to be dealt to two hosts in turn, as `srun -m cyclic` does."""
     return on_hosts(f"host {rank % 2}")
 
 
 def on_hosts(mine: str) -> dict[str, Any]:
-    """What is found of H100s in processes of which this is on a host of this name."""
+    """Return what is found of H100s if this process is on a host of this name."""
     hosts.this_host = lambda: mine
     hosts._known, hosts._WHERE = (None, {}), f"{hosts._WHERE} again"  # as if nobody had said yet
     topology.chips = lambda: (replace(parse_cluster("h100-sxm:1x8").chip, device_name="cpu"),)
@@ -239,7 +239,7 @@ def on_hosts(mine: str) -> dict[str, Any]:
 
 
 def says_its_host_late(folder: Path, rank: int) -> Any:
-    """One process comes when the other has given up; that one is then told at once."""
+    """One process names its host after the other has given up; both then learn the hosts."""
     if rank == 1:
         time.sleep(3)
         return len(set(hosts.hosts_of((0, 1)).values()))

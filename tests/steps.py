@@ -1,4 +1,4 @@
-"""Scheduled modules as text, cut down by hand: kernels and hops of round numbers for tests.clock."""
+"""Write scheduled modules as text: kernels and hops of round numbers for tests.clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAIRS, FAR = "{{0,1},{1,0}}", "{{0,8},{8,0}}"
 
 
 def gemm(name: str) -> str:
-    """One second."""
+    """Return a matmul of one second."""
     return (
         f"%{name} = f32[1024,1024]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, "
         "rhs_contracting_dims={0}"
@@ -18,7 +18,7 @@ def gemm(name: str) -> str:
 
 
 def copy(name: str, of: str = "m") -> str:
-    """A second of memory: a megabyte read and written."""
+    """Return a copy that takes a second: a megabyte read and written."""
     return f"%{name} = s8[1000000]{{0}} copy(%{of})"
 
 

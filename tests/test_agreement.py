@@ -1,4 +1,4 @@
-"""Many processes and one program: real ones, with jax.distributed and gloo, on CPUs."""
+"""Many processes run one program: real ones, with jax.distributed and gloo, on CPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOST = re.escape(socket.gethostname())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With two plans for one step, and one that a tuning found, all made in this process."""
+    """Make a folder with two plans for one step, and one that a tuning found, in this process."""
     folder = tmp_path_factory.mktemp("plans")
     for name, variant in (("plan", "two_way"), ("other", "one_way x 2")):
         step = overlap(make_step(make_mesh()), granularity=variant)
@@ -42,14 +42,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
-    """The losses of the plain step in one process."""
+    """Return the losses of the plain step in one process."""
     losses = train(make_step(make_mesh()))
     assert losses[-1] < losses[0]
     return losses
 
 
 def run(processes: int, folder: Path, *scenarios: str) -> list[tuple[int, dict[str, dict], str]]:
-    """Of each process its exit code, its rows by scenario, and what it said on stderr."""
+    """Run scenarios in children; return each one's exit code, rows by scenario, and stderr."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -90,7 +90,7 @@ def run(processes: int, folder: Path, *scenarios: str) -> list[tuple[int, dict[s
 
 @pytest.fixture(scope="module")
 def two(folder):
-    """Every scenario in two processes, one after the other; the last ends them."""
+    """Run every scenario in two processes, one after the other; the last ends them."""
     return run(
         2,
         folder,

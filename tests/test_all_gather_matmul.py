@@ -1,4 +1,4 @@
-"""Numbers of the gathering rings; `Ring` also serves the tests of the other two kinds."""
+"""Gathering rings give the right numbers; `Ring` also serves the tests of the other two kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"a": 16, "b": 32, "c": 16, "d": 24, "g": 8, "h": 8}
 
 @cache
 def mesh_of(axis_size: int) -> Mesh:
-    """All eight devices: `axis_size` along "model", the others along "data"."""
+    """Return a mesh of all eight devices: `axis_size` along "model", the others along "data"."""
     auto = (AxisType.Auto,) * 2
     return jax.make_mesh((8 // axis_size, axis_size), ("data", "model"), axis_types=auto)
 
@@ -43,13 +43,13 @@ class Ring:
         return (*operands.split(","), out)  # type: ignore[return-value]
 
     def operands(self, dtype, count: int = 2) -> list[np.ndarray]:
-        """Random operands and, third, a cotangent of the result; all exact in `dtype`."""
+        """Return random operands and, third, a cotangent of the result; all exact in `dtype`."""
         rng = np.random.default_rng(0)
         shapes = [[SIZES[c] for c in side] for side in self.sides]
         return [rng.standard_normal(s).astype(dtype) for s in shapes[:count]]
 
     def step(self, mesh: Mesh, **options):
-        """The matmul as a jitted step, with the specs as its shardings."""
+        """Return the matmul as a jitted step, with the specs as its shardings."""
         lhs, rhs, out = self.sides
         contracted = [c for c in lhs if c in rhs and c not in out]
         batch = [c for c in out if c in lhs and c in rhs]
@@ -64,7 +64,7 @@ class Ring:
         return jax.jit(matmul, in_shardings=(at[0], at[1]), out_shardings=at[2])
 
     def overlapped(self, mesh: Mesh, kind: str, **options) -> tuple:
-        """(plain, overlapped) steps, once it is certain that the second has the wanted ring."""
+        """Return (plain, overlapped) steps, and check that the second has the wanted ring."""
         plain = self.step(mesh, **options)
         step = jaxoverlap.overlap(plain)
         plan = step.explain(*self.operands(np.float32))
@@ -84,13 +84,13 @@ class Ring:
 
 
 def error(got, exact: np.ndarray) -> float:
-    """Of all elements together, relative to their size."""
+    """Return the error of all elements together, relative to their size."""
     difference = np.asarray(got).astype(np.float64) - exact
     return float(np.linalg.norm(difference) / np.linalg.norm(exact))
 
 
 def check_numbers(ring: Ring, kind: str, axis_size: int, dtype) -> None:
-    """The ring is as exact as the plain matmul: at most twice its error, and one rounding more."""
+    """Check the ring against the plain matmul: at most twice its error, and one rounding more."""
     plain, step = ring.overlapped(mesh_of(axis_size), kind)
     x, y = ring.operands(dtype)
     exact = ring.exact(x, y)
@@ -206,7 +206,7 @@ def test_the_results_dtype_is_the_one_asked_for(name: str):
 
 
 def test_contracted_chunks_are_added_up_in_float32():
-    """256 + 1 is 256 in bfloat16, so there the device that starts with 256 would stay at it."""
+    """Sums are in float32: 256 + 1 is 256 in bfloat16, so one device would stay at 256."""
     ring = RINGS["lhs contracted"]
     _, step = ring.overlapped(mesh_of(8), KIND)
     x = np.tile(np.array([256, *[1] * 7], jnp.bfloat16), (8, 1))

@@ -1,4 +1,4 @@
-"""Any matmul, sharded in any way over one to three axes, in any variant, against the plain one.
+"""Compare any matmul, sharded in any way over one to three axes, in any variant, with plain.
 
 Each case is a step that computes an einsum and both of its gradients, and its three matmuls are
 compared with the plain step's and with float64. `make nightly` draws twenty times as many.
@@ -58,13 +58,13 @@ class Case:
         return NamedSharding(mesh_of(self.mesh), P(*(axes or None for axes in self.specs[side])))
 
     def arrays(self) -> list[np.ndarray]:
-        """Both operands and a cotangent, exact in the dtype."""
+        """Return both operands and a cotangent, exact in the dtype."""
         rng, sizes = np.random.default_rng(0), dict(self.sizes)
         shapes = [[sizes[c] for c in side] for side in self.sides]
         return [rng.standard_normal(s).astype(self.dtype) for s in shapes]
 
     def step(self):
-        """step(x, w, ct) -> (x @ w, dx, dw), each placed as its side."""
+        """Return step(x, w, ct) -> (x @ w, dx, dw), each placed as its side."""
 
         def step(x, w, ct):
             out, pull = jax.vjp(lambda x, w: jnp.einsum(self.einsum, x, w), x, w)
@@ -104,7 +104,7 @@ def cases(draw) -> Case:
 
 @st.composite
 def places(draw, sides, letters) -> list[str | None]:
-    """The dim that one axis shards on each side: mostly all alike but for one side."""
+    """Draw the dim that one axis shards on each side: mostly all alike but for one side."""
     if draw(st.integers(0, 3)) == 0:
         return [draw(st.sampled_from([*side, None])) for side in sides]
     letter = draw(st.sampled_from(letters))
@@ -119,7 +119,7 @@ def error(got, exact: np.ndarray) -> float:
 
 
 def one_by_one(case: Case, sides: Sequence[str]) -> float:
-    """The most that adding a matmul's products one by one in float32 loses, on average.
+    """Return the most that adding a matmul's products one by one in float32 loses, on average.
 
     XLA:CPU's kernels do so for some widths and not for others: [128, 512] @ [512, 4] is off by
     1.5e-7 and [128, 512] @ [512, 16] by 3.8e-7. A chunk may have the one width, the whole the other.
@@ -133,7 +133,7 @@ def one_by_one(case: Case, sides: Sequence[str]) -> float:
 def check(case: Case) -> None:
     step, arrays = case.step(), case.arrays()
     overlapped = jaxoverlap.overlap(step, granularity=case.variant)
-    with warnings.catch_warnings(action="ignore"):  # a step of which nothing is ringed warns
+    with warnings.catch_warnings(action="ignore"):  # a step without rings warns
         plan = overlapped.explain(*arrays)
         got = overlapped(*arrays)
     for entry in plan.entries:

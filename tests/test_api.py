@@ -31,7 +31,7 @@ HERE = Path(__file__).name
 
 
 def product(x, w):
-    """Sequence parallel to column parallel: an all-gather of x, under the matmul."""
+    """Multiply from sequence parallel to column parallel: an all-gather of x, under the matmul."""
     return lax.with_sharding_constraint(x @ w, COLUMNS)
 
 

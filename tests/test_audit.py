@@ -1,4 +1,4 @@
-"""What hides behind what: modules as XLA prints them, cut down by hand."""
+"""An audit says which matmuls hide which collectives, of modules as XLA prints them, cut down."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHARD, WHOLE = 2 * 512 * 4096, 2 * 4096 * 4096
 
 
 def module(*lines: str, before: str = NEGATE + ADD, root: str = "") -> str:
-    """A scheduled module whose entry has these lines."""
+    """Return a scheduled module whose entry has these lines."""
     body = "\n".join(f"  {line}" for line in (X, *lines, root or "ROOT %end = () tuple()"))
     return f"{HEAD}\n\n{before}\nENTRY %main.1_spmd (x: bf16[512,4096]) -> () {{\n{body}\n}}\n"
 
@@ -132,7 +132,7 @@ WRAPPED_START = f"%all-reduce-start = ((bf16[512,4096]{{1,0}}), bf16[512,4096]{{
 
 
 def test_a_collective_may_be_wrapped_in_a_start():
-    """The other spelling of the same: the collective is the root of a computation of its own."""
+    """A start may also be spelled so: the collective is the root of a computation of its own."""
     done = "%all-reduce-done = bf16[512,4096]{1,0} async-done(%all-reduce-start)"
     got = only(WRAPPED_START, GEMM, done, before=ADD + WRAPPED)
     assert (got.name, got.kind, got.group_size) == ("all-reduce-start", "all-reduce", 8)
@@ -270,7 +270,7 @@ def test_a_computation_that_nothing_runs_is_not_counted():
 
 
 def test_collectives_come_in_schedule_order():
-    """Those of a loop's body stand after those of the computation around it, with their own place."""
+    """Collectives of a loop's body stand after those around the loop, with their own place."""
     start, done = (
         t.replace("-start.8", "-start.9").replace("-done.8", "-done.9") for t in (START, DONE)
     )
@@ -406,7 +406,7 @@ def test_a_ragged_exchange_sends_its_first_operand():
 
 
 def test_an_operand_may_be_an_element_of_a_tuple():
-    """As XLA's dumps print it, where `Compiled.as_text` has a get-tuple-element."""
+    """XLA's dumps print it like this, where `Compiled.as_text` has a get-tuple-element."""
     pair = '%pair = (f32[8]{0}, f32[1000]{0}) custom-call(%x), custom_call_target="a"'
     permute = "%c = f32[8]{0} collective-permute(%pair#0), source_target_pairs={{0,1},{1,0}}"
     assert only(pair, permute).bytes_moved == 32

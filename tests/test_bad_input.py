@@ -1,4 +1,4 @@
-"""What a user can get wrong, and programs that are legal but do not fit: each is told in words.
+"""Users' mistakes, and legal programs that do not fit, are each told in words.
 
 A mistake is a ValueError that names what was given and what to do; a matmul that does not fit is a
 Skip with its reason, and the step runs.
@@ -46,7 +46,7 @@ ARGS = (struct(16, 32, spec=("model",)), struct(32, 64, spec=(None, "model")))
 
 
 def refuse(*parts: str, **options):
-    """Calling, explaining and lowering are refused alike, in words that hold all of `parts`."""
+    """Check that calling, explaining and lowering are refused in words that hold all of `parts`."""
     fn, args = options.pop("fn", matmul), options.pop("args", ARGS)
     for entry in ("explain", "lower", "trace", "__call__"):
         with pytest.raises(ValueError) as error:
@@ -115,7 +115,7 @@ def test_arguments_of_another_type(options):
 
 
 def left_as_it_is(*parts: str, fn=matmul, args, on_error: str = "raise") -> None:
-    """The step runs as it is, however it is called; that is said once. explain() refuses."""
+    """Check that the step runs as it is and says so once, and that explain() refuses."""
     step, expected = overlap(fn, on_error=on_error), jax.jit(fn)(*args)
     with pytest.raises(ValueError) as error:
         overlap(fn).explain(*args)
@@ -157,7 +157,7 @@ def test_a_mesh_of_one_device(on_error: str):
 
 @pytest.mark.parametrize("on_error", ["raise", "plain"])
 def test_two_meshes_of_the_same_devices(on_error: str):
-    """A batch on a mesh of its own, beside parameters on another."""
+    """A batch lies on a mesh of its own, beside parameters on another."""
     other, ones = mesh_of(batch=8), np.ones((32, 32), np.float32)
     args = (jax.device_put(ones, on(other, "batch")), jax.device_put(ones, on(MESH, "model")))
     parts = ("2 meshes", "{'batch': 8} and {'data': 2, 'model': 4}", "expected one")
@@ -190,7 +190,7 @@ def test_a_plan_is_for_a_mesh():
 
 
 def entry_of(step, *args: jax.ShapeDtypeStruct) -> Decision | Skip:
-    """What becomes of the step's one matmul; it is also run, and compared."""
+    """Return the entry of the step's one matmul; it is also run, and compared."""
     rng = np.random.default_rng(0)
     arrays = [
         jax.device_put(rng.integers(-3, 4, a.shape).astype(a.dtype), a.sharding) for a in args
@@ -204,7 +204,7 @@ def entry_of(step, *args: jax.ShapeDtypeStruct) -> Decision | Skip:
 
 
 def reason(step, *args: jax.ShapeDtypeStruct) -> str:
-    """Why the step's one matmul is left alone."""
+    """Return the reason why the step's one matmul is left alone."""
     entry = entry_of(step, *args)
     assert isinstance(entry, Skip)
     assert entry.source.startswith("tests/test_bad_input.py:")
@@ -212,7 +212,7 @@ def reason(step, *args: jax.ShapeDtypeStruct) -> str:
 
 
 def placed(*spec, **options):
-    """A step whose product lies at `spec`."""
+    """Return a step whose product lies at `spec`."""
 
     @jax.jit
     def step(x, w):
@@ -233,7 +233,7 @@ def test_a_chunk_that_would_not_divide():
 
 
 def test_a_gather_by_the_major_axis_of_a_dim():
-    """What is left of a device's rows would not be what the result's other axis counts."""
+    """The rows left to a device would not be those that the result's other axis counts."""
     args = (struct(16, 32, spec=(("model", "data"),)), struct(32, 64, spec=(None, "model")))
     found = reason(placed("data", "model"), *args)
     assert found == "dim a is sharded in different orders: ('model', 'data') and ('data',)"
@@ -245,7 +245,7 @@ def test_a_result_that_must_be_gathered():
 
 
 def batched(*spec):
-    """A step of matmuls side by side, one for each row of its first dim."""
+    """Return a step of matmuls side by side, one for each row of its first dim."""
 
     @jax.jit
     def step(x, w):
@@ -263,7 +263,7 @@ def batched(*spec):
     ],
 )
 def test_an_exchange_whose_blocks_do_not_meet(rows: int, why: str):
-    """Rows over model are exchanged; but data, which takes its part of them, must find it."""
+    """Data must find its part of the rows that are exchanged over model."""
     args = (struct(32, rows, 32, spec=(None, "model")), struct(32, 32, 64))
     fits = entry_of(batched("model"), *args)
     assert isinstance(fits, Decision) and fits.kind == "all_to_all_matmul"

@@ -1,4 +1,4 @@
-"""The buffers of instructions: what lies in its operand's memory makes none."""
+"""An instruction makes no buffer if its result lies in its operand's memory."""
 
 from __future__ import annotations
 

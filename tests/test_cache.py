@@ -42,7 +42,7 @@ for name in sys.argv[1:]:
 
 
 def run(cache: Path, *steps: str) -> list[dict]:
-    """Runs the steps in a process of its own, with the cache on for everything."""
+    """Run the steps in a process of its own, with the cache on for everything."""
     root = str(Path(__file__).parents[1])
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

@@ -1,4 +1,4 @@
-"""Fits on rows that are made up, so that what they should find is known; then the command."""
+"""Fits find again what made-up rows were made of; then the command runs."""
 
 import importlib.metadata
 import itertools
@@ -101,7 +101,7 @@ def test_the_packages_tables_are_what_calibrate_makes(source):
 
 
 def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
-    """Small and short: what is written is read, and prices what was measured."""
+    """A short measurement is written and read back, and prices what was measured."""
     monkeypatch.setattr(this_machine, "DTYPES", ("f32",))
     monkeypatch.setattr(this_machine, "M_SIZES", (8, 16, 64))
     monkeypatch.setattr(this_machine, "NK_SIZES", (16, 32, 64))
@@ -114,7 +114,7 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(this_machine, "_group_sizes", lambda devices: [devices])
     steps = tuple((how, (16, 32, 1)) for how, _ in step_factors.STEPS[::2])
     monkeypatch.setattr(step_factors, "STEPS", steps)
-    # That steps take longer than their kernels is not certain where steps are as small as this.
+    # Factors are given because steps as small as this may not take longer than their kernels.
     times = measured.InAStep(2.0, 3.0, 4.0)
     monkeypatch.setattr(
         step_factors, "in_a_step", lambda _, loops: adjusted_tables.in_a_step(loops, times)
@@ -177,7 +177,7 @@ def test_the_wait_for_the_last_device_is_found_under_noise():
 
 
 def _loops() -> measured.Tables:
-    """Tables as of loops, of nothing in particular."""
+    """Return tables as of loops, of nothing in particular."""
     curve = measured.Curve((1e3, 1e7), (1e-6, 1e-3))
     permutes = measured.Permutes(1e-4, 0.0, 1e10, "", None, curve)
     gathers = {kind: {2: curve, 8: curve} for kind in ("all-gather", "reduce-scatter")}

@@ -1,4 +1,4 @@
-"""Channels of a schedule's collectives: searched, held against NCCL's own, and named as NCCL does."""
+"""Channels of a schedule's collectives are searched, held against NCCL's, and named as there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MATMUL = (
 
 
 def module(*lines: str, devices: int = 8, groups: str = "[1,8]<=[8]", ranks: int = 8) -> str:
-    """A module that gathers 64 MiB among some ranks."""
+    """Return a module that gathers 64 MiB among some ranks."""
     sizes = {"part": 32 * MIB // ranks, "whole": 32 * MIB, "groups": groups}
     body = "\n  ".join(lines).format(**sizes)
     return f"""HloModule jit_step, is_scheduled=true, num_partitions={devices}
@@ -74,7 +74,7 @@ def test_the_step_is_what_the_rows_give():
 
 
 def test_what_only_the_models_lanes_hide_has_no_row():
-    """All runs beside all there; in the schedule the gather is waited for at once."""
+    """In the model all runs beside all; in the schedule the gather is waited for at once."""
     found = co_tune(EXPOSED, HOST)
     assert found.evaluations > 1 and found.rows == ()
     assert found.step.step_s == simulate(EXPOSED, HOST).step_s
@@ -117,7 +117,7 @@ def test_in_a_rack_the_same_gather_on_one_host_and_on_two_is_one_row():
 
 
 def moved(kind: str, operand: int, result: int, ranks: int) -> int:
-    """What the audit says that each device sends."""
+    """Return the bytes that each device sends, as the audit says."""
     text = f"""HloModule m, is_scheduled=true, num_partitions={ranks}
 
 ENTRY %main (w: s8[{operand}]) -> s8[{result}] {{

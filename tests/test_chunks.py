@@ -1,4 +1,4 @@
-"""Where chunks and pieces lie, against numpy's reshape."""
+"""Chunks and pieces lie where numpy's reshape puts them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_does_not_divide_is_refused():
 
 
 def test_a_room_is_made_once_its_first_part_is_there():
-    """Else XLA makes all rooms of a shape at any time before, as one buffer."""
+    """XLA would otherwise make all rooms of a shape at any time before, as one buffer."""
     part = jnp.ones((4, 3))
     room = functools.partial(chunks.room, dim=0, cut=Cut(2), chunk=0)
     barrier, fill = jax.make_jaxpr(room)(part).eqns[-2:]

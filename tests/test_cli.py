@@ -1,4 +1,4 @@
-"""The `jaxoverlap` command: what it prints, its exit codes, and what becomes of errors."""
+"""The `jaxoverlap` command prints its results, ends with an exit code and tells of errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pods = pytest.mark.pods
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    """What a command prints; it has to end with this exit code."""
+    """Run a command, which has to end with this exit code, and return what it prints."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == code, done.output
     return done.stdout if code == 0 else done.output
@@ -260,7 +260,7 @@ def test_python_runs_the_package(tmp_path: Path):
 @pods
 def test_the_script_finds_a_module_beside_it(tmp_path: Path):
     (tmp_path / "mine.py").write_text("from tests.build_step import broken as build\n")
-    script = "from jaxoverlap.cli import main; main()"  # what an installed `jaxoverlap` does
+    script = "from jaxoverlap.cli import main; main()"  # an installed `jaxoverlap` does this
     done = python("-P", "-c", script, "explain", "mine", *POD, cwd=tmp_path)
     assert done.returncode == 3
     assert "Error: RuntimeError: no such checkpoint" in done.stderr

@@ -1,4 +1,4 @@
-"""`jaxoverlap tune` and `jaxoverlap plan`: what they print, write and refuse."""
+"""`jaxoverlap tune` and `jaxoverlap plan` print, write and refuse what they should."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POD = ("--pod", "h100-sxm:1x8", *TP)
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory) -> tuple[Any, Path]:
-    """A tuning that has time for nothing but the step as it is and the rules."""
+    """Tune with time for nothing but the step as it is and the rules."""
     folder = tmp_path_factory.mktemp("tuned")
     where = ("--out", str(folder / "mine.json"), "--cache", str(folder))
     done = CliRunner().invoke(app, ["tune", "tests.build_step", *POD, "--budget", "0.1", *where])

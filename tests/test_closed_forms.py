@@ -1,6 +1,6 @@
-"""Hops, bytes and peak memory of every public ring, counted in its jaxpr and in compiled HLO.
+"""Count hops, bytes and peak memory of every public ring, in its jaxpr and in compiled HLO.
 
-What XLA compiles says how many collectives there are and what they carry. It does not say what a
+Compiled HLO says how many collectives there are and what they carry. It does not say what a
 ring holds at once: XLA's peak is one number for all buffers, the operands' slices and the matmuls'
 workspace among them. So peak bytes are counted in the jaxpr, whose order is the schedule's.
 """
@@ -33,20 +33,20 @@ from tests.test_schedule import pytestmark as pod_marks
 N = 8  # of the compiled rings
 EVERY = [*RINGS, *SLICED]
 EXCHANGES = [v for v in EVERY if v.style in ("direct", "sliced")]
-# Compiled are each style, and slices of a ring: the rest differs in nothing that XLA sees.
+# Each style and slices of a ring are compiled: the rest differs in nothing that XLA sees.
 COMPILED = [str(v) for v in EVERY if str(v) not in ("one_way x 2", "direct x 2", "sliced x 4")]
 WHOLE = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
 HOPS = {"ppermute": "collective-permute", **WHOLE}  # a jaxpr's names, and HLO's
 
 
 class Case(NamedTuple):
-    """A public function.
+    """A public function of `jaxoverlap.ring`, with its shapes and variants.
 
     Attributes:
-        collective: what it does, as `passes/rings/orders.py` has it.
-        shapes: of its operands on each of n devices.
+        collective: the collective that it does, named as in `passes/rings/orders.py`.
+        shapes: returns the shapes of its operands on each of n devices.
         carried: the shapes of what one hop carries if it is not cut into pieces.
-        variants: those that it has.
+        variants: the variants that it has.
     """
 
     collective: forms.Collective
@@ -79,7 +79,7 @@ def test_no_ring_is_forgotten():
 
 
 def expected(name: str, variant: Variant, n: int) -> dict[str, tuple[int, int]]:
-    """By collective: how many there are, and the bytes that each device sends in them."""
+    """Return by collective how many there are, and the bytes that each device sends in them."""
     case = CASES[name]
     carried = forms.bytes_sent(case.collective, n, case.chunk_bytes)
     half = "reduce_scatter" if case.collective == "all_reduce" else case.collective
@@ -91,9 +91,9 @@ def expected(name: str, variant: Variant, n: int) -> dict[str, tuple[int, int]]:
 
 
 def on_mesh(name: str, variants: list[Variant], mesh: Mesh) -> tuple[Callable, list]:
-    """A function for `shard_map` of all variants, each in a scope of its own, and its arguments.
+    """Return a function for `shard_map` of all variants, each in its own scope, and its arguments.
 
-    Each variant has operands of its own: what two rings send alike XLA would send once.
+    Each variant has operands of its own, as XLA would send once what two rings send alike.
     """
 
     def body(*args):
@@ -117,7 +117,7 @@ def cpus(n: int) -> Mesh:
 
 
 def scope(op_name: str) -> int:
-    """The number of the variant whose scope an operation stands in."""
+    """Return the number of the variant whose scope an operation stands in."""
     (found,) = set(re.findall(r"variant(\d+)_", op_name))
     return int(found)
 
@@ -140,17 +140,17 @@ def test_what_is_sent_in_the_jaxpr(name: str):
 
 
 def sent_by(kind: str, *operands: int) -> int:
-    """Bytes that each of N devices sends in a collective."""
+    """Return the bytes that each of N devices sends in a collective."""
     if kind == "all-gather":
         return (N - 1) * sum(operands)
     return sum(operands) if kind == "collective-permute" else sum(operands) * (N - 1) // N
 
 
 def check_compiled(name: str, mesh: Mesh, options: dict[str, Any]) -> None:
-    """The collectives of compiled HLO, and what they carry, are those of the closed forms."""
+    """Check that compiled HLO's collectives, and what they carry, are those of the closed forms."""
     variants = [v for v in CASES[name].variants if str(v) in COMPILED]
     mapped, args = on_mesh(name, variants, mesh)
-    # Compiling is all that these tests wait for; the level is that of code, not of HLO.
+    # These tests spend their time on compiling; the level is that of code, not of HLO.
     options = {"xla_backend_optimization_level": 0, **options}
     text = jax.jit(mapped, compiler_options=options).lower(*args).compile().as_text()
     assert text
@@ -167,7 +167,7 @@ def check_compiled(name: str, mesh: Mesh, options: dict[str, Any]) -> None:
 
 
 def op_name(module: hlo.Module, collective: Collective) -> str:
-    """The name of the JAX operation that a collective came from, also where it is wrapped."""
+    """Return the name of the JAX operation that a collective came from, even if it is wrapped."""
     body = module.body(collective.computation)
     (start,) = (i for i in body if i.name == collective.name)
     inside = [i for called in start.called for i in module.computations.get(called, ())]
@@ -218,7 +218,7 @@ class Program:
         return len(self.sizes) - 1
 
     def _run(self, jaxpr: Any, given: list[int]) -> list[int]:
-        """The buffers of the results; calls are opened."""
+        """Add the operations of a jaxpr, calls opened, and return the buffers of its results."""
         of = dict(zip(jaxpr.invars, given, strict=True))
         of |= {v: self._new(v) for v in jaxpr.constvars}
 
@@ -242,13 +242,13 @@ class Program:
         return [b for atom in jaxpr.outvars for b in (read(atom) or [self._new(atom)])]
 
     def readers(self, buffer: int) -> Iterator[tuple[int, Op]]:
-        """What reads a buffer, with its place; no barriers."""
+        """Yield the operations that read a buffer, with their places; no barriers."""
         for place, op in enumerate(self.ops):
             if buffer in op.reads and op.name != "optimization_barrier":
                 yield place, op
 
     def uses(self, buffer: int, through: set[str]) -> Iterator[tuple[int, Op]]:
-        """What reads a buffer or what operations of these names make of it, transitively."""
+        """Yield the readers of a buffer, and of what operations of these names make of it."""
         for place, op in self.readers(buffer):
             if op.name in through:
                 yield from self.uses(op.writes[0], through)
@@ -256,14 +256,14 @@ class Program:
                 yield place, op
 
     def is_operand(self, buffer: int) -> bool:
-        """Whether it is an argument, or lies in one at a fixed place."""
+        """Return whether the buffer is an argument, or lies in one at a fixed place."""
         maker = next((op for op in self.ops if buffer in op.writes and op.name in VIEWS), None)
         if maker is None:
             return buffer in self.arguments
         return maker.fixed and self.is_operand(maker.reads[0])
 
     def done(self, hop: Op) -> int:
-        """Where a hop is waited for: at the first that reads what it wrote, barriers too."""
+        """Return where a hop is waited for: at the first that reads what it wrote, barriers too."""
         places = (p for p, op in enumerate(self.ops) if set(hop.writes) & set(op.reads))
         return next(places, len(self.ops))
 
@@ -274,7 +274,7 @@ def jaxpr_in(value: Any) -> Any:
 
 
 def lives(program: Program) -> Iterator[tuple[int, int, int]]:
-    """(first, last, bytes) of the buffers that `ring.peak_bytes` counts, as places of operations."""
+    """Yield (first, last, bytes) of the buffers that `ring.peak_bytes` counts, by operations."""
     written = {b for op in program.ops if op.name in HOPS for b in op.writes}
     for place, op in enumerate(program.ops):
         if op.name in HOPS:
@@ -295,13 +295,13 @@ def lives(program: Program) -> Iterator[tuple[int, int, int]]:
 
 
 def hops_of(program: Program, product: int) -> list[int]:
-    """Where a product, or a sum that it is in, is sent."""
+    """Return the places where a product, or a sum that it is in, is sent."""
     others = {op.name for op in program.ops} - {*HOPS, "dot_general"}
     return [place for place, op in program.uses(product, others) if op.name in HOPS]
 
 
 def peak(name: str, variant: Variant, n: int) -> int:
-    """Most bytes alive at once during a matmul."""
+    """Return the most bytes alive at once during a matmul."""
     mapped, args = on_mesh(name, [variant], cpus(n))
     (mapped_eqn,) = (
         e for e in equations(jax.make_jaxpr(mapped)(*args).jaxpr) if e.primitive.name == "shard_map"

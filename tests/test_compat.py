@@ -1,4 +1,4 @@
-"""What `_jax/compat.py` takes for granted of jax: a failure here says what jax changed."""
+"""jax is as `_jax/compat.py` takes it to be: a failure here says what jax changed."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def with_rules(f):
 
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies_stand_where_the_walk_looks(name: str):
-    """In the parameters of a primitive that the walk may look into, as a jaxpr or a tuple of such."""
+    """Bodies are in primitives' parameters, where the walk looks: a jaxpr or a tuple of jaxprs."""
     jaxpr = jax.make_jaxpr(BODIES[name](lambda x: x @ x))(np.ones((8, 8), np.float32))
     (dot,) = jaxprs.dots(jaxpr)
     assert dot.inside is None, f"{name} became the primitive {dot.inside}"
@@ -270,7 +270,7 @@ def test_jaxprs_variables_and_equations_have_the_fields_in_use():
 
 
 def in_a_shard_map(check: bool):
-    """A shard_map over all of the mesh, and the equations of its body."""
+    """Return a shard_map over all of the mesh, and the equations of its body."""
 
     def body(x):
         return jax.lax.psum(2 * jax.lax.all_gather(x, "model", tiled=True), "model")
@@ -332,7 +332,7 @@ def test_options_are_tried_where_a_mesh_is_set():
 
 
 def test_the_text_of_a_type_names_no_device():
-    """And tells apart what the types tell apart."""
+    """The text still tells apart what the types tell apart."""
     x = jax.ShapeDtypeStruct((8, 4), "float32")
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     rows = NamedSharding(explicit, P("x"))

@@ -1,4 +1,4 @@
-"""How often a step is traced, decided on and compiled: as often as jit's own; and what is forgotten."""
+"""A step is traced, decided on and compiled as often as under jit alone, and can be forgotten."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ARGS = put((16, 32), "model"), put((32, 64), None, "model")
 
 @contextlib.contextmanager
 def compiles(name: str) -> Iterator[list[str]]:
-    """XLA's compilations of steps of a name, as jax logs them."""
+    """Collect XLA's compilations of steps of a name, as jax logs them."""
     found: list[str] = []
 
     class Handler(logging.Handler):
@@ -68,7 +68,7 @@ def compiles(name: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def decisions(monkeypatch) -> list[None]:
-    """One for each time that the passes run."""
+    """Collect an element each time that the passes run."""
     calls: list[None] = []
     run_passes = pipeline.run_passes
     monkeypatch.setattr(
@@ -81,9 +81,9 @@ def decisions(monkeypatch) -> list[None]:
 
 
 def trained(wrap: Callable[[Any], Any], specs: dict[str, P]) -> tuple[int, int, list[Any]]:
-    """Traces and compilations of three steps, each on the results of the one before.
+    """Count traces and compilations of three steps, each on the results of the one before.
 
-    And the shardings of these, which the jit leaves open: they come back as XLA says them.
+    Return also the shardings of the results: the jit leaves them open, so XLA says them.
     """
     traces = []
 

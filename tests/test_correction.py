@@ -1,4 +1,4 @@
-"""How far a simulation is off: known factors are found, and none that make no sense."""
+"""Corrections of a simulation find known factors, and none that make no sense."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_steps_that_split_alike_have_one_factor(busy_s: float, factors: list[flo
 
 
 def test_no_factor_is_below_zero():
-    """What waits longest is fastest: by least squares waiting would take less than no time."""
+    """The step that waits longest is fastest: by least squares waiting would take negative time."""
     found = correction([(trial(1.0, 0.1), 3.0), (trial(1.0, 2.0), 1.0)])
     assert found.compute == found.exposed > 0

@@ -1,4 +1,4 @@
-"""The cost model: what must hold whatever the tables say, and what the arithmetic gives."""
+"""The cost model keeps its bounds whatever the tables say, and does its arithmetic."""
 
 import dataclasses
 import math
@@ -108,7 +108,7 @@ def test_float32_takes_twice_bfloat16_over_the_launch():
 
 
 def test_published_points_of_the_jax_documentation():
-    """NCCL's gather and cuBLAS on an H100 host; they had no part in any fit."""
+    """The model meets NCCL's gather and cuBLAS on an H100 host, which had no part in any fit."""
     for devices, published_us in ((2, 147), (4, 290), (8, 565)):
         shard = 1024 * 4096 * 2
         gather_s = H100.collective_s("all-gather", shard * (devices - 1), Group(devices))
@@ -117,7 +117,7 @@ def test_published_points_of_the_jax_documentation():
 
 
 def test_permutes_run_on_a_part_of_the_channels():
-    """As XLA's authors measured on eight H100s: 128 µs for 8 MiB, 929 µs for 128 MiB."""
+    """XLA's authors measured so on eight H100s: 128 µs for 8 MiB, 929 µs for 128 MiB."""
     seconds = [H100.collective_s("collective-permute", b << 20, Group(2)) for b in (8, 128)]
     assert seconds == pytest.approx([128.5e-6, 929e-6], rel=0.1)
     assert [nccl.permute_channels(b << 20, 8) for b in (1, 64, 65, 512, 4096)] == [4, 4, 8, 32, 32]

@@ -1,4 +1,4 @@
-"""Decisions from shardings that are given by hand: no propagation, no devices, no numbers."""
+"""Decide from shardings that are given by hand: no propagation, no devices, no numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_kinds(name: str):
 
 
 def test_the_axis_that_moves_most_becomes_the_ring():
-    """FSDP's weight on one axis, the sequence on the other: the larger operand travels."""
+    """The larger operand travels: FSDP's weight on one axis, or the sequence on the other."""
     specs = ((("data", "model"), NO), (D, M), (D, M))
     small = one(*specs, x=(16, 32), w=(32, 64))
     assert (small.axis, small.others) == ("data", ("model all_gather, 768 B",))
@@ -141,7 +141,7 @@ def test_a_dim_that_two_axes_gather(order):
 
 @pytest.mark.parametrize("order", [BOTH, BOTH[::-1]], ids=str)
 def test_a_dim_that_two_axes_scatter(order):
-    """Either may be the ring, whose sums are scattered over the other: the one that sends most."""
+    """The axis that sends most is the ring, and its sums are scattered over the other one."""
     entry = one((NO, BOTH), (BOTH, NO), (order, NO))
     assert (entry.kind, entry.axis, entry.letter) == ("matmul_reduce_scatter", "model", "a")
     assert entry.others == (f"data reduce_scatter, {human_bytes(Y // 4 // 2)}",)

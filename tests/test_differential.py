@@ -1,6 +1,6 @@
-"""Steps drawn at random live under overlap() as under jax.jit: `python -m tests.differential` runs more.
+"""Drawn steps live under overlap() as under jax.jit; `python -m tests.differential` runs more.
 
-A seed says all of a step. Seeds from 100,000 on are held back: nothing is mended by looking at them
+A seed fixes the step. Seeds from 100,000 on are held back: nothing is mended by looking at them
 before a release.
 """
 
@@ -16,7 +16,7 @@ TOGETHER = 10  # seeds a test
 
 
 def differing(seeds: range, *, always: bool) -> dict[int, list[str]]:
-    """What differs, by seed; run `python -m tests.differential --seed N` for one."""
+    """Return the differences by seed; run `python -m tests.differential --seed N` for one."""
     found = {seed: compared(draw(seed), always=always).differences for seed in seeds}
     jax.clear_caches()
     return {seed: texts for seed, texts in found.items() if texts}

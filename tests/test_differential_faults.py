@@ -1,4 +1,4 @@
-"""The comparison of steps finds each fault that it is there for: one is put in at a time."""
+"""The comparison of steps finds each fault that it is there for; one is put in at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {"data": 2, "model": 2}
 
 
 def program(mesh):
-    """A matrix and a counter, both fed back; data that is neither."""
+    """Return a step with a matrix and a counter, both fed back, and data that is neither."""
 
     def step(w, n, x):
         return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), n + 1
@@ -38,7 +38,7 @@ def found(monkeypatch, overlap) -> list[str]:
 
 
 def changed(change):
-    """An overlap() whose weights come back otherwise."""
+    """Return an overlap() whose steps change their weights by `change`."""
 
     def overlap(fn):
         def call(w, n, x):

@@ -1,4 +1,4 @@
-"""How benchmarks/drawn draws steps, what it makes of their rows, and one of them on CPU devices."""
+"""benchmarks/drawn draws steps and judges their rows; one of them runs on CPU devices."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_small_step_lowers_its_loss():
 
 
 def _values(args: Any) -> Any:
-    """Random values of these shapes, in these places."""
+    """Return random values of these shapes, in these places."""
     rng = np.random.default_rng(0)
 
     def value(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -176,8 +176,8 @@ def test_a_constrained_step_has_its_constraints():
             counts.append(
                 str(built.function.trace(*built.args).jaxpr).count("sharding_constraint[")
             )
-        # Of each layer: the stream twice, the hidden layer twice, attended, qkv; once the
-        # embedding and the logits; all again in the backward pass.
+        # Each layer has the stream twice, the hidden layer twice, attended and qkv; the
+        # embedding and the logits come once; the backward pass has all of them again.
         assert counts == [2 * (2 * (6 + extra) + 2), 0]
 
 
@@ -227,7 +227,7 @@ def row(step: str, kind: str, step_s: float, **more: Any) -> dict[str, Any]:
 
 
 def suite(*ratios: float, fallback: float = 1.0) -> list[dict[str, Any]]:
-    """Rows of steps that are so many times as slow as plain."""
+    """Return rows of steps that are so many times as slow as plain."""
     of = {PLAIN: 1.0, FALLBACK: fallback}
     return [
         row(f"drawn-{i}", kind, 0.1 * times)

@@ -1,4 +1,4 @@
-"""Narrow operands: float8 with a wider result, and whole numbers, which are exact."""
+"""Rings take narrow operands: float8 with a wider result, and whole numbers, which are exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ kinds = pytest.mark.parametrize("kind", SHARDINGS)
 
 
 def both(kind: str, lhs: jax.Array, rhs: jax.Array, result: str) -> tuple[jax.Array, jax.Array]:
-    """(plain, overlapped) results, once it is certain that there is a ring."""
+    """Return (plain, overlapped) results, once it is certain that there is a ring."""
     one, other, out = (NamedSharding(MESH, spec) for spec in SHARDINGS[kind])
 
     @jax.jit

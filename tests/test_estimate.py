@@ -1,4 +1,4 @@
-"""About how long a step takes, from its partitioned module: what is fused, what waits."""
+"""A step's time is estimated from its partitioned module: what is fused, what waits."""
 
 from __future__ import annotations
 

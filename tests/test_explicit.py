@@ -1,4 +1,4 @@
-"""Explicit meshes: shardings are part of the arrays' types, and collectives are asked for by name."""
+"""Explicit meshes put shardings into the arrays' types, and collectives are asked for by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
 
 def layer(x, weights):
-    """Fully sharded data parallelism and sequence parallelism, each motion written out."""
+    """Apply FSDP and sequence parallelism, with each motion written out."""
     up, down = weights
     x_whole, up_whole = reshard(x, P("data", None, None)), reshard(up, P(None, "model"))
     h = jax.nn.gelu(jnp.einsum("bsd,df->bsf", x_whole, up_whole))
@@ -141,13 +141,13 @@ def automatic():
 
 
 def part(y, table, v):
-    """A lookup and a matmul with their collectives, in types that state shardings."""
+    """Apply a lookup and a matmul with their collectives, in types that state shardings."""
     y = y + table.at[jnp.arange(S) % 8].get(out_sharding=P("data", None))
     return jnp.tanh(jnp.dot(y, v, out_sharding=P("data", "model")))
 
 
 def mixed(x, w, table, v):
-    """A ring, the part in explicit types, and a ring again."""
+    """Apply a ring, the part in explicit types, and a ring again."""
     y = jax.lax.with_sharding_constraint(x @ w, P(None, "model"))
     stated = (P("data", None), P(None, None), P(None, "model"))
     z = jax.sharding.explicit_axes(part, in_sharding=stated)(y, table, v)

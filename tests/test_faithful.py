@@ -1,4 +1,4 @@
-"""Steps that overlap() once changed for their users: each lives as under jax.jit alone.
+"""Steps that overlap() once changed for their users now live as under jax.jit alone.
 
 Three calls with outputs fed back. All is compared: values, shardings, what is donated, how often
 the step is traced and compiled (tests/differential/compare.py has the list).
@@ -32,7 +32,7 @@ def descended(params, grads):
 
 
 def scanned_weights():
-    """Two stacked layers of a residual MLP, split over model."""
+    """Return two stacked layers of a residual MLP, split over model."""
     return {
         "w": Leaf(normal(1, 2, 16, 32), P(None, None, "model")),
         "v": Leaf(normal(2, 2, 32, 16), P(None, "model", None)),
@@ -54,13 +54,13 @@ def batch(n: int) -> list[Leaf]:
 
 
 def fsdp_weights() -> dict[str, Leaf]:
-    """Three matrices, all split over data and one over model too."""
+    """Return three matrices, all split over data and one over model too."""
     specs = {"w": P("data", "model"), "a": P("data", None), "b": P(None, "data")}
     return {name: Leaf(normal(i, 32, 32), spec) for i, (name, spec) in enumerate(specs.items())}
 
 
 def rows(n: int) -> list[Leaf]:
-    """Many, so that sums are small beside them and are wanted scattered."""
+    """Return many rows, so that sums are small beside them and are wanted scattered."""
     return [Leaf(normal(20 + n, 64, 32), P("data"))]
 
 
@@ -160,7 +160,7 @@ def language(seed: int = 0) -> dict[str, Leaf]:
 
 
 def integer_labels(mesh):
-    """Data parallelism by hand, with the loss that everybody imports."""
+    """Build a step, data-parallel by hand, with the loss that everybody imports."""
 
     def local(p, ids, labels):
         def loss(p):
@@ -181,7 +181,7 @@ def test_integer_labels_in_a_data_parallel_shard_map():
 
 
 def split_vocabulary(mesh):
-    """A cross-entropy whose logits nobody has whole."""
+    """Build a step with a cross-entropy whose logits no device has whole."""
 
     def local(x, table, labels):
         logits = x @ table.T
@@ -253,7 +253,7 @@ def test_a_pinned_sum_that_two_matmuls_read():
 
 
 def split_stream(mesh):
-    """Attention where the stream itself lies over model, so that each sum is read beside it."""
+    """Build a step of attention whose stream lies over model: each sum is read beside it."""
 
     def loss(p, x):
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, "model")))
@@ -272,7 +272,7 @@ def test_a_sum_that_is_read_beside_what_it_is_of():
 
 
 def explicit_gradients(mesh):
-    """Operands and results over one axis, by turns: rings gather what has an explicit type."""
+    """Build a step with all over one axis, by turns: rings gather what has an explicit type."""
     rows = NamedSharding(mesh, P(None, "data"))
 
     def loss(p, x):
@@ -288,7 +288,7 @@ def test_gradients_of_an_explicit_mesh():
 
 
 def accumulated(mesh):
-    """Two microbatches: each lies over half of the batch's axis."""
+    """Build a step of two microbatches, each over half of the batch's axis."""
 
     def update(p, x):
         pieces = x.reshape(2, -1, x.shape[-1])

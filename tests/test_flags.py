@@ -1,4 +1,4 @@
-"""Flags, variables and presets: consistent with each other, and with the compiler that is here."""
+"""Flags, variables and presets agree with each other, and with the compiler that is here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_preset_is_of_known_names_each_with_reason_and_source(name: str):
 
 
 def compiler_options() -> Any:
-    """What `jax.jit(compiler_options=)` takes in the newest version; XLA_FLAGS takes more."""
+    """Return the newest version's `jax.jit(compiler_options=)`; XLA_FLAGS takes more."""
     return [asked.options for asked in versions().values() if asked.options][-1]
 
 

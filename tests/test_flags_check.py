@@ -1,4 +1,4 @@
-"""What the installed compiler makes of flags: every dead one is found, and no live one accused."""
+"""The check finds every flag that is dead in the installed compiler, and accuses no live one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxoverlap.flags import DEAD, PRESETS, check
 from jaxoverlap.flags.compiler import ask
 from jaxoverlap.flags.extract import flags_in, variables_in
 
-# What AxLearn gives all its GPU jobs (axlearn/cloud/gcp/jobset_utils.py), of which nothing is dead.
+# AxLearn gives these to all its GPU jobs (axlearn/cloud/gcp/jobset_utils.py); none is dead.
 LIVE = [
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     "--xla_gpu_enable_triton_gemm=false",

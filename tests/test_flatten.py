@@ -1,4 +1,4 @@
-"""Bodies of plain jits in their place: what is opened, what stays, and that it computes the same."""
+"""Plain jits are opened in their place, others stay, and the jaxpr computes the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def traced(fn: Callable[..., Any]) -> Any:
 
 
 def flat(fn: Callable[..., Any]) -> Any:
-    """The flattened jaxpr, once it is certain that it is sound and computes what it computed."""
+    """Return the flattened jaxpr, once it is certain that it is sound and computes the same."""
     before = traced(fn)
     text = str(before)
     after = flatten(before)
@@ -70,7 +70,7 @@ def test_a_plain_jit_is_opened():
 
 
 def test_einsums_meet_in_one_body():
-    """Each is a jit of its own, inside jnp; three projections of one value belong together."""
+    """Each einsum is a jit inside jnp, but three projections of one value belong together."""
 
     def step(x, w):
         return [jnp.einsum("ij,jk->ik", x, w) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""`overlap(plan=)`: the same step again from a plan, and nothing else."""
+"""`overlap(plan=)` makes the same step again from a plan, and nothing else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def loss(mesh: Mesh, w, x):
 
 
 def train_step(mesh: Mesh = MESH):
-    """Sequence parallel, with FSDP over data: a scan of gathers that two share, and scatters."""
+    """Return a sequence-parallel step with FSDP: a scan of gathers that two share, and scatters."""
     return jax.jit(jax.value_and_grad(partial(loss, mesh)))
 
 
@@ -92,12 +92,12 @@ def plan() -> Plan:
 
 
 def program(step: Overlapped, *args: Any) -> str:
-    """The rewritten step."""
+    """Return the fingerprint of the rewritten step."""
     return fingerprint(step.trace(*args).jaxpr)
 
 
 def same_again(tmp_path: Path, first: Overlapped, *args: Any) -> Plan:
-    """What a step's plan says, after it went through a file and made the same program again."""
+    """Return a step's plan, once it went through a file and made the same program again."""
     plan = first.explain(*args)
     plan.write(tmp_path / "plan.json")
     second = overlap(first._fn, plan=tmp_path / "plan.json")
@@ -192,7 +192,7 @@ def test_explicit_meshes(tmp_path):
 
 
 def test_the_line_of_a_matmul_may_move(plan):
-    """The plan shows where it is now."""
+    """The plan shows the line where the matmul is now."""
     moved = [msgspec.structs.replace(e, source="elsewhere.py:1") for e in plan.entries]
     again = overlap(
         train_step(), plan=msgspec.structs.replace(plan, entries=tuple(moved), step="other")
@@ -366,7 +366,7 @@ def test_all_that_differs_is_said_at_once(plan):
 
 
 def test_a_plan_that_cannot_be_followed_is_refused(plan):
-    """One that was changed by hand, to what does not come out."""
+    """A plan that was edited by hand asks for decisions that do not come out."""
     site = next(iter(plan.choices))
     for change, said in (
         (dict(variant=Variant("one_way", 3)), "variant the plan's one_way x 3, here one_way"),
@@ -419,7 +419,7 @@ print(overlap(train_step()).explain(*arguments()).to_json())
 
 
 def test_a_plan_is_the_same_in_every_process(tmp_path, plan):
-    """Whatever Python's hashes are, and wherever it runs."""
+    """A plan depends neither on Python's hash seed nor on the process that made it."""
     found = []
     for seed in ("1", "2"):
         path = [str(Path(__file__).parents[1]), *sys.path]
@@ -479,7 +479,7 @@ def test_what_a_fingerprint_tells_apart():
 
 
 def test_what_a_fingerprint_leaves_out():
-    """Names, lines, and which devices they are."""
+    """A fingerprint leaves out names, lines, and which devices they are."""
     one = jax.jit(lambda x: x @ x.T)
 
     @jax.jit
@@ -500,7 +500,7 @@ def test_what_a_fingerprint_leaves_out():
 @needs_plugin
 @pytest.mark.pods
 def test_a_pods_plan_is_for_the_gpus_of_that_cluster(tmp_path, monkeypatch):
-    """What a pod alone needs stays out of it; the GPUs that are there get what it names."""
+    """A plan leaves out what a pod alone needs; the GPUs that are there get what it names."""
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", dict(zip(AXES, SHAPE, strict=True)))
     step, args = jax.jit(lambda x, w: lax.with_sharding_constraint(x @ w, at(mesh, None, "model"))), [
         jax.ShapeDtypeStruct((8192, 8192), "bfloat16", sharding=at(mesh, *spec))
@@ -534,7 +534,7 @@ def test_a_pods_plan_is_for_the_gpus_of_that_cluster(tmp_path, monkeypatch):
 
 
 def test_the_cluster_that_a_plan_went_by(plan):
-    """Named again where the devices do not say it; not where they do, and say the same of links."""
+    """A plan's cluster is used, unless the devices are another or already say the same of links."""
     found: MadeFor | None = plan.made_for
     assert found is not None
     assert made.cluster_for(plan, MESH) is None

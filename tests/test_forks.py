@@ -1,4 +1,4 @@
-"""What becomes of work in forks: of what returns, raises, aborts and does not end."""
+"""Work in forks gives a row, whether it returns, raises, aborts or does not end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Source lines of a module that came back from a Python pass, put right."""
+"""Source lines of a module that came back from a Python pass are put right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BODY = """%main (x: f32[8]) -> f32[8] {{
 }}
 """
 GIVEN = HEAD + TABLES + "ENTRY " + BODY.format(y=1, z=2, new="")
-# As it comes back: one table entry is lost, and the numbers are others.
+# A Python pass gives this back: one table entry is lost, and the numbers are others.
 LOST = TABLES.replace("2 {file_loc", "3 {file_loc").replace("line=7", "line=99")
 BACK = HEAD + LOST + "ENTRY " + BODY.format(
     y=3, z=1, new=', metadata={op_name="jit(step)/abs" stack_frame_id=1}'

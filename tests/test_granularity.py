@@ -1,4 +1,4 @@
-"""How fine to cut rings, by the model: against arithmetic by hand."""
+"""The model says how finely to cut rings; arithmetic by hand gives the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN, RING, FINER = Variant("plain"), Variant(), Variant("one_way", 2)
 
 
 def modelled(*rows: int, specs=GATHER, compute_s: float = 0.0) -> GranularityModel:
-    """Matmuls of so many rows, beside kernels that take so long."""
+    """Return the model of matmuls of so many rows, beside kernels that take so long."""
     sites = [site_of(ring_of(specs, n), f"gpt.py:{i}", COPIES) for i, n in enumerate(rows)]
     sites = [replace(site, number=i) for i, site in enumerate(sites)]
     kernel = Event(COMPUTE, "memory", "fusion", "main", 0.0, compute_s, compute_s, 1)

@@ -1,4 +1,4 @@
-"""Who talks to whom: groups in every spelling of HLO."""
+"""Replica groups are read in every spelling of HLO, with the axes and domains that they join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jaxoverlap.ring: the matmuls and their gradients, with the axis automatic around them or not."""
+"""jaxoverlap.ring's matmuls and gradients are right, with the axis automatic around or not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.engine import AXIS, assert_close, equations, exact, normal, per_devic
 
 N = 4
 SIZES = {"b": 2, "s": 8 * N, "d": 4 * N, "f": 4 * N, "h": 2 * N, "e": 3}
-# function: (options, spec of x and w, of which letters a device has a part in x, w and y, and
-# whether y is a sum over devices, each with an x and a w of its own)
+# A row has the function, its options, the spec of x and w, and the letters of which a device has
+# only a part in x, in w and in y. Each device has an x and a w of its own.
 ROWS = [
     ("all_gather_matmul", {}, "sd,df->sf", ("s", "", "")),
     ("all_gather_matmul", {"gather": "s"}, "bsd,dhe->bshe", ("s", "", "")),
@@ -35,7 +35,7 @@ ROWS = [
 
 
 def plain(name: str, options: dict, spec: str, x, w):
-    """The same with JAX's own collectives and matmul."""
+    """Compute the same with JAX's own collectives and matmul."""
     lhs, _, out = spec.replace("->", ",").split(",")
     if name == "all_gather_matmul":
         dim = lhs.index(options.get("gather", lhs[-2]))
@@ -95,7 +95,7 @@ def test_numbers_and_gradients(row):
 
 
 def test_gradients_are_rings():
-    """Of a scatter: dy is gathered once, for both operands; of a gather: a ring each."""
+    """A scatter's gradient gathers dy once, for both operands; a gather's has a ring for each."""
     x, w = normal(N, 8, 8), normal(N, 8, 8)
 
     def hops(function):

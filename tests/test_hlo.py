@@ -1,4 +1,4 @@
-"""Reading scheduled HLO: lines as XLA prints them, cut down by hand."""
+"""Scheduled HLO is read from lines as XLA prints them, cut down by hand."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ENTRY %main.35_spmd (param.4: s32[], param.17: f32[32,4096]) -> (f32[2,4], f32[]
 
 
 def line(text: str) -> Instruction:
-    """The one instruction of a module that has but this line."""
+    """Return the one instruction of a module that has but this line."""
     module = parse(f"{HEAD}\nENTRY %main () -> f32[] {{\n  {text}\n}}\n")
     (only,) = module.computations["main"]
     return only
@@ -269,7 +269,7 @@ def test_operands_may_carry_their_shapes():
 
 
 def test_the_percent_sign_may_be_left_out():
-    """As `HloPrintOptions.short_parsable` and XLA's own short dumps print."""
+    """`HloPrintOptions.short_parsable` and XLA's own short dumps print without it."""
     add = line('ROOT add.1 = f32[8]{0} add(x, f32[8]{0} y.1), metadata={op_name="a"}')
     assert add.name == "add.1"
     assert add.operands == ("x", "y.1")
@@ -344,7 +344,7 @@ def test_the_dim_along_which_elements_lie_side_by_side(shape: str, expected: int
 
 
 def source(text: str, metadata: str) -> str:
-    """The source of an instruction with this metadata in a module with STEP's tables."""
+    """Return the source of an instruction with this metadata in a module with STEP's tables."""
     head = text[: text.index("%region_2.2.clone")]
     module = parse(
         f"{head}ENTRY %m () -> f32[] {{\n  %x = f32[] y(), metadata={{{metadata}}}\n}}\n"

@@ -1,4 +1,4 @@
-"""Which processes share a host: asked of a store, of real processes, and what follows from it."""
+"""Processes learn from a store which of them share a host, and get the cluster that follows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Store(dict[str, str]):
 
 @pytest.fixture
 def store(monkeypatch) -> Store:
-    """Of four processes, of which this is number 1."""
+    """Stand in for the store of four processes, of which this is number 1."""
     store = Store()
     monkeypatch.setattr(jits, "key_value_store", lambda: store)
     monkeypatch.setattr(jits, "started_processes", lambda: (1, 4))
@@ -117,7 +117,7 @@ def test_one_process_asks_no_store(monkeypatch):
 
 
 def mesh_of(shape: tuple[int, ...], gpus_of: list[int], kind: str = H100.device_name) -> Any:
-    """A stand-in for a mesh of GPUs in processes of so many each."""
+    """Return a stand-in for a mesh of GPUs in processes of so many each."""
     of = [process for process, gpus in enumerate(gpus_of) for _ in range(gpus)]
     devices = np.empty(len(of), object)
     for i, process in enumerate(of):
@@ -254,7 +254,7 @@ ON_HOSTS = ("on_hosts_as_they_are", "on_hosts_of_two", "on_hosts_in_turn")
 
 
 def results(processes: int, *scenarios: str) -> list[dict[str, Any]]:
-    """Of each process what each scenario gave, by its name."""
+    """Return for each process what each scenario gave, by its name."""
     found = run(processes, Path(), *scenarios)
     for code, _, err in found:
         assert code == 0, err[-3000:]
@@ -307,7 +307,7 @@ def test_nobody_waits_for_ever_for_a_host(two):
 
 
 def mlp(mesh) -> tuple[Any, tuple[Any, ...]]:
-    """Two matmuls, sequence parallel over `tp`, and their arguments as shapes."""
+    """Return a step of two matmuls, sequence parallel over `tp`, and its arguments as shapes."""
     rows, columns, both = P("tp"), P(None, "tp"), P("dp", "tp")
 
     def at(*spec):

@@ -1,4 +1,4 @@
-"""Steps that hold their jit inside: functools.partial and nnx.jit, whose functions change models."""
+"""Steps may hold their jit inside: functools.partial, and nnx.jit whose functions change models."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_nnx_step_compiles_ahead_and_runs():
 
 @pytest.mark.parametrize("tree_mode", [False, True])
 def test_a_partial_of_an_nnx_step(tree_mode: bool):
-    """The form that google-tunix's trainer keeps its step in."""
+    """google-tunix's trainer keeps its step in this form."""
     model, optimizer = trainer()
     kind = {"graph": False, "graph_updates": False} if tree_mode else {}
     step = functools.partial(nnx.jit(train_step, **kind), model, optimizer)
@@ -137,7 +137,7 @@ def test_a_partial_of_a_jit_keeps_its_donation():
 
 
 def test_a_bound_method_of_a_jit():
-    """The form of kauldron's train step: the trainer itself is a static argument."""
+    """kauldron's train step has this form: the trainer itself is a static argument."""
 
     class Trainer:
         scale = 2.0

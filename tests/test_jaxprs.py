@@ -23,7 +23,7 @@ ARGS = (jnp.asarray(X), jnp.asarray(W))
 
 
 def map_dots(jaxpr: Any, visit: Callable[[Dot], list[Any] | None]) -> Any:
-    """A jaxpr with each `dot_general` replaced by what `visit` returns; None leaves it."""
+    """Replace each `dot_general` of a jaxpr by what `visit` returns; None leaves it."""
 
     def visit_body(body: Body) -> list[Any] | None:
         new = {dot.place: eqns for dot in body.dots if (eqns := visit(dot)) is not None}
@@ -49,7 +49,7 @@ def runs(fn: Callable[..., Any]) -> list[int]:
 
 
 def instead(*chosen: int) -> Callable[[Dot], list[Any] | None]:
-    """A visit that puts lhs + rhs in the place of the chosen matmuls."""
+    """Return a visit that puts lhs + rhs in the place of the chosen matmuls."""
 
     def visit(dot: Dot) -> list[Any] | None:
         eqn = dot.eqn
@@ -88,7 +88,7 @@ def scanned_in_a_scan(x, w):
 
 
 def looped(x, w):
-    """A while loop, whose condition has a matmul too; three trips that nobody knows of."""
+    """Run a while loop, whose condition has a matmul too, for three trips that nobody knows of."""
 
     def more(state):
         count, carry = state
@@ -206,7 +206,7 @@ def test_what_is_manual_in_the_body_of_a_shard_map():
 
 
 def test_branches_and_loops_in_a_shard_map_are_looked_at_only():
-    """Its devices may run them differently: nothing may be put there that wants them all."""
+    """Devices may run these bodies differently: nothing may be put there that wants them all."""
 
     def body(x, w):
         y = lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)

@@ -1,4 +1,4 @@
-"""Kernels that children hand on: files alone, no compiler."""
+"""Children hand on kernels by files; no compiler runs here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxoverlap._jax.kernel_cache import Kernels
 
 
 def child(kernels: Kernels, adds: str, *, beside: str = "", ended_well: bool = True) -> str:
-    """What a child finds; another ends while it runs, if any. It writes if it adds something."""
+    """Return what a child finds before it writes what it adds; another runs beside it, if any."""
     with kernels.lent() as loan:
         found = loan.file.read_text() if loan.file.exists() else ""
         if beside:

@@ -1,4 +1,4 @@
-"""The search, on problems small enough to know the best of: any, Lagom's, and broken ones."""
+"""The search meets problems small enough to know the best: any, Lagom's, and broken ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxoverlap.tuning.lagom.search import ModelledStep, search
 
 @dataclass(frozen=True)
 class Table:
-    """Communications whose seconds, and what they cost computation, are written down by setting."""
+    """Communications with seconds, and costs to computation, that are written down by setting."""
 
     each: tuple[tuple[float, ...], ...]
     costs: tuple[tuple[float, ...], ...]
@@ -41,7 +41,7 @@ seconds = st.floats(0.1, 20, allow_nan=False)
 
 @st.composite
 def tables(draw, most=4):
-    """Any problem: nothing falls or rises along an axis."""
+    """Draw any problem: nothing need fall or rise along an axis."""
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=most))
     each = tuple(tuple(draw(seconds) for _ in range(n)) for n in sizes)
     costs = tuple(tuple(draw(seconds) for _ in range(n)) for n in sizes)
@@ -97,7 +97,7 @@ def test_from_a_compute_bound_default_it_walks_down():
 
 
 def test_a_pass_sees_past_a_step_that_does_not_pay():
-    """As where a channel less makes the window longer, and two less save a wave."""
+    """A channel less makes the window longer, and two less save a wave."""
     problem = Table(((9.0, 8.0, 7.0, 6.0, 5.0),), ((3.0, 3.6, 1.0, 3.5, 3.0),), (4,))
     assert search(problem, passes=0).outcome.step_s == 13.0
     assert search(problem, passes=1).config == ((2,),)

@@ -1,4 +1,4 @@
-"""Layouts, against numpy: what the rewrite would do with one must compute the matmul."""
+"""Layouts are played in numpy: what the rewrite would do with one must compute the matmul."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def matmul(
 
 
 def lay(given: ShardedMatmul, axis: str | None = None) -> Layout | str:
-    """Lay out for the ring of an axis, or as `decide` does: for the one that moves most."""
+    """Lay out for the ring of an axis, or for the one that moves most, as `decide` does."""
     shared = understood(given)
     assert shared is not None, given.splits
     moving = [s for s in shared if s.motion is not None]
@@ -46,7 +46,7 @@ def lay(given: ShardedMatmul, axis: str | None = None) -> Layout | str:
 
 
 def understood(given: ShardedMatmul) -> list[Split] | None:
-    """The splits of all axes, if none is a refusal."""
+    """Return the splits of all axes, or None if one is a refusal."""
     found = given.splits
     return None if any(isinstance(s, Refusal) for s in found) else list(found)  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def test_an_axis_that_moves_nothing_keeps_its_dims():
 
 
 def fsdp_and_tensor_parallel() -> ShardedMatmul:
-    """x: [s/model, d] and w: [d/data, f/model], the batch over data: two gathers."""
+    """Describe x: [s/model, d] @ w: [d/data, f/model], the batch over data: two gathers."""
     return matmul(
         "bsd,df->bsf",
         {"b": 8, **SIZES},
@@ -149,7 +149,7 @@ def test_a_whole_operand_is_sliced_after_the_axes_that_it_has():
 
 
 def all_reduce(sizes: Mapping[str, int], out: Spec, axis_sizes: Mapping[str, int]) -> ShardedMatmul:
-    """bsk,kd->bsd, summed over x on k; out says what the others hold, in both operands alike."""
+    """Describe bsk,kd->bsd, summed over x on k; `out` holds the other axes as the operands do."""
     batch, rows, columns = out
     return matmul(
         "bsk,kd->bsd",
@@ -207,7 +207,7 @@ BOTH = ("data", "model")
 
 
 def gathers_one_dim(order: tuple[str, ...]) -> ShardedMatmul:
-    """Rows over two axes, whole for the matmul: two gathers of one dim."""
+    """Describe rows over two axes that the matmul has whole: two gathers of one dim."""
     return matmul(
         "sd,df->sf",
         SIZES,
@@ -219,7 +219,7 @@ def gathers_one_dim(order: tuple[str, ...]) -> ShardedMatmul:
 
 
 def scatters_one_dim(order: tuple[str, ...]) -> ShardedMatmul:
-    """Partial sums over two axes, scattered over the rows along both."""
+    """Describe partial sums over two axes, scattered over the rows along both."""
     return matmul(
         "sd,df->sf",
         SIZES,
@@ -264,7 +264,7 @@ def test_one_dim_scattered_along_two_axes(order: tuple[str, ...], axis: str):
 
 
 def test_an_operand_that_is_exchanged_is_whole_where_it_arrives_and_split_where_it_leaves():
-    # Heads, split over model, for the sequence: what Ulysses does before its last projection.
+    # Heads over model are exchanged for the sequence, as Ulysses does before its last projection.
     got = lay(
         matmul(
             "bsn,nd->bsd",
@@ -306,7 +306,7 @@ def test_a_result_that_is_exchanged_is_cut_along_the_dim_that_it_is_wanted_on():
 
 
 def test_the_exchange_of_another_axis_comes_after_the_ring():
-    """And before what else the result waits for; gathers of operands come before the ring."""
+    """The exchange also precedes what else the result waits for; operands are gathered before."""
     got = lay(
         matmul(
             "gsd,gdf->gsf",
@@ -397,13 +397,13 @@ def test_the_same_order_with_other_strides_is_refused():
 
 
 def test_axes_that_swap_their_dims_are_refused():
-    """Both hold half of the rows, and not the same: y's lie across those that x still has."""
+    """x and y hold unlike halves of the rows: y's lie across those that x still has."""
     got = lay(transposed({"a": 8, "b": 8, "c": 8}, {"x": 2, "y": 2}), "y")
     assert got == "x and y shard dim a in blocks that cross"
 
 
 def test_blocks_that_do_not_nest_are_refused():
-    """Of 24 columns x has 12 until it exchanges them, which z's blocks of 4 x 2 do not make up."""
+    """x has 12 of 24 columns until it exchanges them; z's blocks of 4 x 2 do not make those up."""
     assert understood(UNNESTED) is not None
     assert lay(UNNESTED, "z") == "x and z shard dim c in blocks that cross"
 
@@ -447,7 +447,7 @@ def test_a_scattered_dim_must_divide():
 
 
 def take(array: np.ndarray, dim: int, outer: int, n: int, chunk: int) -> np.ndarray:
-    """Chunk number `chunk` of a dim seen as view(outer, n, size)."""
+    """Return chunk number `chunk` of a dim seen as view(outer, n, size)."""
     shape = array.shape
     view = array.reshape(*shape[:dim], outer, n, -1, *shape[dim + 1 :])
     return view.take(chunk, dim + 1).reshape(*shape[:dim], shape[dim] // n, *shape[dim + 1 :])
@@ -456,7 +456,7 @@ def take(array: np.ndarray, dim: int, outer: int, n: int, chunk: int) -> np.ndar
 def put(
     whole: np.ndarray | None, part: np.ndarray, dim: int, outer: int, n: int, chunk: int
 ) -> np.ndarray:
-    """`whole` (a new one, if None) with the chunk that `take` takes written."""
+    """Return `whole` (a new one, if None) with the chunk that `take` takes written to it."""
     head, size, tail = part.shape[:dim], part.shape[dim], part.shape[dim + 1 :]
     if whole is None:
         whole = np.full((*head, n * size, *tail), UNWRITTEN)
@@ -490,7 +490,7 @@ class Mesh:
         self.rhs = self._blocks(rhs, layout.rhs, layout.matmul.rhs)
 
     def _blocks(self, whole: np.ndarray, spec: Spec, given: Spec) -> Blocks:
-        """An operand's blocks; each a slice of what its device is given."""
+        """Return an operand's blocks, each a slice of what its device is given."""
         blocks = {}
         for device in devices(self.sizes):
             taken = block(whole.shape, spec, device, self.sizes)
@@ -501,7 +501,7 @@ class Mesh:
         return blocks
 
     def run(self) -> Blocks:
-        """Every device's result."""
+        """Return every device's result."""
         for other in self.layout.others:
             motion = other.motion
             assert motion is not None
@@ -519,11 +519,11 @@ class Mesh:
         return results
 
     def _at(self, side: Side, letter: str, axis: str) -> tuple[int, int]:
-        """A dim, and into how many blocks a chunk of it falls when the axis moves."""
+        """Return a dim, and into how many blocks a chunk of it falls when the axis moves."""
         return self.einsum.side(side).index(letter), self.layout.outer(side, letter, axis)
 
     def _gather(self, blocks: Blocks, axis: str, dim: int, outer: int) -> Blocks:
-        """Every device's part in its place: view(outer, size) -> view(outer, chunks, size)."""
+        """Put every device's part in its place: view(outer, size) -> view(outer, chunks, size)."""
         gathered = {}
         for d in devices(self.sizes):
             n = self.sizes[axis]
@@ -538,7 +538,7 @@ class Mesh:
         self.sent[axis] += part.size * ITEMSIZE[0] * times
 
     def _exchange(self, blocks: Blocks, axis: str, dim: str, wanted: str) -> Blocks:
-        """Of every device its slice of `wanted` of the result, in its place along `dim`."""
+        """Give every device its slice of `wanted` of the result, in its place along `dim`."""
         n, slices = self.sizes[axis], {}
         for d in devices(self.sizes):
             whole = None
@@ -550,7 +550,7 @@ class Mesh:
         return slices
 
     def _reduce(self, results: Blocks, other: Split, motion: Motion) -> Blocks:
-        """A motion of the result on another axis than the ring's."""
+        """Move the result on another axis than the ring's."""
         if motion.kind == "all_to_all":
             assert motion.to is not None
             return self._exchange(results, other.axis, motion.letter, motion.to)
@@ -566,7 +566,7 @@ class Mesh:
         return out
 
     def _chunk(self, array: np.ndarray, side: Side, chunk: int) -> np.ndarray:
-        """A chunk of an operand, along the ring's dim if it has that."""
+        """Return a chunk of an operand, along the ring's dim if it has that."""
         letter, at = self.layout.letter, self.layout.ring
         if letter not in self.einsum.side(side):
             return array
@@ -576,7 +576,7 @@ class Mesh:
         return np.einsum(str(self.einsum), lhs, rhs)
 
     def _product(self, k: tuple[tuple[str, int], ...], chunk: int) -> np.ndarray:
-        """A chunk of a result that moves."""
+        """Return a chunk of a result that moves."""
         return self._dot(
             self._chunk(self.lhs[k], "lhs", chunk), self._chunk(self.rhs[k], "rhs", chunk)
         )
@@ -592,7 +592,7 @@ class Mesh:
         return results
 
     def _moving_rows(self) -> int:
-        """The size of the ring's dim on a device, were it whole over the ring's axis."""
+        """Return the size of the ring's dim on a device, were it whole over the ring's axis."""
         letter, n = self.layout.letter, self.layout.ring.axis_size
         side: Side = self.motion.side
         if side == "out":  # not there yet: an operand has it
@@ -608,7 +608,7 @@ class Mesh:
         return {key(d): blocks[key({**d, axis: source[d[axis]]})] for d in devices(self.sizes)}
 
     def _arrivals(self) -> Iterator[tuple[dict[int, int], Blocks]]:
-        """What each device reads at each step, and which chunk that is, by its rank."""
+        """Yield, at each step, each rank's chunk number and the block that each device reads."""
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
         shards = dict(self.lhs if self.motion.side == "lhs" else self.rhs)
         for hop in range(n):
@@ -626,7 +626,7 @@ class Mesh:
             yield chunk_at, came
 
     def _read(self, results: Blocks, arrived: Blocks, chunk_at: Mapping[int, int]) -> None:
-        """One step of a ring that moves an operand: multiply what is there."""
+        """Multiply what is there, in one step of a ring that moves an operand."""
         axis, n, letter = self.layout.ring.axis, self.layout.ring.axis_size, self.layout.letter
         for d in devices(self.sizes):
             k, chunk = key(d), chunk_at[d[axis]]
@@ -642,7 +642,7 @@ class Mesh:
                 results[k] = results.get(k, 0) + part
 
     def _sums(self) -> Blocks:
-        """A ring of partial sums; for an all-reduce they are gathered again."""
+        """Run a ring of partial sums; for an all-reduce they are gathered again."""
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
         sums: Blocks = {}
         for hop in range(n):
@@ -655,7 +655,7 @@ class Mesh:
         return self._gather(sums, axis, *self._at("out", self.layout.letter, axis))
 
     def _exchange_of_products(self) -> Blocks:
-        """Each device multiplies for every other what that one wants, and puts what comes."""
+        """Multiply on each device what every other one wants, and put what comes in its place."""
         axis, n = self.layout.ring.axis, self.layout.ring.axis_size
         results: Blocks = {}
         for d in devices(self.sizes):
@@ -667,7 +667,7 @@ class Mesh:
         return results
 
     def check(self) -> None:
-        """Every device has the block that the step wants there, and has sent what is told."""
+        """Check that every device has the block that the step wants, and sent what is told."""
         results = self.run()
         count = math.prod(self.sizes.values())
         assert {axis: sent / count for axis, sent in self.sent.items()} == traffic(self.layout)
@@ -680,7 +680,7 @@ class Mesh:
 
 @functools.cache
 def _understandable(text: str, n: int) -> tuple[tuple[tuple[str | None, ...], ...], ...]:
-    """Where an axis may lie on lhs, rhs and out so that it can be split, by what it then moves."""
+    """List where an axis may lie on lhs, rhs and out so that it can be split, by its motion."""
     left, right, out = text.replace("->", ",").split(",")
     einsum = Einsum(left, right, out, dict.fromkeys(left + right, 8))
     groups: dict[str, list[tuple[str | None, ...]]] = {}
@@ -693,7 +693,7 @@ def _understandable(text: str, n: int) -> tuple[tuple[tuple[str | None, ...], ..
 
 @st.composite
 def meshes(draw) -> ShardedMatmul:
-    """A matmul whose every axis may be understood; those that share a dim lie in any order."""
+    """Draw a matmul whose every axis may be understood; those that share a dim lie in any order."""
     einsum = draw(einsums(most=1, sizes=(8, 12)))
     assume(einsum.sizes)
     sizes = draw(st.sampled_from([{"x": 2, "y": 2}, {"x": 2, "y": 4}, {"x": 2, "y": 2, "z": 2}]))
@@ -710,7 +710,7 @@ def meshes(draw) -> ShardedMatmul:
 
 
 def check(given: ShardedMatmul) -> list[str]:
-    """Play every layout of a matmul; what became of its axes that move something."""
+    """Play every layout of a matmul; list what became of its axes that move something."""
     shared = understood(given)
     fates = []
     for ringed in shared or ():
@@ -726,7 +726,7 @@ def check(given: ShardedMatmul) -> list[str]:
 
 
 def transposed(sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> ShardedMatmul:
-    """x goes from the rows to the columns of the result, and y from the contracted dim to the rows.
+    """Describe x moving from rows to columns of the result, and y from the contracted dim to rows.
 
     Until x has gone, a device has the rows of its block, and not those that y wants of all.
     """
@@ -741,7 +741,7 @@ def transposed(sizes: Mapping[str, int], axis_sizes: Mapping[str, int]) -> Shard
 
 
 def exchange_of_a_narrow_dim() -> ShardedMatmul:
-    """The sums over y: a device has 3 of the 12 columns until x has exchanged them."""
+    """Describe sums over y: a device has 3 of the 12 columns until x has exchanged them."""
     return matmul(
         "ab,bc->ac",
         {"a": 8, "b": 24, "c": 12},
@@ -753,7 +753,7 @@ def exchange_of_a_narrow_dim() -> ShardedMatmul:
 
 
 def _apart(layout: Layout) -> str:
-    """Whether some chunk does not lie side by side."""
+    """Return ", apart" if some chunk does not lie side by side."""
     motions = [(s.axis, s.motion) for s in (layout.ring, *layout.others) if s.motion]
     moves = [(layout.letter, layout.ring.axis)]
     moves += [(c, axis) for axis, motion in motions for c in (motion.letter, motion.to) if c]
@@ -776,7 +776,7 @@ def test_a_layout_computes_the_matmul(drawn: ShardedMatmul):
 
 
 def test_every_layout_of_a_plain_matmul_over_two_axes_computes_it():
-    """All ways to put two axes on the dims of ab,bc->ac, in both orders where they share one."""
+    """Two axes are put on the dims of ab,bc->ac in all ways, in both orders if they share one."""
     einsum = Einsum("ab", "bc", "ac", {"a": 8, "b": 8, "c": 8})
     fates: Counter[str] = Counter()
     for sides in product(_all_specs("ab"), _all_specs("bc"), _all_specs("ac")):
@@ -789,7 +789,7 @@ def test_every_layout_of_a_plain_matmul_over_two_axes_computes_it():
 
 @st.composite
 def crowded(draw) -> ShardedMatmul:
-    """ab,bc->ac with most of three axes on one dim, in an order of each side's own or one for all.
+    """Draw ab,bc->ac with most of three axes on one dim, each side in its own order or all in one.
 
     A side that has an axis elsewhere gives what `meshes` gives, too.
     """

@@ -1,4 +1,4 @@
-"""Orders of tasks: of any tasks an order, under the ceiling, and collectives over what hides them."""
+"""Tasks of any kind get an order, under the ceiling, with collectives over what hides them."""
 
 from __future__ import annotations
 

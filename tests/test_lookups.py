@@ -1,4 +1,4 @@
-"""Gradients of embedding lookups: scattered, not all-reduced whole."""
+"""Gradients of embedding lookups are scattered, not all-reduced whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unified model: what must hold of it, its arithmetic, and Lagom's patterns' directions."""
+"""The unified model keeps its bounds, its arithmetic, and the directions of Lagom's patterns."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_more_channels_never_slow_their_communication_nor_speed_what_is_beside(p
 @settings(max_examples=15, deadline=None)
 @given(problems)
 def test_the_yardstick_knows_the_best_of_all(p):
-    """On arrays of all combinations, the same as one by one."""
+    """Arrays of all combinations give the same best as one by one."""
     every = itertools.product(*map(places, p.axes))
     best_s = min(p.measure(config).step_s for config in every)
     assert exhaustive(p) == pytest.approx(best_s)

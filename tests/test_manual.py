@@ -1,4 +1,4 @@
-"""Manual code: collectives that a user wrote beside matmuls in the body of a shard_map."""
+"""Rings take the place of collectives that a user wrote beside matmuls in a shard_map's body."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ each_check = pytest.mark.parametrize("check", [True, False], ids=["checked", "un
 
 
 def stacked(body: Callable, check: bool = True) -> Callable:
-    """A step that runs a body on 8 devices, each with its row of every argument."""
+    """Return a step that runs a body on 8 devices, each with its row of every argument."""
 
     def on_device(*args):
         return jax.tree.map(lambda y: y[None], body(*(x[0] for x in args)))
@@ -53,7 +53,7 @@ def structs(shapes: tuple[tuple[int, ...], ...]) -> list[jax.ShapeDtypeStruct]:
 def decided(
     body: Callable, *shapes: tuple[int, ...], check: bool = True
 ) -> tuple[list[Any], Counter]:
-    """The entries of a body's matmuls, and its equations once it is rewritten."""
+    """Return the entries of a body's matmuls, and counts of its equations once it is rewritten."""
     jaxpr = flatten(jax.make_jaxpr(stacked(body, check))(*structs(shapes)))
     entries, sharings = decide_manual(bodies(jaxpr), {}, Requests())
     assert sorted(entries) == [dot.index for dot in dots(jaxpr)]
@@ -276,7 +276,7 @@ def test_reasons(body: Callable, shapes: tuple, why: str):
 @pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
 @pytest.mark.parametrize("variant", ["one_way", "direct", "sliced x 2"])
 def test_rings_by_hand_are_left_alone(variant: str):
-    """Their chunks stand beside collectives too, and already have them underneath."""
+    """Chunks of a ring stand beside collectives too, and already have them underneath."""
 
     def loss(x, w, v):
         if variant != "direct":
@@ -316,7 +316,7 @@ def test_a_failed_rewrite_says_where(monkeypatch):
 
 
 def beside(body: Callable, *arrays: tuple[tuple[int, ...], P, P]) -> Any:
-    """The plan of a body that is manual over `model`; shapes, where they lie, how they enter."""
+    """Return the plan of a body that is manual over `model`; `arrays`: shape, place, in_spec."""
     step = jax.shard_map(
         body,
         mesh=MESH,
@@ -380,7 +380,7 @@ B, L = 4, 2
 
 
 def layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
-    """Sequence and tensor parallelism by hand, with three projections of one gathered value."""
+    """Apply sequence and tensor parallelism by hand: three projections of one gathered value."""
     whole = gather(x, axis=1)
     q, k, v = (jnp.einsum("bsd,df->bsf", whole, w) for w in weights[:3])
     y = jnp.einsum("bsf,fd->bsd", jnp.tanh(q) * k + v, weights[3])
@@ -388,7 +388,7 @@ def layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
 
 
 def fsdp_layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
-    """The same, and each weight sharded over `data`: its gradient is transposed and scattered."""
+    """Apply `layer` to weights sharded over `data`: gradients are transposed and scattered."""
     dims = (0, 0, 0, 1)
     whole = [
         lax.all_gather(w, "data", axis=d, tiled=True) for w, d in zip(weights, dims, strict=True)
@@ -397,7 +397,7 @@ def fsdp_layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
 
 
 def reduced_layer(x: jax.Array, weights: tuple) -> tuple[jax.Array, None]:
-    """Tensor parallelism without sequence parallelism, and heads exchanged for the sequence."""
+    """Apply tensor parallelism without a split sequence, and exchange heads for the sequence."""
     h = jnp.einsum("bsd,df->bsf", x, weights[0])
     y = lax.psum(jnp.einsum("bsf,fd->bsd", jnp.tanh(h), weights[3]), "model")
     q, k = (jnp.einsum("bsd,df->bsf", y, w) for w in weights[1:3])
@@ -416,7 +416,7 @@ def grads(
     check: bool = True,
     manual: frozenset[str] = frozenset(MESH.axis_names),
 ) -> Callable:
-    """Loss and gradients of a few layers, in a scan with remat."""
+    """Return a step of the loss and gradients of a few layers, in a scan with remat."""
     spec = (P(None, fsdp, "model"),) * 3 + (P(None, "model", fsdp),)
 
     def only(specs: Any) -> Any:
@@ -433,7 +433,7 @@ def grads(
         check_vma=check,
     )
     mean = lambda x, weights: jnp.mean(jnp.float32(fn(x, weights)) ** 2)  # noqa: E731
-    options = {"xla_backend_optimization_level": 0}  # compiling is all that these tests wait for
+    options = {"xla_backend_optimization_level": 0}  # these tests spend their time on compiling
     return jax.jit(jax.value_and_grad(mean, argnums=(0, 1)), compiler_options=options)
 
 
@@ -450,7 +450,7 @@ def arguments(dtype: Any, x_spec: P, fsdp: str | None = None) -> Any:
 
 
 def agrees(step: Callable, *args: Any, exact: Any = None, variant: str | None = None) -> Any:
-    """Check the overlapped step's numbers; gives its plan."""
+    """Check the overlapped step's numbers, and return its plan."""
     overlapped = jaxoverlap.overlap(step, granularity=variant)
     plain, mine = step(*args), overlapped(*args)
     exact = plain if exact is None else exact

@@ -1,4 +1,4 @@
-"""The table files: those in the package are whole and sane, and others are refused by name."""
+"""The package's table files are whole and sane, and others are refused by name."""
 
 import json
 import math

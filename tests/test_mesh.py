@@ -27,7 +27,7 @@ def find(arguments=(), parameters=(), jaxpr=NOTHING) -> Mesh:
 
 
 def constrained(wrap):
-    """A jaxpr whose only word of a mesh is a constraint, deep inside `wrap`."""
+    """Return a jaxpr whose only word of a mesh is a constraint, deep inside `wrap`."""
 
     def pinned(x):
         return lax.with_sharding_constraint(x * 2, AT)

@@ -1,4 +1,4 @@
-"""The example trainer: its text, its numbers and its checkpoints; overlap has tests of its own."""
+"""The example trainer reads text, computes and keeps checkpoints; overlap has its own tests."""
 
 import dataclasses
 import json
@@ -129,7 +129,7 @@ def test_every_large_array_of_the_state_is_split_over_all_devices():
 
 
 def test_loss_and_gradients_do_not_depend_on_the_mesh():
-    """The split step against one device, in float64: a missing reduction would show at once."""
+    """The split step is compared with one device, in float64: a missing reduction would show."""
     batch = make_batch(load_text(sequence=TINY.sequence), TINY, 0)
     found = []
     with jax.enable_x64(True):
@@ -164,7 +164,7 @@ def test_a_byte_changes_no_logits_before_it(state):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_compilation():
-    """The trainer's runs in this process differ in what they keep, not in the step they take."""
+    """Share one step: the trainer's runs differ in what they keep, not in their step."""
     step = RECIPE.make_step(TINY, make_mesh(TINY))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Recipe, "make_step", lambda recipe, config, mesh: step)
@@ -173,7 +173,7 @@ def one_compilation():
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The rows of TINY's run and the file they were written to."""
+    """Return the rows of TINY's run and the file they were written to."""
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     return trainer.main(RECIPE, dataclasses.replace(TINY, metrics=path)), path
 
@@ -220,7 +220,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(whole_run, tmp
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The trainer as a user starts it, without the devices that the tests set up."""
+    """Run the trainer as a user starts it, without the devices that the tests set up."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
     command = [sys.executable, "-m", "models.train_gpt", *arguments]

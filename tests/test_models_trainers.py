@@ -1,4 +1,4 @@
-"""The trainers beside the GPT: what is their own, and that overlap leaves them what they compute."""
+"""The trainers beside the GPT do what is their own, and overlap keeps what they compute."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def runs():
-    """runs(model): a few steps from one state, plain and overlapped; each model's made once."""
+    """Return runs(model): a few steps from one state, plain and overlapped; made once per model."""
     return functools.cache(lambda model: both_ways(model.RECIPE, TINY[model]))
 
 

@@ -1,4 +1,4 @@
-"""The CSV as NCCL's example tuner plugin reads it, by a reader that does what the plugin does."""
+"""The CSV is read by a reader that does what NCCL's example tuner plugin does."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxoverlap.flags.nccl_tuner import ChannelRow, channel_options, tuner_csv, 
 
 MIB = 1 << 20
 OWN = 24
-PLUGIN_LINE = 256  # MAX_LINE_LENGTH: what is longer is read as two lines
+PLUGIN_LINE = 256  # MAX_LINE_LENGTH: a longer line is read as two
 
 
 def asked(csv: str, kind: str, size: int, nodes: int, ranks: int) -> tuple[str, str, int]:
-    """pluginGetCollInfo: the first row that fits; one channel if none does, or if it says -1."""
+    """Do pluginGetCollInfo: take the first row that fits; one channel if none does, or for -1."""
     for line in csv.splitlines():
         assert len(line) + 1 < PLUGIN_LINE
         if line.startswith("#") or not line:
@@ -33,7 +33,7 @@ def asked(csv: str, kind: str, size: int, nodes: int, ranks: int) -> tuple[str, 
 
 
 def channels_of(csv: str, kind: str, size: int, nodes: int, ranks: int) -> int:
-    """ncclGetAlgoInfo: 0 channels of a tuner's are OWN, NCCL's number."""
+    """Do ncclGetAlgoInfo: a tuner's 0 channels mean OWN, NCCL's number."""
     return asked(csv, kind, size, nodes, ranks)[2] or OWN
 
 

@@ -1,4 +1,4 @@
-"""Which way to compile a step is taken: chosen from numbers, on devices that are here, for pods."""
+"""The fastest way to compile a step is taken: by numbers, on devices that are here, for pods."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def chosen(
     rings: CompiledStep | Failure,
     reordered: CompiledStep | Failure | None = None,
 ) -> Speedup:
-    """What is taken, of an H100's 84.9 GB; `reordered` is only there if it may be asked for."""
+    """Choose on an H100's 84.9 GB; `reordered` is only there if it may be asked for."""
 
     def compiled(way: str) -> CompiledStep | Failure:
         assert way == "reordered" and reordered is not None
@@ -154,7 +154,7 @@ def test_the_warning_names_what_lost():
 
 
 def timeline(*events: tuple[str, str, float]) -> Timeline:
-    """Events of a kind, from a line, for so long."""
+    """Return a timeline of events of a kind, from a line, for so long."""
     found = [
         Event("compute", kind, "i", "main", 0.0, seconds, seconds, 1, source)
         for kind, source, seconds in events
@@ -243,7 +243,7 @@ def test_what_a_child_finds_is_kept_where_it_can_be(monkeypatch, tmp_path):
 
 
 def test_a_result_without_its_schedule_is_tried_again(monkeypatch, tmp_path):
-    """What lost is read off the schedule."""
+    """A loss is explained from the schedule, so a result without one is of no use."""
     job = trial.jobs.Job(b"", b"", "cpu", (0,))
     request = trial.Request(job, cost_model(POD), None)
     result = dict.fromkeys(("step_s", "compute_s", "communication_s", "exposed_s", "bound_s"), 1.0)
@@ -279,14 +279,14 @@ def product_with_print(x, w):
 
 
 def on_gpus(function: Any = product, **options: Any) -> jaxoverlap.Overlapped:
-    """A step that gathers its rows, and needs a ring whatever that costs."""
+    """Return a step that gathers its rows, and needs a ring whatever that costs."""
     jitted = jax.jit(function, in_shardings=(ROWS, COLUMNS), out_shardings=COLUMNS)
     return jaxoverlap.overlap(jitted, cluster=POD, schedule=None, granularity="one_way", **options)
 
 
 @pytest.fixture
 def children(monkeypatch) -> tuple[dict[str, CompiledStep | Failure], list[str]]:
-    """Seconds that children find, to be filled in, and what they were asked to compile."""
+    """Stand in for children: return their seconds, to be filled in, and what they compiled."""
     found: dict[str, CompiledStep | Failure] = {}
     asked: list[str] = []
 
@@ -362,7 +362,7 @@ def test_nothing_is_compared_where_that_is_not_wanted(children):
 
 
 def test_process_0_chooses_for_all(children, monkeypatch):
-    """Here is another: it compiles no candidates, and does as it is told."""
+    """This is another process: it compiles no candidates, and does as it is told."""
     _, asked = children
     told = Speedup(taken="plain", step_s=1.0, plain_s=1.0, overlapped_s=2.0, why="with rings 2 s")
     given: list[Any] = []
@@ -386,7 +386,7 @@ def test_process_0_chooses_for_all(children, monkeypatch):
 
 
 def small(**options: Any) -> tuple[jaxoverlap.Overlapped, tuple[Any, ...]]:
-    """A matmul whose sum is wanted whole, in a ring whatever that costs."""
+    """Return a matmul whose sum is wanted whole, in a ring whatever that costs."""
     mesh = jaxoverlap.pod_mesh(POD, {"tp": 8})
     at = {name: NamedSharding(mesh, P(*spec)) for name, spec in SPECS.items()}
     args = (

@@ -1,4 +1,4 @@
-"""What goes wrong on the way to a rewritten step: our own faults, the user's mistakes, the step's own errors."""
+"""Our own faults, the user's mistakes and the step's own errors are each told as what they are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STAGES = (
 
 @pytest.fixture(params=STAGES)
 def fault(request, monkeypatch) -> None:
-    """One stage of the pipeline fails as nobody foresaw."""
+    """Make one stage of the pipeline fail as nobody foresaw."""
 
     def fail(*_, **__):
         raise KeyError("Var(id=1)")

@@ -1,4 +1,4 @@
-"""The order of a body's equations, some of them merged: integers only, no jaxprs."""
+"""A body's equations are put in order, some of them merged: integers only, no jaxprs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxoverlap.passes.analysis.equation_order import EquationOrder
 
 @dataclass
 class Eqn:
-    """What `EquationOrder` reads of an equation: numbers are variables."""
+    """An equation, as `EquationOrder` reads it: numbers are variables."""
 
     invars: list[int]
     outvars: list[int]
@@ -23,7 +23,7 @@ class Eqn:
 
 
 def chain(*needs: Sequence[int], effects: Sequence[int] = ()) -> list[Eqn]:
-    """Equations that each give the variable of their number, and read others'."""
+    """Return equations that each give the variable of their number, and read others'."""
     return [
         Eqn(list(reads), [place], frozenset({"print"}) if place in effects else frozenset())
         for place, reads in enumerate(needs)
@@ -182,7 +182,7 @@ def test_the_order_respects_all_that_was_granted(eqns: list[Eqn], requests):
 
 
 class Sorted:
-    """What `EquationOrder` has to give, found by sorting the whole body for each request."""
+    """A slow `EquationOrder` that sorts the whole body for each request."""
 
     def __init__(self, eqns: list[Eqn]):
         effects = [place for place, eqn in enumerate(eqns) if eqn.effects]
@@ -282,7 +282,7 @@ def test_a_long_body_is_sorted_soon():
 
 
 def looked_at(order: EquationOrder, request: Callable[[], bool]) -> int:
-    """How many groups are looked at for a request."""
+    """Count the groups that are looked at for a request."""
     calls, beside = [], order._beside
     order._beside = lambda *args: calls.append(None) or beside(*args)  # type: ignore[method-assign]
     assert request()
@@ -292,7 +292,7 @@ def looked_at(order: EquationOrder, request: Callable[[], bool]) -> int:
 
 @pytest.mark.parametrize("length", [30, 3000])
 def test_what_is_near_is_merged_without_a_look_at_the_rest(length: int):
-    """Two readers of one value in each layer, and what waits for both."""
+    """Each layer has two readers of one value, and an equation that waits for both."""
     needs: list[list[int]] = [[]]
     for _ in range(length):
         last = len(needs) - 1

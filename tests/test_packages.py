@@ -1,4 +1,4 @@
-"""The package as it is built: every folder is named, every file counts in the source's hash."""
+"""The package is built with every folder, and every file counts in the source's hash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def folders() -> set[str]:
-    """The folders that hold modules, as packages; `passes` stands beside the package."""
+    """Return the folders that hold modules, as packages; `passes` stands beside the package."""
     found = set()
     for top in ("jaxoverlap", "passes"):
         for file in (ROOT / top).rglob("*.py"):
@@ -125,7 +125,7 @@ COMMANDS = """
 
 
 def commands(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Each command with its options and arguments."""
+    """Yield each command with its options and arguments."""
     for inner, found in getattr(command, "commands", {}).items():
         yield from commands(found, f"{name} {inner}".strip())
     if not hasattr(command, "commands"):

@@ -1,4 +1,4 @@
-"""The shardings that are read for each matmul: XLA's own, and never a guess."""
+"""The shardings that are read for each matmul are XLA's own, and never a guess."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ ROWS, COLUMNS, WHOLE = (MODEL, ()), ((), MODEL), ((), ())
 
 
 def read_all(step, *args, **options) -> list:
-    """All that is read of each matmul, in order; None for one that was not found."""
+    """Return all that is read of each matmul, in order; None for one that was not found."""
     traced = jax.jit(step, **options).trace(*args)
     found = partitioned(traced, traced.jaxpr, MESH).shardings
     return [found.get(i) for i in range(max(found, default=-1) + 1)]
 
 
 def read(step, *args, **options) -> list:
-    """(lhs, rhs, result) of each matmul, in order; None for one that was not found."""
+    """Return (lhs, rhs, result) of each matmul, in order; None for one that was not found."""
     return [found and found[:3] for found in read_all(step, *args, **options)]
 
 
@@ -98,7 +98,7 @@ def test_a_backward_pass():
 
 
 def test_resharding_around_a_matmul_is_looked_through():
-    """Any number of constraints in a row; an operation that computes something ends them."""
+    """Constraints in a row are looked through; an operation that computes something ends them."""
 
     def step(x, w):
         return pin(pin(pin(pin(x, "data"), None, None) @ jnp.tanh(w), None, "model"), "model")
@@ -117,7 +117,7 @@ def test_without_resharding_there_is_nothing_beyond():
 
 
 def test_a_result_that_somebody_else_reads_is_not_followed():
-    """Only the one that nobody else needs as it is may be given as it is wanted in the end."""
+    """A result may be given as it is wanted in the end only if nobody else needs it as it is."""
 
     def step(x, w):
         y = pin(x @ w, None, "model")
@@ -234,7 +234,7 @@ OPERATIONS = {
     "transpose": lambda x: x.T.copy().T,
     "convert": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
 }
-# Lowered to CHLO, whose operations XLA turns into others before it partitions.
+# These are lowered to CHLO, whose operations XLA turns into others before it partitions.
 CHLO = {
     "square": jnp.square,
     "erf": jax.scipy.special.erf,
@@ -258,7 +258,7 @@ def test_a_sharding_passes_through_chlo(name: str):
 
 
 def test_a_sharding_passes_through_top_k():
-    """And through what is computed from it, as in a mixture of experts."""
+    """A sharding also passes through what is computed from it, as in a mixture of experts."""
     routed = through(lambda x: jax.nn.softmax(lax.top_k(x, 32)[0]))
     assert routed == [(ROWS, COLUMNS, COLUMNS)]
 
@@ -281,7 +281,7 @@ def test_shardings_that_contradict_are_each_read_where_they_hold():
 
 
 def test_a_part_of_an_axis_is_none():
-    """Eight devices on a dim that is reshaped to 2 x 16: a quarter of the axis ends on each."""
+    """Eight devices shard a dim that is reshaped to 2 x 16: a part of the axis ends on each."""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((32, 16), "float32", sharding=NamedSharding(mesh, P("model")))
     w = jax.ShapeDtypeStruct((16, 8), "float32", sharding=NamedSharding(mesh, P()))

@@ -1,4 +1,4 @@
-"""What `_jax/partitioner.py` takes for granted of jax and XLA, each on its own."""
+"""jax and XLA are as `_jax/partitioner.py` takes them to be, each on its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_questions_of_several_threads_are_told_apart():
     def ask(n: int) -> None:
         x = jax.ShapeDtypeStruct((n, 32), "float32", sharding=X.sharding)
         found[n] = partitioner.ask(lowered(lambda x, w: x @ w, x, W), MESH).text
-        # What is compiled beside the questions runs as ever.
+        # A compile that asks no question runs beside the others as ever.
         jax.block_until_ready(jax.jit(lambda x: x * n)(np.ones(n)))
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in sizes]

@@ -1,4 +1,4 @@
-"""What decisions rest on is what XLA's partitioner does: each matmul's work and collectives.
+"""Decisions rest on what XLA's partitioner does: each matmul's work and collectives.
 
 `python -m benchmarks.strangers --what picture` compares them for published trainers.
 """

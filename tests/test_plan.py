@@ -151,7 +151,7 @@ def test_a_field_that_no_plan_has_is_refused():
 
 
 def rows(plan: Plan) -> dict[int, str]:
-    """The lines of the table that start with a site's number."""
+    """Return the lines of the table that start with a site's number, by that number."""
     found = re.findall(r"^ +(\d+)  (.*)$", str(plan), re.MULTILINE)
     return {int(site): line for site, line in found}
 

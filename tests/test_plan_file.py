@@ -1,4 +1,4 @@
-"""Plans as files: whole, or refused with what is wrong."""
+"""A plan is read whole from its file, or refused with what is wrong."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_another_layout_of_the_same_json_is_the_same_plan(tmp_path, written):
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path, written):
-    """Every byte but the last, which ends the last line."""
+    """A cut may be at every byte but the last, which ends the last line."""
     for end in range(len(written) - 1):
         with pytest.raises(ValueError, match="truncated, after" if end else "is empty"):
             opened("jaxoverlap plan", written[:end])
@@ -135,7 +135,7 @@ def test_any_plan_cut_anywhere_is_refused(plan: Plan, data):
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_a_changed_byte_is_refused_or_changes_nothing(written, data):
-    """Spaces between words, and the like."""
+    """Spaces between words, and the like, change nothing."""
     at = data.draw(st.integers(0, len(written) - 1))
     byte = data.draw(st.integers(0, 255))
     raw = written[:at] + bytes([byte]) + written[at + 1 :]
@@ -185,7 +185,7 @@ def test_a_foreign_file_is_refused(tmp_path, raw, problem):
     ("schema", "age"), [(SCHEMA + 1, "a newer"), (SCHEMA - 1, "an older or no"), ("a", "an older")]
 )
 def test_another_schema_is_refused_though_the_file_is_whole(tmp_path, schema, age):
-    """Even with words that this one does not know."""
+    """A file of another schema may have words that this one does not know."""
     content = msgspec.json.encode({"schema": schema, "rings": []})
     with pytest.raises(
         ValueError, match=rf"schema {schema!r}, written by {age}.*reads schema {SCHEMA}"
@@ -217,7 +217,7 @@ def test_what_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["plan.json"], "nothing is left behind"
 
 
-# Kills itself with SIGKILL in the middle of writing, at each of the calls that it makes.
+# The program kills itself with SIGKILL in the middle of writing, at each call that it makes.
 KILLED = """
 import os, pathlib, signal, sys
 from jaxoverlap._util import files as _files
@@ -267,7 +267,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
 
 
 def test_the_file_is_as_readable_as_any(tmp_path):
-    """Other hosts' processes may run as someone else."""
+    """Processes on other hosts may run as someone else."""
     write_atomically(tmp_path / "a", "x")
     (tmp_path / "b").write_text("x")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode

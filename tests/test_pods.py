@@ -40,7 +40,7 @@ NAMES = [chip.name for chip in chips()]
 
 
 def compile_matmul(mesh, outer: str, inner: str, n: int = 1024) -> str:
-    """The scheduled module of `x @ w` with x's rows over `outer` and the contraction over `inner`."""
+    """Return the schedule of `x @ w`, x's rows over `outer` and the contraction over `inner`."""
     x = jax.ShapeDtypeStruct((n, n), jnp.bfloat16, sharding=NamedSharding(mesh, P(outer, inner)))
     w = jax.ShapeDtypeStruct((n, n), jnp.bfloat16, sharding=NamedSharding(mesh, P(inner, None)))
     out = NamedSharding(mesh, P(outer, None))
@@ -230,7 +230,7 @@ def test_equal_pods_give_equal_meshes():
 @pytest.mark.pods
 @pytest.mark.parametrize("chip", NAMES)
 def test_every_chip_compiles_to_a_schedule(chip):
-    """All in one process: topologies of several chips live side by side."""
+    """Topologies of several chips live side by side in one process."""
     text = compile_matmul(pod_mesh(f"{chip}:2x2", {"fsdp": 2, "tp": 2}), "fsdp", "tp")
     assert "is_scheduled=true" in text
     assert "__cublas" in text, "the matmul is a library call"
@@ -252,7 +252,7 @@ def test_options_are_the_compilers_own():
 @needs_plugin
 @pytest.mark.pods
 def test_a_scalar_all_reduce_over_64_devices_compiles():
-    """Without the options this ends the whole process in jax 0.12.0, so it runs in its own."""
+    """A compile without the options ends the whole process in jax 0.12.0, so it runs in its own."""
     out = python(
         """
         from jax.sharding import NamedSharding, PartitionSpec as P
@@ -271,7 +271,7 @@ def test_a_scalar_all_reduce_over_64_devices_compiles():
 @pytest.mark.parametrize("platforms", [None, "", "cpu", "cuda"])
 @pytest.mark.parametrize("used_before", [False, True], ids=["first", "after jax was used"])
 def test_works_whatever_jax_platforms_says(platforms, used_before):
-    """With JAX_PLATFORMS unset and no GPU the plugin refuses to register, unless asked nicely."""
+    """The plugin refuses to register with JAX_PLATFORMS unset and no GPU, unless asked nicely."""
     if used_before and platforms == "cuda":
         pytest.skip("jax itself does not start")
     out = python(

@@ -1,4 +1,4 @@
-"""What benchmarks/pods makes of its rows, of children that die, and of one small step."""
+"""benchmarks/pods judges its rows, survives children that die, and runs one small step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.test_schedule import pytestmark as pods
 
 
 def marked(marks: list[pytest.MarkDecorator]):
-    """A test that needs these."""
+    """Return a decorator that gives a test these marks."""
     return lambda test: functools.reduce(lambda f, mark: mark(f), marks, test)
 
 
@@ -63,7 +63,7 @@ def row(name: str, step_s: float, exposed_s: float, **more: Any) -> dict[str, An
 
 
 def suite(**scheduled: Any) -> list[dict[str, Any]]:
-    """A step's rows; `scheduled` changes the last."""
+    """Return a step's rows; `scheduled` changes the last."""
     presets = [row(name, 14.5 + i, 4.5 + i) for i, name in enumerate(PRESET_ROWS)]
     mine = row(SCHEDULED, 10.5, 0.5) | scheduled
     return [row(PLAIN, 14, 4), *presets, row(OVERLAPPED, 11, 1), mine]
@@ -207,7 +207,7 @@ def test_hops_of_nccls_may_leave_more_exposed():
 
 
 def python_that(tmp_path: Path, does: str) -> str:
-    """An interpreter that does this, whatever it is given."""
+    """Return an interpreter that does this, whatever it is given."""
     script = tmp_path / "python"
     script.write_text(f"#!{sys.executable}\nimport os, sys, time\n{does}\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)

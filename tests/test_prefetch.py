@@ -1,4 +1,4 @@
-"""Gathers of scanned weights, one step of the scan ahead."""
+"""Scanned weights are gathered one step of the scan ahead."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def scans(jaxpr: Any) -> list[Any]:
 
 
 def gathers_in(jaxpr: Any) -> int:
-    """Gathers in a body, and in what it calls."""
+    """Count the gathers in a body, and in what it calls."""
     here = sum(
         e.primitive.name == "sharding_constraint" and "all_gather_over" in str(e.source_info.name_stack)
         for e in jaxpr.eqns
@@ -126,7 +126,7 @@ def test_gradient_accumulation_around_the_layers():
 
 
 def test_activations_are_not_gathered_ahead():
-    """What a forward scan stores for the backward one is no weight: its gathers stay rings."""
+    """Values that a forward scan stores for the backward one are no weights: rings gather them."""
 
     def fn(weights, x):
         x, _ = jax.lax.scan(layer, x, weights)  # no remat: tanh's result is stored

@@ -1,4 +1,4 @@
-"""Query-split attention against plain attention, forward and backward."""
+"""Query-split attention gives what plain attention does, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH, PER_DEVICE, HEADS, HEAD, D = 2, 4, 4, 5, 6  # HEADS on each device
 
 
 def operands(n: int, kv_heads: int, keys: int = PER_DEVICE) -> list[np.ndarray]:
-    """Whole q, k, v, wo and a cotangent; kv_heads are on each device."""
+    """Return whole q, k, v, wo and a cotangent; kv_heads are on each device."""
     kv = (BATCH, n * keys, n * kv_heads, HEAD)
     q = (BATCH, n * PER_DEVICE, n * HEADS, HEAD)
     shapes = (q, kv, kv, (n * HEADS, HEAD, D), (BATCH, n * PER_DEVICE, D))
@@ -28,12 +28,12 @@ def operands(n: int, kv_heads: int, keys: int = PER_DEVICE) -> list[np.ndarray]:
 
 
 def split(n: int, whole: list) -> list[np.ndarray]:
-    """Each device's heads of q, k, v and wo, and its rows of the result, of as many as given."""
+    """Return each device's heads of q, k, v and wo, and rows of the result, of as many as given."""
     return [shards(a, dim, n) for a, dim in zip(whole, (2, 2, 2, 0, 1), strict=False)]
 
 
 def exactly(n: int, whole: list[np.ndarray], causal: bool, scale: float) -> list[np.ndarray]:
-    """The result and the gradients of q, k, v and wo in float64, each device's part."""
+    """Return the result and the gradients of q, k, v and wo in float64, each device's part."""
 
     def projected(q, k, v, wo):
         return jnp.einsum("bshd,hdm->bsm", plain(q, k, v, causal, scale), wo)
@@ -46,7 +46,7 @@ def exactly(n: int, whole: list[np.ndarray], causal: bool, scale: float) -> list
 
 
 def ringed(n: int, whole: list[np.ndarray], variants: list[str], **options) -> list[list]:
-    """By variant, the result and the gradients of every device."""
+    """Return, by variant, the result and the gradients of every device."""
 
     def body(*args):
         *mine, cotangent = args
@@ -101,7 +101,7 @@ def test_bfloat16():
 
 
 def test_scores_of_any_size():
-    """A thousand is beyond what exp takes: the greatest score is taken away first."""
+    """Scores of a thousand are beyond what exp takes: the greatest score is taken away first."""
     q, *others = operands(4, kv_heads=2)
     whole = [q * 300, *others]
     expected = exactly(4, whole, True, 1.0)
@@ -112,7 +112,7 @@ def test_scores_of_any_size():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_between_projections_under_shard_map(check_vma: bool):
-    """As a user writes it: x and keys of the whole sequence on each device, heads split."""
+    """Users write it so: x and keys of the whole sequence are on each device, heads are split."""
     n, mesh = 4, Mesh(np.array(jax.devices()[:4]), (AXIS,))
     q, k, v, wo, cotangent = operands(n, kv_heads=HEADS)
     heads, rows = P(None, None, AXIS), P(None, AXIS)
@@ -153,7 +153,7 @@ def test_what_is_sent(variant: str):
 
 
 def test_backward_keeps_only_its_operands():
-    """No scores: what the forward pass hands on is what it was given."""
+    """The forward pass hands on no scores, but only what it was given."""
     n = 4
     *mine, _ = split(n, operands(n, kv_heads=HEADS))
 

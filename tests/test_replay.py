@@ -1,4 +1,4 @@
-"""A module in time: seconds by hand, from modules cut down as in tests/test_yardstick.py."""
+"""A module is replayed in time: seconds by hand, from modules cut down as in test_yardstick.py."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_loop_runs_by_its_trips():
 
 
 def test_what_is_in_flight_around_a_loop_meets_its_first_iterations_only():
-    """Four seconds of the network beside kernels at half speed; NVLink's hop does the same."""
+    """Four seconds of the network run beside kernels at half speed; NVLink's hop does the same."""
     far = hop("s", 1, FAR)
     got = times(far, loop(5, body="inner"), done("s"), before=INNER, sms=1)
     near(got, 2 * 2 + 3, 5, 4, 0)  # two iterations of 2 s, three of 1 s
@@ -230,7 +230,7 @@ def test_two_orders_of_one_computation_compare():
 
 @st.composite
 def schedules(draw: st.DrawFn, depth: int = 1) -> tuple[str, ...]:
-    """Lines of a legal schedule: kernels, hops and their dones in any order, a loop at times."""
+    """Draw a legal schedule's lines: kernels, hops and dones in any order, a loop at times."""
     lines, open_hops = [], []
     kinds = ["gemm", "copy", "hop", "far", "sync", "done"] + ["loop"] * depth
     for place, kind in enumerate(draw(st.lists(st.sampled_from(kinds), max_size=12))):
@@ -270,7 +270,7 @@ def test_a_step_is_compute_slowdown_and_exposed(step: hlo.Module, sms: float, me
 @given(modules())
 @settings(deadline=None)
 def test_a_repeat_is_what_running_every_iteration_gives(step: hlo.Module):
-    """A loop of known trips, and as many calls of its body one after the other."""
+    """A loop of known trips takes as long as that many calls of its body, one after the other."""
     unrolled = {name: _unrolled(body) for name, body in step.computations.items()}
     flat = hlo.Module(step.name, step.entry, step.num_devices, unrolled, step.frames)
     for sms in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""Pictures: what is in them is what is in the timeline."""
+"""Pictures show what is in the timeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTER = computation("%outer", gemm("o"), loop(3, body="inner"), sync("h"))
 
 @pytest.fixture(scope="module")
 def timeline() -> Timeline:
-    """A loop in a loop, a loop with a collective around it, and some more."""
+    """Replay a loop in a loop, a loop with a collective around it, and some more."""
     lines = (copy("c"), loop(2, "l", "outer"), hop("s", 1, FAR), loop(5, "m"), done("s"), gemm("z"))
     return replay(module(*lines, before=BODY + INNER + OUTER), clock(sms=1))
 
@@ -94,7 +94,7 @@ def page_data(path: Path) -> dict:
 
 
 def played(items: list, later: float = 0.0) -> list[list]:
-    """The events of a page's data as its script draws them, loops unrolled, times shifted."""
+    """Return the events of a page's data as its script draws them, unrolled and shifted in time."""
     events = []
     for item in items:
         if len(item) == 4:

@@ -1,4 +1,4 @@
-"""The jaxpr that a matmul becomes, equation by equation; no device computes anything here."""
+"""A matmul becomes the right jaxpr, equation by equation; no device computes anything here."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JOINT = {
 
 
 def joint(name: str):
-    """The one ring of a step with several matmuls, and the step's jaxpr."""
+    """Return the one ring of a step with several matmuls, and the step's jaxpr."""
     fn, given, wanted = JOINT[name]
     at = [jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs) for specs in (given, wanted)]
     step = jaxoverlap.overlap(jax.jit(fn, in_shardings=at[0], out_shardings=at[1]))
@@ -93,7 +93,7 @@ KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def length_of(name: str) -> int:
-    """Devices of the ring: the minor axis of a dim that two axes gather is gathered before it."""
+    """Return the ring's size; of two axes that gather a dim, the minor one is gathered before."""
     return MESH.shape["data" if name == "second_axis_gathers_the_same_dim" else "model"]
 
 
@@ -102,7 +102,7 @@ def shard(x, spec: P):
 
 
 def step_of(name: str):
-    """The matmul of one case as a jitted step, in a scope of the user's."""
+    """Return the matmul of one case as a jitted step, in a scope of the user's."""
     lhs, rhs, out = (NamedSharding(MESH, spec) for spec in CASES[name])
 
     def step(x, w):
@@ -113,7 +113,7 @@ def step_of(name: str):
 
 
 def rewritten(name: str):
-    """The ring that took the matmul's place; nothing but a gather may stand before it."""
+    """Return the ring that took the matmul's place; nothing but a gather may stand before it."""
     jaxpr = jaxoverlap.overlap(step_of(name)).trace(X, W).jaxpr
     *before, eqn = jaxpr.eqns
     hoisted = ["sharding_constraint"] * name.startswith("second_axis_gathers")
@@ -125,7 +125,7 @@ def rewritten(name: str):
 
 
 def show(eqn: Any) -> str:
-    """A shard_map as text, less the integer arithmetic, which differs between versions of JAX."""
+    """Show a shard_map as text, less integer arithmetic, which differs between versions of JAX."""
     names: dict[Any, str] = {}
 
     def name(atom: Any) -> str:
@@ -167,7 +167,7 @@ def called(eqn: Any) -> str:
 
 @pytest.mark.parametrize("name", [*CASES, *JOINT])
 def test_golden(name: str):
-    """Write the files anew with GOLDEN=write; then read what changed."""
+    """Rings read as in the golden files: write those with GOLDEN=write, then read what changed."""
     text = show(joint(name)[0] if name in JOINT else rewritten(name))
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("GOLDEN") == "write":
@@ -176,7 +176,7 @@ def test_golden(name: str):
 
 
 def test_a_gather_before_the_ring_makes_one_axis_whole():
-    """It stands at the user's line too, in a scope that names its axis."""
+    """The gather stands at the user's line too, in a scope that names its axis."""
     jaxpr = jaxoverlap.overlap(step_of("second_axis_gathers")).trace(X, W).jaxpr
     gather, ring = jaxpr.eqns
     assert gather.params["sharding"].spec == P(None, "model")
@@ -191,7 +191,7 @@ def counts(jaxpr: Any) -> Counter[str]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation at any depth."""
+    """Yield every equation at any depth."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
@@ -261,7 +261,7 @@ def test_operands_that_several_matmuls_read_enter_a_ring_once_each():
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_axis_turns_manual(name: str):
-    """So that nothing in a ring's body is left for a partitioner to decide."""
+    """All axes turn manual, so that a ring's body leaves a partitioner nothing to decide."""
     assert rewritten(name).params["newly_manual_axes"] == {"data", "model"}
 
 
@@ -269,7 +269,7 @@ def test_every_axis_turns_manual(name: str):
 def test_other_collectives_run_once_and_outside_the_ring(name: str):
     """A gather comes before the first hop and matmul, a sum after the last.
 
-    One whose axis is the minor one of its dim comes before the shard_map.
+    A gather whose axis is the minor one of its dim comes before the shard_map.
     """
     names = [e.primitive.name for e in rewritten(name).params["jaxpr"].eqns]
     ring = [i for i, n in enumerate(names) if n in ("ppermute", "dot_general")]
@@ -284,7 +284,7 @@ def test_other_collectives_run_once_and_outside_the_ring(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_hop_and_each_later_matmul_waits_for_the_matmul_before(name: str):
-    """Without that XLA undoes the ring; so hop i must depend on matmul i - 1, for i > 0."""
+    """XLA would otherwise undo the ring; so hop i must depend on matmul i - 1, for i > 0."""
     body = rewritten(name).params["jaxpr"]
     before: dict[Any, int] = {}  # how many matmuls a value depends on
     hops, matmuls = [], []
@@ -375,7 +375,7 @@ def test_only_the_matmuls_equation_changes():
     assert [v.aval for v in before.outvars] == [v.aval for v in after.outvars]
 
     def outside(jaxpr):
-        """Primitives in order, a ring as the matmul it stands for."""
+        """Yield primitives in order, a ring as the matmul it stands for."""
         for eqn in jaxpr.eqns:
             ring = eqn.primitive.name == "shard_map"
             yield "dot_general" if ring else eqn.primitive.name

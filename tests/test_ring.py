@@ -1,4 +1,4 @@
-"""The orders of `rings/orders.py`, played by hand: every rank is an entry of a list."""
+"""The orders of `rings/orders.py` are played by hand: every rank is an entry of a list."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ styles = pytest.mark.parametrize("style", RINGS)
 
 
 def permute(held: list, size: int, shift: int) -> list:
-    """What each rank holds after one permute; every rank must receive exactly one thing."""
+    """Return what each rank holds after one permute; every rank must receive exactly one thing."""
     arrived: dict[int, object] = {}
     for source, target in permutation(size, shift):
         assert target not in arrived
@@ -116,7 +116,7 @@ def test_two_ways_are_half_as_long(size: int):
 
 
 def gather_lives(style: Style, n: int, m: int) -> Iterator[int]:
-    """Pieces alive in each matmul of a gather: written by hops, and not yet read."""
+    """Count the pieces alive in each matmul of a gather: written by hops, and not yet read."""
     steps = gather_steps(style, n)
     turn = {step.back: i for i, step in enumerate(steps)}
     sent = {s.arrives_as: i for i, step in enumerate(steps) for s in step.sends}
@@ -126,7 +126,7 @@ def gather_lives(style: Style, n: int, m: int) -> Iterator[int]:
 
 
 def scatter_lives(style: Style, n: int, m: int, *, count_own: bool) -> Iterator[int]:
-    """Pieces alive in each matmul of a scatter: both ends of each hop, and the product at hand."""
+    """Count the pieces alive in each matmul of a scatter: both ends of a hop, and the product."""
     steps = scatter_steps(style, n)
     added = {s: i for i, step in enumerate(steps) for s in (*step.joins, *step.keeps)}
     for now in range(n * m):
@@ -137,7 +137,7 @@ def scatter_lives(style: Style, n: int, m: int, *, count_own: bool) -> Iterator[
 
 
 def exchange_lives(n: int, m: int) -> Iterator[int]:
-    """As of a gather, and the slice that each hop reads, until it has arrived at the latest."""
+    """Count a gather's pieces, and the slice that each hop reads, until it surely has arrived."""
     for now in range(n * m):
         sources = [(i * m + j, (i + 1) * m + j - 1) for i in range(n - 1) for j in range(m)]
         copies = sum(first <= now <= last for first, last in sources)
@@ -179,5 +179,5 @@ def test_bytes_of_known_collectives():
     assert orders.bytes_sent("all_gather", 8, 1024) == 7 * 1024
     assert orders.bytes_sent("reduce_scatter", 8, 1024) == 7 * 1024
     assert orders.bytes_sent("all_reduce", 8, 1024) == 14 * 1024
-    # Of a whole of 64 KiB each device has 8 KiB, and sends all but one eighth of them.
+    # Each device has 8 KiB of a whole of 64 KiB, and sends all but one eighth of them.
     assert orders.bytes_sent("all_to_all", 8, 1024) == (64 - 8) * 1024 // 8

@@ -1,4 +1,4 @@
-"""Ring attention against plain attention, forward and backward."""
+"""Ring attention gives what plain attention does, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH, PER_DEVICE, HEADS, HEAD = 2, 4, 4, 5
 
 
 def plain(q, k, v, causal: bool, scale: float):
-    """Attention of whole sequences [batch, sequence, heads, head]."""
+    """Apply attention to whole sequences [batch, sequence, heads, head]."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bshd,bthd->bhst", q, k) * scale
     if causal:
@@ -24,13 +24,13 @@ def plain(q, k, v, causal: bool, scale: float):
 
 
 def operands(n: int, kv_heads: int, keys: int = PER_DEVICE) -> list[np.ndarray]:
-    """Whole q, k, v and a cotangent."""
+    """Return whole q, k, v and a cotangent."""
     of = {"q": (PER_DEVICE, HEADS), "k": (keys, kv_heads), "v": (keys, kv_heads), "y": (PER_DEVICE, HEADS)}  # fmt: skip
     return [normal(BATCH, n * s, h, HEAD, seed=i) for i, (s, h) in enumerate(of.values())]
 
 
 def exactly(q, k, v, cotangent, causal: bool, scale: float) -> list[np.ndarray]:
-    """The result and the gradients of q, k and v, in float64."""
+    """Return the result and the gradients of q, k and v, in float64."""
     with jax.enable_x64(True):
         wide = [np.asarray(a, np.float64) for a in (q, k, v)]
         y, transpose = jax.vjp(lambda *a: plain(*a, causal, scale), *wide)
@@ -38,7 +38,7 @@ def exactly(q, k, v, cotangent, causal: bool, scale: float) -> list[np.ndarray]:
 
 
 def ringed(n: int, whole: list[np.ndarray], variants: list[str], **options) -> list[list]:
-    """By variant, the result and the gradients of every device."""
+    """Return, by variant, the result and the gradients of every device."""
 
     def body(q, k, v, cotangent):
         found = []
@@ -90,7 +90,7 @@ def test_bfloat16_keeps_its_sums_in_float32():
 
 
 def test_scores_of_any_size():
-    """A thousand is beyond what exp takes: the greatest score is taken away first."""
+    """Scores of a thousand are beyond what exp takes: the greatest score is taken away first."""
     q, k, v, cotangent = operands(4, kv_heads=2)
     whole = [q * 300, k, v, cotangent]
     expected = exactly(*whole, True, 1.0)

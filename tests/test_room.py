@@ -1,4 +1,4 @@
-"""How much memory each computation may use: the step's peak, less what is live around it."""
+"""Each computation may use the step's peak memory, less what is live around it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MB = 2**20
 
 
 def loop(name: str, inside_mb: int) -> str:
-    """A while whose body holds so much at its peak."""
+    """Return a while whose body holds so much at its peak."""
     return f"""
 %{name} (carry: (s32[])) -> (s32[]) {{
   %carry = (s32[]) parameter(0)
@@ -31,7 +31,7 @@ def loop(name: str, inside_mb: int) -> str:
 """
 
 
-# Forwards little is live in the body, and nothing around it; backwards much of both.
+# Forwards, little is live in the body and nothing around it; backwards, much of both.
 STEP = f"""HloModule jit_step, is_scheduled=true, num_partitions=8
 {loop("forward", 10)}{loop("backward", 40)}
 ENTRY %main (x: s32[]) -> s32[] {{

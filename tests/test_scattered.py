@@ -1,4 +1,4 @@
-"""Sums that stay scattered between two matmuls: where, at what price, and with the same numbers."""
+"""Sums stay scattered between two matmuls where that pays, and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def block(x, w):
 
 
 def train(w, x):
-    """Loss, gradients and the last residual stream, through a scan over rematted blocks."""
+    """Return loss, gradients and the last residual stream, through a scan over rematted blocks."""
 
     def loss(w):
         y, _ = lax.scan(jax.checkpoint(lambda x, w: (block(x, w), None)), x, w)
@@ -183,7 +183,7 @@ def test_the_gradients_of_q_k_and_v_travel_as_one(plan):
 
 
 def test_bytes_before_and_after(step, plan, monkeypatch):
-    """As many, but for the gradients of scales; the half that nothing hid is in rings now."""
+    """The same bytes move, but for scales' gradients; the half that nothing hid is in rings now."""
     monkeypatch.setattr(scattered, "points", lambda _: {})
     before = jaxoverlap.overlap(step).explain(weights(), rows())
     assert {d.kind for d in on_model(before)} == {"matmul_all_reduce"}

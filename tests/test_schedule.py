@@ -1,4 +1,4 @@
-"""What XLA:GPU makes of the rings, on schedules compiled for pods: no GPU is needed."""
+"""XLA:GPU hides the hops of rings, on schedules compiled for pods: no GPU is needed."""
 
 import importlib.util
 
@@ -27,8 +27,8 @@ pytestmark = [
     ),
 ]
 
-# What a matmul of x [batch, sequence, in] and w [in, out] is given and asked for on the mesh axis
-# "x", and the ring that this makes.
+# The specs of a matmul's x [batch, sequence, in], w [in, out] and result on the mesh axis "x", by
+# the ring that they make.
 MATMULS = {
     "all_gather_matmul, free": (P(None, "x", None), P(None, "x"), P(None, None, "x")),
     "all_gather_matmul, contracted": (P("x", None, None), P("x", None), P("x", None, None)),
@@ -38,7 +38,7 @@ MATMULS = {
 
 
 def lower_matmul(mesh, lhs, rhs, out, *, dtype=jnp.bfloat16):
-    """An overlapped matmul of [8, 2048, 4096] and [4096, 4096], lowered."""
+    """Lower an overlapped matmul of [8, 2048, 4096] and [4096, 4096]."""
     x = jax.ShapeDtypeStruct((8, 2048, 4096), dtype, sharding=NamedSharding(mesh, lhs))
     w = jax.ShapeDtypeStruct((4096, 4096), dtype, sharding=NamedSharding(mesh, rhs))
     matmul = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, out))
@@ -57,7 +57,7 @@ def test_each_ring_hides_all_its_hops(name, dtype):
 
 
 def test_rings_in_manual_code_hide_their_hops():
-    """Sequence and tensor parallelism by hand: two rings forward, two backward."""
+    """Sequence and tensor parallelism by hand makes two rings forward and two backward."""
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
 
     def layer(x, w, v):
@@ -86,7 +86,7 @@ def test_on_every_chip(chip):
 
 
 def test_without_the_ties_xla_undoes_the_ring(monkeypatch):
-    """If this fails, XLA has learnt to keep a ring apart by itself, and the barriers may go."""
+    """XLA undoes an untied ring; if this fails, it has learnt not to, and the barriers may go."""
     from jaxoverlap.passes.rings import all_gather_matmul
 
     untied = type("lax", (), dict(vars(jax.lax)))
@@ -101,7 +101,7 @@ def test_without_the_ties_xla_undoes_the_ring(monkeypatch):
 
 @pytest.fixture(scope="module")
 def gpt():
-    """A small GPT's train step for two hosts of eight: plain and overlapped, compiled."""
+    """Compile a small GPT's train step for two hosts of eight, plain and overlapped."""
     config = Config.pod(data=2, model=8, layers=2, hidden=2048, heads=16, mlp=8192, sequence=2048)
     mesh = jaxoverlap.pod_mesh("h100-sxm:2x8", {"data": 2, "model": 8})
     step, args = make_step(config, mesh), abstract_args(config, mesh)

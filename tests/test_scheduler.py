@@ -1,4 +1,4 @@
-"""The scheduler pass inside XLA, on schedules compiled for pods: no GPU is needed."""
+"""The scheduler pass runs inside XLA, on schedules compiled for pods: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [*pods, pytest.mark.filterwarnings("ignore:overlap.. changes nothin
 
 SCHEDULER = jaxoverlap.Scheduler()
 POD = "h100-sxm:2x8"
-# As XLA does by default, and overlap() does not: its order then leaves something to gain.
+# XLA, unlike overlap(), overlaps one collective at a time: its order leaves something to gain.
 ONE_AT_A_TIME = {"xla_gpu_experimental_parallel_collective_overlap_limit": "1"}
 ROWS, WIDE, LAYERS = 65536, 4096, 4
 
 
 def fsdp(name: str = "step") -> tuple[Callable, tuple[Any, ...]]:
-    """Layers whose weights are gathered over two hosts; XLA's order hides two gathers of four."""
+    """Build layers with weights gathered over two hosts; XLA's order hides two gathers of four."""
     mesh = jaxoverlap.pod_mesh(POD, {"data": 16})
     at = NamedSharding(mesh, P("data"))
 
@@ -46,7 +46,7 @@ def fsdp(name: str = "step") -> tuple[Callable, tuple[Any, ...]]:
 
 
 def overlapped(schedule: jaxoverlap.Scheduler | None = SCHEDULER, name: str = "step", **options):
-    """Lowered, with no rings, so that the gathers are XLA's to place."""
+    """Lower the step with no rings, so that the gathers are XLA's to place."""
     step, args = fsdp(name)
     given = {"cluster": POD, "schedule": schedule, "granularity": "plain"} | options
     return jaxoverlap.overlap(step, never_slower=False, **given).lower(*args)
@@ -108,7 +108,7 @@ def test_what_the_order_depends_on_is_in_the_modules_name(ordered):
 
 
 def test_a_slower_order_is_not_taken(monkeypatch):
-    """As if collectives beside the matmuls cost more than they hide: here the two are swapped."""
+    """Seconds are inverted here, as if collectives cost more beside matmuls than they hide."""
 
     def swapped(module, cost):
         found = replay(module, cost)
@@ -122,7 +122,7 @@ def test_a_slower_order_is_not_taken(monkeypatch):
 
 
 def test_an_order_that_costs_more_than_it_gains_is_left_out(monkeypatch):
-    """Of three orders one makes the step slower, and two help together only."""
+    """Order a makes the step slower; b and c help together only."""
     slower = {"a": 0.002, "b": 0.001, "c": 0.0, "d": -0.004}
 
     def replayed(names: tuple[str, ...], cost) -> Any:

@@ -1,4 +1,4 @@
-"""The search for a plan, on made-up results: no compiler."""
+"""The search for a plan runs on made-up results, with no compiler."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def trial(step_s: float, waited: dict[int, float] | None = None, peak_bytes: int
 
 
 class Step:
-    """A made-up step: two rings, and seconds by what is chosen for each."""
+    """A made-up step with two rings, and seconds by what is chosen for each."""
 
     def __init__(self, seconds: dict[int, dict[str, float]], plain_s: float = 90.0, **more: Any):
         self.seconds, self.plain_s, self.more = seconds, plain_s, more
@@ -251,7 +251,7 @@ def test_the_best_two_plans_are_tried_with_other_settings(tmp_path):
 
 
 class Model(GranularityModel):
-    """H by ring, made up."""
+    """A model with made-up H by ring."""
 
     def lost_per_second(self, number: int, now: Variant, to: Variant, waited_s: float) -> float:
         return {1: 0.1, 2: 0.2}.get(number, math.inf)

@@ -1,4 +1,4 @@
-"""Which matmuls share a ring: decided on jaxprs, from shardings that are given by hand."""
+"""Matmuls share a ring as decided on jaxprs, from shardings that are given by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def body_of(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Body:
 
 
 def shared(body: Body, *shardings: Any, axes: Mapping[str, int] = AXES) -> Sharing:
-    """What becomes of a body; shardings of (lhs, rhs, result) by matmul, or a reason."""
+    """Share the rings of a body; `shardings`: (lhs, rhs, result) by matmul, or a reason."""
 
     def read(dot):
         given = shardings[dot.index]
@@ -56,17 +56,17 @@ def shared(body: Body, *shardings: Any, axes: Mapping[str, int] = AXES) -> Shari
 
 
 def reads(given: Sequence[Any]) -> dict[int, Read]:
-    """What `decide` reads: the shardings of each matmul, with no reshards around it."""
+    """Return what `decide` reads: the shardings of each matmul, with no reshards around it."""
     return {i: Read(*specs) for i, specs in enumerate(given)}
 
 
 def members(sharing: Sharing) -> list[list[int]]:
-    """The matmuls of each ring, by their numbers."""
+    """Return the matmuls of each ring, by their numbers."""
     return [[m.dot.index for m in ring.members] for ring in sharing.rings]
 
 
 def check(sharing: Sharing, body: Body) -> None:
-    """What holds of every body: each matmul once, and nothing is read before it is there."""
+    """Check that a body has each matmul once, and that nothing is read before it is there."""
     rings = [i for ring in members(sharing) for i in ring]
     readers = [m.dot.index for m in sharing.readers]
     assert sorted([*rings, *readers, *sharing.skipped]) == [dot.index for dot in body.dots]
@@ -88,7 +88,7 @@ def check(sharing: Sharing, body: Body) -> None:
 
 
 def _check_ring(ring: Ring, sharing: Sharing) -> None:
-    """All that its members share is alike."""
+    """Check that all that a ring's members share is alike."""
     assert {sharing.order.first(m.dot.place) for m in ring.members} == {
         sharing.order.first(ring.place)
     }
@@ -192,7 +192,7 @@ def test_numbers_are_no_values():
 
 
 def test_a_weight_gradient_reads_what_the_forward_matmul_gathered():
-    """It follows from the ring's result, so it cannot be in it; x is kept whole for it."""
+    """A gradient that follows from the ring's result cannot be in it; x is kept whole for it."""
     body = body_of(lambda x, w: lax.dot_general(x, jnp.sin(x @ w), (((0,), (0,)), ((), ()))), X, W)
     sharing = shared(body, GATHER, (ROWS, COLUMNS, COLUMNS))
     assert members(sharing) == [[0]]
@@ -228,7 +228,7 @@ def test_a_reader_may_still_have_sums_to_send():
 
 
 def test_two_groups_that_would_wait_for_each_other():
-    """Of two rings that both read a later result of the other one, one keeps what it gathered."""
+    """One of two rings that both read a later result of the other one keeps what it gathered."""
 
     def step(x, y, w, u):
         a, b = x @ w, y @ w
@@ -364,7 +364,7 @@ HOISTED = H * F * 4 // 4 // 2
 
 
 def test_a_weight_is_gathered_once_for_the_forward_matmul_and_the_gradient():
-    """As where a remat's backward pass multiplies again: recomputed y, and dx."""
+    """A remat's backward pass multiplies again like this: recomputed y, and dx."""
 
     def step(x, w):
         y = jnp.sin(x @ w)
@@ -432,7 +432,7 @@ def test_matmuls_that_take_other_slices_of_a_value_do_not_share_its_ring():
 
 
 def random_body(rng: random.Random) -> tuple[Body, list[Any]]:
-    """Projections, outputs, weight gradients and sums of square values, as in some train step.
+    """Draw projections, outputs, weight gradients and sums of square values, as in a train step.
 
     Rows lie over data, and over model too or the columns do; weights are sharded by both. One in
     ten shardings is another one.
@@ -544,7 +544,7 @@ class Step:
     wanted: tuple[P, ...] | P
     rings: tuple[int, ...]
     reads: int = 0
-    """How many matmuls read what others gathered."""
+    """The number of matmuls that read what others gathered."""
 
     def jitted(self):
         at = [NamedSharding(MESH, spec) for spec in self.given]
@@ -606,7 +606,7 @@ def exact_of(fn: Callable[..., Any], operands: Sequence[np.ndarray]) -> list[np.
 
 
 def compare(got: Any, plain: Any, exact: Sequence[np.ndarray], dtype: Any) -> None:
-    """As exact as the plain step: at most twice its error, and one rounding more."""
+    """Check that a result is as exact as plain: at most twice its error, and one rounding more."""
     rounding = float(jnp.finfo(dtype).eps) / 2
     for one, other, right in zip(*map(jax.tree.leaves, (got, plain)), exact, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -646,7 +646,7 @@ def test_bfloat16(name: str):
 
 
 def layer(x, weights):
-    """Attention without the attention, and a gated MLP, each behind a norm."""
+    """Apply attention without the attention, and a gated MLP, each behind a norm."""
 
     def projected(x, *names):
         x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3)
@@ -660,7 +660,7 @@ def layer(x, weights):
 
 
 def test_a_layer_in_a_remat_in_a_scan():
-    """The rings and gathers of a whole layer, forward and backward."""
+    """A whole layer has these rings and gathers, forward and backward."""
 
     def loss(weights, x):
         x, _ = lax.scan(jax.checkpoint(layer), x, weights)
@@ -695,12 +695,12 @@ def test_a_layer_in_a_remat_in_a_scan():
 
 
 def sizes(decisions: Sequence[Decision]) -> list[int]:
-    """How many matmuls each ring serves, largest first."""
+    """Count the matmuls that each ring serves, largest first."""
     return sorted(Counter(d.ring for d in decisions).values(), reverse=True)
 
 
 def scopes(jaxpr: Any) -> Counter[str]:
-    """How many reshards of a body, at any depth, stand in each innermost scope."""
+    """Count the reshards of a body, at any depth, by the innermost scope that they stand in."""
     reshards = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
     here = Counter(str(e.source_info.name_stack).split("/")[-1] for e in reshards)
     inner = (scopes(body) for e in jaxpr.eqns for body in compat.jaxprs_in(e))

@@ -1,4 +1,4 @@
-"""`simulate` on what people have: a text, a compiled step, a step that `overlap` made."""
+"""`simulate` takes what people have: a text, a compiled step, a step that `overlap` made."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ for_pods = [
 
 @pytest.fixture(scope="module")
 def mlp():
-    """A scanned tensor-parallel MLP with its gradient, plain and overlapped, for eight H100s."""
+    """Compile a scanned tensor-parallel MLP's gradient for eight H100s, plain and overlapped."""
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
 
     def loss(ws, x):
@@ -137,7 +137,7 @@ class TestCompiled:
             assert {r.times for r in got.repeats} <= {2, 3, 4} and got.repeats
 
     def test_the_matmuls_of_the_step_are_all_there(self, mlp):
-        """Six matmuls a layer, chunked or not, each of 2 x 8192 x 4096 x 16384 / 8 operations."""
+        """Each layer has six matmuls, chunked or not, of 2 x 8192 x 4096 x 16384 / 8 operations."""
         want = 4 * 6 * 2 * 8192 * 4096 * 16384 / 8
         for compiled in mlp:
             got = jaxoverlap.simulate(compiled.as_text(), "h100-sxm:1x8")

@@ -1,4 +1,4 @@
-"""The sharding algebra, against numpy: what a split says must be what a matmul needs."""
+"""The sharding algebra agrees with numpy: what a split says is what a matmul needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def devices(axis_sizes: Mapping[str, int]) -> Iterator[Device]:
 
 
 def block(shape: tuple[int, ...], spec: Spec, device: Device, axis_sizes: Mapping[str, int]):
-    """The slices of one device's block; a dim's axes are major to minor."""
+    """Return the slices of one device's block; a dim's axes are major to minor."""
     slices = []
     for size, axes in zip(shape, spec, strict=True):
         index = 0
@@ -41,7 +41,7 @@ def block(shape: tuple[int, ...], spec: Spec, device: Device, axis_sizes: Mappin
 
 
 def along(axis: str, device: Device, size: int) -> list[tuple[tuple[str, int], ...]]:
-    """The devices of one group along an axis, in order, as keys (see `key`)."""
+    """Return the devices of one group along an axis, in order, as keys (see `key`)."""
     return [key({**device, axis: rank}) for rank in range(size)]
 
 
@@ -50,7 +50,7 @@ def key(device: Device) -> tuple[tuple[str, int], ...]:
 
 
 def operands(einsum: Einsum, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Integer operands, so that sums are exact in any order, and their product."""
+    """Return integer operands, so that sums are exact in any order, and their product."""
     rng = np.random.default_rng(seed)
     lhs, rhs = (
         rng.integers(-9, 10, [einsum.sizes[c] for c in letters])
@@ -61,7 +61,7 @@ def operands(einsum: Einsum, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.
 
 @st.composite
 def einsums(draw, *, most: int = 2, sizes: tuple[int, ...] = (4, 8)) -> Einsum:
-    """Up to `most` letters of each role, the operands' dims in any order."""
+    """Draw up to `most` letters of each role, the operands' dims in any order."""
     letters = iter("abcdefgh")
 
     def some() -> list[str]:
@@ -89,7 +89,7 @@ def one_axis(
     n: int,
     itemsize: tuple[int, int, int] = (2, 2, 2),
 ) -> ShardedMatmul:
-    """A matmul whose sides hold the axis x of n devices on one letter, or None."""
+    """Return a matmul whose sides hold the axis x of n devices on one letter, or None."""
     return ShardedMatmul(
         einsum=einsum,
         lhs=spec_of(einsum.lhs, lhs),
@@ -105,7 +105,7 @@ def one_axis(
 
 @st.composite
 def dimension_numbers(draw):
-    """Any dimension numbers of dot_general with shapes that fit them."""
+    """Draw any dimension numbers of dot_general with shapes that fit them."""
     shared, batch = draw(st.integers(0, 3)), draw(st.integers(0, 2))
     left, right = draw(st.integers(0, 2)), draw(st.integers(0, 2))
     lhs_order = draw(st.permutations(range(shared + batch + left)))
@@ -123,7 +123,7 @@ def dimension_numbers(draw):
 
 
 def dot_general(numbers, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    """`lax.dot_general` as its documentation says: batch dims, then left free, then right free."""
+    """Do what `lax.dot_general` documents: batch dims, then left free, then right free."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     left = [d for d in range(lhs.ndim) if d not in (*lhs_contract, *lhs_batch)]
     right = [d for d in range(rhs.ndim) if d not in (*rhs_contract, *rhs_batch)]
@@ -308,7 +308,7 @@ def test_heads_for_sequence_are_exchanged():
 
 
 def refused(a: int, b: int, c: int) -> Refusal:
-    """What x of 8 devices wants on the contracted dim, the columns and the rows of the result."""
+    """Refuse x of 8 devices on lhs's contracted dim, rhs's columns and the result's rows."""
     found = split(
         one_axis(Einsum("ab", "bc", "ac", {"a": a, "b": b, "c": c}), "b", "c", "a", 8), "x"
     )
@@ -317,7 +317,7 @@ def refused(a: int, b: int, c: int) -> Refusal:
 
 
 def test_two_motions_are_refused_with_what_may_come_before():
-    """The operand's, in the cheapest way to share the work; the result's may then be a ring."""
+    """The operand's motion may come before, as cheaply as can be; the result's is then a ring."""
     first = Motion("all_to_all", "rhs", "c", (64 // 8) * (8 // 8) * 2 * 7, to="b")
     reason = (
         "x wants all_to_all of rhs dim c to b and reduce_scatter of out dim a: no ring for that"
@@ -329,7 +329,7 @@ def test_two_motions_are_refused_with_what_may_come_before():
 
 
 def test_of_two_operands_the_smaller_one_may_come_first():
-    """For then the larger's motion can be a ring."""
+    """The larger operand's motion can then be a ring."""
     first = Motion("all_gather", "rhs", "c", 8 * (8 // 8) * 2 * 7)
     reason = "x wants all_to_all of lhs dim b to a and all_gather of rhs dim c: no ring for that"
     assert refused(128, 8, 8) == Refusal("x", reason, (first,))
@@ -426,7 +426,7 @@ def simulate(matmul: ShardedMatmul, found: Split) -> tuple[dict, int]:
 
 
 def moved(matmul: ShardedMatmul, motion: Motion, blocks: Mapping) -> tuple[dict, int]:
-    """The blocks of one side after its gather or exchange, and the bytes that each device sent."""
+    """Gather or exchange the blocks of one side; count the bytes that each device sent."""
     n = matmul.axis_sizes["x"]
     letters, itemsize = matmul.einsum.side(motion.side), matmul.itemsize[SIDES.index(motion.side)]
     group, dim = along("x", {"x": 0}, n), letters.index(motion.letter)
@@ -464,7 +464,7 @@ def test_a_split_computes_the_matmul(matmul: ShardedMatmul):
 
 
 def check(matmul: ShardedMatmul, found: Split) -> None:
-    """What a split says computes the matmul, and sends as many bytes as it says."""
+    """Check that a split computes the matmul, and sends as many bytes as it says."""
     results, sent = simulate(matmul, found)
     assert sent == (found.motion.bytes_moved if found.motion else 0)
     _, _, whole = operands(matmul.einsum)
@@ -478,7 +478,7 @@ def check(matmul: ShardedMatmul, found: Split) -> None:
 @example(one_axis(MATMUL, "b", "c", "a", 4))
 @example(one_axis(MATMUL, "a", "c", None, 4))
 def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: ShardedMatmul):
-    """Or, if the result itself must be gathered, leaves only that."""
+    """Only a gather of the result itself may be left over."""
     (found,) = matmul.splits or (None,)
     assume(isinstance(found, Refusal))
     assert isinstance(found, Refusal)
@@ -509,7 +509,7 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Sh
 @settings(max_examples=200, deadline=None)
 @given(one_axis_matmuls())
 def test_no_motion_is_paid_for_where_none_is_needed(matmul: ShardedMatmul):
-    """Where some dim lets all devices work without a word, that one is taken."""
+    """A dim that lets all devices work without communication is taken."""
     for found in matmul.splits:
         local = any(
             all(

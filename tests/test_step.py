@@ -1,4 +1,4 @@
-"""Whole train steps: what is decided for each matmul, and gradients against float64."""
+"""Each matmul of whole train steps gets its decision, and gradients agree with float64."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ BATCH = make_batch(load_text(sequence=CONFIG.sequence), CONFIG, 0)
 
 
 def worse(plain: Any, overlapped: Any, exact: Any) -> list[str]:
-    """The leaves whose error is more than twice the plain one's.
+    """List the leaves whose error is more than twice the plain one's.
 
-    Errors are Frobenius norms relative to the exact leaf's. What is below half a float32 rounding
-    of every element is allowed beside: a plain leaf may come out exact by luck.
+    Errors are Frobenius norms relative to the exact leaf's. Half a float32 rounding of every
+    element is allowed beside that: a plain leaf may come out exact by luck.
     """
     floor = float(np.finfo(np.float32).eps) / 2
 
@@ -72,13 +72,13 @@ def params():
 
 @pytest.fixture(scope="module")
 def plain(params):
-    """(loss, gradients) of the step as it is written."""
+    """Return (loss, gradients) of the step as it is written."""
     return jax.device_get(make_grads(CONFIG, make_mesh(CONFIG))(params, BATCH))
 
 
 @pytest.fixture(scope="module")
 def exact(params):
-    """(loss, gradients) of the same parameters, computed in float64."""
+    """Return (loss, gradients) of the same parameters, computed in float64."""
     with jax.enable_x64(True):
         config = dataclasses.replace(CONFIG, dtype="float64", param_dtype="float64")
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -150,7 +150,7 @@ def place(x, *spec):
 
 
 def small_loss(params, tokens):
-    """Two scans (layers; chunks of the sequence for the loss), remat, and a tied embedding."""
+    """Compute a loss by two scans (layers; chunks of the sequence), remat, and a tied embedding."""
     x = place(jax.nn.one_hot(tokens, VOCAB), "data", "model")
     x = place(x @ params["table"], "data", "model")  # site: abc,cd->abd
 
@@ -203,7 +203,7 @@ def small_args() -> tuple[Any, Any, Any]:
 
 
 def matmuls(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
-    """Every dot_general and how often it runs; counted apart from the package's own walk."""
+    """Yield every dot_general and how often it runs, counted apart from the package's own walk."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield eqn, runs
@@ -216,7 +216,7 @@ def matmuls(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def sites_written_here() -> dict[int, str]:
-    """The einsums that this file's comments give for the forward pass, by line."""
+    """Return the einsums that this file's comments give for the forward pass, by line."""
     lines = enumerate(Path(__file__).read_text().splitlines(), 1)
     found = {i: m.group(1) for i, line in lines if (m := re.search("  # site: ([a-z,>-]+)$", line))}
     assert len(found) == 5
@@ -225,7 +225,7 @@ def sites_written_here() -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def small():
-    """(the step's jaxpr, its plan)."""
+    """Return (the step's jaxpr, its plan)."""
     jitted = jax.jit(small_step)
     args = small_args()
     return jitted.trace(*args).jaxpr, jaxoverlap.overlap(jitted).explain(*args)
@@ -292,7 +292,7 @@ MESHES = [
 
 
 def random_matmul(rng: random.Random):
-    """(einsum, sizes, specs of lhs, rhs and result, mesh): anything that jit takes."""
+    """Draw (sides, sizes, specs of the sides, mesh, dimension numbers): anything that jit takes."""
     mesh = rng.choice(MESHES)
     letters = iter("abcdefgh")
     groups = [

@@ -1,4 +1,4 @@
-"""What benchmarks/strangers makes of its runs; none of the strangers is needed, nor installed."""
+"""benchmarks/strangers judges its runs; none of the strangers is needed, nor installed."""
 
 import json
 from typing import Any
@@ -148,7 +148,7 @@ def test_numbers_of_a_step():
 
 
 def tiny() -> Stranger:
-    """Two linear layers, sharded as Megatron does it."""
+    """Return a stranger of two linear layers, sharded as Megatron does it."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     adam = optax.adam(1e-2)
     split = NamedSharding(mesh, P("data", "model"))

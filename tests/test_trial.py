@@ -1,4 +1,4 @@
-"""Candidates in child processes: compiled for pods without a GPU, and for CPU devices."""
+"""Candidates are compiled in child processes, for pods without a GPU and for CPU devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POD = "h100-sxm:1x8"
 
 
 def megatron(mesh) -> tuple[Any, tuple[Any, ...]]:
-    """A layer of two matmuls, gathered before and scattered after."""
+    """Return a layer of two matmuls, gathered before and scattered after."""
     at = NamedSharding(mesh, P("tp"))
 
     def step(x, up, down):
@@ -141,7 +141,7 @@ def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp
 
 @pytest.mark.parametrize("ends", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
-    """As by a check that fails in the compiler, and by a machine that is out of memory."""
+    """A child is killed by a check that fails in the compiler, or by a machine out of memory."""
     job = jobs.Job(b"", b"", "cpu", (0,))
     request = Request(job, cost_model(POD), None)
     program = f"import os, signal, sys; print('F1121 the check', file=sys.stderr); {ends}"

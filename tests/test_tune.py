@@ -1,4 +1,4 @@
-"""A tuning from end to end: on pods without a GPU, and by the clock on CPU devices."""
+"""A tuning runs from end to end: on pods without a GPU, and by the clock on CPU devices."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TestPods:
         assert lowered.plan is not None and lowered.plan.entries == plan.entries
 
     def test_killed_at_any_moment_it_goes_on(self, tmp_path):
-        """Twice it is killed, the second time later; what it leaves is whole."""
+        """A tuning is killed twice, the second time later; what it leaves is whole."""
         program = (
             "from tests.test_tune import tuned; from pathlib import Path;"
             f"tuned(Path({str(tmp_path)!r}), budget_s=60)"
@@ -130,7 +130,7 @@ def test_by_the_clock_on_devices_without_a_cost_model(tmp_path):
 
 @pytest.mark.parametrize("fastest", range(3))
 def test_the_fastest_by_the_clock_is_taken(tmp_path, monkeypatch, fastest: int):
-    """As it is, by the rules, and with no rings: each where the clock says so."""
+    """The clock decides between the step as it is, by the rules, and with no rings."""
     monkeypatch.setattr(
         clock, "medians_s", lambda steps, *_: [1.0 + (i != fastest) for i in range(len(steps))]
     )
@@ -142,7 +142,7 @@ def test_the_fastest_by_the_clock_is_taken(tmp_path, monkeypatch, fastest: int):
 
 
 def corrected(monkeypatch, simulated: dict[str, tuple[float, float]], clock_s: dict[str, float]):
-    """The plan of candidates with such seconds of step and exposed, by such a clock; and its turns."""
+    """Tune over candidates of such simulated and timed seconds; return the plan and the turns."""
     plans = {name: jaxoverlap.Plan(step=name, mesh={}, entries=()) for name in simulated}
     turns: list[list[str]] = []
 

@@ -1,4 +1,4 @@
-"""Overlapped steps under jit, grad and vmap, in other contexts, and where they do not belong."""
+"""Overlapped steps run under jit and in other contexts, and plain where they do not belong."""
 
 import importlib.util
 
@@ -23,7 +23,7 @@ def test_traced_arguments_without_a_sharding_run_plain_and_say_so():
 
 
 def test_a_step_follows_the_mesh_of_its_context():
-    """One jaxpr, two contexts: the devices are those of the second."""
+    """One jaxpr is called in two contexts: the devices are those of the second."""
 
     def product(x, w):
         x = jax.lax.with_sharding_constraint(x, P("model", None))
@@ -56,14 +56,14 @@ def test_a_nan_is_reported_as_jit_reports_it():
 
 
 def test_a_sum_over_two_axes_counts_what_is_sent():
-    """A hybrid-FSDP weight gradient: summed over data, scattered over fsdp."""
+    """A hybrid-FSDP weight gradient is summed over data and scattered over fsdp."""
     mesh = jax.make_mesh((4, 2), ("data", "fsdp"), (AxisType.Auto,) * 2)
     batch, weight = NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, P("fsdp"))
     gradient = jax.jit(lambda x, dy: x.T @ dy, out_shardings=weight)
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=batch)
     compiled = jaxoverlap.overlap(gradient).lower(x, x).compile()
     (decision,) = compiled.plan.decisions
-    # Scattered over fsdp first (32 kB of 64), what is left is summed over data whole.
+    # The sum is scattered over fsdp first (32 kB of 64); what is left is summed over data whole.
     assert (decision.axis, decision.kind) == ("fsdp", "matmul_reduce_scatter")
     hops = compiled.audit().hops
     assert hops.bytes_moved == decision.bytes_moved == 128 * 128 * 4 // 2

@@ -1,4 +1,4 @@
-"""Steps whose layers are written out: what is alike is traced once, and the work grows with the step."""
+"""Layers that are written out and alike are traced once, and the work grows with the step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def struct(shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32) -> jax.
 
 
 def layers(x, weights):
-    """Alternately gathered and scattered, with FSDP's gathers before that."""
+    """Apply layers that are gathered and scattered by turns, with FSDP's gathers before that."""
     for up, down in weights:
         h = lax.with_sharding_constraint(jnp.tanh(x @ up), NamedSharding(MESH, P("data", "model")))
         x = x + lax.with_sharding_constraint(h @ down, NamedSharding(MESH, P(("data", "model"))))
@@ -44,7 +44,7 @@ def many(depth: int) -> tuple[Any, list[Any]]:
 
 @pytest.fixture
 def traced(monkeypatch) -> Counter[str]:
-    """How often the functions of rings are traced."""
+    """Count how often the functions of rings are traced."""
     calls: Counter[str] = Counter()
 
     def counting(name: str, fn: Any) -> Any:
@@ -68,7 +68,7 @@ def test_rings_of_equal_layers_are_traced_once(traced):
 
 
 def of_two(first: dict[str, Any], second: dict[str, Any]) -> Any:
-    """A step of two matmuls that differ."""
+    """Return a step of two matmuls that differ."""
 
     def product(x, w, *, rows=("model",), precision=None, wide=None, turned=False, dtype=None):
         x, w = (x.astype(dtype), w.astype(dtype)) if dtype else (x, w)
@@ -104,7 +104,7 @@ def test_what_differs_is_traced_for_itself(different: dict[str, Any], monkeypatc
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["automatic", "explicit"])
 def test_a_shared_trace_is_the_same_program(mesh, monkeypatch):
-    """Down to the names and source lines of every operation."""
+    """A shared trace is the same down to the names and source lines of every operation."""
 
     def lies(value, *spec):
         at = NamedSharding(mesh, P(*spec))

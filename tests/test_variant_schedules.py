@@ -1,4 +1,4 @@
-"""What XLA:GPU makes of each variant, on schedules compiled for pods: no GPU is needed."""
+"""XLA:GPU hides the hops of each variant, on schedules compiled for pods: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = [
 
 
 def compiled(body: Callable, *shapes: tuple[int, ...], n: int = N, pod: str = ""):
-    """A body of bfloat16 operands of each device, compiled for a host of H100s if not told."""
+    """Compile a body of each device's bfloat16 operands, for a host of H100s if not told."""
     mesh = jaxoverlap.pod_mesh(pod or f"h100-sxm:1x{n}", {AXIS: n})
 
     def on_device(*args):
@@ -55,7 +55,7 @@ def compiled(body: Callable, *shapes: tuple[int, ...], n: int = N, pod: str = ""
 
 
 def coverage(body: Callable, *shapes: tuple[int, ...]) -> list[bool]:
-    """Of each permute, or of each collective where there is none: whether a matmul hides it."""
+    """Say of each permute, or of each collective if there is none, whether a matmul hides it."""
     found = jaxoverlap.audit(compiled(body, *shapes).as_text()).collectives
     hops = [c for c in found if c.kind == "collective-permute"]
     assert all(c.asynchronous for c in hops)

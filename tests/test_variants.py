@@ -1,4 +1,4 @@
-"""Every variant of every engine: numbers against float64, gradients, and what is sent."""
+"""Every variant of every engine gives the right numbers and gradients, and sends its bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READERS = {
 
 
 def sizes_of(n: int) -> dict[str, int]:
-    """By letter; a chunk of dim a divides by 2 outer shares of 4 pieces."""
+    """Return sizes by letter; a chunk of dim a divides by 2 outer shares of 4 pieces."""
     return {"g": 2, "a": 8 * n, "b": 3, "c": 5, "d": 8 * n}
 
 
@@ -96,7 +96,7 @@ def terms_of(operands, outer: int = 1) -> list[Term]:
 
 
 def term_operands(n: int, dtype=np.float32) -> list[list[np.ndarray]]:
-    """By term, both operands of every device: each has partial sums of its own."""
+    """Return, by term, both operands of every device: each has partial sums of its own."""
     lhs_rhs = [spec.split("->")[0].split(",") for spec in TERMS]
     return [
         [
@@ -208,7 +208,7 @@ def test_a_result_is_exchanged(n: int, outer: int):
 
 
 def matmul(kind: str, n: int, variant: Variant, dtype=None):
-    """f(x, w) on one device for x [a, b] and w [b, c]."""
+    """Return f(x, w) on one device for x [a, b] and w [b, c]."""
     spec, at = "ab,bc->ac", {"axis": AXIS, "axis_size": n, "variant": variant}
 
     def one_reader(pass_, x, w, **options):
@@ -233,7 +233,7 @@ def matmul(kind: str, n: int, variant: Variant, dtype=None):
 
 
 def arguments(kind: str, n: int, dtype=np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """Every device's x and w: of an exchanged operand each has its own rows of w."""
+    """Return every device's x and w; if an operand is exchanged, each has its own rows of w."""
     rows, inner, columns = 4 * n, 4 * n, 4 * n
     x = normal(n, rows, inner, dtype=dtype)
     w = normal(n, inner // n if kind == "all_to_all" else inner, columns, seed=1, dtype=dtype)
@@ -241,7 +241,7 @@ def arguments(kind: str, n: int, dtype=np.float32) -> tuple[np.ndarray, np.ndarr
 
 
 def whole_of(kind: str, x, w):
-    """What all devices together should give, in numpy or in jax.numpy; stacked."""
+    """Return what all devices together should give, in numpy or in jax.numpy; stacked."""
     n = x.shape[0]
     if kind == "all_gather":
         return x.reshape(-1, x.shape[2]) @ w

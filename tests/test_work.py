@@ -1,4 +1,4 @@
-"""What instructions ask of a device: lines as XLA prints them, bytes and sizes by hand."""
+"""Work is read off instructions as XLA prints them, with bytes and sizes by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MB = 1_000_000
 
 
 def of(*lines: str, before: str = "") -> KernelWork:
-    """The work of the last line."""
+    """Return the work of the last line."""
     body = "\n".join(f"  {line}" for line in lines)
     module = hlo.parse(f"{HEAD}\n\n{before}\nENTRY %main (x: f32[]) -> f32[] {{\n{body}\n}}\n")
     entry = module.body("main")
@@ -21,7 +21,7 @@ def of(*lines: str, before: str = "") -> KernelWork:
 
 
 def fused(*lines: str, kind: str = "kLoop") -> KernelWork:
-    """The work of a fusion of these lines; the parameters' shapes are theirs."""
+    """Return the work of a fusion of these lines; the parameters' shapes are theirs."""
     body = "\n".join(f"  {line}" for line in lines)
     before = f"%fused (p: f32[]) -> f32[] {{\n{body}\n}}\n"
     return of(f"%f = f32[] fusion(), kind={kind}, calls=%fused", before=before)

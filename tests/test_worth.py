@@ -1,4 +1,4 @@
-"""Which rings are left alone: those that lose even if every hop hides."""
+"""Rings are left alone if they lose even when every hop hides."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_ring_that_keeps_its_value_for_others_and_dtypes_without_a_price_stay(
 
 
 def test_hops_by_nccl_are_slower_than_its_gather():
-    """Four channels of 18 GB/s, where copies have the link: eight hops take longer than all else."""
+    """Hops by NCCL have four channels of 18 GB/s, not the link as copies, and take the longest."""
     ring = ring_of(GATHER, 32768)
     by_nccl = RingCosts(H100, {"model": Group(8)})
     assert by_nccl.hops_s(ring, Variant()) > 3 * NVLINK.hops_s(ring, Variant())
@@ -112,7 +112,7 @@ def test_what_was_asked_for_is_done():
 
 
 def layer(x, w, v, u, z):
-    """Gathered x: up and down, each waiting for the one before; and a matmul of their own beside."""
+    """Multiply gathered x by up, then by down; and do a matmul of their own beside these."""
     return (x @ w) @ v, u @ z
 
 
@@ -125,7 +125,7 @@ BY_NCCL = RingCosts(H100, {"model": Group(8)})
 
 
 def of_layer(aside: int, rows: int = 16384, **options):
-    """The layer's plan and rings; `aside`: the size of the matmul beside them."""
+    """Return the layer's bodies, entries and rings; `aside`: the size of the matmul beside them."""
     wide, own = ((8192, 8192), (8192, 8192)), ((aside, aside), (aside, aside))
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 8192), *wide, *own)]
     found = bodies(jax.make_jaxpr(layer)(*shapes))

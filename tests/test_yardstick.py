@@ -1,4 +1,4 @@
-"""The benchmarks' yardstick: seconds by hand, from modules cut down as in tests/test_audit.py."""
+"""The yardstick's seconds are those by hand, for modules cut down as in tests/test_audit.py."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_matmul_of_unknown_size_is_an_error_and_not_nothing():
 
 
 def test_the_rates():
-    """Those that the committed rows were measured with."""
+    """The committed rows were measured with these rates."""
     rates = (y.MATMUL_FLOPS, y.HOST_BYTES_PER_S, y.NETWORK_BYTES_PER_S)
     assert rates == (650e12, 317e9, 45e9)
     assert (y.HOP_S, y.COLLECTIVE_S) == (8e-6, 15e-6)

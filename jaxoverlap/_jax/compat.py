@@ -35,12 +35,12 @@ JaxprEqn = core.JaxprEqn
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether an equation parameter is a jaxpr."""
+    """Return whether an equation parameter is a jaxpr."""
     return isinstance(value, core.Jaxpr)
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an equation's operand is a number written into it."""
+    """Return whether an equation's operand is a literal: a number written into it."""
     return isinstance(atom, core.Literal)
 
 
@@ -67,7 +67,7 @@ def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 def states_some(var: Any) -> bool:
-    """Whether a type states the sharding over some axes of the mesh, and not over all."""
+    """Return whether a type states the sharding over some axes of the mesh, but not over all."""
     mesh = var.aval.sharding.mesh
     return not mesh.empty and mesh._any_axis_explicit and not mesh.are_all_axes_explicit
 
@@ -87,7 +87,7 @@ def _explicit(mesh: Any) -> tuple[str, ...]:
 
 
 def states_others(eqn: Any) -> bool:
-    """Whether a reshard's result states shardings over other mesh axes than its operand."""
+    """Return whether a reshard's result states shardings over other mesh axes than its operand."""
     meshes = [v.aval.sharding.mesh for v in (eqn.invars[0], eqn.outvars[0])]
     before, after = (() if mesh.empty else _explicit(mesh) for mesh in meshes)
     return before != after
@@ -149,7 +149,7 @@ def evaluate(jaxpr: Jaxpr, operands: Sequence[Any]) -> list[Any]:
 
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many its carry."""
+    """Return how many of a scan's operands are constants, and how many are its carry."""
     consts, carry, _ = scan.params["ft_in"].unpack()
     return len(consts), len(carry)
 
@@ -198,7 +198,7 @@ def _like(value: tuple, new: tuple) -> tuple:
 
 
 def is_plain_jit(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` is a jit that says nothing but "compile this"."""
+    """Return whether `eqn` is a jit without shardings, layouts, donations, options or effects."""
     if eqn.primitive is not pjit.jit_p:
         return False
     params, inner = eqn.params, eqn.params["jaxpr"]
@@ -257,10 +257,10 @@ def inline(
 
     Args:
         fn: the function.
-        invars, outvars: what it is given, and what it gives.
+        invars, outvars: the variables that it reads, and those that it computes.
         like: the equation that it stands in for.
-        alike: all that tells the function from others, if anything does: of functions that are
-            alike, and are given values of the same types, one is traced.
+        alike: a key that equal functions share, or None: of functions with equal keys, given
+            values of the same types, one is traced.
         scope: a name to put on the stack.
     """
     structs = tuple(_struct(v) for v in invars)
@@ -291,7 +291,7 @@ def inline(
 
 @contextlib.contextmanager
 def _mesh_of_types(values: Sequence[Any]) -> Iterator[None]:
-    """Where no mesh is set, that of the types: `auto_axes` and `shard_map` go by the one set."""
+    """Set the mesh that the types name, if none is set, for `auto_axes` and `shard_map`."""
     meshes = (v.aval.sharding.mesh for v in values)
     typed = next((m for m in meshes if not m.empty and m._any_axis_explicit), None)
     if typed is None or not jax.sharding.get_abstract_mesh().empty:
@@ -306,7 +306,7 @@ _MAX_TRACES = 512
 
 
 def _traced(fn: Callable[..., Any], structs: tuple[Any, ...], alike: Hashable) -> Jaxpr:
-    """The jaxpr of a function, or of one that is alike."""
+    """Trace a function, or return the jaxpr of an earlier one with an equal `alike`."""
     key = (alike, structs, config.trace_context())
     body = None if alike is None else _TRACES.get(key)
     if body is None:
@@ -317,7 +317,7 @@ def _traced(fn: Callable[..., Any], structs: tuple[Any, ...], alike: Hashable) -
 
 
 def _type(var: Any) -> tuple[Any, ...]:
-    """What must not change of a value, but for its sharding."""
+    """Return a value's shape, dtype and varying axes, which a rewrite must not change."""
     return var.aval.shape, var.aval.dtype, sorted(var.aval.mat.varying)
 
 
@@ -343,7 +343,7 @@ def _relined(jaxpr: Any, eqn: JaxprEqn) -> Any:
 
 @contextlib.contextmanager
 def in_shard_maps(maps: Sequence[JaxprEqn]) -> Iterator[None]:
-    """As it is inside the bodies of shard_map equations, outer ones first: axes have names there.
+    """Enter the bodies of shard_map equations, outer ones first, so that their axes have names.
 
     The mesh of such a body is not set: equations keep it (`JaxprEqn.ctx`).
     """
@@ -357,13 +357,13 @@ def in_shard_maps(maps: Sequence[JaxprEqn]) -> Iterator[None]:
 
 
 def is_collective(eqn: JaxprEqn) -> bool:
-    """Whether an equation is itself something that devices of a manual axis do together."""
+    """Return whether an equation is a collective over a manual axis itself, not one around it."""
     named = any(isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
     return named and eqn.primitive.name != "axis_index" and not any(True for _ in jaxprs_in(eqn))
 
 
 def ordered_effects(eqn: JaxprEqn) -> set[Any]:
-    """What keeps an equation in its place among others; to name a mesh axis does not."""
+    """Return the effects that keep an equation in its place; naming a mesh axis does not count."""
     return {effect for effect in eqn.effects if not isinstance(effect, core.NamedAxisEffect)}
 
 

@@ -1,6 +1,6 @@
 """Steps that hold their `jax.jit` inside: a partial or bound method of one, or an `nnx.jit` object.
 
-Told by their shape, so that flax need not be installed.
+They are told by their shape, so that flax need not be installed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_jit(fn: Any) -> Found | None:
 def arguments_reach(
     found: Found, work: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """What `work` gives for the arguments that reach the jit in a call with `args` and `kwargs`.
+    """Call `work` with the arguments that reach the jit in a call with `args` and `kwargs`.
 
     nnx.jit takes its models apart on the way in and has to be tracing for `work` to trace; the way
     out, where it would put results back into them, is broken off.
@@ -76,7 +76,7 @@ def _bound(around: Callable[..., Any], fn: functools.partial, new: Callable[...,
 
 
 def _twin_class(fn: Any) -> type:
-    """`fn`'s class, but its objects are equal to `fn`.
+    """Make a subclass of `fn`'s class whose objects are equal to `fn`.
 
     nnx.jit files what it knows of a running call under the object that was called, and the function
     inside its jit, which the twin shares, looks there.

@@ -25,7 +25,7 @@ from jax._src.interpreters import pxla
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether `fn` came out of `jax.jit`."""
+    """Return whether `fn` came out of `jax.jit`."""
     return hasattr(fn, "trace") and hasattr(fn, "_jit_info") and hasattr(fn, "_fun")
 
 
@@ -65,7 +65,7 @@ class Cache[V]:
         return self._values.get(key)
 
     def put(self, key: Hashable, value: V, *, at_most: int) -> None:
-        """Remember a value, and no more than so many."""
+        """Remember a value, and forget the oldest beyond `at_most` of them."""
         self._values[key] = value
         while len(self._values) > at_most:
             self._values.pop(next(iter(self._values)))
@@ -77,7 +77,7 @@ class Cache[V]:
         self._values.clear()
 
     def cache_info(self) -> str:
-        """How much is remembered."""
+        """Return how many signatures are remembered, as text."""
         return f"{len(self._values)} signatures"
 
     def cache_keys(self) -> list[Hashable]:
@@ -86,7 +86,7 @@ class Cache[V]:
 
 
 def at_top_level() -> bool:
-    """Whether nothing is being traced: a jit called here may have compiler options."""
+    """Return whether nothing is being traced: a jit called here may have compiler options."""
     return core.trace_ctx.is_top_level()
 
 
@@ -96,7 +96,7 @@ def varying_axes(array: jax.Array) -> frozenset[str]:
 
 
 def is_tracer(argument: Any) -> bool:
-    """Whether an argument is traced, so that its sharding is not known."""
+    """Return whether an argument is traced, so that its sharding is not known."""
     return isinstance(argument, core.Tracer)
 
 
@@ -108,9 +108,9 @@ def bound_sharding(argument: Any) -> Any:
 
 
 def placement(argument: Any) -> Hashable:
-    """What the sharding does that an argument is bound to: alike for P("x") and P("x", None).
+    """Return a key of an argument's bound sharding, equal for P("x") and P("x", None).
 
-    None where an argument is bound to none.
+    None where an argument is bound to no sharding.
     """
     sharding = bound_sharding(argument)
     if not isinstance(sharding, jax.sharding.NamedSharding):
@@ -165,7 +165,7 @@ def compile_options(lowering: Any, options: Mapping[str, Any] | None = None) -> 
 
     Args:
         lowering: `jax.stages.Lowered._lowering`.
-        options: XLA's, by name, beside the step's own.
+        options: XLA options by name, added to the step's own.
     """
     given = lowering.compile_args
     propagated = pxla.get_prop_to_input_output(
@@ -183,9 +183,10 @@ def compile_options(lowering: Any, options: Mapping[str, Any] | None = None) -> 
 
 @functools.cache
 def accepts_option(name: str, value: str, device: Any) -> bool:
-    """Whether the XLA of a device knows a compiler option: which version does is written nowhere.
+    """Return whether the XLA of a device knows a compiler option, by trying to compile with it.
 
-    The device may be deviceless. Next to nothing is compiled, and nothing runs.
+    No document says which version does. The device may be only described. Next to nothing is
+    compiled, and nothing runs.
     """
 
     def compile_scalar() -> None:

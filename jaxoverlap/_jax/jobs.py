@@ -28,8 +28,8 @@ class Job:
     Attributes:
         module: StableHLO, as MLIR bytecode.
         options: `xla_client.CompileOptions`, serialized; they name devices as `places` does.
-        platform: of the devices: "cuda" or "cpu".
-        places: of the devices, in the order of the mesh: how many have a smaller id. Ids may be
+        platform: the devices' platform: "cuda" or "cpu".
+        places: for each device, in the order of the mesh, how many have a smaller id. Ids may be
             others where it is compiled.
     """
 
@@ -41,11 +41,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA made of a job.
+    """A compiled job: its scheduled module and its memory need.
 
     Attributes:
         text: the scheduled module.
-        peak_bytes: that a device needs.
+        peak_bytes: the memory that a device needs.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Compiled:
 
 
 def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None = None) -> Job:
-    """What compiling a lowered step needs.
+    """Make the job that compiles a lowered step.
 
     Raises:
         ValueError: if the step calls back into Python, which a child cannot.
@@ -80,7 +80,7 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
 
 
 def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> Compiled:
-    """Compile for devices of the job's platform, which are counted from 0.
+    """Compile a job for devices of its platform, whose ids count from 0.
 
     Args:
         kernels: a file from which XLA takes GPU kernels, and into which it puts new ones.
@@ -100,6 +100,6 @@ def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> Compiled:
 
 
 def peak_bytes(memory: Any) -> int:
-    """What a device needs: arguments + temp + outputs - aliased, of a `memory_analysis()`."""
+    """Sum up a device's `memory_analysis()`: arguments + temp + outputs - aliased."""
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return resident - memory.alias_size_in_bytes + memory.temp_size_in_bytes

@@ -21,8 +21,8 @@ class Loan:
     """A file for one child.
 
     Attributes:
-        file: with the kernels that are known; it need not be there.
-        ended_well: the child, so that what it wrote is whole.
+        file: the file of known kernels; it need not be there.
+        ended_well: whether the child ended well, so that what it wrote is whole.
     """
 
     file: Path
@@ -30,14 +30,14 @@ class Loan:
 
 
 class Kernels:
-    """Those of one chip and one version of XLA: it finds a kernel by what it computes alone."""
+    """The known kernels of one chip and one XLA version, as XLA's keys name neither."""
 
     def __init__(self) -> None:
         self._known, self._lock = b"", Lock()
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[Loan]:
-        """All that is known, for one child; what it adds is known afterwards.
+        """Lend all known kernels to one child as a file, and keep those that it adds.
 
         Of two children side by side the one that wrote more counts. Their files cannot be put
         together: XLA refuses one in which a kernel has two names.

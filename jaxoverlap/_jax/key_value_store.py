@@ -13,13 +13,13 @@ import jax
 
 from jaxoverlap._jax import jits
 
-_POLL_S = 2.0  # how long a wait may keep a Ctrl-C
+_POLL_S = 2.0  # the longest that a wait may hold up a Ctrl-C
 
 
 class Store(Protocol):
     """The key-value store of `jax.distributed`, of which all processes are clients.
 
-    What takes longer than its timeout, in milliseconds, raises a JaxRuntimeError.
+    A call that takes longer than its timeout, in milliseconds, raises a JaxRuntimeError.
     """
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
@@ -61,7 +61,7 @@ def store_of_processes() -> Store:
 
 
 def awaited(store: Store, key: str, within_s: float) -> str | None:
-    """A value, as soon as somebody leaves it; None if nobody does for so many seconds."""
+    """Wait for a value until somebody leaves it; return None if nobody does within `within_s`."""
     end = time.monotonic() + within_s
     while (left := end - time.monotonic()) > 0:
         try:

@@ -32,7 +32,7 @@ from jaxoverlap._jax import jits
 _PASS = "jaxoverlap-ask"
 _lock = threading.Lock()
 _registered: set[str] = set()  # platforms whose compiler calls `_keep`
-_modules: dict[str, list[Any]] = {}  # what was asked about, by name: the partitioned module
+_modules: dict[str, list[Any]] = {}  # partitioned modules that were asked for, by name
 _numbers = itertools.count()
 
 Spec = tuple[tuple[str, ...], ...]
@@ -40,10 +40,10 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 class Partitioned(NamedTuple):
-    """What the partitioner made of a step.
+    """A partitioned step, as XLA's partitioner leaves it.
 
     Attributes:
-        text: the partitioned module's, not scheduled yet.
+        text: the text of the partitioned module, not scheduled yet.
         results: how each result lies on the mesh; XLA's own words where whole axes do not say it.
     """
 
@@ -65,11 +65,11 @@ def new_name() -> str:
 
 
 def ask(lowered: jax.stages.Lowered, mesh: Mesh) -> Partitioned:
-    """What XLA's partitioner makes of a lowered step.
+    """Partition a lowered step by XLA, and read its module and how its results lie.
 
     Args:
         lowered: the step, under a name from `new_name`.
-        mesh: that its results are to be read by.
+        mesh: the mesh whose axes name how the results lie.
 
     Raises:
         NoAnswerError: if the compilation ended in another way; its message is XLA's.
@@ -95,7 +95,7 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh) -> Partitioned:
 def _register(platform: str) -> None:
     """Have XLA call `_keep`, for as long as the process lives.
 
-    What is cleared while another thread compiles may be called all the same: XLA crashes then.
+    It is never cleared: XLA may still call it for another thread that compiles, and crashes then.
     """
     with _lock:
         if platform not in _registered:
@@ -107,7 +107,7 @@ def _register(platform: str) -> None:
 
 
 def _keep(serialized: bytes) -> None:
-    """What XLA calls for every module that it has partitioned: ends the compilation of ours."""
+    """Keep a module that was asked for and end its compilation; XLA passes every module here."""
     wanted = _modules.get(module_name(serialized))
     if wanted is not None:
         wanted.append(_hlo.HloModule.from_serialized_hlo_module_proto(serialized))
@@ -138,7 +138,7 @@ def _compile(lowering: Any) -> None:
 
 
 def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str, ...]:
-    """How the results of a partitioned module lie; tokens of ordered effects come first."""
+    """Read how the results of a partitioned module lie; tokens of ordered effects come first."""
     said = module.spmd_output_sharding
     if said is None:
         return ("",) * len(avals)
@@ -154,11 +154,11 @@ def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str,
 
 
 def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
-    """An XLA sharding as mesh axes a dim; None where whole axes do not say it.
+    """Translate an XLA sharding into mesh axes a dim; None where whole axes do not say it.
 
     Args:
         sharding: an `HloSharding`.
-        aval: of the value.
+        aval: the type of the value.
         axes: devices along each axis of the mesh; in a manual body those that are automatic.
     """
     if sharding.is_replicated() or sharding.is_manual():
@@ -197,10 +197,10 @@ def _no_results(aval: Any, **_: Any) -> Any:
 def probe(var: Any, key: Hashable, answers: Answers, axes: Mapping[str, int], like: Any) -> Any:
     """An equation that asks how a variable lies, once its module is partitioned.
 
-    As `jax.debug.inspect_array_sharding` does, which raises inside the compiler where a value is
-    sharded by half a mesh axis, or lies in a body that is manual over some axes. It leaves nothing
-    in the partitioned module; but it is one more reader of the value, and the partitioner may
-    resolve a conflict in another way for it.
+    `jax.debug.inspect_array_sharding` does so too, but raises inside the compiler where a value is
+    sharded by half a mesh axis, or lies in a body that is manual over some axes. A probe leaves
+    nothing in the partitioned module; but it is one more reader of the value, and the partitioner
+    may resolve a conflict in another way for it.
 
     Args:
         var: the variable.
@@ -220,7 +220,7 @@ def probe(var: Any, key: Hashable, answers: Answers, axes: Mapping[str, int], li
 
 
 def _lower_probe(ctx: Any, value: Any, *, told: Callable[[Any], None]) -> list[Any]:
-    """What XLA's partitioner takes for a question (as jax/_src/debugging.py writes it)."""
+    """Lower a probe to the custom call that XLA's partitioner answers (jax/_src/debugging.py)."""
     key = xla_client.encode_inspect_sharding_callback(told)
     ctx.module_context.add_keepalive(told)
     hlo.CustomCallOp(

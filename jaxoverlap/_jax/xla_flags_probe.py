@@ -1,10 +1,10 @@
-"""What the installed XLA makes of XLA_FLAGS: a script, run as a process of its own.
+"""Print the options that the installed XLA reads from lines of XLA_FLAGS; run as a script.
 
 XLA reads XLA_FLAGS once in a process, and ends the process if it does not like them. So each line
 of flags is read by a fork of this process, which JAX has not started any threads in. A list of
 lines comes as JSON on stdin; for each, a list [text, log] goes to stdout: all of XLA's options and
 their values as XLA prints them, or nothing if XLA ended the process, and what it wrote to its log.
-Needs nothing but jaxlib, so that it runs with versions of jaxlib that this package does not.
+It needs nothing but jaxlib, so that it runs with versions of jaxlib that this package does not.
 """
 
 import json

@@ -20,14 +20,14 @@ from jaxoverlap._jax.partitioner import module_name
 
 
 class Scheduler(Protocol):
-    """What gives the modules of one compilation another order."""
+    """A scheduler that gives the modules of one compilation another order."""
 
     def orders(self, text: str) -> Mapping[str, Sequence[str]]:
-        """From a scheduled module's text, names of instructions in order, by computation."""
+        """Name each computation's instructions in their new order, from a scheduled module."""
         ...
 
     def failed(self, reason: str) -> None:
-        """XLA's order is kept."""
+        """Take note that XLA's order is kept, and why."""
         ...
 
 
@@ -40,10 +40,10 @@ _registered: list[str] = []
 
 @contextmanager
 def reordering(name: str, scheduler: Scheduler) -> Iterator[None]:
-    """While this lasts, modules of a name, after "jit_", are compiled in a scheduler's order.
+    """Have modules of a name, after "jit_", compiled in a scheduler's order while this lasts.
 
-    It is called on a thread of the compiler. If it fails, or what it gives is no order, it is told,
-    and the module keeps XLA's order.
+    The scheduler is called on a thread of the compiler. If it fails, or what it gives is no order,
+    it is told, and the module keeps XLA's order.
     """
     wanted = (name, scheduler)
     with _lock:
@@ -59,7 +59,7 @@ def reordering(name: str, scheduler: Scheduler) -> Iterator[None]:
 
 
 def _transform(serialized: bytes) -> bytes | None:
-    """What XLA calls for every module that it has scheduled."""
+    """Reorder a module if a scheduler wants its name; XLA passes every scheduled module here."""
     called = module_name(serialized)
     with _lock:
         schedulers = [s for name, s in _wanted if called.endswith(f"_{name}")]

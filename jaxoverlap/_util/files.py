@@ -39,7 +39,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The name, too, is on the disk only once its folder is."""
+    """Flush a folder to the disk: until then a new file's name is not on it."""
     if os.name == "nt":  # folders cannot be opened there
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -50,7 +50,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
-    """What a file holds, a hash of its compact JSON, and that."""
+    """A file's layout: what kind it is, a hash of its content's compact JSON, and the content."""
 
     format: str
     checksum: str

@@ -1,4 +1,4 @@
-"""`overlap`: the one line at the call site; `tune`: the plan under which a step is fastest."""
+"""Define `overlap`, the one line at the call site, and `tune`, which finds the fastest plan."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def tune(
     cache: str | os.PathLike[str] | None = None,
     show: bool = True,
 ) -> Plan:
-    """The plan under which a train step is fastest, for `overlap(fn, plan=...)`.
+    """Find the plan under which a train step is fastest, for `overlap(fn, plan=...)`.
 
     Compiles candidates for the cluster in child processes, simulates their schedules and takes the
     fastest whose memory fits; the step as it is is one of them. What was tried is kept, so that a
@@ -207,14 +207,14 @@ def _said_twice(names: Sequence[str]) -> str:
 
 
 def _read(plan: Any) -> Plan:
-    """A plan, or the one in a file."""
+    """Return a plan, or read it from its file."""
     if not isinstance(plan, str | os.PathLike | Plan):
         raise ValueError(f"plan={plan!r}: expected a jaxoverlap.Plan, or the path of its file")
     return plan if isinstance(plan, Plan) else Plan.read(plan)
 
 
 def _variants(granularity: Any) -> Any:
-    """Every name parsed."""
+    """Parse the names of variants, also in a mapping by source line."""
     if isinstance(granularity, Mapping):
         return {line: _variants(variant) for line, variant in granularity.items()}
     if not isinstance(granularity, str | Variant | None):

@@ -69,7 +69,7 @@ class Overlapped:
         return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        """What else the given function has: `eval_shape` of a jit, `func` of a partial."""
+        """Look other names up on the given function: `eval_shape` of a jit, `func` of a partial."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._fn, name)
@@ -83,11 +83,12 @@ class Overlapped:
         return self._found.around(self._run)(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Plan:
-        """What is done with each matmul, for arguments like these; print it.
+        """Return the plan for each matmul, for arguments like these; print it.
 
-        A row a matmul that waits for a collective: its source line, einsum, mesh axis, kind, bytes,
-        chunks and the decision; why each other is left alone; and a row for each collective that
-        stays XLA's. Takes arrays or ShapeDtypeStructs; compiles nothing and runs nothing.
+        It has a row for each matmul that waits for a collective: its source line, einsum, mesh
+        axis, kind, bytes, chunks and the decision; why each other is left alone; and a row for each
+        collective that stays XLA's. It takes arrays or ShapeDtypeStructs; it compiles nothing and
+        runs nothing.
 
         Raises:
             ValueError: if the step has no mesh, or one that does not fit.
@@ -96,11 +97,11 @@ class Overlapped:
         return arguments_reach(self._found, self._explain, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The rewritten step as `jax.jit(...).trace` gives it; processes do not agree on it."""
+        """Trace the rewritten step as `jax.jit(...).trace` does; processes do not agree on it."""
         return arguments_reach(self._found, self._trace, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The rewritten step, lowered; takes arrays or ShapeDtypeStructs, as in `jax.stages`.
+        """Lower the rewritten step; it takes arrays or ShapeDtypeStructs, as in `jax.stages`.
 
         Where the mesh spans processes, all have to come here or call the step.
         """
@@ -114,7 +115,7 @@ class Overlapped:
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
         return self._tuned(jits.infer(self._jitted, args, kwargs), args, kwargs, tuning)
 
-    # What follows is given the arguments of the jit inside; nnx.jit has taken its models apart.
+    # The methods below get the arguments of the jit inside: nnx.jit has taken its models apart.
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # for debuggers: the user's own Python, on values
@@ -172,7 +173,7 @@ class Overlapped:
         )
 
     def _rewritten(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
-        """What the step became for arguments like these, from the first call with such on."""
+        """Rewrite the step for arguments like these; later calls with such get the same program."""
         key = _key(call)
         if (found := self._seen.get(key)) is not None:
             return found
@@ -190,7 +191,7 @@ class Overlapped:
         return found
 
     def _agreed(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
-        """The same, once all processes are about to compile it."""
+        """Return the rewritten step once all processes are about to compile the same."""
         found = self._seen.get(_key(call))
         if found is not None and found.stand is None:
             return found
@@ -206,7 +207,7 @@ class Overlapped:
         return found
 
     def _decided(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
-        """The same, with rings or without, as is faster on the GPUs that are here.
+        """Return the agreed step with rings or without, whichever is faster on the GPUs here.
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
@@ -236,7 +237,7 @@ class Overlapped:
 
 
 def _key(call: jits.Call) -> Hashable:
-    """What tells a signature and its shardings from others."""
+    """Return a key that tells a signature and its shardings from others."""
     params = call.params
     # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
     return params["jaxpr"], params["ctx_mesh"], *map(jits.placement, call.flat)

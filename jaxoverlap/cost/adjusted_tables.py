@@ -1,4 +1,4 @@
-"""Tables for what was not measured itself, and a cluster for tables of this machine."""
+"""Adjust tables to chips and steps that were not measured, and describe this machine's cluster."""
 
 from __future__ import annotations
 

@@ -41,5 +41,5 @@ def cost_model(
 
 
 def has_cost_model(cluster: Cluster) -> bool:
-    """Whether the package has tables of a cluster's chip."""
+    """Return whether the package has tables of a cluster's chip."""
     return measured.packaged(cluster.chip.name) is not None

@@ -1,4 +1,4 @@
-"""Who takes part in a collective, and what it takes from the kernels beside it."""
+"""Describe the devices of a collective, and what it takes from the kernels beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Group:
-    """Who takes part in a collective, as far as its time depends on it.
+    """The devices of a collective, as far as its time depends on them.
 
     Attributes:
         size: devices that take part together; a permute: 2.
@@ -29,16 +29,16 @@ class Group:
             )
 
 
-Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device sends, who
+Sent = tuple[str, int, Group]  # a collective: its kind, the bytes that a device sends, its group
 
 
 @dataclass(frozen=True)
 class Share:
-    """Running collectives take this from compute beside them: Lagom's two terms.
+    """The resources that running collectives take from compute beside them: Lagom's two terms.
 
     Attributes:
         sms: streaming multiprocessors.
-        memory_bytes_per_s: of the device memory's bandwidth.
+        memory_bytes_per_s: bandwidth of the device memory.
     """
 
     sms: float = 0.0
@@ -52,5 +52,5 @@ ALONE = Share()
 
 
 def pair(group: Group) -> Group:
-    """Who takes part in a hop along a ring of this group."""
+    """Return the group of a hop along a ring of this group: two devices."""
     return replace(group, size=2, domains=min(group.domains, 2))

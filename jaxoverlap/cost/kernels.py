@@ -17,7 +17,7 @@ def array_bytes(dtype: str, elements: int) -> int:
 
 @dataclass(frozen=True)
 class MatmulKernel:
-    """[batch, m, k] times [batch, k, n]; `dtype` of the operands, as HLO writes it."""
+    """A matmul of [batch, m, k] by [batch, k, n]; `dtype` is the operands', as HLO writes it."""
 
     m: int
     n: int
@@ -32,7 +32,7 @@ class MatmulKernel:
 
     @property
     def memory_bytes(self) -> int:
-        """Of operands and result, each once; the result in the operands' dtype."""
+        """Count the bytes of operands and result, each once; the result in the operands' dtype."""
         m, n, k = self.m, self.n, self.k
         return self.batch * array_bytes(self.dtype, m * k + k * n + m * n)
 
@@ -43,12 +43,12 @@ class MatmulKernel:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """One kernel of fused attention; `dtype` of the queries, as HLO writes it.
+    """One kernel of fused attention; `dtype` is the queries', as HLO writes it.
 
     Attributes:
-        queries, keys: lengths.
-        heads: of all the batch.
-        head_size: of a query's vector.
+        queries, keys: lengths of the two sequences.
+        heads: number of heads in all the batch.
+        head_size: length of a query's vector.
         causal: whether half of the scores are masked, and not computed.
         backward: whether it is the gradient's.
     """
@@ -63,7 +63,7 @@ class AttentionKernel:
 
     @property
     def flops(self) -> int:
-        """Of two matmuls of the scores' size forward, five backward; half under a causal mask.
+        """Count two matmuls of the scores' size forward, five backward; half under a causal mask.
 
         FlashAttention-2 (Dao 2023), section 4.1, counts so.
         """
@@ -79,18 +79,18 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """What one kernel does; all zero where none runs.
+    """The work of one kernel; all zero where none runs.
 
     Attributes:
         matmuls: in the order in which they run.
-        memory_bytes: read and written, beside operands and results of a kernel that is a matmul
-            and nothing else.
-        unknown: the name of what this does not know, an opcode or a custom call's target. Its
-            bytes are those of its operands and results, the least that it can cost.
+        memory_bytes: bytes read and written; without operands and results of a kernel that is a
+            matmul and nothing else.
+        unknown: the opcode or the custom call's target, if it is not known here. Its bytes are
+            those of its operands and results, the least that it can cost.
         transcendentals: exponentials, tangents, roots and the like, one for each element. They hide
             behind the bytes on a GPU, and do not on a CPU.
-        attention: fused, if the kernel is that.
-        transposed_bytes: that are read along one dim and written along another. A GPU turns them in
+        attention: the fused attention, if the kernel is one.
+        transposed_bytes: bytes read along one dim and written along another. A GPU turns them in
             tiles, at its memory's rate; a CPU does not.
     """
 

@@ -1,12 +1,13 @@
-"""What an op costs in seconds: matmuls, attention, other kernels, collectives, and side by side.
+"""Price ops in seconds: matmuls, attention, other kernels and collectives, alone or side by side.
 
-Alone, by measured tables (`jaxoverlap.cost.tables`; benchmarks/accuracy.py has their errors).
-Across NVLink domains, by NCCL's tuning model (`jaxoverlap.cost.nccl`): there are no rows of that.
+Ops alone are priced by measured tables (`jaxoverlap.cost.tables`; benchmarks/accuracy.py has their
+errors), collectives across NVLink domains by NCCL's tuning model (`jaxoverlap.cost.nccl`), as no
+rows of those were measured.
 
-Side by side, by the two terms of Lagom (arXiv 2602.20656): the channels of a collective take SMs,
-so that a matmul needs more waves, and its traffic takes memory bandwidth, so that each wave may
-last longer. The paper's closed forms were not at hand: what stands here is a reconstruction from
-its description, with FlashOverlap's ratio of waves (arXiv 2504.19519).
+Ops side by side are priced by the two terms of Lagom (arXiv 2602.20656): the channels of a
+collective take SMs, so that a matmul needs more waves, and its traffic takes memory bandwidth, so
+that each wave may last longer. The paper's closed forms were not at hand: what stands here is a
+reconstruction from its description, with FlashOverlap's ratio of waves (arXiv 2504.19519).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jaxoverlap.cost.tables import Matmuls, Tables
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.plan.collectives import PERMUTE
 
-# Of what was not measured, what it is counted as.
+# Kinds of collectives that were not measured are priced as these.
 _COUNTED_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 # The dtypes of HLO: the table that holds for one, and how many times longer its matmuls take.
 # TF32, which XLA takes for float32, has half of bf16's rate and twice its bytes.
@@ -33,7 +34,7 @@ _DTYPES = {
     "f8e4m3fn": ("fp8", 1.0),
     "f8e5m2": ("fp8", 1.0),
 }
-# Which tile cuBLAS takes for a matmul is not known: the mean over its usual large ones.
+# The tile that cuBLAS takes for a matmul is not known, so its usual large ones are averaged.
 _TILES = ((128, 128), (128, 256), (256, 128))
 # Bytes of device memory read and written for each byte sent. Ring, Simple protocol: what arrives is
 # written, read and copied or added to what lies there; a permute reads once and writes once.
@@ -52,8 +53,9 @@ class CostModel:
     Attributes:
         cluster: chip and links.
         tables: what was measured of the chip.
-        permute_channels: that each permute on NVLink runs on; None: as many as NCCL gives it.
-        given: the channels of single collectives, by kind, bytes moved and group; of others NCCL's.
+        permute_channels: channels of each permute on NVLink; None: as many as NCCL gives it.
+        given: the channels of single collectives, by kind, bytes moved and group; others have
+            NCCL's.
     """
 
     cluster: Cluster
@@ -71,7 +73,7 @@ class CostModel:
         at the memory bandwidth that is left.
 
         Args:
-            dtype: of the operands, as HLO writes it; "fp8" for either kind.
+            dtype: the operands', as HLO writes it; "fp8" for either kind.
 
         Raises:
             ValueError: for dims below one, or a dtype that was not measured.
@@ -106,7 +108,7 @@ class CostModel:
         matmul, with a tile for 128 queries of a head.
 
         Args:
-            heads: of all the batch.
+            heads: number of heads in all the batch.
 
         Raises:
             ValueError: for dims below one, a dtype of other than 16 bits, or a chip without rows.
@@ -141,12 +143,12 @@ class CostModel:
     ) -> float:
         """Seconds of a kernel: bound by its matmuls or by its bytes, whichever takes longer.
 
-        What was measured of attention has its bytes in it.
+        Measured seconds of attention include its bytes.
 
         Args:
-            kernel: what it does.
+            kernel: its work.
             beside: what collectives take meanwhile.
-            matmuls_s: of its matmuls, where they are priced in another way.
+            matmuls_s: seconds of its matmuls, where they are priced in another way.
 
         Raises:
             ValueError: for a dtype that was not measured; `known` gives a kernel that has a price.
@@ -169,7 +171,7 @@ class CostModel:
         return max(matmuls_s, memory_s)
 
     def known(self, kernel: KernelWork) -> KernelWork:
-        """A kernel, or its bytes under the name of what has no price."""
+        """Return a kernel, or only its bytes, named in `unknown`, if it has no price."""
         try:
             self.kernel_s(kernel)
         except ValueError:
@@ -191,10 +193,10 @@ class CostModel:
         """Seconds of a kernel that is no matmul, with its launch.
 
         Args:
-            num_bytes: that it reads and writes.
+            num_bytes: bytes that it reads and writes.
             transcendentals: elements that it takes an exponential, a tangent, a root of. They take
                 no time of their own on a GPU; on a CPU as long as was measured.
-            transposed_bytes: that it reads along one dim and writes along another. Likewise.
+            transposed_bytes: bytes that it reads along one dim and writes along another; likewise.
         """
         memory = self.tables.memory
         if memory.curve:
@@ -213,7 +215,7 @@ class CostModel:
         Args:
             kind: as HLO writes it, as in "all-gather".
             bytes_moved: bytes that each device sends by a ring (`simulation.audit.Collective`).
-            channels: if not those given, or NCCL's own choice: what bounds the rate.
+            channels: what bounds the rate; None: the channels given, or NCCL's own choice.
 
         Raises:
             ValueError: for a kind that was not measured, or a negative number of bytes.
@@ -240,7 +242,7 @@ class CostModel:
         return max(seconds, self.collective_s(kind, 0, group) + bytes_moved / rate)
 
     def skew_s(self, computed_s: float, kind: str, group: Group) -> float:
-        """How long a collective waits for the last device, if all computed for so long before it.
+        """Return seconds that a collective waits for the last device after `computed_s` of compute.
 
         Zero where each device has cores of its own. XLA:CPU lets a permute wait for all devices.
         """
@@ -252,7 +254,7 @@ class CostModel:
     def share(
         self, kind: str, bytes_moved: int, group: Group, channels: Channels | None = None
     ) -> Share:
-        """What such a collective takes from compute while it runs.
+        """Return the share of the chip that a collective takes from compute while it runs.
 
         SMs: its channels; a copy takes none. Memory bandwidth: two or three bytes read and written
         for each byte sent (a sum reads what it adds to), over the time that it takes alone.
@@ -298,7 +300,7 @@ class CostModel:
         return tables[name], times
 
     def _more_waves(self, m: int, n: int, batch: int, beside: Share) -> float:
-        """How many times more waves a matmul needs on the SMs that are left."""
+        """Return the factor by which a matmul needs more waves on the SMs that are left."""
         counts = (
             batch * math.ceil(m / tile_m) * math.ceil(n / tile_n) for tile_m, tile_n in _TILES
         )
@@ -316,7 +318,7 @@ class CostModel:
         return max(peak - beside.memory_bytes_per_s, peak / 10)
 
     def _known(self, kind: str, bytes_moved: int) -> str:
-        """The kind that a kind is counted as."""
+        """Return the measured kind as which a kind is priced."""
         if bytes_moved < 0:
             raise ValueError(f"a {kind} of {bytes_moved} bytes: give zero or more")
         known = _COUNTED_AS.get(kind, kind)
@@ -342,23 +344,24 @@ class CostModel:
         return self._on_nvlink(table.latency_s + bytes_moved / rate, table.latency_s)
 
     def _channels_of_permute(self, bytes_moved: int, group: Group) -> int:
-        """On NVLink. XLA makes one communicator of all devices; NCCL's part here is a domain's."""
+        """Count a permute's NVLink channels; a communicator of all devices counts as a domain's."""
         if self.permute_channels is not None:
             return self.permute_channels
         devices = group.communicator or self.cluster.gpus_per_nvlink_domain
         return nccl.permute_channels(bytes_moved, devices)
 
     def _nvlink_rate(self, kind: str) -> float:
-        """What each device sends in a second in a large collective within a domain."""
+        """Return the bytes per second that a device sends in a large collective within a domain."""
         curves = self.tables.collectives.curves[kind]
         have, was = self.cluster.nvlink, self.cluster.chip.nvlink
         slower = was.bandwidth_bytes_per_s / have.bandwidth_bytes_per_s
         return curves[max(curves)].bytes_per_s / slower
 
     def _on_nvlink(self, seconds: float, floor_s: float) -> float:
-        """Measured seconds, where the cluster's link is another than the chip's own.
+        """Scale measured seconds to the cluster's link, where it is another than the chip's own.
 
-        What does not grow with the bytes goes by the links' latencies, the rest by their rates.
+        `floor_s`, which does not grow with the bytes, goes by the links' latencies, the rest by
+        their rates.
         """
         have, was = self.cluster.nvlink, self.cluster.chip.nvlink
         if have == was:

@@ -1,4 +1,4 @@
-"""How long NCCL takes over a network, and how many channels it runs on: arithmetic, no tables.
+"""Compute NCCL's seconds over a network, and the channels that it runs on, without tables.
 
 The measured tables end at one NVLink domain. Beyond it stands the model by which NCCL itself picks
 algorithm and protocol (NVIDIA/nccl, src/graph/tuning.cc of 2.18.3): latency + bytes / bandwidth,
@@ -18,7 +18,7 @@ _TREE = ((6.8e-6, 14.0e-6, 0.0), (0.6e-6, 1.25e-6, 4.0e-6), (5.0e-6, 8.5e-6, 14.
 _LL_BYTES_PER_S, _LL_BYTES_PER_S_OF_TWO = 19.0e9, 22.5e9  # at most, by domains
 _LL128_EFFICIENCY = _TREE_EFFICIENCY = 0.92
 _CHANNEL_BYTES_PER_S = {"Ampere": 20e9, "Hopper": 36.7e9}  # perChMaxRingLL128Bws
-# What trees reach of their bandwidth, by protocol and log2 of the bytes from 64 on.
+# Trees reach these shares of their bandwidth, by protocol and log2 of the bytes from 64 on.
 _TREE_REACHES = (
     (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
     (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9),
@@ -26,23 +26,23 @@ _TREE_REACHES = (
 )
 _PLATEAU = 1.4  # an all-reduce by a ring over the network, Simple: its latency is longer
 
-# Of a NIC's rate, what NCCL's search for channels settles at: 48 of a 400 Gb/s NIC's 50 GB/s
+# NCCL's search for channels settles at this share of a NIC's rate: 48 of a 400 Gb/s NIC's 50 GB/s
 # (src/graph/search.cc, sm90SpeedArrayInter).
 _NETWORK_EFFICIENCY = 0.96
 
 
 THREADS = 512  # of a channel, by NCCL's own choice for large messages
-_BYTES_A_THREAD = 64  # threadThresholds: that Simple wants for each thread
+_BYTES_A_THREAD = 64  # threadThresholds: bytes that Simple wants for each thread
 
 
 @dataclass(frozen=True)
 class Channels:
-    """How many resources a collective is given: Lagom's NC, C and NT.
+    """The resources that a collective is given: Lagom's NC, C and NT.
 
     Attributes:
         count: channels; each is a thread block with an SM to itself.
-        chunk_bytes: that a channel sends before it waits for its neighbour.
-        threads: of a channel.
+        chunk_bytes: bytes that a channel sends before it waits for its neighbour.
+        threads: threads of a channel.
     """
 
     count: int
@@ -54,7 +54,7 @@ class Channels:
             raise ValueError(f"{self}: give at least one channel, one byte and one thread")
 
     def bytes_per_s(self, compute_capability: tuple[int, int]) -> float:
-        """What they can send together: each a chunk, then a step over NVLink to be told to go on.
+        """Return their rate together: each sends a chunk, then waits a step over NVLink to go on.
 
         A channel's own rate is that of NCCL's tuning model (ring, LL128). The terms for chunks and
         threads are reconstructions: Lagom says that the rate rises with C, and little with NT, and
@@ -89,16 +89,16 @@ class Spread:
 
     @property
     def nic_bytes_per_s(self) -> float:
-        """What a device sends over the network."""
+        """Return the bytes per second that a device sends over the network."""
         return self.network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY
 
     @property
     def ring_bytes_per_s(self) -> float:
-        """Of a device in a ring, which crosses between domains on all their NICs at once."""
+        """Return a device's rate in a ring, which crosses between domains on all NICs at once."""
         return min(self.nvlink_bytes_per_s, self.here * self.nic_bytes_per_s)
 
     def rate(self, protocol: int) -> float:
-        """Of LL (0), LL128 (1) or Simple (2)."""
+        """Return a device's rate in a ring by protocol LL (0), LL128 (1) or Simple (2)."""
         if protocol == 0:
             most = _LL_BYTES_PER_S if self.domains > 2 else _LL_BYTES_PER_S_OF_TWO
             return min(most, self.ring_bytes_per_s / 4)
@@ -159,7 +159,7 @@ def _exchange_s(bytes_moved: float, spread: Spread) -> float:
 def network_permute_s(bytes_moved: float, network: Link) -> float:
     """A permute over the network: the link's latency, then bytes at its rate.
 
-    As the P2P model of aiconfigurator-core (10 µs + bytes / 50 GB/s at 400 Gb/s), with the
+    It follows the P2P model of aiconfigurator-core (10 µs + bytes / 50 GB/s at 400 Gb/s), with the
     latency of the cluster's own link.
     """
     return network.latency_s + bytes_moved / (network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY)

@@ -1,4 +1,4 @@
-"""The measured tables behind the cost model: what is in the files, and how they are read.
+"""Define the measured tables behind the cost model, and read them from their files.
 
 A table file holds what one kind of device was measured to do: matmuls as a factor over three
 rates, collectives as seconds by bytes, memory-bound kernels as a rate. The files that come with
@@ -21,11 +21,11 @@ FORMAT = 2
 
 
 class FitError(msgspec.Struct, frozen=True):
-    """How far a fit is from rows that it did not see: |predicted / measured - 1|.
+    """The error of a fit on rows that it did not see: |predicted / measured - 1|.
 
     Attributes:
         rows: how many rows were held back.
-        mean, median, worst: of them all.
+        mean, median, worst: the error over all these rows.
     """
 
     rows: int
@@ -42,14 +42,14 @@ class Matmuls(msgspec.Struct, frozen=True):
     short contractions, throttling, the choice of kernels.
 
     Attributes:
-        launch_s: of a kernel with nothing to do.
+        launch_s: seconds of a kernel with nothing to do.
         flops_per_s, bytes_per_s: the rates; a multiply-add is two.
-        element_bytes: of an operand's element.
-        result_bytes: of a result's element.
+        element_bytes: bytes of an operand's element.
+        result_bytes: bytes of a result's element.
         m, n, k: the knots, rising.
         log_factor: the table, m slowest and k fastest.
         source: where the rows come from.
-        error: of the rows held back.
+        error: the fit's error on the rows held back.
     """
 
     launch_s: float
@@ -69,7 +69,7 @@ class Matmuls(msgspec.Struct, frozen=True):
         return batch * (self.element_bytes * (m * k + k * n) + self.result_bytes * m * n)
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Alone on the chip. A batch is looked up as that many times more rows."""
+        """Return seconds alone on the chip; a batch is looked up as that many times more rows."""
         base = (
             self.launch_s
             + 2.0 * batch * m * n * k / self.flops_per_s
@@ -90,8 +90,9 @@ class Attention(msgspec.Struct, frozen=True):
         length, heads, head_size: the knots, rising.
         log_factor: the table, length slowest and head_size fastest.
         source: where the rows come from.
-        error: of the rows held back.
-        error_full: of kernels without a mask, which no part was fitted to; None if there are none.
+        error: the fit's error on the rows held back.
+        error_full: the error on kernels without a mask, which no part was fitted to; None if there
+            are none.
     """
 
     launch_s: float
@@ -106,10 +107,10 @@ class Attention(msgspec.Struct, frozen=True):
     error_full: FitError | None = None
 
     def seconds(self, length: float, heads: int, head_size: int, times: float = 1.0) -> float:
-        """Alone on the chip.
+        """Return seconds alone on the chip.
 
         Args:
-            times: as many operations, as of a kernel without a mask: at the same rate.
+            times: factor on the operations, at the same rate, as for a kernel without a mask.
         """
         base = (
             self.launch_s
@@ -123,7 +124,7 @@ class Attention(msgspec.Struct, frozen=True):
 def _factor(
     knots: Sequence[Sequence[int]], log_factor: Sequence[float], at: Sequence[float]
 ) -> float:
-    """Looked up in a table over three dims, the first slowest."""
+    """Look a factor up in a table of its logarithms over three dims, the first slowest."""
     places = [_place(grid, x) for grid, x in zip(knots, at, strict=True)]
     strides = (len(knots[1]) * len(knots[2]), len(knots[2]), 1)
     found = 0.0
@@ -157,16 +158,16 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def floor_s(self) -> float:
-        """Of the smallest message."""
+        """Return the seconds of the smallest message."""
         return self.seconds[0]
 
     @property
     def bytes_per_s(self) -> float:
-        """What each device sends in a second in the largest message."""
+        """Return the bytes per second that each device sends in the largest message."""
         return self.bytes_moved[-1] / self.seconds[-1]
 
     def at(self, bytes_moved: float) -> float:
-        """Between measured sizes by logarithms; above them at the largest one's rate."""
+        """Interpolate between measured sizes by logarithms; above, take the largest one's rate."""
         if bytes_moved <= self.bytes_moved[0]:
             return self.floor_s
         if bytes_moved >= self.bytes_moved[-1]:
@@ -179,11 +180,11 @@ class Collectives(msgspec.Struct, frozen=True):
     """Collectives inside one NVLink domain.
 
     Attributes:
-        curves: by kind, as HLO writes it, and by number of devices.
+        curves: one for each kind, as HLO writes it, and each number of devices.
         source: where the rows come from.
-        error: of rows held back at random; a size is measured in two dtypes, so most of those have
+        error: on rows held back at random; a size is measured in two dtypes, so most of those have
             a twin among the rows that were fitted.
-        error_new_sizes: of a second fit, with all rows of some sizes held back.
+        error_new_sizes: the error of a second fit, with all rows of some sizes held back.
     """
 
     curves: dict[str, dict[int, Curve]]
@@ -192,7 +193,7 @@ class Collectives(msgspec.Struct, frozen=True):
     error_new_sizes: FitError
 
     def seconds(self, kind: str, bytes_moved: float, size: int) -> float:
-        """Between measured group sizes by logarithms; past them with the latency of more steps.
+        """Interpolate between measured group sizes by logarithms; past them add the steps' latency.
 
         Raises:
             KeyError: for a kind that is not in the table.
@@ -211,7 +212,7 @@ class Collectives(msgspec.Struct, frozen=True):
         return below ** (1 - share) * above**share
 
     def _step_s(self, kind: str) -> float:
-        """What one more device adds to the smallest message, by the two largest groups."""
+        """Return seconds that a device adds to the smallest message, by the two largest groups."""
         curves = self.curves[kind]
         *_, few, many = (min(curves), *sorted(curves))
         if few == many:
@@ -220,15 +221,15 @@ class Collectives(msgspec.Struct, frozen=True):
 
 
 class Permutes(msgspec.Struct, frozen=True):
-    """Permutes inside one NVLink domain; the formula is `nccl.permute_s`.
+    """Permutes inside one NVLink domain; the formula is in `CostModel`.
 
     Attributes:
-        latency_s: of the smallest.
-        channel_bytes_per_s: of one channel; 0 where permutes do not run on channels.
-        bytes_per_s: of the link, in one direction.
+        latency_s: seconds of the smallest.
+        channel_bytes_per_s: rate of one channel; 0 where permutes do not run on channels.
+        bytes_per_s: rate of the link, in one direction.
         source: where these come from.
         curve: seconds by bytes, in the place of these, where caches make it no line.
-        error: of the rows they are fitted to (three numbers: none was held back); None if there
+        error: on the rows they are fitted to (three numbers: none was held back); None if there
             are no rows.
     """
 
@@ -241,17 +242,17 @@ class Permutes(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """A kernel that is no matmul: launch + bytes / rate, and what it does to them.
+    """Seconds of a kernel that is no matmul: launch + bytes / rate + transcendentals + transposes.
 
     Attributes:
-        launch_s: of a kernel with nothing to do.
-        bytes_per_s: read and written together.
+        launch_s: seconds of a kernel with nothing to do.
+        bytes_per_s: rate of bytes read and written together.
         source: where these come from.
         curve: seconds by bytes, in the place of launch and rate, where caches make it no line.
-        transcendental_s: of one exponential, tangent or root; 0 where they hide behind the bytes,
-            as on GPUs.
-        transposed_s: of one byte that is transposed, more than of another; 0 where tiles hide it,
-            as on GPUs.
+        transcendental_s: seconds of one exponential, tangent or root; 0 where they hide behind the
+            bytes, as on GPUs.
+        transposed_s: seconds that one byte takes longer if it is transposed; 0 where tiles hide
+            it, as on GPUs.
     """
 
     launch_s: float
@@ -263,7 +264,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Skew(msgspec.Struct, frozen=True):
-    """How long a collective waits for the last device, where devices share cores.
+    """Seconds that a collective waits for the last device, where devices share cores.
 
     Devices that computed for a while do not come to a collective together: a loop of collectives
     alone, which the curves are measured by, does not show that. The wait grows with what they
@@ -271,8 +272,8 @@ class Skew(msgspec.Struct, frozen=True):
     most * (1 - exp(-computed / slice)).
 
     Attributes:
-        slice_s: see there.
-        most_s: by the number of devices that take part.
+        slice_s: the slice of time in that formula.
+        most_s: the longest wait, by the number of devices that take part.
         source: where these come from.
     """
 
@@ -281,22 +282,22 @@ class Skew(msgspec.Struct, frozen=True):
     source: str
 
     def seconds(self, compute_s: float, size: int) -> float:
-        """For other numbers of devices that of the next larger one measured, or of the largest."""
+        """Return the wait; sizes not measured take that of the next larger one, or the largest."""
         measured = next((n for n in sorted(self.most_s) if n >= size), max(self.most_s))
         return self.most_s[measured] * -math.expm1(-compute_s / self.slice_s)
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was measured of one kind of device.
+    """All tables that were measured on one kind of device.
 
     Attributes:
-        format: of the file; this reads FORMAT.
+        format: the file's format; this reads FORMAT.
         chip: the device's name: of `jaxoverlap.hardware.cluster`, or as JAX calls what was found
-        here.
+            here.
         date: when the rows were fitted.
-        matmuls: by dtype, as HLO writes it ("fp8" for both of its kinds).
-        attention: of bf16; None if there are no rows.
-        memory, collectives, permutes: see there.
+        matmuls: a table for each dtype, as HLO writes it ("fp8" for both of its kinds).
+        attention: the table of bf16; None if there are no rows.
+        memory, collectives, permutes: see their classes.
         channels: the most channels that a collective runs on, each with an SM to itself; 0 where
             collectives take no SMs.
         skew: how long collectives wait for the last device; None where each has cores of its own.
@@ -320,10 +321,10 @@ class Here(msgspec.Struct, frozen=True):
     """The machine that `--here` measured.
 
     Attributes:
-        devices: that ran at once.
+        devices: number of devices that ran at once.
         platform: JAX's name of it.
-        versions: of jax and python.
-        in_a_step: what the tables have in them, to be of a step.
+        versions: the versions of jax and python.
+        in_a_step: the factors from a loop to a step that the tables have in them.
     """
 
     devices: int
@@ -333,13 +334,13 @@ class Here(msgspec.Struct, frozen=True):
 
 
 class InAStep(msgspec.Struct, frozen=True):
-    """How many times longer each kind takes in a step than in a loop of nothing else.
+    """The factors by which each kind takes longer in a step than in a loop of nothing else.
 
     One where devices have cores of their own: there it was not measured.
 
     Attributes:
         memory: kernels bound by memory.
-        matmuls: see there.
+        matmuls: kernels that are matmuls.
         collectives: permutes too, and the wait for the last device.
     """
 

@@ -1,4 +1,4 @@
-"""Which flags the installed jaxlib rejects, ignores or has renamed."""
+"""Find the flags that the installed jaxlib rejects, ignores or has renamed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from jaxoverlap.flags.xla import FLAGS, versions
 
 Status = Literal["rejected", "bad value", "ignored", "unread", "renamed", "default", "set"]
 _DEAD: tuple[Status, ...] = ("rejected", "bad value", "ignored")
-# What shows whether a flag that changed nothing can change anything: one of these differs from any
-# default, whatever the flag takes.
+# A flag that changed nothing is tried with these values: one of them differs from any default,
+# whatever the flag takes, and so shows whether the flag can change anything.
 _TRIALS = ("true", "false", "0", "1", "7", "on", "off", "ALL_REDUCE", "x")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What becomes of one flag or variable.
+    """The effect of one flag or variable.
 
     Attributes:
-        text: as it was given.
+        text: the flag or variable, as it was given.
         status: "rejected": XLA ends the process, as it does for a "bad value". "ignored": XLA takes
             it and nothing changes, whatever its value. "renamed": it sets an option of another
             name. "default": it sets what holds anyway. "set": it does what it says. "unread": a
@@ -41,12 +41,12 @@ class Finding:
 
     @property
     def dead(self) -> bool:
-        """Whether it does not do what it was given for."""
+        """Return whether XLA rejects or ignores it, or its value."""
         return self.status in _DEAD
 
 
 def check(text: str) -> list[Finding]:
-    """What the installed XLA makes of flags; it is asked in a child process, and may end that.
+    """Check flags against the installed XLA, asked in a child process, which it may end.
 
     Args:
         text: a line for XLA_FLAGS, or the path of a script that sets them: a shell's, YAML or
@@ -118,7 +118,7 @@ def _changed(answer: Answer, plain: Answer) -> tuple[str, ...]:
 
 
 def _instead(name: str, plain: Answer) -> str:
-    """Of a name that XLA does not know: until when it did, and what to write in its place."""
+    """Say until when XLA knew an unknown name, and what to write in its place."""
     if dead := DEAD.get(name):
         first, when = next(iter(versions())), dead.until
         gone = f"last seen in jaxlib {when}" if when else f"gone before jaxlib {first}"

@@ -1,7 +1,7 @@
-"""What the installed XLA makes of XLA_FLAGS: asked, in a child process.
+"""Ask the installed XLA, in a child process, what it makes of XLA_FLAGS.
 
-Which flags a version has, what they are by default, and what an old name now sets is written
-nowhere; XLA ends the process that has a flag it does not know.
+No document says which flags a version has, what they are by default, and what an old name now
+sets; XLA ends the process that has a flag it does not know.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _WARNING = re.compile(r"^W\d{4} [^\]]*\] (.*)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Answer:
-    """What one line of flags does.
+    """XLA's answer to one line of flags.
 
     Attributes:
         fields: XLA's options and their values, several where an option is a list; None if XLA ended
             the process. An option that is not set may be left out.
-        reason: why it did; or what it warns of; or empty.
-        unknown: whether that is a flag that it does not have.
+        reason: why XLA ended the process, or what it warns of; else empty.
+        unknown: whether the reason is a flag that it does not have.
     """
 
     fields: Mapping[str, tuple[str, ...]] | None
@@ -37,7 +37,7 @@ class Answer:
     unknown: bool = False
 
     def differs_from(self, other: Answer) -> tuple[str, ...]:
-        """The options that the two give other values."""
+        """Name the options to which the two give different values."""
         mine, others = self.fields or {}, other.fields or {}
         names = dict.fromkeys((*mine, *others))
         return tuple(n for n in names if sorted(mine.get(n, ())) != sorted(others.get(n, ())))
@@ -49,12 +49,12 @@ def ask(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> list[Answer]:
-    """What each of some lines of XLA_FLAGS does, one process a line.
+    """Ask XLA what each of some lines of XLA_FLAGS does, one process a line.
 
     Args:
         lines: as XLA_FLAGS holds them.
         python: an interpreter with the jaxlib to ask.
-        environment: of that interpreter; default: this process's.
+        environment: that interpreter's; default: this process's.
 
     Raises:
         RuntimeError: if jaxlib does not load there.

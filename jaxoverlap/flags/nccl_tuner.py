@@ -98,7 +98,7 @@ def channel_options(rows: Sequence[ChannelRow]) -> dict[str, str]:
 
 
 def variables(rows: Sequence[ChannelRow]) -> dict[str, str]:
-    """What the environment can say of chunks: NCCL_BUFFSIZE, where all collectives agree on one.
+    """Return the variable that sets the rows' chunk size, NCCL_BUFFSIZE; none if no row has one.
 
     In NCCL a chunk of the Simple protocol is half a channel's buffer (src/include/collectives.h:
     half of the buffer's eight steps); the default of 4 MiB makes chunks of 2 MiB.

@@ -69,7 +69,7 @@ RINGS = (
 
 
 def is_gpu(mesh: Mesh) -> bool:
-    """Whether a mesh is of NVIDIA GPUs, there or not."""
+    """Return whether a mesh is of NVIDIA GPUs, present or only described."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 

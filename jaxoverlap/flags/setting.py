@@ -1,4 +1,4 @@
-"""What a preset is made of, and the forms that it is written in."""
+"""Define presets and their parts, and write them in the forms that XLA and shells take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Setting:
     Attributes:
         name: in `flags.FLAGS` or `flags.VARIABLES`.
         value: as compiler options or the environment have it.
-        reason: why.
+        reason: why it is set.
         source: who publishes it, or where it was tried; several with "; " between.
     """
 
@@ -27,7 +27,7 @@ class Setting:
 
     @property
     def is_variable(self) -> bool:
-        """Whether it goes into the environment, and not to the compiler."""
+        """Return whether it goes into the environment, and not to the compiler."""
         return self.name in VARIABLES
 
 
@@ -36,10 +36,10 @@ class Conflict:
     """A name that sources give different values.
 
     Attributes:
-        name: of a flag or a variable.
+        name: the flag or variable.
         said: (value, source), one a value; sources as in `Setting`.
         ours: the value taken; empty: it is not set.
-        why: that one.
+        why: the reason for `ours`.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Preset:
-    """What an overlapped step is to run with on a kind of cluster.
+    """The options and variables that an overlapped step needs on a kind of cluster.
 
     Attributes:
         name: as `preset` takes it.
@@ -68,12 +68,12 @@ class Preset:
 
     @property
     def options(self) -> dict[str, str]:
-        """What `jax.jit(compiler_options=...)` takes."""
+        """Return the options as `jax.jit(compiler_options=...)` takes them."""
         return {s.name: s.value for s in self.settings if not s.is_variable}
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment, XLA_FLAGS not in it."""
+        """Return the environment variables, XLA_FLAGS not among them."""
         return {s.name: s.value for s in self.settings if s.is_variable}
 
     @property

@@ -1,4 +1,4 @@
-"""Where presets are published, as the presets cite them."""
+"""Name the places where presets are published, as the presets cite them."""
 
 _AXLEARN = "apple/axlearn@34aed43c axlearn/cloud/gcp/jobset_utils.py"
 AXLEARN, AXLEARN_ULTRA = _AXLEARN, f"{_AXLEARN}, a3-ultra"

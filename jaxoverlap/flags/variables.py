@@ -25,7 +25,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: its name.
-        kind: of its values; "list" is several with commas between.
+        kind: the kind of its values; "list" is several with commas between.
         meaning: in a few words.
         default: what holds where it is not set; empty: that depends, or nothing.
         since: the first version of its reader that reads it; empty: not looked up.

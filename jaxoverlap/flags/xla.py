@@ -1,7 +1,7 @@
 """XLA's flags for overlap, as data: what they mean, and which versions of jaxlib have them.
 
-Meanings are in xla.toml. What versions have, and what that is by default, is asked of the compilers
-themselves and kept in xla.json, which `python -m benchmarks.flag_table` writes anew.
+Meanings are in xla.toml. The compilers themselves are asked which flags they have, and with which
+defaults; the answers are kept in xla.json, which `python -m benchmarks.flag_table` writes anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 Kind = Literal["bool", "int", "text", "enum", "list", "map"]
 
-# Of enums: the values that compiler options want, and those that XLA_FLAGS want.
+# XLA_FLAGS want other names for the values of enums than compiler options do: the latter are keys.
 _SHORT: Mapping[str, Mapping[str, str]] = {
     "": {},
     "memory": {
@@ -40,8 +40,8 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: as XLA_FLAGS and `jax.jit(compiler_options=)` have it.
-        kind: of its values: "enum" is one of some names, "list" several, with commas between, and
-            "map" key=value, with commas between.
+        kind: the kind of its values: "enum" is one of some names, "list" several, with commas
+            between, and "map" key=value, with commas between.
         meaning: in a few words.
         enum: which names, if it is one.
     """
@@ -53,7 +53,7 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def short(self) -> Mapping[str, str]:
-        """Of an enum, the values as XLA_FLAGS want them, by those that compiler options want."""
+        """Map an enum's values as compiler options want them to those that XLA_FLAGS want."""
         return _SHORT[self.enum]
 
     @property
@@ -73,10 +73,10 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "" if last == [*versions()][-1] else last
 
     def in_xla_flags(self, value: str) -> str:
-        """A value, as compiler options have it, the way XLA_FLAGS have it.
+        """Translate a value from the form of compiler options to that of XLA_FLAGS.
 
         Raises:
-            ValueError: of an enum, if that is no value of it that is known here.
+            ValueError: if it is an enum, and the value is not known here.
         """
         if self.kind == "bool":
             return value.lower()
@@ -88,10 +88,10 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one version of jaxlib said.
+    """The answers of one version of jaxlib.
 
     Attributes:
-        defaults: of the flags in xla.toml that it has.
+        defaults: the defaults of the flags in xla.toml that it has.
         dead: the names in dead.toml that it has.
         options: those flags that are compiler options; empty where only jaxlib was asked.
     """
@@ -103,7 +103,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def versions() -> dict[str, Asked]:
-    """What the versions of jaxlib said that were asked, oldest first."""
+    """Return the answers of the versions of jaxlib that were asked, oldest first."""
     return msgspec.json.decode(read("xla.json"), type=dict[str, Asked])
 
 

@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Link:
-    """What carries bytes between two GPUs.
+    """A link that carries bytes between two GPUs.
 
     Attributes:
-        name: For people.
+        name: Its name, for people.
         bandwidth_bytes_per_s: Peak of one GPU in one direction; it sends as much as it receives.
-        latency_s: Of one transfer, however few its bytes: starting it and the first byte's way.
+        latency_s: Seconds of one transfer, however few its bytes: its start and the first byte's
+            way.
     """
 
     name: str
@@ -98,8 +99,8 @@ class Cluster:
 
     Attributes:
         chip: the GPUs.
-        num_hosts: of the cluster.
-        gpus_per_host: of each host.
+        num_hosts: hosts of the cluster.
+        gpus_per_host: GPUs of each host.
         nvlink, network: a GPU's links.
         processes_per_host: JAX processes on each host, which share its GPUs evenly. A GPU copies
             from another of its own process; what goes to another process, NCCL sends.

@@ -1,4 +1,4 @@
-"""Which processes share a host: each leaves the host's name in jax.distributed's store, once.
+"""Tell which processes share a host: each leaves its host's name in jax.distributed's store.
 
 SLURM starts one process for each GPU, so a process is not a host. What a device says of itself does
 not tell its host: XLA numbers slices by what it finds, or by what the user says.
@@ -21,11 +21,11 @@ _SHOWN = 8  # processes
 WITHIN_S = 20.0
 
 _lock = threading.Lock()
-_known: tuple[Store | None, dict[int, str]] = (None, {})  # of one store, which has one life
+_known: tuple[Store | None, dict[int, str]] = (None, {})  # one store, and hosts in it
 
 
 def this_host() -> str:
-    """What the processes of this host have in common, and those of no other host.
+    """Return a name that the processes of this host share, and those of no other host.
 
     Linux draws a boot id each time it starts. Containers of one host share it, whatever their own
     names are, and their GPUs share NVLink. Elsewhere the host's name has to do.
@@ -50,7 +50,7 @@ def hosts_of(processes: Collection[int], within_s: float = WITHIN_S) -> Mapping[
     wait for it. Without a store, or in one process, each process is a host.
 
     Args:
-        processes: to be told apart, this one among them.
+        processes: the processes to tell apart, this one among them.
         within_s: how long to wait for those that have not said yet.
 
     Raises:
@@ -75,7 +75,7 @@ def hosts_of(processes: Collection[int], within_s: float = WITHIN_S) -> Mapping[
 
 
 def _announced(store: Store, process: int) -> dict[int, str]:
-    """What is known of the processes of a store, now that this one has said where it runs."""
+    """Say once where this process runs; return the hosts known so far of the store's processes."""
     global _known
     with _lock:
         if _known[0] is not store:

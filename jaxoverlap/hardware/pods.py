@@ -133,7 +133,7 @@ def pod_of(mesh: Mesh) -> Cluster | None:
 
 
 def topology_of(pod: Cluster) -> str:
-    """XLA's word for a pod: partitions, what it calls hosts in each, GPUs in each of those.
+    """Return XLA's topology of a pod: partitions, what it calls hosts in each, GPUs in each host.
 
     A partition is what NVLink joins, and XLA schedules collectives that leave one differently. A
     host is a process of its own to XLA: on a machine that runs eight there are eight.
@@ -143,7 +143,7 @@ def topology_of(pod: Cluster) -> str:
 
 
 def is_pod(mesh: Mesh) -> bool:
-    """Whether the devices of `mesh` are only descriptions, which compile but cannot run."""
+    """Return whether the devices of `mesh` are only descriptions, which compile but cannot run."""
     # JAX has no public name for their client's class; an AbstractMesh has no devices at all.
     return isinstance(mesh, Mesh) and type(mesh.devices.flat[0].client).__name__.startswith(
         "CompileOnly"
@@ -241,16 +241,16 @@ def _is_installed(module: str) -> bool:
 
 
 def _has_gpu() -> bool:
-    """Whether JAX, too, would look for NVIDIA GPUs here: it goes by these device files."""
+    """Return whether JAX would look for NVIDIA GPUs here: it goes by the same device files."""
     return any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 
 
 @contextlib.contextmanager
 def _cuda_check_skipped() -> Iterator[None]:
-    """The plugin refuses to register where CUDA's libraries are missing; compiling needs none.
+    """Let the plugin register where CUDA's libraries are missing, as compiling needs none.
 
-    It makes no such check when JAX_PLATFORMS names platforms and CUDA is none of them; a user with
-    a laptop should not have to know.
+    The plugin makes no such check when JAX_PLATFORMS names platforms and CUDA is none of them; a
+    user with a laptop should not have to know.
     """
     before = os.environ.get(_SKIP_CUDA_CHECK)
     os.environ[_SKIP_CUDA_CHECK] = "1"

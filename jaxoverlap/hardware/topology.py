@@ -15,7 +15,7 @@ from jaxoverlap.hardware.pods import pod_of
 
 
 def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
-    """The cluster of a mesh's devices, by what they say of themselves; None if they are not known.
+    """Return the cluster that a mesh's devices say they are in; None if they are not known.
 
     A host is what its processes say it is (`jaxoverlap.hardware.hosts`). Devices are taken to be
     numbered host by host.
@@ -50,7 +50,7 @@ def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
 
 
 def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
-    """What a byte costs along each axis, against one over NVLink.
+    """Return the cost of a byte along each axis, relative to one over NVLink.
 
     An axis whose neighbours are in different NVLink domains takes the network. Where it is not
     known what links the devices have, all axes cost alike.
@@ -71,7 +71,7 @@ def axis_costs(mesh: Mesh, cluster: Cluster | None) -> dict[str, float]:
 
 
 def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
-    """Over how many NVLink domains the devices along each axis spread.
+    """Count the NVLink domains over which the devices along each axis spread.
 
     Args:
         mesh: the mesh.
@@ -88,14 +88,14 @@ def axis_domains(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
 
 
 def axis_processes(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
-    """Over how many processes the devices along each axis spread; arguments as `axis_domains`."""
+    """Count the processes of the devices along each axis; the arguments are `axis_domains`'."""
     if cluster is None:
         return _spread(mesh, lambda device: device.process_index)
     return _spread(mesh, _block(mesh, cluster.gpus_per_process))
 
 
 def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
-    """In how many processes GPUs are, at most, that the cluster has in one: 1 if it is right."""
+    """Count the real processes within one process of the cluster, at most: 1 if it is right."""
     block = _block(mesh, cluster.gpus_per_process)
     found: dict[int, set[int]] = {}
     for device in mesh.devices.flat:
@@ -104,13 +104,13 @@ def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
 
 
 def _chip_of(mesh: Mesh) -> Chip | None:
-    """The GPU model that a mesh's devices call themselves."""
+    """Return the GPU model that a mesh's devices call themselves."""
     kind = mesh.devices.flat[0].device_kind
     return next((chip for chip in chips() if chip.device_name == kind), None)
 
 
 def _hosts(mesh: Mesh, within_s: float = WITHIN_S) -> Callable[[Any], Hashable]:
-    """What gives each device of a mesh its host."""
+    """Return a function that maps each device of a mesh to its host."""
     if pod := pod_of(mesh):
         return lambda device: device.id // pod.gpus_per_host
     of = hosts_of({device.process_index for device in mesh.devices.flat}, within_s)
@@ -118,14 +118,14 @@ def _hosts(mesh: Mesh, within_s: float = WITHIN_S) -> Callable[[Any], Hashable]:
 
 
 def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
-    """What gives each device of a mesh its group of `size`, in the order of their numbers."""
+    """Return a function that maps each device of a mesh to its group of `size`, by device id."""
     ids = sorted(device.id for device in mesh.devices.flat)
     block = {number: place // size for place, number in enumerate(ids)}
     return lambda device: block[device.id]
 
 
 def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
-    """How many different ones there are along each axis, at most."""
+    """Return the most different values of `of` that any line of devices along each axis has."""
     found = np.empty(mesh.devices.shape, object)
     for place, device in np.ndenumerate(mesh.devices):
         found[place] = of(device)

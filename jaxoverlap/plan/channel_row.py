@@ -12,15 +12,15 @@ _MAX_CHANNELS = 64  # NCCL's MAXCHANNELS
 
 
 class ChannelRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the collectives of one kind and size run on.
+    """The channels on which the collectives of one kind and size run.
 
     Attributes:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        min_bytes, max_bytes: the sizes it holds for, both included. As NCCL counts: of what is
-            gathered, reduced or to be scattered, whole.
+        min_bytes, max_bytes: the sizes it holds for, both included. NCCL counts the whole of
+            what is gathered, reduced or to be scattered.
         channels: how many; each takes an SM. None: NCCL's choice.
-        chunk_bytes: of a piece on its way; None: NCCL's choice. The plugin's file has no place for
-            it: where all rows agree, `variables` gives the buffers that make it so.
+        chunk_bytes: bytes of a piece on its way; None: NCCL's choice. The plugin's file has no
+            place for it: where all rows agree, `variables` gives the buffers that make it so.
         nodes, ranks: hosts and GPUs of the communicator; None: any.
         algorithm, protocol: by NCCL's names, in lower case.
     """

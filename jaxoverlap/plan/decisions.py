@@ -1,4 +1,4 @@
-"""What is to be done with each matmul of a step, and with what stands beside them: data."""
+"""Record what becomes of each matmul of a step, and of what stands beside it, as data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Style = Literal["one_way", "two_way", "direct", "sliced", "plain"]
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the pieces of a decomposed collective travel.
+    """The way in which the pieces of a decomposed collective travel.
 
     Attributes:
         style: "one_way": a ring, every hop to the next device. "two_way": two rings at once, one a
@@ -90,7 +90,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
     why: str = ""
 
 
-LEFT_PLAIN = "left plain: "  # how the reason of a matmul begins whose ring was not made
+LEFT_PLAIN = "left plain: "  # begins the reason of a matmul whose ring was not made
 
 
 class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown_fields=True):
@@ -110,12 +110,12 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown
 
     @property
     def chosen(self) -> bool:
-        """Whether it was left alone by choice: asked for, or not worth a ring."""
+        """Return whether it was left alone by choice: as asked, or as not worth a ring."""
         return self.reason.startswith("left ")
 
     @property
     def left_plain(self) -> bool:
-        """Whether it could have a ring, which was not worth it or not chosen."""
+        """Return whether it could have a ring, which was not worth it or not chosen."""
         return self.reason.startswith(LEFT_PLAIN)
 
 

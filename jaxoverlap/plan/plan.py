@@ -1,4 +1,4 @@
-"""A plan: what is to be done with each matmul of a step, for what it was made, as a file.
+"""Plans say what becomes of each matmul of a step and what they are for, and are kept in files.
 
 The file is JSON with a checksum in it, so that one that was cut short or edited is told from one
 that is whole.
@@ -61,7 +61,7 @@ SCHEMA = 2  # of a plan's JSON: counts up with every change that another version
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the scheduler pass was told; as in `jaxoverlap.Scheduler`."""
+    """The settings of the scheduler pass, as in `jaxoverlap.Scheduler`."""
 
     slack: float
     in_flight: int
@@ -72,7 +72,7 @@ class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         env: environment variables.
-        channels: by collective and size.
+        channels: rows by collective and size.
     """
 
     env: Mapping[str, str] = {}
@@ -80,12 +80,13 @@ class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the simulation says of the compiled step, and of the plain one.
+    """Predicted seconds and bytes of the compiled step, and of the plain one.
 
     Attributes:
         step_s, compute_s, communication_s, exposed_s, bound_s: as in `Timeline`.
-        peak_bytes: XLA's, of one device: arguments + temp + outputs - aliased.
-        plain_step_s, plain_peak_bytes: of the step without jaxoverlap; None if XLA failed on it.
+        peak_bytes: XLA's count for one device: arguments + temp + outputs - aliased.
+        plain_step_s, plain_peak_bytes: those of the step without jaxoverlap; None if XLA failed on
+            it.
     """
 
     step_s: float
@@ -99,13 +100,13 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the step took on the devices that it was tuned on.
+    """Measured times of the step on the devices that it was tuned on.
 
     Attributes:
         step_s, plain_step_s: medians of `runs` runs, in turns.
         devices: how many of which kind.
-        compute_factor, exposed_factor: measured seconds for each that was simulated, of kernels and
-            of waiting for collectives; None where nothing was simulated.
+        compute_factor, exposed_factor: measured over simulated seconds, of kernels and of waiting
+            for collectives; None where nothing was simulated.
     """
 
     step_s: float
@@ -125,7 +126,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         step_s, compute_s, exposed_s, peak_bytes: as in `Predictions`, with NCCL's own channels;
             None where nothing was simulated.
         hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
-        measured_s: a step on the devices that were there; None if it was not timed.
+        measured_s: seconds of a step on the devices that were there; None if it was not timed.
         why: why there is no such step; empty where there is one.
     """
 
@@ -149,12 +150,12 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             every process: there is nothing in it of the devices, and no path.
         arguments: what each argument is and how it lies.
         results: how each result lies, where the step says so.
-        axis_types: of each mesh axis: Auto, Explicit or Manual.
+        axis_types: the type of each mesh axis: Auto, Explicit or Manual.
         domains: over how many NVLink domains the devices along each mesh axis spread; empty where
             the cluster is not known.
         devices: what the devices call themselves.
         cluster: as named, or as the devices say; None if it is not known.
-        versions: of jaxoverlap, jax and jaxlib.
+        versions: the versions of jaxoverlap, jax and jaxlib.
     """
 
     step: str
@@ -171,10 +172,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A `Decision` or a `Skip` for every `dot_general` of a step, in order, and what goes with it.
 
     Attributes:
-        schema: of its JSON.
+        schema: the schema of its JSON.
         step: the step's name.
         mesh: devices along each mesh axis.
-        entries: one a matmul.
+        entries: one for each matmul.
         prefetched: gathers of scanned weights that run one step of their scan ahead.
         scattered: the gradients of embedding lookups that are scattered.
         sums: the sums of activations that stay scattered.
@@ -182,8 +183,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         schedule: the scheduler pass; None where there is none.
         xla_options: compiler options, beyond the user's own and those that a pod needs.
         nccl: settings that the process has to be started with.
-        predictions: of the simulation; None if there was none.
-        measured: on the hardware; None if it was not.
+        predictions: what the simulation gave; None if there was none.
+        measured: times on the hardware; None if none were taken.
         tried: what the tuning tried, in order; empty for a plan that was not tuned.
         plain: whether the step is left as it is: nothing else was faster. The scheduler pass may
             give it another order.
@@ -221,7 +222,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def choices(self) -> dict[int, Variant]:
-        """How the pieces of each ring travel, by the site that the ring is named after."""
+        """Map the site that names each ring to the variant by which its pieces travel."""
         rings = (d for d in self.decisions if d.num_chunks > 1 and d.site == d.ring)
         return {d.site: d.variant for d in rings}
 
@@ -238,7 +239,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The plan that rewrites nothing; matmuls without a ring keep their reasons.
 
         Args:
-            why: the other matmuls have none.
+            why: the reason why the other matmuls have none.
         """
         entries = tuple(
             Skip(site=e.site, source=e.source, einsum=e.einsum, runs=e.runs, reason=why)
@@ -292,7 +293,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def summary(self) -> str:
-        """What there is to say of it beside the table of its matmuls."""
+        """Return the lines that are printed below the table of its matmuls."""
         settings = (self._compiled(), self._nccl(), self._predicted(), self._measured())
         origin = self.made_for
         return "\n".join(
@@ -355,13 +356,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class _Schema(msgspec.Struct):
-    """What has to be known of a plan before the rest can be read."""
+    """The part of a plan that has to be read before the rest: its schema."""
 
     schema: Any = SCHEMA
 
 
 def _check_schema(schema: Any) -> None:
-    """Refuse a plan that another version's words may mean something else in."""
+    """Refuse a plan of another schema, whose words may mean something else."""
     if schema == SCHEMA:
         return
     age = "a newer" if isinstance(schema, int) and schema > SCHEMA else "an older or no"

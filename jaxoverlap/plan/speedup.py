@@ -1,4 +1,4 @@
-"""How an overlapped step stands beside the same step as it is, by simulation: one sentence."""
+"""Compare an overlapped step with the same step as it is, by simulation, in one sentence."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         taken: how the step was compiled: "overlapped"; "reordered": without rings, in the scheduler
             pass's order; or "plain": as it is.
         step_s: simulated seconds of what was taken; None where that is not known.
-        plain_s: of the step as it is, by XLA's defaults; None where that is not known.
-        overlapped_s: of the step with rings; None where that is not known.
+        plain_s: those of the step as it is, by XLA's defaults; None where that is not known.
+        overlapped_s: those of the step with rings; None where that is not known.
         why: what spoke against the rings, or why nothing is known of plain; empty where neither is.
         lost: which rules lost how much, where the rings were slower.
     """
@@ -32,14 +32,14 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> float | None:
-        """How many times as fast as the step as it is; None where that is not known."""
+        """Return the speedup over the step as it is; None where that is not known."""
         if self.plain_s is None or self.step_s is None:
             return None
         return self.plain_s / self.step_s
 
     @property
     def name(self) -> str:
-        """What was taken, in words."""
+        """Name what was taken, in words."""
         return _NAMES[self.taken]
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         return f"plain {milliseconds(self.plain_s)} -> {taken}, {self.times:.2f} x{why}"
 
     def warning(self, step: str) -> str:
-        """What to tell the user where the rings were not taken."""
+        """Word the warning to the user where the rings were not taken."""
         instead = {
             "reordered": "without rings, in the scheduler pass's order",
             "plain": "as it is",

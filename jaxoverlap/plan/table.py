@@ -1,4 +1,4 @@
-"""How a plan reads: the tables and lines that `explain()` prints."""
+"""Write a plan as the tables and lines that `explain()` prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry_table(title: str, entries: Sequence[Decision | Skip]) -> str:
 
 
 def count_lines(entries: Sequence[Decision | Skip]) -> list[str]:
-    """How many matmuls become what, and what there is to say of those without a collective."""
+    """Count the matmuls by what becomes of them, and list those without a collective."""
     rings = [e for e in entries if isinstance(e, Decision)]
     waiting = len(_waiting(entries))
     moved = human_bytes(sum(d.bytes_moved for d in rings))
@@ -54,7 +54,7 @@ def _row(entry: Decision | Skip) -> tuple[str, ...]:
 
 
 def remaining_lines(remaining: Sequence[Remaining]) -> list[str]:
-    """The table of what stays XLA's."""
+    """Write the table of the collectives that stay XLA's."""
     if not remaining:
         return []
     rows = [
@@ -68,20 +68,20 @@ def remaining_lines(remaining: Sequence[Remaining]) -> list[str]:
 
 
 def scattered_line(scattered: Scattered) -> str:
-    """A gradient that XLA would all-reduce."""
+    """Name a lookup's gradient that is scattered, where XLA would all-reduce it."""
     over, sent = " and ".join(scattered.axes), human_bytes(scattered.bytes_moved)
     return f"  The gradient of the lookup at {scattered.source} is scattered over {over}: {sent}."
 
 
 def prefetched_lines(prefetched: int) -> list[str]:
-    """What runs ahead."""
+    """Say how many gathers run ahead."""
     if not prefetched:
         return []
     return [f"  {prefetched} gathers of scanned weights run one step of their scan ahead."]
 
 
 def cluster_lines(cluster: str | None, domains: Mapping[str, int]) -> list[str]:
-    """For which GPUs a plan was decided, where these are known.
+    """Say for which GPUs a plan was decided, where these are known.
 
     Args:
         cluster: as `parse_cluster` takes it.

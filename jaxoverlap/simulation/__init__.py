@@ -1,1 +1,1 @@
-"""What a compiled module says: XLA's schedule read, audited and laid out in time."""
+"""Read XLA's schedule of a compiled module, audit it and lay it out in time."""

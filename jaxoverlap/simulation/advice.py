@@ -1,4 +1,4 @@
-"""The collectives that belong to no ring: what each costs, and what would remove it."""
+"""List the collectives that belong to no ring, what each costs, and what would remove it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Stray:
         source: the "folder/file.py:line" they came from; empty if the module does not say.
         op: the last names of the JAX operation.
         backward: whether it is part of a gradient.
-        devices: that take part together.
+        devices: number of devices that take part together.
         lane: the link that they take.
         runs: how many a step runs.
-        bytes_moved: by each device in a step.
-        seconds: on the link, in a step; exposed_s: of these, while kernels wait.
+        bytes_moved: bytes that each device sends in a step.
+        seconds: time on the link in a step; exposed_s: the part of it in which kernels wait.
         before, after: the arrays that a device gives and gets in the largest, as in
             "bf16[8,512,4096]".
     """
@@ -43,7 +43,7 @@ class Stray:
 
     @property
     def advice(self) -> str:
-        """What a sharding constraint can do about it, of exchanges and all-reduces; else empty.
+        """Suggest a sharding constraint that mends an exchange or an all-reduce; else empty.
 
         A gather may well be wanted (a sharded weight, a residual stream), and so may the scatter
         of a sum: the schedule does not tell.

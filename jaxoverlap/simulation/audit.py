@@ -1,4 +1,4 @@
-"""Which collective is hidden behind what, read off the schedule that XLA made.
+"""Read off XLA's schedule which collectives are hidden behind which matmuls.
 
 A collective hides if it is asynchronous and a matmul is scheduled between its start and its done.
 That is necessary for overlap, not sufficient: it says nothing yet about seconds.
@@ -65,18 +65,18 @@ class Collective:
 
     @property
     def covered(self) -> bool:
-        """Whether a matmul runs beside it."""
+        """Return whether a matmul runs beside it."""
         return self.asynchronous and bool(self.matmuls)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of some collectives hides; loops are counted by their trips.
+    """The covered part of some collectives; loops are counted by their trips.
 
     Attributes:
         count, covered: collectives that a step runs, and how many of them are covered.
         bytes_moved, bytes_covered: bytes that each device sends in them, and in the covered ones.
-        synchronous: how many nothing can run beside.
+        synchronous: how many of them nothing can run beside.
     """
 
     count: int
@@ -111,7 +111,7 @@ class Audit:
     Attributes:
         module: the module's name.
         collectives: all of them.
-        speedup: how the step stands beside the step as it is, where `overlap` held it against that.
+        speedup: how it compares with the step as it is, where `overlap` compared them.
     """
 
     module: str
@@ -207,14 +207,14 @@ def _running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[
 
 
 class Matmuls:
-    """Which instructions are matmuls, or run some."""
+    """A test of whether instructions are matmuls, or run some."""
 
     def __init__(self, module: hlo.Module):
         self._module = module
         self._inside = functools.cache(self._computation)
 
     def __call__(self, instruction: hlo.Instruction) -> bool:
-        """Whether an instruction is one of them."""
+        """Return whether an instruction is a matmul, or runs one."""
         if instruction.opcode in ("dot", "convolution"):
             return True
         if instruction.opcode == "custom-call":
@@ -282,7 +282,7 @@ def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruc
 
 
 def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
-    """By what they wait for: the places of the updates and dones of a computation."""
+    """Map each instruction's name to the place of the update or done that waits for it."""
     return {
         i.operands[0]: place
         for place, i in enumerate(instructions)

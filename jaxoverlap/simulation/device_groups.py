@@ -1,4 +1,4 @@
-"""Who talks to whom in a collective: its groups of devices, from any way HLO writes them."""
+"""Parse the groups of devices in a collective, from any way HLO writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parties(groups: str, num_devices: int) -> Groups:
 
     Args:
         groups: as HLO writes `replica_groups` or `source_target_pairs`; empty: all together.
-        num_devices: of the module.
+        num_devices: devices of the module.
 
     Raises:
         ValueError: if the groups are written in a way that this does not know.

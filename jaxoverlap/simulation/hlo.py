@@ -1,7 +1,7 @@
 """Read the text of a scheduled HLO module: computations, instructions in order, source lines.
 
-Only what the audit needs. Computations start in column 0 (braces do not nest reliably in the
-text), an instruction is one line, and its place in the text is its place in the schedule.
+It reads only what the audit needs. Computations start in column 0 (braces do not nest reliably in
+the text), an instruction is one line, and its place in the text is its place in the schedule.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Instruction:
 
     @property
     def is_root(self) -> bool:
-        """Whether its value is its computation's."""
+        """Return whether its value is its computation's result."""
         return self.line.startswith("  ROOT ")
 
     @property
@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often a while runs its body, if XLA knows."""
+        """Return how often a while runs its body; None if XLA does not know."""
         found = _TRIPS.search(self.line)
         return int(found.group(1)) if found else None
 
@@ -153,7 +153,7 @@ def parse_partitioned(text: str, num_devices: int) -> Module:
 
     Args:
         text: the module's.
-        num_devices: that it is for, which the text does not say.
+        num_devices: devices that it is for, which the text does not say.
 
     Raises:
         ValueError: if it is not the text of a whole HLO module.
@@ -231,7 +231,7 @@ def _split_shape(rest: str) -> tuple[str, str]:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that opens `text` closes."""
+    """Return the place where the parenthesis that opens `text` closes."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

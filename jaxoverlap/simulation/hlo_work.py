@@ -1,6 +1,6 @@
-"""What one HLO instruction asks of a device: matmuls, attention, and bytes of its memory.
+"""Derive the work of one HLO instruction: matmuls, attention, and bytes of device memory.
 
-Values only, no seconds: `jaxoverlap/cost/model.py` prices them. A fusion is one kernel, so what
+It gives no seconds: `jaxoverlap/cost/model.py` prices the work. A fusion is one kernel, so what
 passes between its instructions touches no memory; only its parameters and results do, and of these
 only what it needs (a slice of a stacked weight, an update of a buffer in place).
 """
@@ -51,13 +51,13 @@ HOST_SPACE = "S(5)"  # in a layout: the array lies in the host's memory
 
 
 def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, str]) -> KernelWork:
-    """What an instruction asks of a device.
+    """Return the work that an instruction asks of a device.
 
     Args:
-        module: that it stands in.
-        instruction: anything but a collective, and what runs other computations (while, call,
+        module: the module that it stands in.
+        instruction: anything but a collective, or what runs other computations (while, call,
             conditional).
-        shapes: of the instructions beside it, by name, as text.
+        shapes: the shapes of the instructions beside it, by name, as text.
     """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
@@ -157,7 +157,7 @@ def _fusion_traffic(
 
 
 def _transposed(i: hlo.Instruction, shapes: Mapping[str, str]) -> bool:
-    """Whether it writes along another dim than it reads along."""
+    """Return whether an instruction writes along another dim than it reads along."""
     if i.opcode not in ("transpose", "copy"):
         return False
     read = hlo.fastest_dim(operand_shape(shapes, i.operands[0]))
@@ -174,7 +174,7 @@ def _needed(
     total: int,
     by_name: Mapping[str, hlo.Instruction],
 ) -> float:
-    """How many elements of an operand its user needs to give `wanted` of its `total` elements."""
+    """Count the elements of an operand that its user needs to give `wanted` of its `total`."""
     operand = _elements(by_name[user.operands[place]].shape)
     if user.opcode in _SLICES and place == 0:
         return wanted

@@ -1,4 +1,4 @@
-"""A scheduled module laid out in time: what computes, what communicates, and what waits.
+"""Lay a scheduled module out in time: its kernels, its collectives, and its waits.
 
 Kernels run one after the other in schedule order. Each class of link, NVLink and the network, is a
 lane that carries one collective at a time, in the order of their starts. At a collective's done the
@@ -84,7 +84,7 @@ class ModuleCosts:
         return found
 
     def skew_s(self, c: Collective, computed_s: float) -> float:
-        """How long a collective waits for the last device."""
+        """Return the seconds that a collective waits for the last device."""
         return self._cost.skew_s(computed_s, c.kind, self.group(c))
 
     def _group(self, c: Collective) -> Group:
@@ -99,7 +99,7 @@ class ModuleCosts:
 
 
 def group_of(c: Collective, num_devices: int, cluster: Cluster) -> Group:
-    """Who takes part in a collective of a module for so many devices, counted up from 0."""
+    """Return the group of a collective of a module for so many devices, counted up from 0."""
     spread = domains(c.groups, num_devices, cluster.gpus_per_nvlink_domain)
     size = 2 if c.kind == PERMUTE else c.group_size
     in_a_process = domains(c.groups, num_devices, cluster.gpus_per_process) == 1
@@ -137,7 +137,7 @@ class _Lane:
 
 _Head = tuple[str, str, str, str, float, float, float]
 _Tail = tuple[str, str, KernelWork, Collective | None]
-_Due = dict[str, tuple[_Lane, float]]  # by who to wait for: on which link, until when
+_Due = dict[str, tuple[_Lane, float]]  # by the name to wait for: the lane, and until when
 
 
 class _Replay:
@@ -194,7 +194,7 @@ class _Replay:
         self.add(head, (source, op, asked, None))
 
     def beside(self) -> tuple[Share, float]:
-        """What collectives take from a kernel now, and until when that stays."""
+        """Return the share that collectives take from a kernel now, and until when it stays."""
         share, change = ALONE, math.inf
         for lane in self.lanes.values():
             lane.land(self.now)
@@ -208,7 +208,7 @@ class _Replay:
     # -- collectives ------------------------------------------------------------------------------
 
     def start(self, c: Collective) -> tuple[_Lane, float]:
-        """Put a collective on its link; when it ends there."""
+        """Put a collective on its link; return the lane, and when it ends there."""
         name, seconds, share = self.prices.link(c)
         seconds += self.prices.skew_s(c, self.now - self.met)
         lane = self.lanes[name]
@@ -274,7 +274,7 @@ class _Replay:
             )
 
     def state(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """What is in flight, and for how long from now."""
+        """Return the begin and end of each collective in flight, counted from now."""
         for lane in self.lanes.values():
             lane.land(self.now)
         return tuple(

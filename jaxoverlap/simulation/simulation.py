@@ -1,4 +1,4 @@
-"""`simulate`: what a compiled step takes in seconds, and what its schedule looks like."""
+"""Define `simulate`, which times a compiled step and draws its schedule, running nothing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Simulation(Timeline):
     """A step in time on a cluster, with what no ring hides; print it.
 
     Attributes:
-        cluster: that it is for.
+        cluster: the cluster that it is for.
         strays: the collectives that are no hops of a ring, longest exposed first, each with what
             a sharding constraint can do about it.
-        speedup: how it stands beside the step as it is, where `overlap` held it against that.
+        speedup: how it compares with the step as it is, where `overlap` compared them.
     """
 
     cluster: Cluster

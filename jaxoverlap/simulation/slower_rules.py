@@ -1,7 +1,7 @@
-"""Which rules made an overlapped step slower than plain: their source lines in both timelines.
+"""Find the rules that made an overlapped step slower than plain, by source lines.
 
-A line's kernels and waits are looked up in both. Lines whose matmuls are in rings of the same kinds
-count together, as one rule; what other lines lose has no rule's name, but a line's.
+A line's kernels and waits are looked up in both timelines. Lines whose matmuls are in rings of the
+same kinds count together, as one rule; what other lines lose has no rule's name, but a line's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Rule = tuple[tuple[str, str], ...]  # kinds of rings and their axes; empty for 
 
 @dataclass
 class _Loss:
-    """What a rule costs more than plain: seconds of kernels, and of waiting for collectives."""
+    """A rule's extra seconds over plain, of kernels and of waiting for collectives."""
 
     compute_s: float = 0.0
     exposed_s: float = 0.0

@@ -28,8 +28,8 @@ class Event:
         runs: how often a step does this.
         source: the "folder/file.py:line" it came from; empty if the module does not say.
         op: the last names of the JAX operation that it came from.
-        work: of a kernel.
-        collective: on a link, or waited for.
+        work: a kernel's work.
+        collective: the collective on a link, or waited for.
     """
 
     lane: str
@@ -47,7 +47,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """Of all its runs."""
+        """Return the seconds of all its runs."""
         return (self.end_s - self.start_s) * self.runs
 
 
@@ -71,14 +71,14 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Spent:
-    """What one collective of the module costs in a step, all runs together.
+    """The cost of one collective of the module in a step, all runs together.
 
     Attributes:
-        collective: which.
+        collective: the collective.
         lane: its link.
         runs: how often it runs.
-        seconds: on the link.
-        exposed_s: of these, while the kernels wait.
+        seconds: time on the link.
+        exposed_s: the part of it in which the kernels wait.
     """
 
     collective: Collective
@@ -137,12 +137,12 @@ class Timeline:
 
     @property
     def bound_s(self) -> float:
-        """What no order of the schedule can beat: the busiest of kernels and links."""
+        """Return seconds that no order of the schedule beats: the busiest of kernels and links."""
         return max(self.compute_s, *self.link_s.values())
 
     @functools.cached_property
     def unknown(self) -> dict[str, int]:
-        """What the simulation does not know, and how often a step runs it."""
+        """Map each op that the simulation does not know to how often a step runs it."""
         found: Counter[str] = Counter()
         for e in self.events:
             if e.work.unknown:
@@ -164,7 +164,7 @@ class Timeline:
 
 
 def _spent(events: list[Event]) -> Spent:
-    """Of one collective: its events on the link, and the waits for it."""
+    """Sum up one collective, from its events on the link and the waits for it."""
     runs = [e for e in events if e.kind == "collective"]
     return Spent(
         collective=runs[0].collective or _never(),

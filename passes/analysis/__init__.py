@@ -1,1 +1,1 @@
-"""What a step is: jaxprs, meshes, shardings; nothing is decided or changed here."""
+"""Analyze a step's jaxprs, meshes and shardings; nothing is decided or changed here."""

@@ -33,11 +33,11 @@ class Einsum:
         return f"{self.lhs},{self.rhs}->{self.out}"
 
     def side(self, side: Side) -> str:
-        """The letters of one operand or of the result."""
+        """Return the letters of one operand or of the result."""
         return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
 
     def role(self, letter: str) -> str:
-        """What a letter is in this matmul: batch, contracted, lhs free or rhs free."""
+        """Return a letter's role in this matmul: batch, contracted, lhs free or rhs free."""
         if letter not in self.out:
             return "contracted"
         if letter in self.lhs and letter in self.rhs:
@@ -48,7 +48,7 @@ class Einsum:
 def einsum_of(
     dimension_numbers: tuple, lhs_shape: Sequence[int], rhs_shape: Sequence[int]
 ) -> Einsum:
-    """The einsum of `lax.dot_general`'s dimension numbers.
+    """Return the einsum of `lax.dot_general`'s dimension numbers.
 
     Raises:
         ValueError: if the matmul has more dims than the alphabet has letters.

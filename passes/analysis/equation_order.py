@@ -11,7 +11,7 @@ from jaxoverlap._jax import compat
 
 
 class EquationOrder:
-    """Which equations of a body depend on which, and which are merged.
+    """The dependencies between the equations of a body, some of which are merged into groups.
 
     Places are equations' numbers in the body; a merged group goes by its first place.
 
@@ -26,7 +26,7 @@ class EquationOrder:
         last_effect = None
         for place, eqn in enumerate(eqns):
             before = {made[v] for v in eqn.invars if not compat.is_literal(v) and v in made}
-            if eqn.effects:  # what has effects stays in the order it was written in
+            if eqn.effects:  # equations with effects keep their order
                 before |= {last_effect} - {None}  # type: ignore[arg-type]
                 last_effect = place
             self._before.append(before)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ class EquationOrder:
         self._number = list(range(len(eqns)))
 
     def merge(self, *places: int) -> bool:
-        """Make one of several places, unless one would then have to come before itself."""
+        """Merge several places into one group; return False, changing nothing, at a cycle."""
         groups = {self._first[p] for p in places}
         if len(groups) == 1:
             return True
@@ -63,7 +63,7 @@ class EquationOrder:
         return True
 
     def put_after(self, place: int, later: int) -> bool:
-        """Let `later` wait for `place`, unless `place` waits for it."""
+        """Make `later` wait for `place`; return False if they are merged or it makes a cycle."""
         needed, waiting = self._first[place], self._first[later]
         if needed == waiting:
             return False
@@ -78,11 +78,11 @@ class EquationOrder:
         return True
 
     def first(self, place: int) -> int:
-        """The first place of the group that a place is merged into."""
+        """Return the first place of the group that a place is merged into."""
         return self._first[place]
 
     def places(self) -> list[int]:
-        """The first places of all groups, in an order that respects every dependency.
+        """Return the first places of all groups, in an order that respects every dependency.
 
         Where there is a choice, the one written first comes first.
         """
@@ -104,14 +104,14 @@ class EquationOrder:
         return found
 
     def _beside(self, groups: Iterable[int], edges: Sequence[set[int]]) -> set[int]:
-        """The groups one step away from some, which are not among these."""
+        """Return the groups one edge away from `groups`, without these."""
         near = {self._first[p] for g in groups for place in self._places[g] for p in edges[place]}
         return near.difference(groups)
 
     def _apart(
         self, waiting: set[int], needed: set[int], window: tuple[int, int]
     ) -> tuple[set[int], set[int]] | None:
-        """All that has to come earlier, and all that has to come later, numbered within a window.
+        """Return the groups that must come earlier and those that must come later, within a window.
 
         Two searches take turns: where one group waits for another, it mostly does so by way of a
         few, and then they soon meet.
@@ -119,7 +119,7 @@ class EquationOrder:
         Args:
             waiting: groups that have to come later, with all that waits for them.
             needed: groups that have to come earlier, with all that they wait for.
-            window: the lowest and the highest number of what is in question.
+            window: the lowest and the highest number to look at.
 
         Returns:
             Both sets; None if a group would be in both.
@@ -147,7 +147,7 @@ class EquationOrder:
     def _renumber(
         self, needed: set[int], merged: list[int], waiting: set[int], also: Sequence[int]
     ) -> None:
-        """Number anew what is needed, then what was merged, then what waits.
+        """Renumber the needed groups, then the merged ones, then the waiting ones.
 
         Args:
             also: numbers that are free, beside those that these groups have.

@@ -1,4 +1,4 @@
-"""What goes wrong in a pass, as opposed to in what it was given."""
+"""Errors tell mistakes in what the user gave from failures of a pass itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RewriteError(Exception):
 
     @property
     def without_plain(self) -> str:
-        """The message, for who has said on_error='plain' already."""
+        """The message for a user who has passed on_error='plain' already."""
         if not self.skip:
             return self.what
         return f"{self.what}. To leave it alone, pass skip={self.skip!r} to overlap()"
@@ -45,7 +45,7 @@ class RewriteError(Exception):
 def could_not_rewrite(
     sites: Iterable[int], what: str, sources: Iterable[str], error: Exception
 ) -> RewriteError:
-    """The error for a ring that failed.
+    """Make the error for a ring that failed.
 
     Args:
         sites: the numbers of its matmuls.
@@ -70,7 +70,7 @@ def own_faults(step: str, *expected: type[Exception]) -> Iterator[None]:
         expected: what may be raised here, and stays as it is.
 
     Raises:
-        UserError, RewriteError, Warning, and what is expected: as they come.
+        UserError, RewriteError, Warning, and what is expected: unchanged.
         RewriteError: from any other exception; it says what failed, and where in this package.
     """
     try:
@@ -85,7 +85,7 @@ def own_faults(step: str, *expected: type[Exception]) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of this package that an exception came through."""
+    """Return the innermost line of this package that an exception came through."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
     return f"{short_source(ours[-1].filename, ours[-1].lineno or 0)}, in {ours[-1].name}"

@@ -18,24 +18,24 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxoverlap._jax import compat
 
-# Of equations and of what stands in their parameters: what something is called, and where it was
-# written; the mesh that was set around an equation, as the types of values have it.
+# These parameters do not change what is computed: names, source lines, and the mesh that was set
+# around an equation, which the types of values state already.
 _BESIDE = frozenset(
     {
         *("name", "debug_info", "name_and_src_info", "src_info", "origin", "metadata"),
         *("ctx_mesh", "context_mesh"),
     }
 )
-_TREES = frozenset({"ft_in", "ft_out"})  # of a scan: `scan_counts` says what counts of them
+_TREES = frozenset({"ft_in", "ft_out"})  # of a scan: `scan_counts` hashes what matters of them
 
 
 _CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
 
 
 def _says_nothing(value: Any) -> bool:
-    """Whether a parameter is the sharding of a type without explicit axes.
+    """Return whether a parameter is an empty sharding on a mesh without explicit axes.
 
-    It is there where the arguments are arrays of the mesh, and not where they come from elsewhere.
+    It appears where the arguments are arrays of the mesh, and not where they come from elsewhere.
     """
     if not isinstance(value, NamedSharding) or any(value.spec):
         return False
@@ -43,18 +43,18 @@ def _says_nothing(value: Any) -> bool:
 
 
 def fingerprint(jaxpr: Any) -> str:
-    """A hash of a jaxpr, as 64 hexadecimal digits."""
+    """Return a hash of a jaxpr, as 64 hexadecimal digits."""
     return _Walk().jaxpr(jaxpr)
 
 
 def memory_text(sharding: Any) -> str:
-    """The memory that a sharding names; empty for the devices' own, which has several names."""
+    """Name a sharding's memory; empty for the devices' own, which has several names."""
     kind = sharding.memory_kind
     return "" if kind in (None, "device", "unpinned_host") else kind
 
 
 class _Walk:
-    """One hash, which looks at a jaxpr that stands in several places once."""
+    """The hash of a jaxpr; an inner jaxpr that stands in several places is hashed once."""
 
     def __init__(self) -> None:
         self.seen: dict[int, str] = {}  # by id: all are held by the jaxpr around them
@@ -97,7 +97,7 @@ class _Walk:
         return counts + self.text(kept)
 
     def text(self, value: Any) -> str:
-        """A parameter, as it is in every process."""
+        """Return a parameter's text, the same in every process."""
         if compat.is_jaxpr(value):
             return self.jaxpr(value)
         if isinstance(value, enum.Enum):

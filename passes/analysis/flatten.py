@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.jaxprs import TRANSPARENT, has_matmul
 
 
 def flatten(jaxpr: Any) -> Any:
-    """A jaxpr that computes the same, in which no plain jit stands around a matmul."""
+    """Inline every plain jit that stands around a matmul; the jaxpr computes the same."""
     return _body(jaxpr) if any(map(has_matmul, jaxpr.eqns)) else jaxpr
 
 

@@ -34,13 +34,13 @@ TRANSPARENT = frozenset(
 )
 
 
-# Within a shard_map each device goes its own way through these, and a permute takes them all.
+# In a shard_map devices may take different branches of these, but a permute needs all devices.
 _DIVERGING = frozenset({"while", "cond"})
 
 
 @dataclass(frozen=True)
 class Manual:
-    """What is manual in a body.
+    """The shard_maps around a body, and the mesh axes that they make manual.
 
     Attributes:
         maps: the equations of the shard_maps around it, outer ones first.
@@ -69,7 +69,7 @@ class Manual:
 
     @property
     def checked(self) -> bool:
-        """Whether types say on which axes' devices a value may differ (`check_vma`)."""
+        """Return whether types state the axes along which a value may differ (`check_vma`)."""
         return self.maps[-1].params["check_vma"]
 
     @property
@@ -77,13 +77,13 @@ class Manual:
         return self.maps[-1].params["mesh"]
 
 
-# What multiplies matrices, and so is a site; only the first is ever rewritten.
+# Each equation of these primitives is a site; only the first primitive is ever rewritten.
 MATMULS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
 class Dot:
-    """One `dot_general` of a step; or what is like one, to be left alone and named.
+    """One `dot_general` of a step, or a similar primitive, which is named but left alone.
 
     Attributes:
         index: its place among the step's matmuls, in the order they are written.
@@ -92,7 +92,7 @@ class Dot:
             loop, whose trips are not known, counts once).
         inside: the primitive whose body has rules of its own, or None.
         place: the equation's number in its body.
-        manual: what is manual where it stands, if that is in a shard_map, and all devices run it.
+        manual: the shard_maps around it, if there are any and all devices run it.
     """
 
     index: int
@@ -129,7 +129,7 @@ Visit = Callable[[Body], list[Any] | None]
 
 
 def map_bodies(jaxpr: Any, visit: Visit) -> Any:
-    """A jaxpr whose bodies have the equations that `visit` returns; None leaves one as it is.
+    """Give each body of a jaxpr the equations that `visit` returns; None leaves one as it is.
 
     A body keeps its operands and results, so every jaxpr around it keeps its signature, and scans,
     remats and conditionals need no rebuilding. Inner bodies are visited first. A body that two
@@ -139,21 +139,21 @@ def map_bodies(jaxpr: Any, visit: Visit) -> Any:
 
 
 def bodies(jaxpr: Any) -> tuple[Body, ...]:
-    """Every body of a jaxpr, outer ones first."""
+    """Return every body of a jaxpr, outer ones first."""
     found: list[Body] = []
     map_bodies(jaxpr, found.append)
     return tuple(sorted(found, key=lambda body: body.index))
 
 
 def has_matmul(eqn: Any) -> bool:
-    """Whether an equation is a `dot_general`, or has one in a body of its own, at any depth."""
+    """Return whether an equation is a `dot_general`, or has one in its bodies at any depth."""
     if eqn.primitive.name == "dot_general":
         return True
     return any(has_matmul(inner) for body in compat.jaxprs_in(eqn) for inner in body.eqns)
 
 
 def dots(jaxpr: Any) -> tuple[Dot, ...]:
-    """Every `dot_general` of a jaxpr, at any depth, in the order they are written."""
+    """Return every `dot_general` of a jaxpr, at any depth, in the order they are written."""
     found = (dot for body in bodies(jaxpr) for dot in body.dots)
     return tuple(sorted(found, key=lambda dot: dot.index))
 
@@ -183,14 +183,14 @@ class _Known(NamedTuple):
     ahead: set[Any]
 
     def follow(self, eqn: Any) -> None:
-        """Note what is only moved."""
+        """Add the results of an equation that only moves a known value."""
         if eqn.primitive.name in _MOVES and not compat.is_literal(eqn.invars[0]):
             for known in self:
                 if eqn.invars[0] in known:
                     known.update(eqn.outvars)
 
     def inside(self, eqn: Any, jaxpr: Any) -> _Known:
-        """What is known in one of an equation's bodies."""
+        """Return the known values inside one of an equation's bodies."""
         if len(jaxpr.invars) != len(eqn.invars) or eqn.primitive.name == "while":
             return _Known(set(), set())
         operands = [None if compat.is_literal(a) else a for a in eqn.invars]

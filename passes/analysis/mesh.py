@@ -13,15 +13,15 @@ from jaxoverlap.passes.analysis.errors import UserError
 
 
 class MeshError(UserError):
-    """A step that does not run on one mesh of several devices: none of it can be overlapped."""
+    """The step does not run on one mesh of several devices, so none of it can be overlapped."""
 
 
 class NoMeshError(MeshError):
-    """A step none of whose shardings names a mesh."""
+    """None of the step's shardings names a mesh."""
 
 
 def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], jaxpr: Any) -> Mesh:
-    """The mesh of a step.
+    """Find the mesh of a step.
 
     Args:
         name: the step's name, for messages.
@@ -63,7 +63,7 @@ def _check(name: str, mesh: Mesh) -> None:
 
 
 def unread(mesh: Mesh) -> str | None:
-    """Why no matmul on a mesh can be decomposed, if so: its shardings cannot be read."""
+    """Return why the shardings of a mesh's matmuls cannot be read, or None if they can."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     if not jax.config.jax_use_shardy_partitioner:
         return "jax_use_shardy_partitioner is off, and shardings are read from Shardy"
@@ -84,17 +84,17 @@ def _meshes(sources: Iterable[Any]) -> Iterator[Mesh]:
 
 
 def _constraints(jaxpr: Any) -> Iterator[Any]:
-    """The shardings of every sharding constraint, at any depth."""
+    """Yield the shardings of every sharding constraint, at any depth."""
     return (eqn.params["sharding"] for eqn in _named(jaxpr, "sharding_constraint"))
 
 
 def _shard_maps(jaxpr: Any) -> Iterator[Any]:
-    """The meshes of every shard_map, at any depth."""
+    """Yield the meshes of every shard_map, at any depth."""
     return (eqn.params["mesh"] for eqn in _named(jaxpr, "shard_map"))
 
 
 def _named(jaxpr: Any, primitive: str) -> Iterator[Any]:
-    """The equations of a primitive, at any depth."""
+    """Yield the equations of a primitive, at any depth."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == primitive:
             yield eqn
@@ -103,17 +103,17 @@ def _named(jaxpr: Any, primitive: str) -> Iterator[Any]:
 
 
 def explicit_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes whose shardings are part of the arrays' types."""
+    """Return the axes whose shardings are part of the arrays' types."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
 
 
 def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """The axes on each dim, as JAX wants them."""
+    """Make a `PartitionSpec` of the mesh axes on each dim."""
     return PartitionSpec(*(axes or None for axes in spec))
 
 
 def automatic(mesh: Mesh) -> Mesh:
-    """The same devices, all of whose shardings are left to the partitioner."""
+    """Return the mesh with all of its axes left to the partitioner."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)

@@ -1,4 +1,4 @@
-"""What XLA makes of a step: how every operand and result of every matmul lies, and what moves.
+"""Ask XLA's partitioner how a step's matmuls are sharded, and which collectives it adds.
 
 The step is lowered with a tag on each matmul, and XLA's partitioner says what it makes of that; a
 copy with probes (`partitioner.probe`) says how values lie. A probe is one more reader of a value,
@@ -32,12 +32,12 @@ _VIEWS = ("transpose", "convert_element_type")
 
 
 class Shardings(NamedTuple):
-    """How the sides of one matmul lie: a tuple of mesh axes a dim, major to minor.
+    """The shardings of one matmul's sides: for each dim a tuple of mesh axes, major to minor.
 
-    None where mesh axes do not say it, as where part of an axis shards a dim.
+    None where mesh axes cannot state it, as where part of an axis shards a dim.
 
     Attributes:
-        lhs, rhs, out: of the operands and the result.
+        lhs, rhs, out: the shardings of the operands and the result.
         lhs_sources, rhs_sources: of the values that the operand is made from by nothing but
             resharding: before the last reshard, before the last two, ...
         out_sinks: of the values that the result becomes by resharding (and transposes), as long as
@@ -55,15 +55,15 @@ class Shardings(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """What XLA's partitioner makes of a step.
+    """The step that XLA's partitioner makes of the traced one.
 
     Attributes:
         shardings: of the matmuls, by their number (`jaxprs.dots`); of scatter-adds by the number of
             their body and their place in that, where `rhs` is the updates. In manual code they name
             the axes that are automatic beside the manual ones. What XLA dropped is missing.
         results: how the step's results lie; XLA's own words where mesh axes do not say it.
-        text: the partitioned module's.
-        num_devices: that it is for.
+        text: the text of the partitioned module.
+        num_devices: the number of devices that it is for.
     """
 
     shardings: Mapping[Any, Shardings]
@@ -83,7 +83,7 @@ class Picture:
 
 
 def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool = True) -> Picture:
-    """What XLA makes of a traced step.
+    """Partition a traced step with XLA, and read its shardings.
 
     Args:
         traced: the step.
@@ -121,7 +121,7 @@ _Answers = dict[_Value, Spec | None]
 
 
 def _partition(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh) -> partitioner.Partitioned:
-    """What XLA's partitioner makes of a jaxpr in the place of a traced step's."""
+    """Partition a traced step with another jaxpr in the place of its own."""
     params = jits.with_jaxpr(jits.traced_params(traced), jaxpr, {})
     params["name"] = partitioner.new_name()
     try:
@@ -139,7 +139,7 @@ def _probed(
     asked: Mapping[Any, tuple[int, _Asked]],
     wanted: Set[_Value],
 ) -> tuple[partitioner.Partitioned, _Answers]:
-    """What XLA makes of a step with its matmuls tagged, and how the wanted values lie in it."""
+    """Partition a step with its matmuls tagged, and read the shardings of the wanted values."""
     told: dict[int, dict[Any, Spec | None]] = {}
 
     def visit(body: Body) -> list[Any] | None:
@@ -160,7 +160,7 @@ def _answers(
     unasked: Counter[Any],
     probed: Callable[[Set[_Value]], tuple[partitioner.Partitioned, _Answers]],
 ) -> _Answers:
-    """How values lie, from programs in which a device does what it does in the unasked one.
+    """Read the shardings of values from probed programs that do the same work as the unprobed one.
 
     A question may change the answer: Shardy resolves conflicts in the order in which it meets them,
     and a probe is one more reader of a value. Then each half is asked about alone. What still has
@@ -189,8 +189,8 @@ class _Asked(NamedTuple):
     """The variables whose shardings make up a `Shardings`; literals are whole everywhere.
 
     Attributes:
-        lhs, rhs, out, lhs_sources, rhs_sources: as there.
-        sinks: as there, each with which dims of the result its own are.
+        lhs, rhs, out, lhs_sources, rhs_sources: as in `Shardings`.
+        sinks: its `out_sinks`, each with the dim of the result that each of its own dims is.
     """
 
     lhs: Any
@@ -201,12 +201,12 @@ class _Asked(NamedTuple):
     sinks: tuple[tuple[Any, tuple[int, ...]], ...]
 
     def variables(self) -> Iterator[Any]:
-        """All of them."""
+        """Yield all of these variables."""
         yield from (self.lhs, self.rhs, self.out, *self.lhs_sources, *self.rhs_sources)
         yield from (var for var, _ in self.sinks)
 
     def read(self, answers: Mapping[Any, Spec | None]) -> Shardings:
-        """What was answered."""
+        """Build the `Shardings` from the answers."""
 
         def of(var: Any) -> Spec | None:
             return ((),) * var.aval.ndim if compat.is_literal(var) else answers.get(var)
@@ -225,7 +225,7 @@ class _Asked(NamedTuple):
 
 
 def _asked(body: Body) -> Iterator[tuple[Any, _Asked]]:
-    """What is to be asked about a body's matmuls and scatter-adds."""
+    """Yield the variables to ask about for each matmul and scatter-add of a body."""
     if body.opaque:
         return
     around = _Around(body)
@@ -257,7 +257,7 @@ class _Around:
         return _Asked(lhs, rhs, out, self._sources(lhs), self._sources(rhs), self._sinks(out))
 
     def _sources(self, var: Any) -> tuple[Any, ...]:
-        """The values before each of the reshards that made one, the last reshard first."""
+        """Return the values before each of the reshards that made one, the last reshard first."""
         found: list[Any] = []
         while not compat.is_literal(var) and (eqn := self.made.get(var)) is not None:
             if eqn.primitive.name not in _RESHARDS:
@@ -267,7 +267,7 @@ class _Around:
         return tuple(found)
 
     def _sinks(self, var: Any) -> tuple[tuple[Any, tuple[int, ...]], ...]:
-        """The values after each of the reshards that one meets, and which dims theirs are."""
+        """Return the values after each reshard of a result, with the result's dim of each dim."""
         dims, found = tuple(range(var.aval.ndim)), []
         while len(readers := self.readers.get(var, [])) == 1 and readers[0] is not None:
             eqn = readers[0]
@@ -282,7 +282,7 @@ class _Around:
 
 
 def _live(body: Body) -> set[Any]:
-    """The variables of a body that its results or effects need."""
+    """Return the variables of a body that its results or effects need."""
     live = set(_variables(body.outvars))
     for eqn in reversed(body.eqns):
         if eqn.effects or not live.isdisjoint(eqn.outvars):
@@ -302,7 +302,7 @@ def _with_probes(
     answers: dict[Any, Spec | None],
     mesh: Mesh,
 ) -> list[Any]:
-    """A body's equations, with a probe after each wanted value, and tags on matmuls asked about."""
+    """Add to a body a probe after each wanted value, and tags on the matmuls asked about."""
     tags = {id(dot.eqn): str(dot.index) for dot in body.dots if dot.index in asked}
     made = {v for eqn in body.eqns for v in eqn.outvars}
     manual = body.dots[0].manual if body.dots else None
@@ -327,7 +327,7 @@ _DIMS = re.compile(r"\[([\d,]*)\]")
 
 
 def _work(text: str) -> Counter[Any]:
-    """The matmuls and collectives of a partitioned module, by sizes and groups.
+    """Return the matmuls and collectives of a partitioned module, by sizes and groups.
 
     Dims are sorted: a probe may keep XLA from turning a matmul around.
     """
@@ -339,7 +339,7 @@ def _work(text: str) -> Counter[Any]:
 
 
 def _sorted_dims(shape: str) -> list[tuple[str, ...]]:
-    """The dims of an array, or of the arrays of a tuple."""
+    """Return the dims of an array, or of the arrays of a tuple."""
     return sorted(tuple(sorted(dims.split(","))) for dims in _DIMS.findall(shape))
 
 
@@ -355,7 +355,7 @@ Place = tuple[str, str]
 def collectives_of_sites(
     module: hlo.Module, between: Collection[str] = BESIDE
 ) -> dict[int, set[Place]]:
-    """The collectives that stand beside each matmul of a step, by its number.
+    """Find the collectives that stand beside each matmul of a step, by its number.
 
     A matmul that XLA has joined with another is missing.
 
@@ -383,7 +383,7 @@ def collectives_of_sites(
 def _beside(
     dot: hlo.Instruction, way: Mapping[str, list[hlo.Instruction]], between: Collection[str]
 ) -> Iterator[hlo.Instruction]:
-    """The collectives on the way from a matmul in one direction, up to what computes."""
+    """Yield the collectives reached from a matmul in one direction, up to what computes."""
     seen, stack = set[str](), list(way.get(dot.name, ()))
     while stack:
         at = stack.pop()

@@ -1,4 +1,4 @@
-"""The collectives that stay XLA's: what no ring does, with bytes and source lines."""
+"""List the collectives that stay XLA's, as no ring does them, with bytes and source lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY_PARTITIONER = 'is_spmd_generated="true"'
 def partitioner_collectives(
     module: hlo.Module, axis_sizes: Mapping[str, int]
 ) -> tuple[Remaining, ...]:
-    """The collectives that XLA's partitioner has put into a step, most bytes first.
+    """Return the collectives that XLA's partitioner has put into a step, most bytes first.
 
     Args:
         module: the partitioned module.
@@ -46,12 +46,12 @@ def partitioner_collectives(
 
 
 def _last(op_name: str) -> str:
-    """The end of an operation's path, for what has no source line."""
+    """Return the end of an operation's path, for what has no source line."""
     return op_name.rpartition("/")[2] or "<unknown>"
 
 
 def moved(module: hlo.Module) -> Iterator[Collective]:
-    """The collectives of a partitioned module; an all-reduce that is only sliced is a scatter."""
+    """Yield a partitioned module's collectives; an all-reduce that is only sliced is a scatter."""
     scattered = {
         (name, reduced)
         for name, body in module.computations.items()
@@ -64,7 +64,7 @@ def moved(module: hlo.Module) -> Iterator[Collective]:
 
 
 def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
-    """The all-reduces of which each device only cuts out its own part.
+    """Yield the all-reduces of which each device only cuts out its own part.
 
     XLA:GPU makes a reduce-scatter of them later; so does every partitioner for which it matters.
     """
@@ -85,7 +85,7 @@ def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
 def _sliced(
     user: hlo.Instruction, users: Mapping[str, list[hlo.Instruction]]
 ) -> hlo.Instruction | None:
-    """The slice that a value is cut to, by where the device is; None if it is read whole."""
+    """Return the slice that each device cuts from a value; None if it is read whole."""
     while user.opcode in ("reshape", "bitcast", "transpose") and len(users[user.name]) == 1:
         (user,) = users[user.name]
     return user if user.opcode == "dynamic-slice" else None

@@ -1,4 +1,4 @@
-"""What stands around a matmul that does nothing but move data: constraints and reshards.
+"""Look through the constraints and reshards around a matmul, which do nothing but move data.
 
     x: [s@model, d] ;  y = sharding_constraint[None, None] x ;  z = dot_general y w
 
@@ -23,12 +23,12 @@ _VIEWS = ("transpose", "convert_element_type")
 
 
 class End(NamedTuple):
-    """What a result becomes.
+    """The value that a matmul's result becomes after reshards and views.
 
     Attributes:
         var: its variable.
         places: the places of the equations on the way.
-        views: those of them that do something else than reshard, but element by element.
+        views: those of them that transpose or convert, instead of resharding.
         inside: the variables on the way, the result's own first.
     """
 
@@ -39,12 +39,12 @@ class End(NamedTuple):
 
     @property
     def reshards(self) -> int:
-        """How many of the equations are reshards."""
+        """Count the reshards among the equations."""
         return len(self.places) - len(self.views)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Which of the result's dims each dim is; () if they are in order."""
+        """Return the result's dim that each dim of `var` is; () if they are in order."""
         dims: tuple[int, ...] = ()
         for eqn in self.views:
             if eqn.primitive.name == "transpose":
@@ -53,7 +53,7 @@ class End(NamedTuple):
         return dims
 
     def seen(self, value: Array) -> Array:
-        """The result as it becomes, but for the resharding."""
+        """Apply the views to the result, without the resharding."""
         for eqn in self.views:
             if eqn.primitive.name == "transpose":
                 value = lax.transpose(value, eqn.params["permutation"])
@@ -79,7 +79,7 @@ class Reshards:
                 self._readers[atom].append(None)
 
     def origin(self, var: Any) -> tuple[Any, int]:
-        """What a matmul's operand is made from by nothing but reshards that only matmuls read.
+        """Follow a matmul's operand back through reshards that only matmuls read.
 
         Returns:
             Its variable, and how many reshards there are.
@@ -92,7 +92,7 @@ class Reshards:
         return var, reshards
 
     def end(self, var: Any) -> End:
-        """What a result becomes up to its last reshard, if nobody else reads it."""
+        """Follow a result to its last reshard, as long as nobody else reads it."""
         end, places, views, inside = End(var), [], [], []
         while len(readers := self._readers[var]) == 1 and readers[0] is not None:
             eqn = self._eqns[readers[0]]

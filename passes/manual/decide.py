@@ -38,10 +38,10 @@ from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
 
 @dataclass
 class ManualSharing:
-    """What becomes of the matmuls of one manual body.
+    """The rings of one manual body, and the reasons why its other matmuls have none.
 
     Attributes:
-        manual: what is manual in it.
+        manual: the shard_maps around it.
         order: the order in which the body's equations then stand.
         rings: the rings.
         late: matmuls that read what a ring gathered, by their numbers.
@@ -68,7 +68,7 @@ def decide_manual(
         requests: for single matmuls.
 
     Returns:
-        An entry a matmul, and what becomes of each manual body that has any, by their numbers.
+        An entry for each matmul, and the rings of each manual body with matmuls, by number.
     """
     entries: dict[int, Decision | Skip] = {}
     sharings: dict[int, ManualSharing] = {}
@@ -90,7 +90,7 @@ def decide_manual(
 
 
 def _chosen(body: Body, shardings: Mapping[int, Shardings], requests: Requests) -> ManualSharing:
-    """What becomes of the matmuls of a manual body, and how the pieces of each ring travel."""
+    """Choose the rings of a manual body, and how the pieces of each ring travel."""
     left = requests.left_plain
     while True:
         sharing = _share(body, shardings, requests, left)
@@ -107,11 +107,11 @@ def _chosen(body: Body, shardings: Mapping[int, Shardings], requests: Requests) 
 def _share(
     body: Body, shardings: Mapping[int, Shardings], requests: Requests, left: Mapping[int, str]
 ) -> ManualSharing:
-    """Which matmuls of a manual body have rings: the largest collectives choose first.
+    """Choose the matmuls of a manual body that have rings; the largest collectives choose first.
 
     Args:
         body, shardings, requests: the body, how its matmuls lie, and what is wanted of them.
-        left: why matmuls of rings that are not made are left alone, by their numbers.
+        left: the number of each matmul whose ring was rejected, with the reason.
     """
     manual = body.dots[0].manual
     assert manual is not None
@@ -144,14 +144,14 @@ def _share(
 
 
 def _place(sharing: ManualSharing, ring: ManualRing, taken: Collection[int]) -> bool:
-    """Make a ring of a collective and the matmuls that are free, if that can be."""
+    """Make a ring of a collective and its free matmuls, and return whether that was possible."""
     if any(ring.collective.place == other.collective.place for other in sharing.rings):
         return False
     free = [site for site in ring.sites if site.dot.index not in taken]
     if not free or (free != ring.sites and not ring.arrives):
         return False
     group = [ring.collective.place, *ring.between]
-    if ring.arrives:  # what has to come later reads the whole value, which is kept
+    if ring.arrives:  # matmuls that must come later read the whole value, which is kept
         made = [site for site in free if sharing.order.merge(*group, site.dot.place)]
     else:
         made = free if sharing.order.merge(*group, *(s.dot.place for s in free)) else []
@@ -177,7 +177,7 @@ def _leave(
 
 
 class _Edges(NamedTuple):
-    """What `EquationOrder` reads of an equation."""
+    """The parts of an equation that `EquationOrder` reads."""
 
     invars: Sequence[Any]
     outvars: Sequence[Any]
@@ -185,12 +185,12 @@ class _Edges(NamedTuple):
 
 
 def _edges(eqn: Any) -> _Edges:
-    """Collectives may change places: every device runs the same program."""
+    """Drop the effects of mesh axes: collectives may move, as all devices run the same program."""
     return _Edges(eqn.invars, eqn.outvars, compat.ordered_effects(eqn))
 
 
 def _keep(sites: Sites, ring: ManualRing) -> None:
-    """Note what others read of the value that a ring gathers."""
+    """Note whether others read the value that a ring gathers, and which views of it they read."""
     places = {site.dot.place for site in ring.sites}
     unread = sites.unread(ring.between, places)
     ring.again = tuple(sorted(ring.between - unread))
@@ -201,7 +201,7 @@ def _keep(sites: Sites, ring: ManualRing) -> None:
 
 
 def _decision(sharing: ManualSharing, ring: ManualRing, site: ManualSite) -> Decision:
-    """The entry of one matmul; the first one of a ring carries its bytes."""
+    """Make the entry of one matmul; the first one of a ring carries its bytes."""
     return ring_entry(
         ring,
         site.dot,

@@ -1,4 +1,4 @@
-"""What a user wrote beside the matmuls of a manual body, and what stands between.
+"""Find the collectives beside the matmuls of a manual body, and the equations between them.
 
     x = all_gather x ;  t = transpose x ;  y = dot_general t w      # one operand moves
     p = dot_general h w ;  c = convert p ;  s = add c b ;  z = psum s   # the result moves, in a sum
@@ -26,14 +26,14 @@ from jaxoverlap.plan.plan import Variant
 
 
 def is_view(eqn: Any) -> bool:
-    """Whether an equation does with each chunk what it does with the whole, and keeps sums."""
+    """Return whether an equation can be done chunk by chunk, and before a sum as well as after."""
     if eqn.primitive.name == "convert_element_type":
         return jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
     return eqn.primitive.name in ("transpose", "pvary")
 
 
 def is_sum(eqn: Any) -> bool:
-    """Whether an equation adds two values."""
+    """Return whether an equation adds two values."""
     return eqn.primitive.name in ("add", "add_any")
 
 
@@ -44,7 +44,7 @@ class Collective:
     Attributes:
         place: its place in the body.
         eqn: the equation.
-        kind: what it does.
+        kind: the kind of collective.
         axis, axis_size: the mesh axis, and its devices.
         dim: the dim that is gathered or scattered; for an exchange the one that is gathered, for
             an all-reduce None.
@@ -88,7 +88,7 @@ class ManualSite(NamedTuple):
 
     @property
     def einsum(self) -> Einsum:
-        """Its letters, with those of what moves in the order in which that moves."""
+        """Its einsum, in which the letters of the moving side stand in the moving value's order."""
         shapes = [v.aval.shape for v in self.dot.eqn.invars]
         einsum = einsum_of(self.dot.eqn.params["dimension_numbers"], *shapes)
         letters = list(einsum.side(self.side))
@@ -113,7 +113,7 @@ class ManualRing:
         keep: whether others read the gathered value.
         again: those of `between` that others read.
         variant: how the pieces travel.
-        why: why not as was asked for, if so.
+        why: the reason if they do not travel as asked for.
     """
 
     collective: Collective
@@ -147,7 +147,7 @@ class ManualRing:
 
     @property
     def arrives(self) -> bool:
-        """Whether an operand moves, and not results."""
+        """Return whether an operand moves, and not results."""
         return self.sites[0].side != "out"
 
     @property
@@ -158,7 +158,7 @@ class ManualRing:
 
 
 def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | str:
-    """What a collective does, by a ring; or why no ring does it.
+    """Describe a collective that a ring can do, or say why no ring can.
 
     Args:
         place: its place in the body.
@@ -187,10 +187,10 @@ def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | st
 
 
 class Sites:
-    """What stands around the matmuls of one manual body.
+    """The matmuls and collectives of one manual body, and the views and sums between them.
 
     Attributes:
-        collectives: by its place each collective, or why it is not one that a ring can do.
+        collectives: by its place each collective, or the reason why no ring can do it.
     """
 
     def __init__(self, body: Body, axes: Mapping[str, int]):
@@ -210,7 +210,7 @@ class Sites:
         }
 
     def reading(self, place: int) -> tuple[list[ManualSite], set[int]]:
-        """The matmuls that read what a collective gives, and the places of all views of that."""
+        """Return the matmuls that read a collective's result, and the places of all its views."""
         sites: list[ManualSite] = []
         places: set[int] = set()
         views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[place].outvars[0], ())]
@@ -226,7 +226,7 @@ class Sites:
         return sorted(sites, key=lambda site: site.dot.index), places
 
     def summed(self, place: int) -> tuple[list[ManualSite], set[int]] | None:
-        """The matmuls whose sum a collective reads, and the places in between; None if not such."""
+        """Return the matmuls whose sum a collective reads, and the places in between, or None."""
         found = self._terms(self.eqns[place].invars[0])
         return found and (sorted(found[0], key=lambda site: site.dot.index), found[1])
 
@@ -248,7 +248,7 @@ class Sites:
         return sites, {place}.union(*(places for _, places in parts))
 
     def unread(self, views: set[int], ring: set[int]) -> set[int]:
-        """Those of some views that nobody reads but a ring's matmuls and other such views."""
+        """Return the views that nobody reads but a ring's matmuls and other such views."""
         dead: set[int] = set()
         for place in sorted(views, reverse=True):
             if not self.read_beyond(place, ring | dead):
@@ -256,12 +256,12 @@ class Sites:
         return dead
 
     def read_beyond(self, place: int, places: set[int]) -> bool:
-        """Whether anybody but the equations at some places reads what one gives."""
+        """Return whether anybody but the equations at `places` reads the result of `place`."""
         return any(r not in places for r in self.readers[self.eqns[place].outvars[0]])
 
 
 def possible_rings(sites: Sites) -> Iterator[ManualRing]:
-    """Each collective with all matmuls that read it; else with those that it adds up."""
+    """Yield each collective with all matmuls that read it, and with those whose sum it reads."""
     for place, found in sites.collectives.items():
         if isinstance(found, str):
             continue
@@ -280,7 +280,7 @@ def possible_rings(sites: Sites) -> Iterator[ManualRing]:
 
 
 def dim_of_sum(found: Collective) -> int | None:
-    """The dim of an all-reduce to cut into chunks: the largest that divides."""
+    """Choose the dim of an all-reduce to cut into chunks: the largest that divides."""
     shape = found.eqn.invars[0].aval.shape
     fits = [d for d, size in enumerate(shape) if size % found.axis_size == 0]
     return max(fits, key=lambda d: shape[d], default=None)

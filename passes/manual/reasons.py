@@ -1,4 +1,4 @@
-"""Why a matmul in manual code is left alone."""
+"""Say why a matmul in manual code is left alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
 
 
 def refusal_of(dot: Dot, requests: Requests) -> str | None:
-    """Why a matmul is left alone, whatever stands beside it."""
+    """Return why a matmul is left alone, whatever stands beside it; None if it need not be."""
     assert dot.manual is not None
     if dot.manual.explicit:
         return f"mesh axis {', '.join(dot.manual.explicit)} is explicit beside the manual ones"
@@ -37,7 +37,7 @@ def refusal_of(dot: Dot, requests: Requests) -> str | None:
 
 
 def crossed(ring: ManualRing, site: ManualSite, shardings: Mapping[int, Shardings]) -> str | None:
-    """Why a ring would not do on the axes that are automatic beside the manual ones."""
+    """Return why the axes that are automatic beside the manual ones forbid a ring, or None."""
     matmul = beside(site.dot, shardings)
     if matmul is None or isinstance(matmul, str):
         return matmul
@@ -54,13 +54,13 @@ def crossed(ring: ManualRing, site: ManualSite, shardings: Mapping[int, Sharding
 
 
 def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | str | None:
-    """A matmul as it lies on automatic axes, or why that is not known; None without such axes."""
+    """Return a matmul sharded on automatic axes, or why it is unknown; None without such axes."""
     sizes = dot.manual.automatic if dot.manual else {}
     if not sizes:
         return None
     if dot.index not in shardings:
         return "its sharding on the automatic axes is not known"
-    # What enters a shard_map is read with its manual axes, along which it has been cut already.
+    # Drop the manual axes: shardings of a shard_map's operands name them, but they are cut already.
     lhs, rhs, out = (
         spec and tuple(tuple(a for a in axes if a in sizes) for axes in spec)
         for spec in shardings[dot.index][:3]
@@ -69,7 +69,7 @@ def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | str 
 
 
 def spread(site: ManualSite, shardings: Mapping[int, Shardings]) -> int:
-    """Over how many devices of automatic axes what moves is spread."""
+    """Count the devices of automatic axes over which the moving value is spread."""
     matmul = beside(site.dot, shardings)
     if matmul is None or isinstance(matmul, str):
         return 1
@@ -77,7 +77,7 @@ def spread(site: ManualSite, shardings: Mapping[int, Shardings]) -> int:
 
 
 def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> str:
-    """Why a matmul is left alone that none of the rings takes."""
+    """Return why a matmul that none of the rings takes is left alone."""
     done = {ring.collective.place: ring.site for ring in rings}
     lhs, rhs = dot.eqn.invars
     found = [
@@ -91,7 +91,7 @@ def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> str:
 
 
 def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
-    """Why there is no ring for the collective that an operand comes from, if it does."""
+    """Return why the collective that an operand comes from has no ring; None without one."""
     through = ""
     while not compat.is_literal(var) and (place := sites.made.get(var)) is not None:
         eqn = sites.eqns[place]
@@ -112,7 +112,7 @@ def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
 
 
 def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
-    """Why there is no ring for the collective that a result reaches, if it does."""
+    """Return why the collective that a result reaches has no ring; None without one."""
     through = ""
     while readers := [place for place in sites.readers[var] if place is not None]:
         for place in readers:
@@ -139,7 +139,7 @@ def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
 
 
 def _left(what: str, through: str) -> str:
-    """Why a matmul is left alone beside a collective that rings can do elsewhere."""
+    """Return why a matmul is left alone beside a collective that rings can do elsewhere."""
     if through in ("add", "add_any"):
         return f"{what} in a sum with something else"
     return f"{what} through {through}" if through else f"{what}, in a way that no ring does"

@@ -36,7 +36,7 @@ Multiply = Callable[..., Array]
 
 
 def manual_rings(body: Body, sharing: ManualSharing, multiply: Multiply) -> list[Any]:
-    """The equations of a manual body, with rings as decided.
+    """Return the equations of a manual body, with rings as decided.
 
     Raises:
         RewriteError: if that fails for one, naming its matmuls and their source lines.
@@ -65,7 +65,7 @@ def _failed(ring: ManualRing, error: Exception) -> RewriteError:
 
 
 def _equations(ring: ManualRing, multiply: Multiply, *, checked: bool) -> list[Any]:
-    """The equations that take the place of a collective and the matmuls beside it."""
+    """Make the equations that take the place of a collective and the matmuls beside it."""
     moving, eqn = ring.collective.eqn, ring.sites[0].dot.eqn
     if ring.arrives:
         fn = functools.partial(_arriving, ring, multiply)
@@ -80,13 +80,13 @@ def _equations(ring: ManualRing, multiply: Multiply, *, checked: bool) -> list[A
 
 
 def _other(site: ManualSite) -> Any:
-    """The operand that does not move."""
+    """Return the operand that does not move."""
     lhs, rhs = site.dot.eqn.invars
     return rhs if site.side == "lhs" else lhs
 
 
 def _arriving(ring: ManualRing, multiply: Multiply, shard: Array, *others: Array) -> list[Array]:
-    """Matmuls of an operand that is gathered or exchanged, and that operand if it is kept."""
+    """Run the ring of a gathered or exchanged operand; return that too if it is kept."""
     moving = ring.collective
     readers = [_reader(s, multiply, other) for s, other in zip(ring.sites, others, strict=True)]
     split = None if moving.wanted is None else Dim(moving.wanted)
@@ -95,7 +95,7 @@ def _arriving(ring: ManualRing, multiply: Multiply, shard: Array, *others: Array
 
 
 def _leaving(ring: ManualRing, multiply: Multiply, checked: bool, *operands: Array) -> list[Array]:
-    """Matmuls whose results are added up, and scattered, exchanged or wanted whole."""
+    """Run the ring of results that are added up, and scattered, exchanged or wanted whole."""
     moving = ring.collective
     pairs = zip(ring.sites, operands[::2], operands[1::2], strict=True)
     terms = [Term(lhs, rhs, s.einsum, _product(s, multiply)) for s, lhs, rhs in pairs]
@@ -122,7 +122,7 @@ def _reader(site: ManualSite, multiply: Multiply, other: Array) -> Reader:
 
 
 def _product(site: ManualSite, multiply: Multiply) -> LocalDot:
-    """One chunk's product, with all that stands between the matmul and what moves."""
+    """Make the function that multiplies one chunk, with the views between it and what moves."""
     own = site.dot.eqn.outvars[0].aval.dtype
 
     def product(lhs: Array, rhs: Array, dtype: Any) -> Array:
@@ -138,7 +138,7 @@ def _product(site: ManualSite, multiply: Multiply) -> LocalDot:
 
 
 def _seen(value: Array, views: Sequence[Any]) -> Array:
-    """A chunk as the equations on the way to or from its matmul make it; sums stay wide."""
+    """Apply the views between a chunk and its matmul."""
     for eqn in views:
         if eqn.primitive.name == "transpose":
             value = lax.transpose(value, eqn.params["permutation"])

@@ -1,1 +1,1 @@
-"""Which matmuls share which rings, and whether a ring pays."""
+"""Decide which matmuls share which rings, and whether a ring pays."""

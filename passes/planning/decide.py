@@ -43,7 +43,7 @@ _DTYPES = (
 
 
 def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> ShardedMatmul | str:
-    """What the algebra needs to know of a matmul, or why it cannot be had."""
+    """Return a matmul as the sharding algebra reads it, or why its sharding is not known."""
     avals = [v.aval for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
     lhs, rhs, out = shardings[:3]
     if lhs is None or rhs is None or out is None:
@@ -69,7 +69,7 @@ def decide(
         terms: to decide by.
 
     Returns:
-        An entry a matmul, and what becomes of each body that has any, by its number.
+        An entry for each matmul, and the rings of each body that has any matmul, by its number.
 
     Raises:
         ValueError: if a request names a line without a matmul, or a site that is none.
@@ -87,9 +87,9 @@ def decide(
 
 
 def _shared(body: Body, step: _Step) -> Sharing:
-    """Which matmuls of a body share which ring, and how the pieces of each ring travel.
+    """Choose which matmuls of a body share which ring, and how the pieces of each ring travel.
 
-    Where a ring is lost, the others may be shared in another way: the body is looked at again.
+    Where a ring is rejected, the others may be shared in another way: the body is decided on again.
     """
     rejected = step.terms.requests.left_plain
     while True:
@@ -107,7 +107,7 @@ def _shared(body: Body, step: _Step) -> Sharing:
 
 
 class _Step:
-    """The matmuls of a step and how they lie, each read once."""
+    """The matmuls of a step and their shardings, each read once."""
 
     def __init__(self, found: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms):
         self.matmuls = {dot.index: dot for body in found for dot in body.dots}
@@ -120,18 +120,18 @@ class _Step:
         terms.requests.check(sources)
 
     def read(self, rejected: Mapping[int, str], dot: Dot) -> ShardedMatmul | str:
-        """A matmul and how it lies on the mesh, or why it is left alone."""
+        """Return a matmul with its sharding, or why it is left alone."""
         left = self.terms.unread or refusal(dot, self.terms.requests)
         left = left or _typed_otherwise(dot, self.terms.explicit)
         return left or rejected.get(dot.index) or self._known(dot.index)
 
     def beyond(self, dot: Dot) -> tuple[Specs, Specs, Specs]:
-        """How the values lie before and after the reshards around a matmul."""
+        """Return the shardings before and after the reshards around a matmul."""
         read = self._shardings[dot.index]
         return read.lhs_sources, read.rhs_sources, read.out_sinks
 
     def chosen(self, body: Body, ring: Ring) -> tuple[Variant, str]:
-        """How a ring's pieces travel: as asked, else as is cheapest; and why so, if need be."""
+        """Choose how a ring's pieces travel: as asked, else the cheapest way; and say why."""
         chunk, prices = ring.first.chunk(), self.terms.prices
         if asked := self.terms.requests.variant(ring.site, source_of(ring.members[0].dot)):
             if asked.style == "plain":
@@ -142,7 +142,7 @@ class _Step:
         return prices.chosen(ring, usual, others) if prices else (usual, "")
 
     def _others_s(self, body: Body, ring: Ring) -> Iterator[float]:
-        """Seconds of each matmul that a ring's collective, left whole, could hide behind."""
+        """Yield seconds of each matmul that a ring's collective, left whole, could hide behind."""
         return (self._seconds(dot.index) for dot in self._independent(body.index).of(ring))
 
     def _independent_matmuls(self, index: int) -> IndependentMatmuls:
@@ -163,14 +163,14 @@ class _Step:
 
 
 def refusal(dot: Dot, requests: Requests) -> str | None:
-    """Why a matmul is left alone before its sharding is looked at."""
+    """Return why a matmul is left alone before its sharding is looked at, or None."""
     if (asked := requests.refusal(dot.index, source_of(dot))) is not None:
         return asked
     return _unfit(dot)
 
 
 def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> str | None:
-    """Why a matmul is left alone whose types state other shardings than the mesh's axes do."""
+    """Return why a matmul whose types state other axes than the mesh is left alone, or None."""
     stated = compat.stated_axes(dot.eqn)
     if stated is None or set(stated) == set(explicit):
         return None
@@ -182,7 +182,7 @@ def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> str | None:
 
 
 def _unfit(dot: Dot) -> str | None:
-    """Why a matmul is none that the algebra can look at."""
+    """Return why the sharding algebra cannot take a matmul, or None if it can."""
     if dot.eqn.primitive.name != "dot_general":
         return f"{dot.eqn.primitive.name}: no ring for that"
     if dot.inside:
@@ -199,16 +199,16 @@ def _unfit(dot: Dot) -> str | None:
 
 
 def _usual(ring: Ring, costs: Mapping[str, float]) -> Variant:
-    """How a ring's pieces travel if nothing else is known: on a slow link straight to the owner.
+    """Return the default variant: sums on a slow link go straight to their owner.
 
-    There hops of several rings queue, and in a ring every sum waits for the hop before.
+    On such a link hops of several rings queue, and in a ring every sum waits for the hop before.
     """
     slow = costs.get(ring.first.ring.axis, 1.0) > 1.0
     return Variant("direct" if slow and ring.kind == "reduce_scatter" else "one_way")
 
 
 def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
-    """The variant of a ring with so many rows a chunk; why it is another than the wanted one."""
+    """Fit the wanted variant to a ring with so many rows a chunk; say why, if it is another."""
     if chunk % wanted.slices:
         style = "one_way" if wanted.style == "sliced" else wanted.style
         why = f"in one piece: a chunk of {chunk} rows does not divide by {wanted.slices}"
@@ -222,7 +222,7 @@ def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
 
 
 def _decisions(ring: Ring) -> list[Decision]:
-    """An entry for each matmul of a ring; the first one carries the ring's bytes."""
+    """Make an entry for each matmul of a ring; the first one carries the ring's bytes."""
     return [_decision(ring, member) for member in ring.members]
 
 
@@ -247,7 +247,7 @@ def _decision(ring: Ring, member: Member) -> Decision:
 
 
 def _reads(member: Member, sharing: Sharing) -> Decision:
-    """The entry of a matmul that has nothing left to gather."""
+    """Make the entry of a matmul that has nothing left to gather."""
     given = [[r for r in sharing.arriving(v) if r.keep] for v in (member.lhs, member.rhs)]
     rings = [kept[-1] for kept in given if kept]
     hoists = [sharing.hoisted[v] for v in (member.lhs, member.rhs) if v in sharing.hoisted]

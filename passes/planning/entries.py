@@ -1,4 +1,4 @@
-"""The entries of a plan: what `explain()` shows of each matmul, in automatic and in manual code."""
+"""Make a plan's entry of each matmul, in automatic and in manual code; `explain()` shows them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class AnyRing(Protocol):
     Attributes:
         site: the number of the first matmul, which names the ring.
         kind: the collective that the ring carries out.
-        axis: its mesh axis, and axis_size: the devices along that.
+        axis: its mesh axis.
+        axis_size: the devices along that axis.
         variant: how the pieces travel.
-        why: why they do not travel as asked for, if so.
+        why: the reason if they do not travel as asked for.
     """
 
     variant: Variant
@@ -49,18 +50,18 @@ class AnyRing(Protocol):
 
 
 def source_of(dot: Dot) -> str:
-    """The "folder/file.py:line" that wrote a matmul."""
+    """Return the "folder/file.py:line" that wrote a matmul."""
     file, line, _ = compat.source_line(dot.eqn)
     return short_source(file, line)
 
 
 def num_dims(dot: Dot) -> int:
-    """The dims of both operands together."""
+    """Count the dims of both operands together."""
     return sum(v.aval.ndim for v in dot.eqn.invars)
 
 
 def letters_of(dot: Dot) -> str:
-    """A matmul's einsum, as it is shown."""
+    """Return a matmul's einsum, as it is shown."""
     if num_dims(dot) > len(LETTERS) or dot.eqn.primitive.name != "dot_general":
         return "?"
     lhs, rhs = (v.aval.shape for v in dot.eqn.invars)
@@ -68,7 +69,7 @@ def letters_of(dot: Dot) -> str:
 
 
 def skip_of(dot: Dot, reason: str) -> Skip:
-    """The entry of a matmul that is left alone."""
+    """Make the entry of a matmul that is left alone."""
     return Skip(
         site=dot.index, source=source_of(dot), einsum=letters_of(dot), runs=dot.runs, reason=reason
     )
@@ -83,12 +84,13 @@ def ring_entry(
     others: Iterable[str] = (),
     why: str = "",
 ) -> Decision:
-    """The entry of a matmul with a ring; the first one of a ring carries its bytes.
+    """Make the entry of a matmul with a ring; the first one of a ring carries its bytes.
 
     Args:
-        ring: the ring, and dot: the matmul.
+        ring: the ring.
+        dot: the matmul.
         letter: the dim that is cut into chunks.
-        bytes_moved: that each device sends in one run of the ring.
+        bytes_moved: bytes that each device sends in one run of the ring.
         others: collectives of this matmul that stay XLA's.
         why: the reason for this axis, if the matmul is the first.
     """
@@ -115,13 +117,14 @@ def ring_entry(
 def reader_entry(
     dot: Dot, *, ring: int, axis: str, moved: str, kind: Kind = "all_gather"
 ) -> Decision:
-    """The entry of a matmul that has nothing left to gather.
+    """Make the entry of a matmul that has nothing left to gather.
 
     Args:
         dot: the matmul.
         ring: the number of the ring that gathers for it; its own where a hoisted gather does.
-        axis: of that, and kind: what it carries out.
-        moved: what has moved the value that it reads.
+        axis: the mesh axis of that ring or gather.
+        moved: the ring or gather that moved the value that it reads, in words.
+        kind: the collective that it carries out.
     """
     return Decision(
         site=dot.index,

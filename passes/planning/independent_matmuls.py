@@ -1,4 +1,4 @@
-"""Which matmuls of a body a collective could run beside: what neither feeds it nor waits for it."""
+"""Find the matmuls that a collective could run beside: those that neither feed nor await it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class IndependentMatmuls:
         self._bits = bits
 
     def of(self, ring: Ring) -> Iterator[Dot]:
-        """The matmuls that a ring's collective, in one piece, could hide behind, in order.
+        """Yield the matmuls that a ring's collective, in one piece, could hide behind, in order.
 
         A value that is gathered waits for what makes it, not for the matmuls' other operands.
         """

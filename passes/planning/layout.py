@@ -1,4 +1,4 @@
-"""How a decomposed matmul lies on the mesh: the specs of its sides, and where its chunks lie.
+"""Lay a decomposed matmul out on the mesh: find the specs of its sides and the cut of its chunks.
 
 Every axis of the mesh turns manual, so that a ring's body says all that happens: an axis whose own
 collective belongs to the same matmul has it once, before the ring or after it, where XLA would
@@ -9,8 +9,7 @@ A mesh axis on a dim is one digit of that dim's index: with ("data", "model") on
 `data` counts blocks of C / data rows, its stride, and `model` blocks of C / (data * model) inside
 these. So an axis that moves need not be the minor one: along a dim that is whole over the axis,
 chunk k is `reshape(dim, (outer, axis_size, inner))[:, k, :]`, and `outer` follows from the strides.
-What must hold is that an axis has the same stride on every side, else the devices' blocks do not
-meet.
+An axis must have the same stride on every side, else the devices' blocks do not meet.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Layout:
     out: Spec
 
     def spec(self, side: Side) -> Spec:
-        """The shard_map's spec of one side."""
+        """Return the shard_map's spec of one side."""
         return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
 
     def outer(self, side: Side, letter: str, axis: str) -> int:
-        """Into how many blocks each chunk of `axis` falls along a local dim, when it moves.
+        """Count the blocks that each chunk of `axis` falls into along a local dim, when it moves.
 
         On an operand, what `others` gather has been gathered; on the result, what they scatter has
         not been scattered yet, except for those that come before `axis`.
@@ -66,7 +65,7 @@ class Layout:
         return size // (stride * self.matmul.axis_sizes[axis]) // above
 
     def chunk(self) -> int:
-        """Rows of the moving dim that lie side by side in one chunk, on one device."""
+        """Count rows of the moving dim that lie side by side in one chunk, on one device."""
         motion, n = self.ring.motion, self.ring.axis_size
         assert motion is not None
         axis, letter = self.ring.axis, self.letter
@@ -75,7 +74,7 @@ class Layout:
         return local // n // self.outer(motion.side, letter, axis)
 
     def held(self, side: Side, letter: str, axis: str) -> list[str]:
-        """The axes that shard a dim of one side at the time when `axis` moves."""
+        """Return the axes that shard a dim of one side at the time when `axis` moves."""
         axes = _on(self.matmul, side, letter, self.spec(side))
         order = [s for s in self.others if _kind(s) == "all_gather"]
         order += [self.ring, *(s for s in self.others if _kind(s) != "all_gather")]
@@ -87,7 +86,7 @@ class Layout:
         return [*(a for a in axes if a not in gathered | waiting), *split]
 
     def stride(self, letter: str, axis: str) -> int | None:
-        """Elements in the blocks that an axis counts along a dim; None if it never shards that."""
+        """Count elements in an axis's blocks along a dim; None if it never shards that."""
         specs: dict[Side, Spec] = {side: self.spec(side) for side in SIDES}
         return next(iter(_strides(self.matmul, specs, letter).get(axis, {}).values()), None)
 
@@ -101,7 +100,7 @@ def _moves(split: Split, side: Side) -> bool:
 
 
 def _exchanges(split: Split, letter: str) -> bool:
-    """Whether the result is split along a dim until this axis exchanges it."""
+    """Return whether the result is split along a dim until this axis exchanges it."""
     motion = split.motion
     if motion is None or motion.kind != "all_to_all":
         return False
@@ -138,7 +137,7 @@ def _lay_out(matmul: ShardedMatmul, shared: tuple[Split, ...], ring: Split) -> L
 
 
 def traffic(layout: Layout) -> dict[str, int]:
-    """Bytes that each device sends in one run of a laid-out matmul, by mesh axis.
+    """Return the bytes that each device sends in one run of a laid-out matmul, by mesh axis.
 
     Counted as the rewrite runs it: gathers before the ring make its shards larger, and the ring's
     sums are scattered over other axes only after it.
@@ -153,7 +152,7 @@ def traffic(layout: Layout) -> dict[str, int]:
 
 
 def _send(split: Split, sizes: dict[Side, int]) -> int:
-    """Bytes sent in one collective; what it does to the size of its side is written to `sizes`."""
+    """Return the bytes sent in one collective, and update the size of its side in `sizes`."""
     motion, n = split.motion, split.axis_size
     assert motion is not None
     if motion.kind == "all_gather":
@@ -169,7 +168,7 @@ def _send(split: Split, sizes: dict[Side, int]) -> int:
 
 
 def _local_bytes(layout: Layout, side: Side) -> int:
-    """Bytes of one side on one device, as the shard_map takes or gives it."""
+    """Return the bytes of one side on one device, as the shard_map takes or gives it."""
     matmul = layout.matmul
     axes = [a for dim in layout.spec(side) for a in dim]
     elements = math.prod(matmul.einsum.sizes[c] for c in matmul.einsum.side(side))
@@ -178,7 +177,7 @@ def _local_bytes(layout: Layout, side: Side) -> int:
 
 
 def _chunked_letter(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split) -> str | None:
-    """The dim to cut: the one that moves, or for an all-reduce the result's largest that divides.
+    """Choose the dim to cut: the one that moves, or an all-reduce's largest one that divides.
 
     Dims that no axis shards come first: their chunks are the largest.
     """
@@ -198,7 +197,7 @@ def _chunked_letter(matmul: ShardedMatmul, shared: Sequence[Split], ring: Split)
 
 
 def _spec(matmul: ShardedMatmul, side: Side, shared: Sequence[Split]) -> Spec:
-    """The axes on each dim: those that are there, then those a device slices by.
+    """List the axes on each dim: those that are there, then those a device slices by.
 
     The latter in the order that another side has them in.
     """
@@ -217,7 +216,7 @@ def _on(matmul: ShardedMatmul, side: Side, letter: str, spec: Spec) -> tuple[str
 
 
 def _uneven(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
-    """The first dim that its axes do not divide, with the numbers."""
+    """Name the first dim that its axes do not divide, with the numbers."""
     for side in SIDES:
         for c, axes in zip(matmul.einsum.side(side), specs[side], strict=True):
             size, parts = matmul.einsum.sizes[c], math.prod(matmul.axis_sizes[a] for a in axes)
@@ -227,7 +226,7 @@ def _uneven(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
 
 
 def _unsplit(layout: Layout) -> str | None:
-    """The first dim that does not divide when it is split, if there is one.
+    """Name the first dim that does not divide when it is split, if there is one.
 
     The specs tell how a dim lies in the end; at the time of the motion axes may hold it that an
     exchange takes away only later.
@@ -245,7 +244,7 @@ def _unsplit(layout: Layout) -> str | None:
 
 
 def _crossed(layout: Layout) -> str | None:
-    """The first dim on which an axis moves under one that counts other blocks, if there is one.
+    """Name the first dim on which an axis moves under one that counts other blocks, if any.
 
     With b = 8 over an axis of 2 on one side and over another of 2 on another side, both count
     blocks of 4: while one holds the dim, the other's blocks are cut in halves.
@@ -267,7 +266,7 @@ def _crossed(layout: Layout) -> str | None:
 
 
 def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
-    """The dim that a motion splits up, if it does: a scatter's, and where an exchange goes."""
+    """Return the dim that a motion splits up, if any: a scatter's, and where an exchange goes."""
     motion = split.motion
     assert motion is not None
     if split is layout.ring and motion.kind == "all_reduce":
@@ -278,7 +277,7 @@ def _splits_up(layout: Layout, split: Split) -> tuple[Side, str | None]:
 
 
 def _disorder(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
-    """The first dim on which the blocks of an axis do not meet, if there is one."""
+    """Name the first dim on which the blocks of an axis do not meet, if there is one."""
     for letter in matmul.einsum.sizes:
         for strides in _strides(matmul, specs, letter).values():
             if len(set(strides.values())) > 1:
@@ -291,7 +290,7 @@ def _disorder(matmul: ShardedMatmul, specs: dict[Side, Spec]) -> str | None:
 def _strides(
     matmul: ShardedMatmul, specs: dict[Side, Spec], letter: str
 ) -> dict[str, dict[Side, int]]:
-    """The stride of every axis on one dim, in elements, by the side that has it."""
+    """Return the stride of every axis on one dim, in elements, by the side that has it."""
     found: dict[str, dict[Side, int]] = {}
     for side in SIDES:
         stride = matmul.einsum.sizes[letter]
@@ -302,7 +301,7 @@ def _strides(
 
 
 def hoistable(matmul: ShardedMatmul, axis: str, motion: Motion) -> bool:
-    """Whether a motion of an operand may be done before, once for all that read the value.
+    """Return whether an operand's motion may be hoisted: done once, before all that read the value.
 
     The axis has to be the minor one of its dim, so that the gathered blocks lie side by side.
     """

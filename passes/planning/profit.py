@@ -1,4 +1,4 @@
-"""Which rings are worth it: those whose matmuls, cut into chunks, cost less than the collective.
+"""Keep the rings that are worth it: cut into chunks, their matmuls cost less than the collective.
 
 Cut into chunks a matmul costs more: each chunk has a launch and tiles of its own, and what is cut
 has to be cut out of an operand, or put together to a result, which a whole matmul does not need. A
@@ -62,13 +62,13 @@ _HLO_DTYPES = {
 
 @dataclass(frozen=True)
 class RingCosts:
-    """What rings cost on a cluster.
+    """The prices of rings on a cluster.
 
     Attributes:
-        cost: its cost model.
-        groups: who takes part in a collective along each mesh axis.
-        bare: of a ring, the seconds that the kernels wait for its collective in one run where it is
-            left whole, in the scheduler pass's order; None where that is not known.
+        cost: the cluster's cost model.
+        groups: the devices that take part in a collective along each mesh axis.
+        bare: gives the seconds that the kernels wait in one run for a ring's collective, left
+            whole, in the scheduler pass's order; None where that is not known.
     """
 
     cost: CostModel
@@ -76,7 +76,7 @@ class RingCosts:
     bare: Callable[[Ring], float | None] = lambda ring: None
 
     def why_unprofitable(self, ring: Ring, variant: Variant) -> str:
-        """Why a ring is not worth it; empty if it may be.
+        """Return why a ring is not worth it; empty if it may be.
 
         A ring that keeps what it gathers for others moves it anyway, and may be cut for that; one
         of matmuls whose dtype has no price stays.
@@ -97,14 +97,14 @@ class RingCosts:
         return f"{said}, {_us(plain_s + waits_s)}"
 
     def _waits_s(self, ring: Ring) -> float:
-        """Seconds that a ring can save at most: what is exposed of its collective, left whole."""
+        """Return the most seconds a ring can save: those exposed of its collective, left whole."""
         whole_s, bare_s = self._collective_s(ring), self.bare(ring)
         return whole_s if bare_s is None else min(whole_s, bare_s)
 
     def _left_s(self, ring: Ring) -> float:
-        """Seconds that stay exposed beside a ring: of an all-reduce, what its gather cannot hide.
+        """Return the seconds exposed beside a ring: of an all-reduce, what its gather cannot hide.
 
-        As much as hides of the whole collective hides of its second half.
+        The gather hides for as many seconds as the whole collective would.
         """
         if ring.kind != "all_reduce":
             return 0.0
@@ -114,11 +114,11 @@ class RingCosts:
     def chosen(
         self, ring: Ring, usual: Variant, others: Callable[[], Iterable[float]]
     ) -> tuple[Variant, str]:
-        """How a ring's pieces travel, and why so if not as usual.
+        """Choose how a ring's pieces travel, and say why if not as usual.
 
-        Not worth it, it is left alone; but sums between hosts go in two slices of a reduce-scatter
-        each. Those are the gradients of weights, which XLA may transpose, or all-reduce whole.
-        Other gathers and scatters go in slices where that pays.
+        A ring that is not worth it is left alone; but sums between hosts go in two slices of a
+        reduce-scatter each. Those are the gradients of weights, which XLA may transpose, or
+        all-reduce whole. Other gathers and scatters go in slices where that pays.
 
         Args:
             ring: the ring.
@@ -135,7 +135,7 @@ class RingCosts:
         return Variant("sliced", slices) if slices > 1 else Variant("plain"), why
 
     def _slices(self, ring: Ring, others: Iterable[float]) -> int:
-        """How many slices a collective goes in: more while little hides what of it stays bare."""
+        """Choose a collective's number of slices: more while little can hide its bare part."""
         beside_s, enough_s = 0.0, 2 * self._collective_s(ring)
         for seconds in others:
             beside_s += seconds
@@ -151,12 +151,12 @@ class RingCosts:
         return best
 
     def _slices_pay(self, ring: Ring) -> bool:
-        """Whether a collective in two slices takes less than one that waits as the whole does."""
+        """Return whether a collective in two slices takes less time than one left whole."""
         whole_s = self._matmuls_s(ring) + self._waits_s(ring)
         return self.bare(ring) is None or self.sliced_s(ring, 2) < whole_s
 
     def sliced_s(self, ring: Ring, slices: int) -> float:
-        """Seconds of a ring's matmuls and its collective, in slices, each beside the other; alone.
+        """Return the seconds of a ring's matmuls and collective in slices, each beside the other.
 
         t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `orders.py`'s formula.
         """
@@ -165,23 +165,23 @@ class RingCosts:
         return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
-        """Seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
+        """Return the seconds of a ring's matmuls, cut into chunks, if all hops hide; of one run."""
         return self._cut_s(ring, ring.first.ring.axis_size * variant.slices)
 
     def hops_s(self, ring: Ring, variant: Variant) -> float:
-        """Seconds of a ring's hops, one after the other on their link; of one run."""
+        """Return the seconds of a ring's hops, one after the other on their link; of one run."""
         count, sent = hops(ring, variant)
         group = self.groups[ring.first.ring.axis]
         return count * self.cost.collective_s(PERMUTE, sent, pair(group))
 
     def _collective_s(self, ring: Ring, slices: int = 1) -> float:
-        """Seconds of one of so many slices of a ring's collective."""
+        """Return the seconds of one of so many slices of a ring's collective."""
         axis = ring.first.ring.axis
         sent, kind = traffic(ring.first)[axis], OPCODE_OF[ring.kind]
         return self.cost.collective_s(kind, sent // slices, self.groups[axis])
 
     def _matmuls_s(self, ring: Ring) -> float:
-        """Seconds of a ring's matmuls, each in one piece."""
+        """Return the seconds of a ring's matmuls, each in one piece."""
         return sum(self._matmul_s(whole(member)) for member in ring.members)
 
     def _cut_s(self, ring: Ring, pieces: int, *, sums: bool = True) -> float:
@@ -189,12 +189,12 @@ class RingCosts:
         return pieces * sum(cut)
 
     def _chunk_s(self, member: Member, pieces: int, arrives: bool, sums: bool) -> float:
-        """Seconds of one of a member's chunks, with the copies that cutting needs."""
+        """Return the seconds of one of a member's chunks, with the copies that cutting needs."""
         matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums)
         return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
 
     def local_s(self, dot: Dot, matmul: splits.ShardedMatmul) -> float:
-        """Seconds of what one device does of a matmul, in one piece; 0 if it has no price."""
+        """Return the seconds of one device's part of a matmul, in one piece; 0 without a price."""
         if not self._prices(dot):
             return 0.0
         return self._matmul_s(_kernel(dot, matmul, local_sizes(matmul)))
@@ -203,7 +203,7 @@ class RingCosts:
         return self.cost.matmul_s(m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
 
     def knows(self, ring: Ring) -> bool:
-        """Whether the dtypes of a ring's matmuls have a price."""
+        """Return whether the dtypes of a ring's matmuls have a price."""
         return all(self._prices(member.dot) for member in ring.members)
 
     def _prices(self, dot: Dot) -> bool:
@@ -211,7 +211,7 @@ class RingCosts:
 
 
 def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
-    """How many hops a device makes in one run of a ring, and the bytes that it sends in each."""
+    """Count a device's hops in one run of a ring, and the bytes that it sends in each."""
     layout = ring.first
     count = (layout.ring.axis_size - 1) * variant.slices
     sent = traffic(layout)[layout.ring.axis] // (2 if ring.kind == "all_reduce" else 1)
@@ -221,10 +221,10 @@ def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
 def chunk(
     member: Member, pieces: int, arrives: bool, *, sums: bool = True
 ) -> tuple[MatmulKernel, int]:
-    """One chunk of a member's matmul on one device, and the bytes that are copied for it.
+    """Return one chunk of a member's matmul on one device, and the bytes copied for it.
 
     Args:
-        pieces: that the matmul is cut into.
+        pieces: the number of pieces that the matmul is cut into.
         arrives: whether an operand moves, and not results.
         sums: whether results that move do so hop by hop, and are added up on the way.
     """
@@ -237,10 +237,10 @@ def chunk(
         for side, itemsize in zip(SIDES, matmul.itemsize, strict=True)
     }
     held = [side for side in SIDES if letter in matmul.einsum.side(side)]
-    if arrives:  # the result to its place; or what meets the chunk cut out of its operand
+    if arrives:  # the result to its place; or the other operand's part that meets the chunk
         moving = member.layout.ring.motion.side if member.layout.ring.motion else None
         copied = [side for side in held if side != moving]
-    else:  # cut out of the operand
+    else:  # the chunk's part of the operand, which is cut out
         copied = [side for side in held if side != "out"]
     moved = sum(2 * bytes_of[side] for side in copied)
     if sums and not arrives:  # a result is copied to where it is sent from, and added to another
@@ -249,12 +249,12 @@ def chunk(
 
 
 def whole(member: Member) -> MatmulKernel:
-    """A member's matmul as one device does it, all its chunks together."""
+    """Return a member's matmul as one device does it, all its chunks together."""
     return _kernel(member.dot, member.matmul, local_sizes(member.matmul))
 
 
 def _kernel(dot: Dot, matmul: splits.ShardedMatmul, sizes: Mapping[str, int]) -> MatmulKernel:
-    """What a matmul asks of a device, with dims of these sizes."""
+    """Describe the work of a matmul with dims of these sizes on a device."""
     lhs, rhs, out = (set(matmul.einsum.side(side)) for side in SIDES)
 
     def product(letters: set[str]) -> int:
@@ -270,7 +270,7 @@ def _kernel(dot: Dot, matmul: splits.ShardedMatmul, sizes: Mapping[str, int]) ->
 
 
 def local_sizes(matmul: splits.ShardedMatmul) -> dict[str, int]:
-    """The dims of the matmul that one device does, all its chunks together, by letter."""
+    """Return the dims of the matmul that one device does, all its chunks together, by letter."""
     sizes = dict(matmul.einsum.sizes)
     for split in matmul.splits:
         if isinstance(split, Split) and (letter := _shares(split)):
@@ -279,7 +279,7 @@ def local_sizes(matmul: splits.ShardedMatmul) -> dict[str, int]:
 
 
 def _shares(split: Split) -> str | None:
-    """The dim along which an axis shares the work: where it lies on a side that does not move."""
+    """Return the dim along which an axis shares the work: one on a side that does not move."""
     moving = split.motion.side if split.motion else None
     return next(filter(None, (split.at(side) for side in SIDES if side != moving)), None)
 

@@ -14,7 +14,7 @@ Granularity = Variant | Mapping[str, Variant] | None
 
 @dataclass(frozen=True)
 class Requests:
-    """What `overlap` was asked for.
+    """The requests for single matmuls that `overlap` was given.
 
     Attributes:
         skip: source lines ("gpt.py:88") whose matmuls are left alone.
@@ -32,7 +32,7 @@ class Requests:
     rejected: Mapping[int, str] = field(default_factory=dict)
 
     def check(self, sources: Mapping[int, str]) -> None:
-        """Every line has to write a matmul, and every site has to be one.
+        """Check that every named line writes a matmul, and that every site is one.
 
         Args:
             sources: the line of each matmul, by its site.
@@ -56,7 +56,7 @@ class Requests:
                 )
 
     def refusal(self, site: int, source: str) -> str | None:
-        """Why a matmul is left alone, if so."""
+        """Return why a matmul is left alone; None if it is not."""
         if site in self.alone:
             return "left alone as planned"
         if any(_names(line, source) for line in self.skip):
@@ -71,10 +71,10 @@ class Requests:
         return {site: LEFT_PLAIN + why for site, why in self.rejected.items()}
 
     def variant(self, site: int, source: str) -> Variant | None:
-        """How the pieces of a ring are to travel, if that was said.
+        """Return how the pieces of a ring are to travel; None if that was not said.
 
         Args:
-            site: that the ring is named after.
+            site: the site that the ring is named after.
             source: its line.
         """
         return self.choices.get(site) or self._of_line(source)

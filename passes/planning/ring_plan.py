@@ -1,4 +1,4 @@
-"""What the matmuls of a body become: the rings, who is in them, and what they read."""
+"""A plan lists the rings of a body, their matmuls, and the values that they read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Value:
     spec: Spec
 
     def moved(self, axis: str, dim: int, to: int | None = None) -> Value:
-        """The same value, whole over one axis of one dim, and sharded by it on another if given."""
+        """Return the value whole over one axis of a dim, and sharded by it on another if given."""
         spec = list(self.spec)
         spec[dim] = tuple(a for a in spec[dim] if a != axis)
         if to is not None:
@@ -56,10 +56,10 @@ class Member:
 
     Attributes:
         dot: the matmul.
-        lhs, rhs: what it reads.
+        lhs, rhs: the values that it reads.
         layout: how it lies on the mesh; None if nothing moves any more, as others gathered it.
-        hoists: the gathers that come before it, those that are there for others too.
-        end: what it gives: its own result, or what that is resharded to.
+        hoists: the gathers that come before it, also those shared with others.
+        end: its own result, or the value that this is resharded to.
     """
 
     dot: Dot
@@ -71,12 +71,12 @@ class Member:
 
     @property
     def matmul(self) -> ShardedMatmul:
-        """What the ring's layout does."""
+        """The matmul and its shardings, as the ring's layout has them."""
         assert self.layout is not None
         return self.layout.matmul
 
     def value(self, side: Side) -> Value:
-        """One operand."""
+        """Return one operand."""
         return {"lhs": self.lhs, "rhs": self.rhs}[side]
 
 
@@ -89,7 +89,7 @@ class Ring:
         keep: whether the gathered value is kept whole for matmuls that come later.
         total: the variable of the sum of all results, where several are added up.
         variant: how the pieces travel.
-        why: why not as was asked for, if so.
+        why: the reason if they do not travel as asked for.
     """
 
     members: list[Member]
@@ -133,7 +133,7 @@ class Ring:
 
     @property
     def side(self) -> Side:
-        """What moves, seen from the first matmul."""
+        """The side that moves, seen from the first matmul."""
         assert self.first.ring.motion is not None
         return self.first.ring.motion.side
 
@@ -163,11 +163,11 @@ class Ring:
 
     @property
     def arrives(self) -> bool:
-        """Whether an operand moves, and not results."""
+        """Return whether an operand moves, and not results."""
         return self.side != "out"
 
     def can_keep(self) -> bool:
-        """Whether the gathered value, kept whole, is one that the step around it can read.
+        """Return whether the step around the ring can read the gathered value, kept whole.
 
         Its blocks have to lie side by side, and nothing else may have been done to it.
         """
@@ -179,7 +179,7 @@ class Ring:
 
 @dataclass
 class Sharing:
-    """What becomes of the matmuls of one body.
+    """The rings of one body, and the reasons why its other matmuls have none.
 
     Attributes:
         order: the order in which the body's equations then stand.
@@ -187,7 +187,7 @@ class Sharing:
         readers: matmuls that only read what others gathered.
         hoisted: the gathers that come before the rings, by what they give.
         skipped: why each other matmul is left alone, by its number.
-        costs: of a byte along each mesh axis, in any unit; 1 where it is not said.
+        costs: the cost of a byte along each mesh axis, in any unit; 1 by default.
         read: the variables that placed matmuls read.
         absorbed: the variables that are gone, as a ring gives what they are resharded to.
     """
@@ -209,9 +209,9 @@ class Sharing:
             self._arriving.setdefault(ring.whole, []).append(ring)
 
     def arriving(self, whole: Value) -> Sequence[Ring]:
-        """The rings that gather a value."""
+        """Return the rings that gather a value."""
         return self._arriving.get(whole, ())
 
     def cost(self, axis: str) -> float:
-        """What a byte along a mesh axis costs."""
+        """Return the cost of a byte along a mesh axis."""
         return self.costs.get(axis, 1.0)

@@ -1,4 +1,4 @@
-"""One ring for all that read it: which matmuls of a body share a ring, and what they read.
+"""Group the matmuls of a body into rings: those that read one value share one ring.
 
 A value that several matmuls gather moves once: those that can run at the same time (q, k and v; the
 data and weight gradients that read dy) share a ring, and each hop has all their chunks above it;
@@ -49,7 +49,7 @@ def share(
         beyond: the shardings of what its operands are resharded from and its result to, reshard by
             reshard.
         ahead: gather the weights of a scan before any ring, to be prefetched.
-        costs: of a byte along each mesh axis, in any unit; default: alike.
+        costs: the cost of a byte along each mesh axis, in any unit; default: alike.
     """
     sharing, chains = Sharing(EquationOrder(body.eqns), costs=costs or {}), Reshards(body)
     early = body.ahead if ahead else frozenset()
@@ -71,7 +71,7 @@ def share(
 def _views(
     chains: Reshards, dot: Dot, matmul: ShardedMatmul, beyond: tuple[Specs, Specs, Specs]
 ) -> list[_View]:
-    """The matmul with the reshards around it, with those of its result, and as it is written."""
+    """List the views of a matmul: with all reshards around it, with its result's, as written."""
     lhs, rhs = dot.eqn.invars
     own, end = End(dot.eqn.outvars[0]), chains.end(dot.eqn.outvars[0])
     plain = Member(dot, Value(lhs, matmul.lhs), Value(rhs, matmul.rhs), None, (), own)
@@ -92,7 +92,7 @@ def _views(
 
 
 def _resharded(var: Any, reshards: int, specs: Specs, dims: Sequence[int] = ()) -> Spec | None:
-    """How what lies some reshards away is sharded: by its type, or as Shardy has it.
+    """Return the sharding of a value some reshards away: by its type, or as Shardy has it.
 
     Args:
         var: its variable.
@@ -120,7 +120,7 @@ def _place(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> 
 
 
 def _clashes(sharing: Sharing, member: Member) -> bool:
-    """Whether a matmul would read a variable that a ring absorbs, or absorb one that is read.
+    """Return whether a matmul would read a variable that a ring absorbs, or absorb a read one.
 
     A constraint between two matmuls may be looked through from either side, and not from both.
     """
@@ -129,7 +129,7 @@ def _clashes(sharing: Sharing, member: Member) -> bool:
 
 
 def _gathered_early(member: Member, matmul: ShardedMatmul, early: Collection[Any]) -> _View:
-    """The matmul, reading whole what is there one step of a scan ahead, if it waits for no more.
+    """Hoist the gather of a value that is known one scan step ahead, if the matmul awaits no more.
 
     Where it waits for something else too, that is the ring, and this gather comes before it.
     """
@@ -154,7 +154,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> str | 
         if not wanted:
             if member.lhs == given.lhs and member.rhs == given.rhs and not member.hoists:
                 return NO_COLLECTIVE
-            # What only reads stays the matmul that it is: its result is resharded after it.
+            # A reader stays the matmul that it is, so its result is resharded after it.
             member = dataclasses.replace(member, end=End(member.dot.eqn.outvars[0]))
             _add(sharing, member)
             sharing.readers.append(member)
@@ -180,7 +180,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> str | 
 
 
 def _add(sharing: Sharing, member: Member) -> None:
-    """Note what comes before a matmul, and what it takes the place of."""
+    """Note the hoists before a matmul, what it reads, and the equations that it replaces."""
     sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
     sharing.absorbed.update(member.end.inside)
     sharing.read.update(v.var for v in (member.lhs, member.rhs) if not compat.is_literal(v.var))
@@ -189,7 +189,7 @@ def _add(sharing: Sharing, member: Member) -> None:
 
 
 def _motions(matmul: ShardedMatmul) -> list[tuple[str, Motion | None]]:
-    """What each mesh axis has to move; None where that is something that no pass knows."""
+    """List the motions of each mesh axis; None stands for one that no pass knows."""
     found: list[tuple[str, Motion | None]] = []
     for split in matmul.splits:
         if isinstance(split, Refusal):
@@ -200,7 +200,7 @@ def _motions(matmul: ShardedMatmul) -> list[tuple[str, Motion | None]]:
 
 
 def _candidate(sharing: Sharing, member: Member, matmul: ShardedMatmul, axis: str) -> Member | str:
-    """The matmul with the ring on one axis, and all that other motions allow done before it."""
+    """Lay a matmul out with its ring on one axis, and hoist all other motions that allow it."""
     while True:
         found = matmul.splits
         refused = [s for s in found if isinstance(s, Refusal)]
@@ -229,7 +229,7 @@ def _is_gather(split: Split) -> bool:
 def _hoisted(
     member: Member, matmul: ShardedMatmul, axis: str, motion: Motion
 ) -> tuple[Member, ShardedMatmul]:
-    """The matmul, reading an operand that has been moved before."""
+    """Hoist a motion of an operand: the matmul then reads the moved value."""
     side, after = _moved(member, matmul, axis, motion)
     hoist = Hoist(motion.kind, member.value(side), after, axis, motion.bytes_moved)
     member = dataclasses.replace(member, hoists=(*member.hoists, hoist))
@@ -237,7 +237,7 @@ def _hoisted(
 
 
 def _moved(member: Member, matmul: ShardedMatmul, axis: str, motion: Motion) -> tuple[Side, Value]:
-    """The operand that a motion moves, and how it lies then."""
+    """Return the operand that a motion moves, and how it lies then."""
     letters = matmul.einsum.side(motion.side)
     to = letters.index(motion.to) if motion.to else None
     return motion.side, member.value(motion.side).moved(axis, letters.index(motion.letter), to)
@@ -246,7 +246,7 @@ def _moved(member: Member, matmul: ShardedMatmul, axis: str, motion: Motion) -> 
 def _reading(
     member: Member, matmul: ShardedMatmul, side: Side, value: Value
 ) -> tuple[Member, ShardedMatmul]:
-    """The matmul with another operand."""
+    """Give the matmul another operand."""
     return (
         dataclasses.replace(member, **{side: value}),
         dataclasses.replace(matmul, **{side: value.spec}),
@@ -280,7 +280,7 @@ def _keep_known(
 
 
 def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
-    """The ring that gathers what a matmul would gather."""
+    """Return the ring that gathers what a matmul would gather."""
     mine = Ring([member])
     if not mine.arrives:
         return None
@@ -305,12 +305,12 @@ def _join(sharing: Sharing, member: Member) -> bool:
 
 
 def _alike(members: Sequence[Member]) -> bool:
-    """Whether what the members would share lies alike for all of them."""
+    """Return whether the value that the members would share lies alike for all of them."""
     return len({_shared(m.layout) for m in members if m.layout}) == 1
 
 
 def _shared(layout: Layout) -> tuple[Any, ...]:
-    """All that must be alike in the value that a ring's members share."""
+    """List the properties that must be alike in the value that a ring's members share."""
     ring = layout.ring.motion
     assert ring is not None
     letters = layout.matmul.einsum.side(ring.side)
@@ -324,7 +324,7 @@ def _shared(layout: Layout) -> tuple[Any, ...]:
 
 
 def _preference(sharing: Sharing, member: Member) -> tuple[float, int, int]:
-    """Least cost in all; then no gather inside the ring; then most bytes in the ring."""
+    """Rank by least cost in all, then by fewest gathers in the ring, then by most ring bytes."""
     layout = member.layout
     assert layout is not None
     sent = traffic(layout)

@@ -1,4 +1,4 @@
-"""The sharding algebra: which collective does a matmul wait for?
+"""The sharding algebra finds the collective that a matmul waits for.
 
 A matmul is an einsum, and each of its letters is batch, contracted, or free of one operand. A mesh
 axis may shard one letter of each operand and of the result. The devices of that axis can split the
@@ -56,10 +56,11 @@ class Motion:
 
 @dataclass(frozen=True)
 class Split:
-    """How the devices of one mesh axis share a matmul's work.
+    """A way in which the devices of one mesh axis share a matmul's work.
 
     Attributes:
-        axis: the mesh axis; axis_size: devices along it.
+        axis: the mesh axis.
+        axis_size: the devices along it.
         lhs, rhs, out: the dim that holds the axis in each side, as the split takes and gives it
             (None: whole). Where the step gives an operand whole, a device takes its own slice.
         motion: the collective it needs, or None.
@@ -73,17 +74,17 @@ class Split:
     motion: Motion | None
 
     def at(self, side: Side) -> str | None:
-        """The dim that holds the axis in one side."""
+        """Return the dim that holds the axis in one side."""
         return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why one mesh axis of a matmul cannot be understood as a split with one motion.
+    """The reason why one mesh axis of a matmul is not a split with at most one motion.
 
     Attributes:
         axis: the mesh axis.
-        reason: what it wants.
+        reason: the collectives that it wants, in words.
         first: motions of operands that could be done before, to leave a split with one motion.
     """
 
@@ -109,7 +110,7 @@ class _Move:
 
 @dataclass(frozen=True)
 class ShardedMatmul:
-    """What the algebra needs to know of one matmul.
+    """A matmul as the algebra reads it: its einsum and its shardings.
 
     Attributes:
         einsum: its letters and global sizes.
@@ -126,21 +127,21 @@ class ShardedMatmul:
     axis_sizes: Mapping[str, int] = field(hash=False)
 
     def spec(self, side: Side) -> Spec:
-        """The sharding of one operand or of the result."""
+        """Return the sharding of one operand or of the result."""
         return {"lhs": self.lhs, "rhs": self.rhs, "out": self.out}[side]
 
     def axes_of(self, side: Side, letter: str) -> tuple[str, ...]:
-        """The mesh axes on one dim, major to minor; none if the side has no such dim."""
+        """Return the mesh axes on one dim, major to minor; none if the side has no such dim."""
         letters = self.einsum.side(side)
         return self.spec(side)[letters.index(letter)] if letter in letters else ()
 
     def letter_of(self, side: Side, axis: str) -> str | None:
-        """The dim that a mesh axis shards, or None."""
+        """Return the dim that a mesh axis shards, or None."""
         pairs = zip(self.einsum.side(side), self.spec(side), strict=True)
         return next((letter for letter, axes in pairs if axis in axes), None)
 
     def local_bytes(self, side: Side, *, without: str) -> int:
-        """Bytes of one side on one device, were it not sharded by the axis `without`."""
+        """Return the bytes of one side on one device, were it not sharded by the axis `without`."""
         elements = math.prod(self.einsum.sizes[c] for c in self.einsum.side(side))
         shards = math.prod(
             self.axis_sizes[a] for axes in self.spec(side) for a in axes if a != without
@@ -148,13 +149,13 @@ class ShardedMatmul:
         return elements * self.itemsize[("lhs", "rhs", "out").index(side)] // shards
 
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of more than one device that shard any side, in the mesh's order."""
+        """Return the mesh axes of more than one device that shard any side, in the mesh's order."""
         used = {a for spec in (self.lhs, self.rhs, self.out) for dim in spec for a in dim}
         return tuple(a for a, size in self.axis_sizes.items() if a in used and size > 1)
 
     @functools.cached_property
     def splits(self) -> tuple[Split | Refusal, ...]:
-        """How each mesh axis that shards the matmul shares its work."""
+        """The split or the refusal of each mesh axis that shards the matmul."""
         return _splits(self, self.axes())
 
 
@@ -164,7 +165,7 @@ def _splits(matmul: ShardedMatmul, axes: tuple[str, ...]) -> tuple[Split | Refus
 
 
 def split(matmul: ShardedMatmul, axis: str) -> Split | Refusal:
-    """How one mesh axis shares the work: of all dims to split along, the best.
+    """Find how one mesh axis shares the work best, of all dims to split along.
 
     A split that moves nothing beats one with a single move that a ring can do, and that beats the
     rest; among equals the fewest bytes win. All devices doing the same work (no dim) is taken only
@@ -192,12 +193,12 @@ def _said(move: _Move) -> str:
 
 
 def _decomposed(moves: Sequence[_Move]) -> bool:
-    """Whether the passes can do these moves: none, or one that they know."""
+    """Return whether the passes can do these moves: none, or one that they know."""
     return len(moves) <= 1 and all(m.verb in _KINDS for m in moves)
 
 
 def _paid_moves(matmul: ShardedMatmul, axis: str, letter: str | None) -> list[_Move]:
-    """What has to be sent so that `axis` splits the work along `letter` (None: not at all)."""
+    """List the moves by which `axis` splits the work along `letter` (None: not at all)."""
     moves = (
         _operand_move(matmul, axis, "lhs", letter),
         _operand_move(matmul, axis, "rhs", letter),
@@ -236,7 +237,7 @@ def _result_move(matmul: ShardedMatmul, axis: str, c: str | None) -> _Move | Non
 
 
 def _split(matmul: ShardedMatmul, axis: str, c: str | None, paid: Sequence[_Move]) -> Split:
-    """The split along `c`, with where the axis lies in each side before and after its one move."""
+    """Make the split along `c`, with where each side holds the axis before and after its move."""
     at: dict[str, str | None] = {
         side: c if c is not None and c in matmul.einsum.side(side) else None
         for side in ("lhs", "rhs", "out")

@@ -11,13 +11,13 @@ from jaxoverlap.passes.planning.requests import Requests
 
 @dataclass(frozen=True)
 class Terms:
-    """What decisions on a step go by.
+    """The facts and requests that all decisions on a step go by.
 
     Attributes:
         axis_sizes: devices along each mesh axis.
-        requests: for single matmuls.
-        costs: of a byte along each mesh axis, from `topology.axis_costs`; 1 where nothing is said.
-        prices: of rings on the cluster, where that is known.
+        requests: the requests for single matmuls.
+        costs: the cost of a byte along each mesh axis, from `topology.axis_costs`; 1 by default.
+        prices: the prices of rings on the cluster, if that is known.
         prefetch: whether the weights of a scan are gathered before any ring.
         explicit: the mesh's axes whose shardings are a part of types.
         unread: why none of the shardings could be read; None if they could.

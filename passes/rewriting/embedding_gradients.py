@@ -44,7 +44,6 @@ class Lookup:
         updates, out: how the tokens' gradients and the result lie.
         scatters: (dim of the result, mesh axis, how the dim is cut), in order.
         sums: axes over which the sum is wanted whole.
-        runs: how often a step runs it.
     """
 
     eqn: Any
@@ -54,7 +53,7 @@ class Lookup:
     sums: tuple[str, ...]
 
     def entry(self, axis_sizes: Mapping[str, int]) -> Scattered:
-        """What explain() shows."""
+        """Make the entry that explain() shows."""
         held = math.prod(axis_sizes[a] for axes in self.updates[-1:] for a in axes)
         aval = self.eqn.outvars[0].aval
         local, sent = aval.size * aval.dtype.itemsize // held, 0
@@ -72,13 +71,13 @@ def lookups(
     mesh: Mesh,
     costs: Mapping[str, float],
 ) -> list[Lookup]:
-    """The lookups of a step whose gradients are sums over devices, to be scattered.
+    """List the lookups of a step whose gradients are sums over devices, to be scattered.
 
     Args:
         found: the step's bodies.
         shardings: from `partitioned`, by (body, place).
         mesh: its mesh.
-        costs: of a byte along each axis.
+        costs: the cost of a byte along each axis.
     """
     known = []
     for body in found:
@@ -104,7 +103,7 @@ def _is_zeros(eqn: Any) -> bool:
 
 
 def _adds_rows(eqn: Any) -> bool:
-    """Whether a scatter-add adds whole rows, a token's each, to a table [v, d]."""
+    """Return whether a scatter-add adds whole rows, one a token, to a table [v, d]."""
     dims = eqn.params["dimension_numbers"]
     updates, out = eqn.invars[2].aval, eqn.outvars[0].aval
     return (
@@ -119,7 +118,7 @@ def _adds_rows(eqn: Any) -> bool:
 def _lookup(
     eqn: Any, updates: Spec, out: Spec, mesh: Mesh, costs: Mapping[str, float]
 ) -> Lookup | None:
-    """How to scatter one, if all that its result is sharded by is summed over."""
+    """Plan the scatters of one gradient; None if its shardings do not allow any."""
     summed = {a for dim in updates[:-1] for a in dim if mesh.shape[a] > 1}
     moved = [(dim, a) for dim, axes in enumerate(out) for a in axes if a in summed]
     if not moved or updates[-1] != tuple(a for a in out[-1] if a not in summed):
@@ -129,7 +128,7 @@ def _lookup(
     shape = eqn.outvars[0].aval.shape
     if any(shape[d] % math.prod(mesh.shape[a] for a in out[d]) for d in range(2)):
         return None
-    # Over the fastest link first; what is major on a dim and has not been scattered yet is `outer`.
+    # The fastest link comes first; axes that are major on a dim but scattered later make `outer`.
     order = sorted(moved, key=lambda move: costs.get(move[1], 1.0))
     scatters = []
     for i, (dim, axis) in enumerate(order):
@@ -142,7 +141,7 @@ def _lookup(
 
 
 def scatter(jaxpr: Any, known: Sequence[Lookup], mesh: Mesh) -> Any:
-    """A jaxpr whose lookups' gradients are scattered."""
+    """Scatter the gradients of a jaxpr's lookups."""
     by_result = {lookup.eqn.outvars[0]: lookup for lookup in known}
 
     def visit(jaxpr: Any) -> Any:
@@ -161,7 +160,7 @@ def scatter(jaxpr: Any, known: Sequence[Lookup], mesh: Mesh) -> Any:
 
 
 def _scattered(lookup: Lookup, mesh: Mesh) -> Any:
-    """fn(ids, updates): the sum of the updates by their id, as the result is wanted."""
+    """Make fn(ids, updates), which sums the updates by their id and scatters the sum as planned."""
     eqn, tokens = lookup.eqn, lookup.updates[:-1]
     rows, out = eqn.outvars[0].aval.shape[0], eqn.outvars[0].aval
 

@@ -1,4 +1,4 @@
-"""Results of a step lie as XLA gives them in the plain step, whatever becomes of the step.
+"""Pin the results of a step to the shardings that XLA gives them in the plain step.
 
     g: [d@data, f@model] = dot_general x dy        # out_shardings leave it open
 
@@ -28,7 +28,7 @@ from jaxoverlap.passes.analysis.mesh import explicit_axes
 def open_results(
     params: dict[str, Any], found: Sequence[Spec | str], mesh: Mesh
 ) -> list[Spec | None]:
-    """How the results lie that a jit leaves open; None for those that need no constraint.
+    """List the shardings of the results that a jit leaves open; None where no constraint is needed.
 
     Args:
         params: the jit equation's parameters.
@@ -49,7 +49,7 @@ def open_results(
 
 
 def is_even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:
-    """Whether a sharding is one of arrays of this shape, as a constraint has to be."""
+    """Return whether a sharding divides arrays of this shape evenly, as a constraint must."""
     if not shape or len(shape) != len(spec):  # a random key is an array of words
         return False
     parts = (math.prod(mesh.shape[a] for a in axes) for axes in spec)
@@ -57,7 +57,7 @@ def is_even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:
 
 
 def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
-    """A jaxpr whose results lie as they did, whatever becomes of what they are made from.
+    """Constrain a jaxpr's results to lie as they did, whatever becomes of what they are made from.
 
     Args:
         jaxpr: the jaxpr of a step.
@@ -79,12 +79,12 @@ def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
 
 
 def dims_of(spec: Spec) -> list[Any]:
-    """The entries of a `PartitionSpec`."""
+    """Return the entries of a `PartitionSpec`."""
     return [axes or None for axes in spec]
 
 
 def constrained(value: Any, result: Any, dims: Sequence[Any], mesh: Mesh, like: Any) -> list[Any]:
-    """The equation that gives a value another sharding."""
+    """Make the equation that gives a value another sharding."""
     sharding = NamedSharding(mesh, PartitionSpec(*dims))
     constraint = functools.partial(lax.with_sharding_constraint, shardings=sharding)
     return compat.inline(lambda x: [constraint(x)], [value], [result], like, alike=sharding)

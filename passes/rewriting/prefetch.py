@@ -34,7 +34,7 @@ _REMAT = ("remat2", "checkpoint")
 
 
 def prefetch(jaxpr: Any, gathers: Collection[Any]) -> tuple[Any, int]:
-    """A jaxpr whose scans gather what they are about to read one step ahead.
+    """Make the scans of a jaxpr gather what they read one step ahead.
 
     Args:
         jaxpr: the jaxpr of a step.
@@ -61,7 +61,7 @@ class _Ahead:
         return jaxpr if unchanged else jaxpr.replace(eqns=eqns)
 
     def scan(self, scan: Any) -> list[Any]:
-        """The equations in the place of a scan."""
+        """Return the equations that take the place of a scan."""
         num_consts, num_carry = compat.scan_counts(scan)
         body = scan.params["jaxpr"]
         if scan.params["length"] < 2:
@@ -77,7 +77,7 @@ class _Ahead:
         return _double_buffered(scan, body, slices, ready, arrays)
 
     def lifted(self, eqn: Any) -> Iterator[Any]:
-        """A remat after the gathers that its body makes of nothing but operands."""
+        """Move out of a remat's body, before it, the gathers that need nothing but operands."""
         if eqn.primitive.name not in _REMAT:
             yield eqn
             return
@@ -103,11 +103,12 @@ class _Ahead:
 def _double_buffered(
     scan: Any, body: Any, slices: _Slices, ready: Sequence[Any], arrays: Mapping[Any, Any]
 ) -> list[Any]:
-    """The first gathers, and the scan with the others in its carry.
+    """Emit the first gathers, and the scan with the others in its carry.
 
     Args:
         scan: the scan.
-        body: its body, and slices: what its values are made from.
+        body: its body.
+        slices: the equations and operands that its values are made from.
         ready: the gathered values.
         arrays: the stacked value of each slice that a step reads.
     """
@@ -144,7 +145,7 @@ def _double_buffered(
 
 
 def _gather(function: Callable[..., list[Any]], params: dict[str, Any]) -> Callable[..., list[Any]]:
-    """gather(step, *stacked): what the gather gives for one step, the last one after the last."""
+    """Make gather(step, *stacked), which gathers for one step; past the end, for the last."""
     last, backwards = np.int32(params["length"] - 1), params["reverse"]
 
     def gather(step: Any, *stacked: Any) -> list[Any]:
@@ -157,7 +158,7 @@ def _gather(function: Callable[..., list[Any]], params: dict[str, Any]) -> Calla
 
 
 class _Slices:
-    """What values of a body are made from."""
+    """The equations and operands that each value of a body is made from."""
 
     def __init__(self, body: Any):
         self.body = body
@@ -165,7 +166,7 @@ class _Slices:
         self._eqns: dict[Any, dict[int, Any]] = {}
 
     def eqns(self, var: Any) -> dict[int, Any]:
-        """The equations that a value is made by, in order, by their identity."""
+        """Return the equations that a value is made by, in order, by their identity."""
         if var not in self._eqns:
             found: dict[int, Any] = {}
             if (eqn := self.made.get(var)) is not None:
@@ -177,13 +178,13 @@ class _Slices:
         return self._eqns[var]
 
     def leaves(self, var: Any) -> set[Any]:
-        """The operands of the body that a value is made from."""
+        """Return the operands of the body that a value is made from."""
         eqns = self.eqns(var).values()
         read = {a for eqn in eqns for a in eqn.invars if not compat.is_literal(a)}
         return {a for a in read if a not in self.made}
 
     def bare(self, gathers: Collection[Any]) -> list[Any]:
-        """Those gathers that no matmul of the body stands before, for them to hide behind."""
+        """List the gathers read no later than the first matmul: they have none to hide behind."""
         found, wanted = [], {v for v in gathers if v in self.made}
         for eqn in self.body.eqns:
             if has_matmul(eqn):
@@ -192,13 +193,13 @@ class _Slices:
         return found
 
     def function(self, leaves: Sequence[Any], value: Any) -> Callable[..., list[Any]]:
-        """The function that makes a value of its leaves."""
+        """Return the function that makes a value of its leaves."""
         jaxpr = compat.with_binders(self.body, leaves, [value])
         jaxpr = jaxpr.replace(eqns=list(self.eqns(value).values()))
         return lambda *operands: compat.evaluate(jaxpr, operands)
 
     def without(self, values: Sequence[Any]) -> list[Any]:
-        """The body's equations without those that only these values need."""
+        """Return the body's equations without those that only these values need."""
         kept: list[Any] = []
         maybe = {key for v in values for key in self.eqns(v)}
         needed = {v for v in self.body.outvars if not compat.is_literal(v)} - {*values}

@@ -40,7 +40,7 @@ from jaxoverlap.passes.rewriting.ring_functions import (
 def rewrite(
     jaxpr: Any, sharings: Mapping[int, Sharing | ManualSharing], mesh: Mesh
 ) -> tuple[Any, set[Any]]:
-    """A jaxpr with rings in the place of matmuls, as decided for each body (by its number).
+    """Put rings in the place of a jaxpr's matmuls, as decided for each body (by its number).
 
     Returns:
         The jaxpr, and the variables of what is gathered before rings.
@@ -88,7 +88,7 @@ class _Rewritten:
         return self.new
 
     def atom(self, value: Value, like: Any) -> Any:
-        """The variable that holds a value; its gather is emitted if it is the first to ask."""
+        """Return the variable that holds a value; emit its gather if it is the first to ask."""
         if value in self.made:
             return self.made[value]
         hoist = self.sharing.hoisted.get(value)
@@ -101,7 +101,7 @@ class _Rewritten:
         return self.made[value]
 
     def moved(self, value: Value) -> Any:
-        """A new variable, for a value as it lies after a motion."""
+        """Make a new variable, for a value as it lies after a motion."""
         return compat.new_var(value.var.aval, partition_spec(only(value.spec, self.explicit)))
 
     def emit(
@@ -113,7 +113,7 @@ class _Rewritten:
         alike: Hashable,
         scope: str = "",
     ) -> None:
-        """The equations of a function of some variables, whose results are others.
+        """Emit the equations of a function of some variables, whose results are others.
 
         Args:
             fn, operands, results, like, scope: as for `compat.inline`.
@@ -153,7 +153,7 @@ def _failed(ring: Ring, error: Exception) -> RewriteError:
 
 
 def _gather(hoist: Hoist, mesh: Mesh) -> Callable[[Array], list[Array]]:
-    """A motion on an axis of its own: XLA does it whole, and once for all that read it."""
+    """Make the function of a hoisted motion: XLA does it whole, and once for all that read it."""
     sharding = NamedSharding(mesh, partition_spec(hoist.after.spec))
     gather = functools.partial(lax.with_sharding_constraint, shardings=sharding)
     return jax.named_call(lambda x: [gather(x)], name=f"{hoist.kind}_over_{hoist.axis}")

@@ -1,4 +1,4 @@
-"""The value that the passes hand on: what was decided for a step, and what the step has become."""
+"""The passes hand on one value: the decisions for a step, and the jaxpr that it has become."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxoverlap.plan.decisions import Decision, Skip
 
 
 class Point(NamedTuple):
-    """Where a sum could stay scattered.
+    """The dim and mesh axes along which a sum could stay scattered.
 
     Attributes:
         dim: the dim of the matmul's result.
@@ -26,16 +26,16 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewriting:
-    """What is decided for a step, and what it becomes.
+    """The decisions for a step, and the jaxpr that they make of it.
 
     Attributes:
         jaxpr: the step that was decided on.
-        shardings: of its matmuls.
-        entries: what is done with each.
-        sharings: what becomes of each body.
-        known: the lookups whose gradients are scattered, in `rewritten` not yet.
+        shardings: the shardings of its matmuls.
+        entries: the decision on each matmul.
+        sharings: the rings of each body, by its number.
+        known: the lookups whose gradients are to be scattered; `rewritten` still has them whole.
         rewritten: the jaxpr with rings.
-        gathered: the variables of what is gathered before rings.
+        gathered: the variables of values that are gathered before rings.
         sums: the sums of activations that stay scattered, by the number of the matmul.
     """
 

@@ -1,4 +1,4 @@
-"""The function of a ring: what stands in the place of its matmuls, as a shard_map."""
+"""Make the function of a ring: the shard_map that takes the place of its matmuls."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxoverlap.plan.collectives import RING_PASSES
 
 
 def scope(ring: Ring) -> str:
-    """The name that a ring's operations carry in profiles and in the scheduled module."""
+    """Return the name that a ring's operations carry in profiles and in the scheduled module."""
     return f"{RING_PASSES[ring.kind]}.{ring.site}"
 
 
 def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
-    """The function that takes the place of a ring's matmuls."""
+    """Make the function that takes the place of a ring's matmuls."""
     layouts = [_layout(m) for m in ring.members]
     out_specs = [layout.out for layout in layouts] if ring.arrives else [ring.first.out]
     if ring.keep:
@@ -55,7 +55,7 @@ def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
 
 
 def likeness(ring: Ring) -> Hashable:
-    """All that the function of a ring depends on, but for the mesh; equal for equal layers."""
+    """Make a key of all that a ring's function depends on but the mesh; equal for equal layers."""
 
     def written(eqn: Any) -> Hashable:
         return eqn.primitive.name, *sorted(eqn.params.items())
@@ -78,7 +78,7 @@ def _layout(member: Member) -> Layout:
 
 
 def operands_of(ring: Ring) -> list[tuple[Value, Spec]]:
-    """What a ring reads, with the specs: the gathered value once, then each matmul's others."""
+    """List a ring's operands and specs: the gathered value once, then each matmul's others."""
     if not ring.arrives:
         both = [((m.lhs, _layout(m).lhs), (m.rhs, _layout(m).rhs)) for m in ring.members]
         return [operand for pair in both for operand in pair]
@@ -92,13 +92,13 @@ def _other_operand(member: Member) -> tuple[Value, Spec]:
 
 
 def _other(layout: Layout) -> Side:
-    """The operand that is not gathered."""
+    """Return the operand that is not gathered."""
     assert layout.ring.motion is not None
     return "rhs" if layout.ring.motion.side == "lhs" else "lhs"
 
 
 def _arriving(ring: Ring, dot: _Dot, shard: Array, *others: Array) -> list[Array]:
-    """The body of a ring that moves an operand."""
+    """Run the body of a ring that moves an operand."""
     layouts = [_layout(m) for m in ring.members]
     layout, axis = ring.first, ring.first.ring.axis
     shard = _gather_others(shard, ring.side, layout)
@@ -134,7 +134,7 @@ def _reader(member: Member, dot: _Dot, other: Array) -> Reader:
 
 
 def _leaving(ring: Ring, dot: _Dot, *operands: Array) -> list[Array]:
-    """The body of a ring that moves a result, or the sum of several."""
+    """Run the body of a ring that moves a result, or the sum of several."""
     layout, axis = ring.first, ring.first.ring.axis
     pairs = zip(operands[::2], operands[1::2], strict=True)
     terms = [_term(m, dot, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
@@ -168,7 +168,7 @@ def _term(member: Member, dot: _Dot, lhs: Array, rhs: Array) -> Term:
 
 
 def _shape(term: Term, member: Member) -> tuple[Any, ...]:
-    """All that has to be alike in matmuls that may be multiplied as one."""
+    """List the properties that must be alike in matmuls that are multiplied as one."""
     letters = (str(term.einsum), member.dot.eqn.params["precision"])
     uncontracted = [
         (operand.dtype, *(n for c, n in zip(side, operand.shape, strict=True) if c in out))
@@ -186,9 +186,9 @@ def _contracted(term: Term) -> list[str]:
 
 
 def _side_by_side(terms: list[Term]) -> Term:
-    """Matmuls whose results are added, as one over all they contract.
+    """Join matmuls whose results are added into one, over all that they contract.
 
-    Of several matmuls under one hop XLA puts all but the last before it: one cannot be split so.
+    XLA would put all but the last of several matmuls before their hop: one cannot be split so.
     """
     if len(terms) == 1 or not _contracted(terms[0]):
         return terms[0]
@@ -205,7 +205,7 @@ _Dot = Callable[..., Array]
 
 
 def dot_on(mesh: Mesh) -> _Dot:
-    """How the chunks of matmuls are multiplied on a mesh's devices."""
+    """Make the function that multiplies chunks of matmuls on a mesh's devices."""
     # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
     widens = mesh.devices.flat[0].platform == "cpu"
 
@@ -228,7 +228,7 @@ def dot_on(mesh: Mesh) -> _Dot:
 
 
 def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
-    """The gathers of one operand on other axes, whole and before the ring."""
+    """Gather one operand on other axes, whole and before the ring."""
     for split in layout.others:
         motion = split.motion
         if motion is not None and motion.kind == "all_gather" and motion.side == side:
@@ -239,7 +239,7 @@ def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
 
 
 def _reduce_others(out: Array, layout: Layout) -> Array:
-    """The motions of the result on other axes, whole and after the ring."""
+    """Move the result on other axes, whole and after the ring."""
     for split in layout.others:
         motion = split.motion
         if motion is None or motion.side != "out":
@@ -258,11 +258,11 @@ def _reduce_others(out: Array, layout: Layout) -> Array:
 
 
 def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Cut]:
-    """A dim of the result, and how its chunks lie when it moves along an axis."""
+    """Return a dim of the result, and how its chunks lie when it moves along an axis."""
     cut = Cut(split.axis_size, outer=layout.outer("out", letter, split.axis))
     return layout.matmul.einsum.out.index(letter), cut
 
 
 def only(spec: Spec, axes: Collection[str]) -> Spec:
-    """What a spec says of some mesh axes."""
+    """Keep only some mesh axes of a spec."""
     return tuple(tuple(a for a in dim if a in axes) for dim in spec)

@@ -1,4 +1,4 @@
-"""An all-reduce as a scatter and a gather, where the gather's reader is a matmul too.
+"""Split an all-reduce into a scatter and a gather, where matmuls read the gathered sum.
 
     y: [s, d] = h w2, summed over model ;  z = norm(x + y) ;  q = z w3
 
@@ -49,14 +49,14 @@ def scatter_sums(
     mesh: Mesh,
     costs: Mapping[str, float],
 ) -> Rewriting:
-    """The better of what was decided for a step, and what would be with its sums scattered.
+    """Choose the better of the decisions for a step, and of those with its sums scattered.
 
     Args:
         traced: the step.
-        first: what was decided.
+        first: the decisions for the step as it is.
         decide: decides on a jaxpr, given what XLA makes of it.
         mesh: the step's mesh.
-        costs: of a byte along each mesh axis.
+        costs: the cost of a byte along each mesh axis.
 
     Raises:
         RewriteError: if XLA does not partition the step, or a ring fails on it.
@@ -89,7 +89,7 @@ def with_sums_scattered(
     decide: Decide,
     mesh: Mesh,
 ) -> Rewriting:
-    """What is decided for a step some of whose sums are scattered.
+    """Decide on a step with some of its sums scattered.
 
     Args:
         traced, jaxpr, shardings: the step, and how its matmuls lie as it is.
@@ -108,7 +108,7 @@ def _explained(
     before: Sequence[Decision | Skip],
     where: Mapping[int, Point],
 ) -> tuple[Decision | Skip, ...]:
-    """The entries, with why there are scatters and gathers that the step does not ask for."""
+    """Add to the entries why there are scatters and gathers that the step does not ask for."""
 
     def explained(now: Decision | Skip, then: Decision | Skip) -> Decision | Skip:
         if isinstance(now, Skip) or not now.bytes_moved:
@@ -128,10 +128,10 @@ def _is_scatter(entry: Decision | Skip) -> bool:
 
 
 def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
-    """Where the sums of a step could stay scattered, by the number of the matmul.
+    """Find where the sums of a step could stay scattered, by the number of the matmul.
 
-    Those of all-reduce rings, but for gradients of weights, and for those that the user's own
-    constraint wants whole.
+    These are the sums of all-reduce rings, but for gradients of weights, and for those that the
+    user's own constraint wants whole.
     """
     rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
     members = (member for ring in rings for member in ring.members if not member.end.places)
@@ -140,7 +140,7 @@ def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
 
 
 def _point(layout: Layout) -> Point | None:
-    """The dim over which a sum could be scattered: one that no axis shards, then the largest."""
+    """Choose the dim over which to scatter a sum: one that no axis shards, then the largest."""
     matmul, ring = layout.matmul, layout.ring
     letters, sizes = _rows(matmul.einsum), matmul.einsum.sizes
     if any(s.motion and s.motion.side == "out" for s in layout.others):
@@ -158,7 +158,7 @@ def _point(layout: Layout) -> Point | None:
 
 
 def _rows(einsum: Einsum) -> str:
-    """The letters of the result that stand for rows of an activation; none if it has no rows.
+    """List the result's letters that stand for rows of an activation; none if it has no rows.
 
     The activation is the operand with more dims. Its rows come first, and a matmul with a weight
     keeps them; the gradient of a weight sums over them.
@@ -177,10 +177,10 @@ def partitioned_scattered(
     shardings: Mapping[Any, Shardings],
     mesh: Mesh,
 ) -> Picture:
-    """What XLA would make of a step, were some of its sums scattered.
+    """Ask XLA what it would make of a step with some of its sums scattered.
 
-    All other matmuls give what they gave: what a row is scattered for must not win over the way in
-    which a matmul shares its work.
+    All other matmuls keep the shardings of their results, so that scattered rows do not change the
+    way in which a matmul shares its work.
 
     Args:
         traced, jaxpr: the step, as for `partitioned`.
@@ -206,7 +206,7 @@ def partitioned_scattered(
         dims[index] = [PartitionSpec.UNCONSTRAINED] * len(shapes[index])
         dims[index][point.dim] = point.axes
 
-    places: dict[tuple[int, int], int] = {}  # where the equations of a body were before
+    places: dict[tuple[int, int], int] = {}  # the equations' old places in a body
 
     def constrain(body: Body) -> list[Any] | None:
         wanted = {d.place: dims[d.index] for d in body.dots if d.index in dims and not d.inside}
@@ -217,7 +217,7 @@ def partitioned_scattered(
         return eqns if wanted else None
 
     found = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
-    # The first that becomes of each result is our own constraint, which the step has not.
+    # The first sink of each result is our own constraint, which the step does not have.
     shardings = {
         (key[0], places[key]) if isinstance(key, tuple) else key: (
             read._replace(out=read.out_sinks[0], out_sinks=read.out_sinks[1:])
@@ -230,7 +230,7 @@ def partitioned_scattered(
 
 
 def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """A matmul, and a constraint on its result."""
+    """Return a matmul, and a constraint on its result."""
     (out,) = eqn.outvars
     own = compat.like_var(out)
     return [eqn.replace(outvars=[own]), *constrained(own, out, dims, mesh, eqn)]
@@ -244,12 +244,12 @@ def exposure(
     beside: Iterable[Remaining | Scattered],
     costs: Mapping[str, float],
 ) -> float:
-    """What the collectives of a step cost: its bytes, and those that no matmul hides once more.
+    """Price the collectives of a step: all their bytes, and once more those that no matmul hides.
 
     Args:
         sharings: its rings.
-        beside: what stays XLA's, and the gradients of lookups.
-        costs: of a byte along each mesh axis.
+        beside: the collectives that stay XLA's, and the gradients of lookups.
+        costs: the cost of a byte along each mesh axis.
     """
     total = 0.0
     for ring in (ring for sharing in sharings for ring in sharing.rings):
@@ -260,7 +260,7 @@ def exposure(
 
 
 def _of_ring(ring: Ring, costs: Mapping[str, float]) -> float:
-    """A ring and what its matmuls move beside it, weighed."""
+    """Price a ring, and what its matmuls move beside it."""
     total = 0.0
     for member in ring.members:
         layout, leads = member.layout, member is ring.members[0]

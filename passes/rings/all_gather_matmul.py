@@ -81,7 +81,7 @@ def all_gather_matmul(
     outer: int = 1,
     keep: bool = False,
 ) -> tuple[list[Array], Array | None]:
-    """Matmuls of a gathered operand, ringed; call it where `axis` is manual.
+    """Multiply a gathered operand in a ring; call it where `axis` is manual.
 
     Args:
         shard: this device's chunk of the operand, 1/axis_size of its dim number `dim`.
@@ -105,13 +105,13 @@ def all_gather_matmul(
 
 
 class Reads(Protocol):
-    """What reads a gathered operand while it arrives, and holds the results: `Arrivals` is one."""
+    """The readers of an operand while it is gathered, with their results: `Arrivals` is one."""
 
     dim: int
     cut: Cut
 
     def tie(self, held: dict[Any, Array], /) -> dict[Any, Array]:
-        """What is read next, so that neither it nor a hop of it starts before the last read."""
+        """Tie what is read next: neither it nor a hop of it may start before the last read."""
         ...
 
     def read(self, part: Array, chunk: Any, piece: int, /) -> None:
@@ -163,9 +163,9 @@ class Arrivals:
         self.whole: list[Array] = []  # the operand itself, if it is kept
 
     def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
-        """What is read next, so that neither it nor a hop of it starts before the last matmul.
+        """Tie what is read next: neither it nor a hop of it may start before the last matmul.
 
-        The same for other operands that are cut: XLA would cut all their chunks at the start.
+        Other operands that are cut are tied too: XLA would cut all their chunks at the start.
         """
         if not self.results:
             return held
@@ -192,7 +192,7 @@ class Arrivals:
             self.whole = [chunks.put(self.whole[0], part, self.dim, self.cut, chunk, piece)]
 
     def finish(self) -> tuple[list[Array], Array | None]:
-        """The results in their dtypes, and the operand if it was kept."""
+        """Return the results in their dtypes, and the operand if it was kept."""
         results = [r.astype(m.dtype) for r, m in zip(self.results, self.readers, strict=True)]
         return results, self.whole[0] if self.keep else None
 
@@ -200,7 +200,7 @@ class Arrivals:
 def _add(
     reader: Reader, result: Array | None, arrivals: Arrivals, part: Array, chunk: Any, piece: int
 ) -> Array:
-    """One reader's result with one piece's product written into it or added."""
+    """Write one piece's product into one reader's result, or add it."""
     einsum, cut, other = reader.einsum, arrivals.cut, reader.other
     letter = einsum.side(reader.side)[arrivals.dim]
     if _is_cut(reader, arrivals.dim):
@@ -223,13 +223,13 @@ def _add(
 
 
 def _is_cut(reader: Reader, dim: int) -> bool:
-    """Whether the other operand has the travelling dim too, and is cut to what has arrived."""
+    """Return whether the other operand has the travelling dim too, and is cut to what arrived."""
     einsum = reader.einsum
     other = einsum.rhs if reader.side == "lhs" else einsum.lhs
     return einsum.side(reader.side)[dim] in other
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype for sums over chunks; by hand, as jax may be told not to promote."""
+    """Return the dtype for sums over chunks; by hand, as jax may be told not to promote."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.float32 if narrow else dtype  # whole numbers wrap around alike in any order

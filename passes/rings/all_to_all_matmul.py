@@ -69,7 +69,7 @@ def all_to_all_matmul(
     wanted_outer: int = 1,
     keep: bool = False,
 ) -> tuple[list[Array], Array | None]:
-    """Matmuls of an exchanged operand; call it where `axis` is manual.
+    """Multiply an exchanged operand; call it where `axis` is manual.
 
     Args:
         shard: this device's part of the operand: 1/axis_size of dim `dim`, all of dim `wanted`.
@@ -128,7 +128,7 @@ def matmul_all_to_all(
     outer: int = 1,
     wanted_outer: int = 1,
 ) -> Array:
-    """Matmuls whose summed result is exchanged; call it where `axis` is manual.
+    """Exchange the summed result of matmuls; call it where `axis` is manual.
 
     Args:
         terms: the matmuls, at least one, with results of one shape; each computes 1/axis_size of
@@ -174,14 +174,14 @@ def matmul_all_to_all(
 
 
 def _place(result: Array | None, part: Array, dim: int, cut: Cut, chunk: Any) -> Array:
-    """The result with one chunk written into it."""
+    """Write one chunk into the result."""
     if result is None:
         result = chunks.room(part, dim, cut, chunk)
     return chunks.put(result, part, dim, cut, chunk)
 
 
 def _slices(products: Products, dim: int, cut: Cut, axis: str, dtype: Any) -> list[Array]:
-    """Each slice of the whole exchange under the matmul of the next slice."""
+    """Exchange each slice as a whole, under the matmul of the next slice."""
     split = Cut(products.cut.chunks, 1, products.cut.outer)
     results: list[Array] = []
     product = products.multiply(None, 0, dtype)

@@ -1,4 +1,4 @@
-"""What a matmul written by hand asks for, checked: mistakes are named before JAX meets them."""
+"""Check the arguments of matmuls written by hand, to name mistakes before JAX meets them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def matmul(
     precision: Any,
     dtype: Any,
 ) -> RingMatmul:
-    """The matmul of a spec; what moves is not known yet."""
+    """Make the matmul of a spec; what moves is not known yet."""
     if spec is None:
         if x.ndim < 2 or w.ndim != 2:
             raise ValueError(
@@ -43,7 +43,7 @@ def matmul(
 
 
 def _letters(spec: str, x: Array, w: Array) -> tuple[str, str, str]:
-    """The letters of x, w and y."""
+    """Return the letters of x, w and y."""
     example = "expected two operands and a result, as in 'bsd,df->bsf'"
     operands, arrow, out = spec.replace(" ", "").partition("->")
     lhs, comma, rhs = operands.partition(",")
@@ -75,7 +75,7 @@ def moving(
     split: str | None = None,
     split_default: int | None = None,
 ) -> RingMatmul:
-    """The matmul with the letters that move, by name or as dims of the side that has `letters`."""
+    """Set the letters that move, by name or as dims of the side that has `letters`."""
 
     def letter(given: str | None, name: str, default: int) -> str:
         if given is None and len(letters) >= -default:
@@ -95,7 +95,7 @@ def moving(
 
 
 def variant_of(variant: str | Variant) -> Variant:
-    """A variant, or what its text says."""
+    """Return a variant, parsed if it is a text; a plain one is an error."""
     parsed = Variant.parse(variant) if isinstance(variant, str) else variant
     if parsed.style == "plain":
         raise ValueError("variant plain: expected a ring; a plain collective is jax.lax's own")
@@ -103,7 +103,7 @@ def variant_of(variant: str | Variant) -> Variant:
 
 
 def size_of(axis_name: str) -> int:
-    """The devices of a manual mesh axis."""
+    """Count the devices of a manual mesh axis."""
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
@@ -116,7 +116,7 @@ def size_of(axis_name: str) -> int:
 def check_sizes(
     how: RingMatmul, x: Array, w: Array, *, gathered: str = "", divided: str = ""
 ) -> None:
-    """Sizes agree once x is gathered and split, and what is divided divides."""
+    """Check that sizes agree once x is gathered and split, and that the divided dim divides."""
     n = how.axis_size
     sizes = dict(zip(how.x, x.shape, strict=True))
     if gathered:
@@ -140,7 +140,7 @@ def check_sizes(
 
 
 def check_attention(how: Attention, q: Array, k: Array, v: Array) -> None:
-    """Shapes and variant of attention."""
+    """Check the shapes and the variant of attention."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"{shapes}: expected [batch, sequence/N, heads, head] each")
@@ -155,7 +155,7 @@ def check_attention(how: Attention, q: Array, k: Array, v: Array) -> None:
 
 
 def check_projected(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> None:
-    """Shapes of attention whose heads are split, and of its projection."""
+    """Check the shapes of attention whose heads are split, and of its projection."""
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}, wo {wo.shape}"
     if not q.ndim == k.ndim == v.ndim == 4 or wo.ndim != 3:
         raise ValueError(
@@ -187,7 +187,7 @@ def check_projected(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> 
 
 
 def varying(axis_name: str, *arrays: Array) -> list[Array]:
-    """The arrays marked as different on every device, as `shard_map(check_vma=True)` asks.
+    """Mark arrays as different on every device, as `shard_map(check_vma=True)` asks.
 
     The gradient of one that is the same on all devices is then summed, outside the ring.
     """

@@ -1,4 +1,4 @@
-"""Where a chunk lies in a dim, and the whole collectives that keep to it.
+"""Cut a dim into chunks, and run the whole collectives that keep to that cut.
 
 The local dim of size `outer * chunks * pieces * size` is seen as
 
@@ -21,7 +21,7 @@ from jax import Array, lax
 
 @dataclass(frozen=True)
 class Cut:
-    """How a dim is cut; see the module.
+    """The cut of a dim into chunks and pieces; see the module.
 
     Attributes:
         chunks: devices of the ring; 1 for a dim that holds one device's chunk.
@@ -34,7 +34,7 @@ class Cut:
     outer: int = 1
 
     def size(self, whole: int) -> int:
-        """What one piece holds of each outer share.
+        """Return the size of one piece in each outer share.
 
         Raises:
             ValueError: if a dim of size `whole` cannot be cut so.
@@ -49,12 +49,12 @@ class Cut:
         return whole // parts
 
     def shard(self) -> Cut:
-        """The cut of a dim that holds one chunk only."""
+        """Return the cut of a dim that holds one chunk only."""
         return replace(self, chunks=1)
 
 
 def take(array: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) -> Array:
-    """One piece of one chunk along a dim; of every chunk, in order, if `chunk` is None."""
+    """Take one piece of one chunk along a dim; of every chunk, in order, if `chunk` is None."""
     size = cut.size(array.shape[dim])
     if chunk is None and cut.pieces == 1:
         return array
@@ -68,7 +68,7 @@ def take(array: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) ->
 
 
 def put(array: Array, part: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) -> Array:
-    """The array with what `take` takes replaced by `part`."""
+    """Replace what `take` takes of an array by `part`."""
     size = cut.size(array.shape[dim])
     if chunk is None and cut.pieces == 1:
         return part
@@ -82,14 +82,14 @@ def put(array: Array, part: Array, dim: int, cut: Cut, chunk: Any = None, piece:
 
 
 def room(part: Array, dim: int, cut: Cut, chunk: Any = None) -> Array:
-    """Zeros for all chunks and pieces, of which `part` is one to `put`."""
+    """Make zeros for all chunks and pieces, of which `part` is one to `put`."""
     size = part.shape[dim] // _count(cut, chunk)
     whole = cut.outer * cut.chunks * cut.pieces * size
     return zeros(_with(part.shape, dim, whole), part.dtype, part)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
-    """Zeros to be written into, made once `after` is there.
+    """Make zeros to be written into, once `after` is there.
 
     Plain ones need nothing, so XLA makes them at any time, and makes one buffer for all of a shape:
     those of the head's gathered weight were made before the first layer of a 7B step, with those of
@@ -100,7 +100,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
 
 
 def join(parts: list[Array], dim: int, cut: Cut) -> Array:
-    """All pieces of one chunk, in order, as the chunk."""
+    """Join all pieces of one chunk, in order."""
     if len(parts) == 1:
         return parts[0]
     if cut.outer == 1:
@@ -114,7 +114,7 @@ def join(parts: list[Array], dim: int, cut: Cut) -> Array:
 
 
 def gather(part: Array, dim: int, axis: str, cut: Cut, *, invarying: bool = False) -> Array:
-    """All devices' parts of a dim: view(outer, size) -> view(outer, chunks, size).
+    """Gather all devices' parts of a dim: view(outer, size) -> view(outer, chunks, size).
 
     Under `check_vma` only an `invarying` one has a type that says it is alike on all devices.
     """
@@ -127,7 +127,7 @@ def gather(part: Array, dim: int, axis: str, cut: Cut, *, invarying: bool = Fals
 
 
 def scatter(part: Array, dim: int, axis: str, cut: Cut) -> Array:
-    """This device's chunk of all devices' sum: view(outer, chunks, size) -> view(outer, size)."""
+    """Scatter all devices' sum, a chunk each: view(outer, chunks, size) -> view(outer, size)."""
     if cut.outer == 1:
         return lax.psum_scatter(part, axis, scatter_dimension=dim, tiled=True)
     view = part.reshape(_with(part.shape, dim, cut.outer, cut.chunks, -1))
@@ -136,7 +136,7 @@ def scatter(part: Array, dim: int, axis: str, cut: Cut) -> Array:
 
 
 def exchange(part: Array, dim: int, cut: Cut, wanted: int, wanted_cut: Cut, axis: str) -> Array:
-    """From a dim that is sharded to one that is wanted so.
+    """Exchange a dim that is sharded for one that is wanted so.
 
     `dim`: view(outer, size) -> view(outer, chunks, size); `wanted` the other way round.
     """
@@ -158,7 +158,7 @@ def exchange(part: Array, dim: int, cut: Cut, wanted: int, wanted_cut: Cut, axis
 def _window(
     array: Array, dim: int, cut: Cut, chunk: Any, piece: int
 ) -> tuple[Array, list[Any], list[int]]:
-    """The view of an array, and where in it a piece starts and how large it is."""
+    """Return the view of an array, and the start and the size of a piece in it."""
     size = cut.size(array.shape[dim])
     view = array.reshape(_with(array.shape, dim, cut.outer, cut.chunks, cut.pieces, size))
     starts: list[Any] = [np.int32(0)] * view.ndim
@@ -168,7 +168,7 @@ def _window(
 
 
 def _starts(array: Array, dim: int, cut: Cut, chunk: Any, piece: int, size: int) -> list[Any]:
-    """Where a piece starts in each dim."""
+    """Return the start of a piece in each dim."""
     starts: list[Any] = [np.int32(0)] * array.ndim
     starts[dim] = np.int32(piece * size)
     if isinstance(chunk, Array):  # in lax: jnp's operators trace a jit each
@@ -180,7 +180,7 @@ def _starts(array: Array, dim: int, cut: Cut, chunk: Any, piece: int, size: int)
 
 
 def _count(cut: Cut, chunk: Any) -> int:
-    """How many runs of one piece's size are taken: `outer`, times all chunks if none is named."""
+    """Count the runs of one piece's size that are taken: `outer`, times all chunks for None."""
     return cut.outer * (cut.chunks if chunk is None else 1)
 
 
@@ -189,7 +189,7 @@ def _with(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
 
 
 def _sizes(size: int, view: tuple[int, ...] | None) -> tuple[int, ...]:
-    """A view's sizes with its -1 filled in; reshape allows only one in all."""
+    """Fill in the -1 in a view's sizes; reshape allows only one in all."""
     if view is None:
         return (size,)
     known = 1

@@ -42,7 +42,7 @@ _with_gradients = functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 
 @dataclass(frozen=True)
 class RingMatmul:
-    """What does not change from call to call.
+    """The settings of a ring matmul, which do not change from call to call.
 
     Attributes:
         x, w, y: the letters of both operands and the result.
@@ -50,7 +50,7 @@ class RingMatmul:
         split: the letter that an exchange shards instead; empty for other collectives.
         axis, axis_size: the mesh axis, and its devices.
         variant: how the pieces travel.
-        precision: of every chunk's matmul, as `jax.numpy.einsum` takes it.
+        precision: the precision of every chunk's matmul, as `jax.numpy.einsum` takes it.
         dtype: the dtype of the result.
     """
 
@@ -66,12 +66,12 @@ class RingMatmul:
     dtype: Any
 
     def reader(self, other: Array, spec: str, side: Side, dtype: Any) -> Reader:
-        """The matmul `spec` of what travels, on `side`, and `other`."""
+        """Make the matmul `spec` of what travels, on `side`, and `other`."""
         assert side != "out"
         return Reader(other, _einsum(spec), side, self._dot(spec), dtype)
 
     def term(self, lhs: Array, rhs: Array, spec: str) -> Term:
-        """The matmul `spec` as partial sums."""
+        """Make the matmul `spec` as partial sums."""
         return Term(lhs, rhs, _einsum(spec), self._dot(spec))
 
     def _dot(self, spec: str) -> Any:
@@ -103,7 +103,7 @@ class RingMatmul:
         return f"{self.y},{self.x}->{self.w}"
 
     def readers_of_y(self, x: Array, w: Array) -> list[Reader]:
-        """Both gradients, as readers of dy."""
+        """Make both gradients, as readers of dy."""
         return [
             self.reader(w, self.to_x, "lhs", x.dtype),
             self.reader(x, self.to_w, "lhs", w.dtype),
@@ -121,7 +121,7 @@ def _einsum(spec: str) -> Einsum:
 
 @_with_gradients
 def gathered(how: RingMatmul, x: Array, w: Array) -> Array:
-    """The matmul of gathered x and w."""
+    """Multiply gathered x by w."""
     reader = how.reader(w, how.forward, "lhs", how.dtype)
     (y,), _ = all_gather_matmul(x, [reader], dim=how.x.index(how.moved), **how.ring)
     return y
@@ -141,7 +141,7 @@ def _gathered_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Arr
 
 @_with_gradients
 def scattered(how: RingMatmul, x: Array, w: Array) -> Array:
-    """The sum of all devices' x w, scattered."""
+    """Sum all devices' x w, and scatter it."""
     terms, dim = [how.term(x, w, how.forward)], how.y.index(how.moved)
     return matmul_reduce_scatter(terms, dim=dim, dtype=how.dtype, **how.ring)
 
@@ -154,7 +154,7 @@ def _scattered_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Ar
 
 @_with_gradients
 def reduced(how: RingMatmul, x: Array, w: Array) -> Array:
-    """The sum of all devices' x w."""
+    """Sum all devices' x w."""
     terms, dim = [how.term(x, w, how.forward)], how.y.index(how.moved)
     return matmul_all_reduce(terms, dim=dim, dtype=how.dtype, **how.ring)
 
@@ -170,7 +170,7 @@ def _reduced_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Arra
 
 @_with_gradients
 def exchanged(how: RingMatmul, x: Array, w: Array) -> Array:
-    """The matmul of x, gathered along one dim and split along another, and w."""
+    """Multiply x, gathered along one dim and split along another, by w."""
     reader = how.reader(w, how.forward, "lhs", how.dtype)
     (y,), _ = all_to_all_matmul(x, [reader], **_dims(how, how.x), **how.ring)
     return y
@@ -189,7 +189,7 @@ def _exchanged_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Ar
 
 @_with_gradients
 def exchanged_result(how: RingMatmul, x: Array, w: Array) -> Array:
-    """The product x w, gathered along one dim and split along another."""
+    """Multiply x by w, gathering the product along one dim and splitting it along another."""
     terms = [how.term(x, w, how.forward)]
     return matmul_all_to_all(terms, dtype=how.dtype, **_dims(how, how.y), **how.ring)
 
@@ -202,7 +202,7 @@ def _exchanged_result_backward(how: RingMatmul, operands: tuple, dy: Array) -> t
 
 
 def _dims(how: RingMatmul, letters: str) -> dict[str, int]:
-    """The dims of an exchange: the one that is gathered and the one that is split."""
+    """Return the dims of an exchange: the one that is gathered and the one that is split."""
     return {"dim": letters.index(how.moved), "wanted": letters.index(how.split)}
 
 
@@ -211,7 +211,7 @@ def _dims(how: RingMatmul, letters: str) -> dict[str, int]:
 
 @_with_gradients
 def attended(how: Attention, q: Array, k: Array, v: Array) -> Array:
-    """Ring attention; shapes as in `ring_attention.attend`."""
+    """Attend in a ring; shapes as in `ring_attention.attend`."""
     return attend(how, q, k, v)[0]
 
 
@@ -227,7 +227,7 @@ def _attended_backward(how: Attention, kept: tuple, dy: Array) -> tuple[Array, A
 
 @_with_gradients
 def projected(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> Array:
-    """Query-split attention; shapes as in `query_split.attend_and_project`."""
+    """Attend query slice by query slice; shapes as in `query_split.attend_and_project`."""
     return attend_and_project(how, q, k, v, wo)
 
 
@@ -239,7 +239,7 @@ def _projected_backward(
 
 
 def _keep_operands(rule: Any) -> Any:
-    """The forward pass of a rule that keeps what it is given, and nothing else."""
+    """Make a rule's forward pass, which keeps the operands for the backward pass."""
 
     def forward(how: Any, *operands: Array) -> tuple[Array, tuple]:
         return rule(how, *operands), operands

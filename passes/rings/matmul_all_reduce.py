@@ -39,7 +39,7 @@ def matmul_all_reduce(
     outer: int = 1,
     invarying: bool = False,
 ) -> Array:
-    """Matmuls whose partial sums are added up on all devices, half of it ringed.
+    """Add the partial sums of matmuls up on all devices, half of it in a ring.
 
     Args:
         terms: the matmuls, at least one, with results of one shape.

@@ -77,7 +77,7 @@ def matmul_reduce_scatter(
     variant: Variant = Variant(),  # noqa: B008, it is frozen
     outer: int = 1,
 ) -> Array:
-    """Matmuls whose partial sums are added and scattered, ringed; call it where `axis` is manual.
+    """Add and scatter partial sums of matmuls in a ring; call it where `axis` is manual.
 
     Args:
         terms: the matmuls, at least one, with results of one shape.
@@ -98,22 +98,22 @@ def matmul_reduce_scatter(
 
 
 class Computes(Protocol):
-    """What computes partial sums of a result, a piece of a chunk at a time: `Products` is one."""
+    """The source of a result's partial sums, a piece of a chunk at a time: `Products` is one."""
 
     dim: int
     cut: Cut
 
     def tie[Tree](self, leaving: Tree, /) -> Tree:
-        """What is about to leave, so that neither it nor the next piece starts before the other."""
+        """Tie what is about to leave to the next piece: neither may start before the other."""
         ...
 
     def multiply(self, chunk: Any, piece: int, dtype: Any, /) -> Array:
-        """One piece of one chunk; of every chunk, if None."""
+        """Compute one piece of one chunk; of every chunk, if None."""
         ...
 
 
 def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -> Array:
-    """This device's chunk of the sum of all devices' products, each hop under a piece of them."""
+    """Return this device's chunk of all devices' summed products; hops run under its pieces."""
     axis_size = products.cut.chunks
     if variant.style == "sliced":
         return _slices(products, axis, dtype)
@@ -141,7 +141,7 @@ def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -
 
 
 def _slices(products: Computes, axis: str, dtype: Any) -> Array:
-    """Each slice of the whole scatter under the matmul of the next slice."""
+    """Scatter each slice as a whole, under the matmul of the next slice."""
     cut, dim = products.cut, products.dim
     results: list[Array] = []
     product = products.multiply(None, 0, dtype)
@@ -157,7 +157,7 @@ def _slices(products: Computes, axis: str, dtype: Any) -> Array:
 
 
 class Hops:
-    """What travels between the matmuls of a scatter, by the step and the piece that it left."""
+    """The sums that travel between a scatter's matmuls, by the step and piece that they left."""
 
     def __init__(self, products: Computes, steps: Sequence[orders.ScatterStep], axis: str):
         self.products, self.steps, self.axis = products, steps, axis
@@ -167,7 +167,7 @@ class Hops:
     def send(self, kept: Kept) -> Kept:
         """Send what is leaving, tied to the next matmul and to what is kept.
 
-        Were nothing to wait for what is kept, XLA would put it off, and hold all that has come.
+        If nothing waited for what is kept, XLA would put it off, and hold all that has come.
         """
         if self.leaving is None:
             return kept
@@ -181,7 +181,7 @@ class Hops:
     def receive(
         self, step: orders.ScatterStep, piece: int, product: Array
     ) -> tuple[list[Array], list[Array], Array]:
-        """What has come for a step to join and to keep; tied to the step's product."""
+        """Return the sums that have come for a step to join and to keep, tied to its product."""
         joined = [self.arriving.pop((s, piece)) for s in step.joins]
         kept = [self.arriving.pop((s, piece)) for s in step.keeps]
         if not joined and not kept:
@@ -197,9 +197,9 @@ class Products:
         self.terms, self.dim, self.cut = list(terms), dim, cut
 
     def tie[Tree](self, leaving: Tree) -> Tree:
-        """What is about to leave, so that neither it nor the next matmul starts before the other.
+        """Tie what is about to leave to the next matmul: neither may start before the other.
 
-        What is tied of the next matmul is the operands that are cut into chunks.
+        Of the next matmul, the operands that are cut into chunks are tied.
         """
         cut = [
             {
@@ -217,7 +217,7 @@ class Products:
         return term.einsum.out[self.dim]
 
     def multiply(self, chunk: Any, piece: int, dtype: Any) -> Array:
-        """One piece of one chunk of the sum; of every chunk, if None."""
+        """Compute one piece of one chunk of the sum; of every chunk, if None."""
         several = len(self.terms) > 1
         products = []
         for term in self.terms:

@@ -1,4 +1,4 @@
-"""Which chunk a device multiplies when, and what it sends: integers only.
+"""List the chunks that a device multiplies, in order, and what it sends: integers only.
 
 A device counts chunks back from its own: chunk `back` of rank `r` of `n` is `(r - back) % n`. What
 it sends travels `shift` ranks on, to rank `r + shift`. Ranks may be traced; the rest is Python.
@@ -48,7 +48,7 @@ class Send:
 
     @property
     def arrives_as(self) -> int:
-        """What the receiver calls the chunk."""
+        """The number `back` of the chunk on the receiver."""
         return self.back + self.shift
 
 
@@ -78,12 +78,12 @@ class ScatterStep:
 
 
 def permutation(axis_size: int, shift: int) -> list[tuple[int, int]]:
-    """The (source, target) pairs of one permute, as `lax.ppermute` takes them."""
+    """Return the (source, target) pairs of one permute, as `lax.ppermute` takes them."""
     return [(rank, (rank + shift) % axis_size) for rank in range(axis_size)]
 
 
 def chunk_at(rank: Any, back: int, axis_size: int) -> Any:
-    """The chunk that `rank` calls `back`.
+    """Return the chunk that `rank` calls `back`.
 
     In `lax` where it is traced: jnp's operators trace a jit each, and there are many hops.
     """
@@ -94,7 +94,7 @@ def chunk_at(rank: Any, back: int, axis_size: int) -> Any:
 
 
 def gather_steps(style: Style, axis_size: int) -> list[GatherStep]:
-    """The matmuls of a gather in order; what one sends has arrived before its own turn."""
+    """List a gather's matmuls in order; what one sends has arrived before its own turn."""
     n = axis_size
     if style == "one_way":
         return [GatherStep(i, (Send(i, 1),) if i < n - 1 else ()) for i in range(n)]
@@ -112,7 +112,7 @@ def gather_steps(style: Style, axis_size: int) -> list[GatherStep]:
 
 
 def scatter_steps(style: Style, axis_size: int) -> list[ScatterStep]:
-    """The matmuls of a scatter in order; the own chunk is last."""
+    """List a scatter's matmuls in order; the own chunk is last."""
     n = axis_size
     if n == 1:
         return [ScatterStep(0, (), (), 0)]
@@ -141,12 +141,17 @@ def scatter_steps(style: Style, axis_size: int) -> list[ScatterStep]:
 
 
 def num_hops(variant: Variant, axis_size: int) -> int:
-    """Permutes of the ring, or whole collectives of "sliced"; an all-reduce has a gather more."""
+    """Count a ring's permutes or whole collectives of "sliced"; an all-reduce has a gather more."""
     return variant.slices * (1 if variant.style == "sliced" else axis_size - 1)
 
 
+<<<<<<< HEAD
 def bytes_sent(collective: Kind, axis_size: int, chunk_bytes: int) -> int:
     """Bytes that each device sends; every variant sends the same.
+=======
+def bytes_sent(collective: Collective, axis_size: int, chunk_bytes: int) -> int:
+    """Return the bytes that each device sends; every variant sends the same.
+>>>>>>> lines
 
     Args:
         chunk_bytes: bytes of what one hop of one device carries if not cut into pieces: a shard of
@@ -155,8 +160,13 @@ def bytes_sent(collective: Kind, axis_size: int, chunk_bytes: int) -> int:
     return (2 if collective == "all_reduce" else 1) * (axis_size - 1) * chunk_bytes
 
 
+<<<<<<< HEAD
 def peak_bytes(collective: Kind, variant: Variant, axis_size: int, chunk_bytes: int) -> int:
     """Most bytes alive at once in the ring, beyond operands and results.
+=======
+def peak_bytes(collective: Collective, variant: Variant, axis_size: int, chunk_bytes: int) -> int:
+    """Return the most bytes alive at once in the ring, beyond operands and results.
+>>>>>>> lines
 
     Counted are buffers that a hop writes, from its start until the matmul that reads them is done;
     buffers that a hop reads, unless they are an operand or a buffer already counted; and, for sums,
@@ -182,8 +192,13 @@ def peak_bytes(collective: Kind, variant: Variant, axis_size: int, chunk_bytes: 
 _SLICED = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2, "all_to_all": 3}
 
 
+<<<<<<< HEAD
 def _two_way_pieces(collective: Kind, n: int, m: int) -> int:
     """Pieces alive at once with two in flight; the fewer devices, the sooner it ends."""
+=======
+def _two_way_pieces(collective: Collective, n: int, m: int) -> int:
+    """Count the pieces alive at once with two in flight; the fewer devices, the sooner it ends."""
+>>>>>>> lines
     if collective == "all_gather":
         return {2: m, 3: 2 * m}.get(n, 2 * m + 1)
     assert collective != "all_to_all", "an exchange has no ring"

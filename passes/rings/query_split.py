@@ -57,7 +57,7 @@ _SEQUENCE = 1  # the dim of q and of the result that is cut
 
 
 def attend_and_project(how: Attention, q: Array, k: Array, v: Array, wo: Array) -> Array:
-    """Attention, projected and scattered; call it where the axis is manual.
+    """Attend, project and scatter; call it where the axis is manual.
 
     Args:
         q: f[batch, s, kv heads, group, head], this device's heads.
@@ -77,7 +77,7 @@ def attend_and_project(how: Attention, q: Array, k: Array, v: Array, wo: Array) 
 def attend_and_project_backward(
     how: Attention, q: Array, k: Array, v: Array, wo: Array, to_result: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """The gradients of q, k, v and wo, from those of this device's rows of the result."""
+    """Compute the gradients of q, k, v and wo from those of this device's rows of the result."""
     gradients = _Gradients(_Slices(how, q, k, v, wo))
     gather_under(gradients, to_result, how.axis, how.variant)
     found = zip((q, k, v, wo), gradients.found, strict=True)
@@ -86,32 +86,32 @@ def attend_and_project_backward(
 
 
 class _Slices:
-    """Slices of the queries: what each gives of the partial sums."""
+    """The slices of the queries, each of which gives partial sums of the result."""
 
     def __init__(self, how: Attention, q: Array, k: Array, v: Array, wo: Array):
         self.how, self.q, self.k, self.v, self.wo = how, q, k, v, wo
         self.dim, self.cut = _SEQUENCE, Cut(how.axis_size, how.variant.slices)
 
     def tie[Tree](self, leaving: Tree) -> Tree:
-        """What leaves, and the queries that are sliced next: neither starts before the other."""
+        """Tie what leaves to the queries that are sliced next: neither starts before the other."""
         self.q, leaving = lax.optimization_barrier((self.q, leaving))
         return leaving
 
     def multiply(self, chunk: Any, piece: int, dtype: Any) -> Array:
-        """Partial sums of one piece of one slice; of every slice, if None."""
+        """Compute partial sums of one piece of one slice; of every slice, if None."""
         q = self.queries(chunk, piece)
         values = self.values(self.probabilities(q, chunk, piece))
         return dot(_PROJECT, values.astype(q.dtype), self.wo).astype(dtype)
 
     def queries(self, chunk: Any, piece: int) -> Array:
-        """One piece of one slice of the queries."""
+        """Take one piece of one slice of the queries."""
         return chunks.take(self.q, _SEQUENCE, self.cut, chunk, piece)
 
     def probabilities(self, q: Array, chunk: Any, piece: int) -> Array:
-        """The softmax of a piece's scores, f32[batch, kv heads, group, queries, keys]."""
+        """Compute the softmax of a piece's scores, f32[batch, kv heads, group, queries, keys]."""
         scores = dot(SCORES, q, self.k) * self.how.scale
         if self.how.causal:
-            # By where the queries lie in the whole sequence: a piece of all slices is no one run.
+            # The mask goes by positions in the whole sequence: a piece of all slices is no one run.
             count = lax.iota(jnp.int32, self.q.shape[_SEQUENCE])
             positions = chunks.take(count, 0, self.cut, chunk, piece)
             keys = lax.iota(jnp.int32, self.k.shape[_SEQUENCE])
@@ -119,7 +119,7 @@ class _Slices:
         return jax.nn.softmax(scores, axis=-1)  # finite: every query sees its own key
 
     def values(self, p: Array) -> Array:
-        """What a piece's queries attend to, f32[batch, queries, kv heads, group, head]."""
+        """Average the values by a piece's softmax, f32[batch, queries, kv heads, group, head]."""
         return dot(TO_QUERY, p.astype(self.v.dtype), self.v)
 
 
@@ -131,7 +131,7 @@ class _Gradients:
         self.found: tuple[Array, ...] = ()  # of q, k, v and wo, once the first piece is read
 
     def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
-        """What is read next: neither it nor the scores beside it start before the last read."""
+        """Tie what is read next: neither it nor the scores beside it start before the last read."""
         if not self.found:
             return held
         (held, self.found) = self.slices.tie((held, self.found))
@@ -151,7 +151,7 @@ class _Gradients:
 def _backward(
     slices: _Slices, to_result: Array, chunk: Any, piece: int
 ) -> tuple[Array, Array, Array, Array]:
-    """A piece's gradients: of its queries in their dtype, of k, v and wo in float32 at least."""
+    """Compute a piece's gradients: q's in its dtype, those of k, v and wo in float32 at least."""
     q, k, v = slices.queries(chunk, piece), slices.k, slices.v
     p = slices.probabilities(q, chunk, piece)
     values = slices.values(p)

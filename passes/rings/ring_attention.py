@@ -51,12 +51,12 @@ _SEQUENCE = 1  # the dim of q, k and v that is sharded
 
 
 class Attention(NamedTuple):
-    """What does not change along the ring.
+    """The settings of an attention, which do not change along the ring.
 
     Attributes:
         axis, axis_size: the mesh axis of the ring, and its devices.
         causal: whether a query sees no keys after its own position.
-        scale: what the scores are multiplied by.
+        scale: the factor by which the scores are multiplied.
         variant: how keys and values travel; not "sliced".
     """
 
@@ -76,7 +76,7 @@ class _State(NamedTuple):
 
 
 def attend(how: Attention, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Ring attention; call it where the axis is manual.
+    """Attend in a ring; call it where the axis is manual.
 
     Args:
         q: f[batch, s/N, kv heads, group, head].
@@ -101,7 +101,7 @@ def attend(how: Attention, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 def attend_backward(
     how: Attention, q: Array, k: Array, v: Array, output: Array, log_sums: Array, to_output: Array
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v; `output` and `log_sums` are what `attend` gave."""
+    """Compute the gradients of q, k and v; `output` and `log_sums` are what `attend` gave."""
     delta = jnp.einsum("bskgd,bskgd->bkgs", *map(_wide, (to_output, output)))
     travel, home = _Travel(how, k, v), _Home(how)
     to_q = jnp.zeros(q.shape, wide(q.dtype))
@@ -130,7 +130,7 @@ class _Travel:
             self.held[0, j] = mine[0], mine[1]
 
     def order(self) -> Iterator[tuple[orders.GatherStep, int]]:
-        """What is read when."""
+        """Yield the steps and pieces in the order in which they are read."""
         for step in orders.gather_steps(self.how.variant.style, self.how.axis_size):
             for piece in range(self.how.variant.slices):
                 yield step, piece
@@ -138,7 +138,7 @@ class _Travel:
     def turn[State](
         self, step: orders.GatherStep, piece: int, state: State
     ) -> tuple[tuple[Array, Array], State]:
-        """Keys and values to read now, once `state` is there, with what is sent under them."""
+        """Return the keys and values to read now, tied to `state`, and send on under that read."""
         used = {(step.back, piece), *((send.back, piece) for send in step.sends)}
         tied = {key: self.held[key] for key in sorted(used)}
         if jax.tree.leaves(state):
@@ -151,7 +151,7 @@ class _Travel:
         return self.held[step.back, piece], state
 
     def start(self, step: orders.GatherStep, piece: int) -> Any:
-        """The global position of the first key of a piece."""
+        """Return the global position of the first key of a piece."""
         chunk = orders.chunk_at(self.rank, step.back, self.how.axis_size)
         return chunk * self.size + piece * self.cut.size(self.size)
 
@@ -189,7 +189,7 @@ class _Home:
         return next_read
 
     def finish(self) -> Pair:
-        """The own chunk's sums, whole."""
+        """Return the own chunk's sums, whole."""
         cut = Cut(1, self.how.variant.slices)
         pairs = [_add(self.sums[j], self.landed.get(j)) for j in sorted(self.sums)]
         to_k, to_v = (
@@ -199,13 +199,13 @@ class _Home:
 
 
 def _add(sums: Pair | None, more: Pair | None) -> Pair:
-    """Of two pairs, in float32."""
+    """Add two pairs, in float32 at least."""
     assert sums is not None
     return sums if more is None else (sums[0] + _wide(more[0]), sums[1] + _wide(more[1]))
 
 
 def _fold(state: _State | None, scores: Array, v: Array) -> _State:
-    """The softmax with one more block of scores and values."""
+    """Fold one more block of scores and values into the softmax."""
     greatest = scores.max(-1)
     if state is not None:
         greatest = jnp.maximum(state.greatest, greatest)
@@ -219,7 +219,7 @@ def _fold(state: _State | None, scores: Array, v: Array) -> _State:
 
 
 def _scores(how: Attention, q: Array, k: Array, start: Any) -> Array:
-    """The scores of one block of keys, f32[batch, kv heads, group, queries, keys], masked."""
+    """Compute one block's masked scores, f32[batch, kv heads, group, queries, keys]."""
     scores = dot(SCORES, q, k) * how.scale
     if not how.causal:
         return scores
@@ -230,12 +230,12 @@ def _scores(how: Attention, q: Array, k: Array, start: Any) -> Array:
 
 
 def _per_query(stat: Array) -> Array:
-    """A stat [batch, kv heads, group, queries] as a factor of the output."""
+    """Shape a stat [batch, kv heads, group, queries] as a factor of the output."""
     return jnp.moveaxis(stat, -1, 1)[..., None]
 
 
 def dot(spec: str, lhs: Array, rhs: Array) -> Array:
-    """An einsum, in float32 at least."""
+    """Compute an einsum, in float32 at least."""
     return jnp.einsum(spec, lhs, rhs, preferred_element_type=wide(lhs.dtype))
 
 

@@ -1,1 +1,1 @@
-"""The order of a module's instructions, inside XLA and before it compiles."""
+"""Order a module's instructions, inside XLA and before it compiles."""

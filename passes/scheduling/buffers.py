@@ -1,4 +1,4 @@
-"""Which buffers the instructions of a scheduled computation make and hold.
+"""Find the buffers that the instructions of a scheduled computation make and hold.
 
 A model of XLA's buffer assignment, good enough to compare two orders of one computation: a value
 that must or does lie in its operand's memory (a bitcast, a tuple, a loop's carry, an update in
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from jaxoverlap.simulation import hlo
 
-# A buffer's number; a tuple of values; None for what lies outside.
+# A value is a buffer's number, a tuple of values, or None if it lies outside the computation.
 Value = int | tuple["Value", ...] | None
 
 _SAME = ("bitcast", "opt-barrier", "while", "copy-done", "all-reduce-done", "reshape")
@@ -28,20 +28,20 @@ class Buffers:
     """The buffers of a computation.
 
     Attributes:
-        bytes: of each.
-        values: by instruction.
+        bytes: the size of each.
+        values: the value of each instruction, by name.
     """
 
     bytes: list[int] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
 
     def held(self, instruction: hlo.Instruction) -> tuple[int, ...]:
-        """The buffers that an instruction reads or writes."""
+        """Return the buffers that an instruction reads or writes."""
         names = (instruction.name, *instruction.operands)
         return tuple(dict.fromkeys(b for name in names for b in leaves(self.values.get(name))))
 
     def make(self, shape: str) -> Value:
-        """New buffers for a value of a shape."""
+        """Make new buffers for a value of a shape."""
         if shape.startswith("("):
             return tuple(self.make(part) for part in hlo.tuple_shapes(shape))
         self.bytes.append(hlo.shape_bytes(shape))
@@ -49,7 +49,7 @@ class Buffers:
 
 
 def leaves(value: Value) -> Iterator[int]:
-    """The buffers of a value."""
+    """Yield the buffers of a value."""
     if isinstance(value, int):
         yield value
     for part in value if isinstance(value, tuple) else ():
@@ -57,7 +57,7 @@ def leaves(value: Value) -> Iterator[int]:
 
 
 def buffers(module: hlo.Module, computation: str) -> Buffers:
-    """The buffers of a computation."""
+    """Find the buffers of a computation."""
     found = Buffers()
     for instruction in module.body(computation):
         operands = [found.values.get(name) for name in instruction.operands]
@@ -71,7 +71,7 @@ def buffers(module: hlo.Module, computation: str) -> Buffers:
 
 
 def root(module: hlo.Module, computation: str) -> hlo.Instruction:
-    """The instruction whose value is the computation's."""
+    """Return the instruction whose value is the computation's."""
     return next(i for i in module.body(computation) if i.is_root)
 
 
@@ -112,7 +112,7 @@ def _element(value: Value, index: int) -> Value:
 
 
 def _in_place(module: hlo.Module, instruction: hlo.Instruction) -> int | None:
-    """The operand in whose memory the result lies, if it must."""
+    """Return the number of the operand in whose memory the result must lie, or None."""
     if aliased := _ALIASED.search(instruction.line):
         return int(aliased.group(1))
     if instruction.opcode != "fusion":

@@ -1,4 +1,4 @@
-"""About how long a step takes, from its partitioned module, before anything is compiled.
+"""Estimate how long a step takes, from its partitioned module, before anything is compiled.
 
 XLA has partitioned the step and neither fused nor scheduled it. So three things are estimated that
 a compiled schedule would show: what is fused (element-wise operations are one kernel with what
@@ -61,9 +61,9 @@ class Estimate:
 
     Attributes:
         step_s: seconds.
-        compute_s: of these, of kernels, with what collectives beside them take.
-        communication_s: of all collectives, by link.
-        bytes_moved: that a device sends, by link.
+        compute_s: seconds of these in kernels, with what collectives beside them take.
+        communication_s: seconds of all collectives, by link.
+        bytes_moved: bytes that a device sends, by link.
         waited_s: seconds in which the kernels wait for a collective, by computation and name.
     """
 
@@ -80,11 +80,11 @@ class Estimate:
 
 
 def estimate(module: hlo.Module, cost: CostModel) -> Estimate:
-    """About how long a partitioned module takes on a cluster, in a good order.
+    """Estimate how long a partitioned module takes on a cluster, in a good order.
 
     Args:
         module: from `partitioned.Picture`.
-        cost: of the cluster.
+        cost: the cost model of the cluster.
     """
     return _Estimator(module, cost).computation(module.entry)
 
@@ -106,7 +106,7 @@ def _added(one: Estimate, other: Estimate, times: int = 1) -> Estimate:
 
 
 class _Estimator:
-    """One module on one cluster."""
+    """The estimator of one module on one cluster."""
 
     def __init__(self, module: hlo.Module, cost: CostModel):
         self._module, self._cost = module, cost
@@ -115,7 +115,7 @@ class _Estimator:
         self._kernel_s = functools.cache(lambda kernel: cost.kernel_s(cost.known(kernel)))
 
     def _computation(self, name: str) -> Estimate:
-        """A computation, with those that it runs."""
+        """Estimate a computation, with those that it runs."""
         body = self._module.body(name)
         kernels = _Kernels(self._module, body)
         tasks: list[Task] = []
@@ -153,12 +153,13 @@ class _Estimator:
         total: Estimate,
         slowed_s: float,
     ) -> Estimate:
-        """The tasks of a computation in the best order that the rules find.
+        """Estimate the tasks of a computation in the best order that the rules find.
 
         Args:
-            name: of the computation.
-            tasks: its tasks, and flights: the collectives among them, by their place.
-            total: what it moves, and what those waited for that it runs.
+            name: the computation's name.
+            tasks: its tasks.
+            flights: the names of the collectives among them, by their place.
+            total: what it moves, and the waits of the computations that it runs.
             slowed_s: seconds of compute that its collectives take, if they all hide.
         """
         problem = Problem(tuple(tasks))
@@ -179,7 +180,7 @@ class _Estimator:
         )
 
     def _called(self, i: hlo.Instruction) -> Estimate:
-        """What an instruction runs in other computations; of a conditional the slowest branch."""
+        """Estimate the computations that an instruction runs; the slowest one of a conditional."""
         if i.opcode == "conditional":
             return max(map(self.computation, i.called), key=lambda e: e.step_s)
         called = [i.attribute("body").lstrip("%")] if i.opcode == "while" else i.called
@@ -189,7 +190,7 @@ class _Estimator:
         )
 
     def _link(self, c: Collective) -> tuple[str, float, float]:
-        """The lane of a collective, its seconds, and the SMs that it takes."""
+        """Return the lane of a collective, its seconds, and the SMs that it takes."""
         cluster = self._cost.cluster
         group = group_of(replace(c, by_copy=c.kind == PERMUTE), self._module.num_devices, cluster)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
@@ -198,9 +199,9 @@ class _Estimator:
 
 
 def _waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
-    """Seconds for which the kernels wait for each start of an order.
+    """Return the seconds for which the kernels wait for each start of an order.
 
-    Whoever is awaited, the wait is for the collectives that run on that lane meanwhile.
+    A wait counts for the collectives that run meanwhile on the lane of the one awaited.
     """
     now, lanes, waited = 0.0, defaultdict[str, list[tuple[float, float, int]]](list), {}
     for index in order:
@@ -225,7 +226,7 @@ def _waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
 
 
 class _Kernels:
-    """What the kernels of a computation will be, once XLA has fused it."""
+    """The kernels that a computation will have, once XLA has fused it."""
 
     def __init__(self, module: hlo.Module, body: Sequence[hlo.Instruction]):
         self._module, self._body = module, body
@@ -237,7 +238,7 @@ class _Kernels:
                 self._users[operand.partition("#")[0]].append(i)
 
     def work(self, i: hlo.Instruction) -> KernelWork:
-        """What an instruction's kernel does; nothing, where it is part of another's."""
+        """Return the work of an instruction's kernel; none where it is part of another's."""
         if i.opcode in _FREE:
             return KernelWork()
         if i.opcode in _OWN_KERNELS:
@@ -247,7 +248,7 @@ class _Kernels:
         return KernelWork(memory_bytes=self._written(i) + sum(self._read(i)))
 
     def _adds_to_matmul(self, i: hlo.Instruction) -> bool:
-        """Whether an instruction adds to a matmul that nobody else reads, as cuBLAS itself does."""
+        """Return whether an instruction adds to a matmul that only it reads, as cuBLAS can."""
         if i.opcode != "add":
             return False
         for operand in i.operands:
@@ -259,7 +260,7 @@ class _Kernels:
         return False
 
     def part_of(self, i: hlo.Instruction) -> hlo.Instruction | None:
-        """The slice that is all that anybody reads of a value; None where more is read."""
+        """Return the one slice of a value that anybody reads; None where more is read."""
         readers = list(self._readers(i))
         slices = [user for user in readers if user.opcode == "dynamic-slice"]
         return slices[0] if slices and len(slices) == len(readers) else None
@@ -268,7 +269,7 @@ class _Kernels:
         return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and i.opcode not in OPCODES
 
     def _ends(self, i: hlo.Instruction) -> bool:
-        """Whether a kernel ends at an instruction: somebody reads its value from memory."""
+        """Return whether a kernel ends at an instruction: somebody reads its value from memory."""
         if not self._fuses(i):
             return False
         if i.opcode == "reduce" or i.is_root:
@@ -276,7 +277,7 @@ class _Kernels:
         return any(not self._fuses(user) for user in self._readers(i))
 
     def _readers(self, i: hlo.Instruction) -> Iterator[hlo.Instruction]:
-        """Who reads a value, through what only renames it."""
+        """Yield the readers of a value, through what only renames it."""
         for user in self._users[i.name]:
             if user.opcode in ("bitcast", "reshape", "opt-barrier"):
                 yield from self._readers(user) if not user.is_root else iter((user,))
@@ -289,7 +290,7 @@ class _Kernels:
         return hlo.shape_bytes(i.shape)
 
     def _read(self, i: hlo.Instruction) -> Iterator[int]:
-        """Bytes of what a kernel reads, from the instruction at which it ends."""
+        """Yield the bytes of what a kernel reads, from the instruction at which it ends."""
         seen, stack = {i.name}, [i]
         while stack:
             at = stack.pop()
@@ -311,7 +312,7 @@ class _Kernels:
 
 
 def _turned_bytes(i: hlo.Instruction, kernels: _Kernels) -> int:
-    """Bytes of the copy beside a collective whose blocks do not lie one after the other.
+    """Return the bytes of the copy beside a collective whose blocks do not lie one after the other.
 
     NCCL's blocks do. Along another dim than the first XLA:GPU turns what was gathered after it, and
     what is to be scattered before it.

@@ -19,14 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-# What computes next: the first of XLA's order; the first of it that is ready; of those that are
-# ready the one from which the path to the end is longest.
+# A turn says what computes next: the first of XLA's order; the first of it that is ready; of those
+# that are ready the one from which the path to the end is longest.
 Turn = Literal["first", "ready", "path"]
 
 
 @dataclass(frozen=True)
 class Flight:
-    """What a start sets off: the lane that it takes, and for how long."""
+    """The collective that a start sets off: the lane that it takes, and for how long."""
 
     lane: str
     seconds: float
@@ -38,12 +38,13 @@ class Task:
 
     Attributes:
         needs: tasks that come before it, for their values or by control.
-        seconds: of the compute lane; 0 for what only names a value.
-        flight: of an asynchronous start.
-        awaits: of a done: its start.
+        seconds: time on the compute lane; 0 for what only names a value.
+        flight: the collective of an asynchronous start.
+        awaits: the start of a done.
         holds: the buffers it reads and writes.
-        extra_bytes: that it needs beside those while it runs, as a loop's body does.
-        is_matmul: or holds some; what is bound by arithmetic shares memory's bandwidth best.
+        extra_bytes: bytes that it needs beside those while it runs, as a loop's body does.
+        is_matmul: whether it is a matmul or holds some; what is bound by arithmetic shares memory's
+            bandwidth best.
     """
 
     needs: tuple[int, ...] = ()
@@ -56,7 +57,7 @@ class Task:
 
     @property
     def anchored(self) -> bool:
-        """Whether it has a place of its own; others come just before what needs them."""
+        """Return whether it has a place of its own; others come just before what needs them."""
         return self.flight is not None or (self.awaits is None and self.seconds > 0)
 
 
@@ -74,11 +75,11 @@ class Problem:
     buffer_bytes: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
 
-    # What every rule asks, worked out once.
+    # Every rule asks for these, so they are worked out once.
 
     @functools.cached_property
     def users(self) -> list[list[int]]:
-        """Of each task those that need it."""
+        """The tasks that need each task."""
         found: list[list[int]] = [[] for _ in self.tasks]
         for index, task in enumerate(self.tasks):
             for need in set(task.needs):
@@ -87,7 +88,7 @@ class Problem:
 
     @functools.cached_property
     def deadlines(self) -> list[float]:
-        """By when each task has to have run, in seconds of compute."""
+        """The time by which each task has to have run, in seconds of compute."""
         return _deadlines(self.tasks, self.users, _compute_before(self.tasks))
 
     @functools.cached_property
@@ -98,15 +99,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rule:
-    """How to choose among tasks that could run.
+    """The rule that chooses among tasks that could run.
 
     Attributes:
-        leads: by lane. A start waits until the compute before its first use is no more than this
-            many times the collective's own seconds: one that is early takes the link from one that
-            is urgent. By lane, since one link may be full where another is idle.
+        leads: a factor for each lane. A start waits until the compute before its first use is no
+            more than this many times the collective's own seconds: one that is early takes the link
+            from one that is urgent. Lanes differ, since one link may be full where another is idle.
         turn: what computes next.
         in_flight: the most collectives on their way at a time.
-        ceiling_bytes: of live memory, kept to as far as there is a choice.
+        ceiling_bytes: the limit of live memory, kept to as far as there is a choice.
     """
 
     leads: Mapping[str, float]
@@ -117,7 +118,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class OrderOutcome:
-    """What an order comes to.
+    """The predicted seconds and memory of an order.
 
     Attributes:
         seconds: from the first task to the end of the last, collectives included.
@@ -131,7 +132,7 @@ class OrderOutcome:
 
 
 def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
-    """Seconds and peak memory of an order. Each lane carries one collective at a time."""
+    """Predict an order's seconds and peak memory. Each lane carries one collective at a time."""
     clock, memory = _Clock(), _Memory(problem)
     matmuls, bare, at = 0, list[int](), dict[int, int]()
     for index in order:
@@ -146,7 +147,7 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
 
 
 def on_the_way(problem: Problem, order: Sequence[int]) -> int:
-    """The most collectives of an order on their way at a time, on a link or waiting for it."""
+    """Count the most collectives of an order in flight at a time, on a link or waiting for it."""
     clock, most = _Clock(), 0
     for index in order:
         clock.run(index, problem.tasks[index])
@@ -156,7 +157,7 @@ def on_the_way(problem: Problem, order: Sequence[int]) -> int:
 
 
 def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
-    """What is live while each task of an order runs, and what it needs beside."""
+    """Yield the bytes live while each task of an order runs, with what it needs beside."""
     memory = _Memory(problem)
     for index in order:
         yield memory.after(problem.tasks[index])
@@ -164,12 +165,12 @@ def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
 
 
 def list_schedule(problem: Problem, rule: Rule) -> list[int]:
-    """An order of the problem's tasks, by a rule; every task after those that it needs."""
+    """Order the problem's tasks by a rule, every task after those that it needs."""
     return list(_late(problem, _Scheduler(problem, rule).anchors()))
 
 
 def earlier(problem: Problem, order: Sequence[int], start: int) -> list[int]:
-    """An order with one start, and what it needs, before the last matmul in front of it."""
+    """Move one start of an order, and what it needs, before the last matmul in front of it."""
     anchors = [index for index in order if problem.tasks[index].anchored]
     front = anchors[: anchors.index(start)]
     matmuls = [at for at, index in enumerate(front) if problem.tasks[index].is_matmul]
@@ -179,7 +180,7 @@ def earlier(problem: Problem, order: Sequence[int], start: int) -> list[int]:
 
 
 def _late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:
-    """All tasks: the anchors in order, each of the others just before the first that needs it.
+    """Yield all tasks: the anchors in order, each other just before the first that needs it.
 
     So a done waits no sooner than it must, however wrong the predicted seconds are.
     """
@@ -199,7 +200,7 @@ def _late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:
 
 @dataclass
 class _Clock:
-    """Time as tasks are put one after the other."""
+    """The clock, as tasks are put one after the other."""
 
     now: float = 0.0
     busy_until: dict[str, float] = field(default_factory=dict)  # by lane
@@ -216,7 +217,7 @@ class _Clock:
 
 
 class _Memory:
-    """Live bytes as tasks are put one after the other."""
+    """The live bytes, as tasks are put one after the other."""
 
     def __init__(self, problem: Problem):
         self._bytes, self._kept = problem.buffer_bytes, problem.kept
@@ -225,7 +226,7 @@ class _Memory:
         self.live = self.peak = 0
 
     def after(self, task: Task) -> int:
-        """Live bytes while a task would run now."""
+        """Return the live bytes while a task would run now."""
         new = set(task.holds) - self._live
         return self.live + task.extra_bytes + sum(self._bytes[b] for b in new)
 
@@ -243,7 +244,7 @@ class _Memory:
 
 
 class _Scheduler:
-    """The walk through time."""
+    """The walk through time that puts the tasks in order."""
 
     def __init__(self, problem: Problem, rule: Rule):
         self._tasks, self._rule = problem.tasks, rule
@@ -263,7 +264,7 @@ class _Scheduler:
         self._order: list[int] = []
 
     def anchors(self) -> list[int]:
-        """The anchored tasks in order."""
+        """Return the anchored tasks in order."""
         for index in [i for i, missing in enumerate(self._missing) if not missing]:
             self._arrive(index)
         while True:
@@ -283,7 +284,7 @@ class _Scheduler:
                 return self._order
 
     def _arrive(self, index: int) -> None:
-        """All that a task needs has run."""
+        """Queue a task whose needs have all run, or put it at once if it takes no time."""
         task = self._tasks[index]
         if task.flight:
             insort(self._starts, (self._deadline[index], index))
@@ -316,7 +317,7 @@ class _Scheduler:
                     pending.append(user)
 
     def _start(self, *, due: bool) -> int | None:
-        """The most urgent start; `due`: whose turn has come, and for which there is room."""
+        """Pop the most urgent start; if `due`, one whose turn has come and that has room."""
         for place, (deadline, index) in enumerate(self._starts):
             if not due or self._is_due(deadline, self._tasks[index]):
                 return self._starts.pop(place)[1]
@@ -332,7 +333,7 @@ class _Scheduler:
         )
 
     def _compute(self) -> int | None:
-        """The first task by the rule's turn that can run, and fits."""
+        """Pop the first task by the rule's turn that can run, and fits."""
         while self._next < len(self._tasks) and (
             self._done[self._next] or not self._computes(self._next)
         ):
@@ -350,7 +351,7 @@ class _Scheduler:
 
 
 def _paths(tasks: Sequence[Task], users: Sequence[Sequence[int]]) -> list[float]:
-    """Seconds of the longest path from each task to the end, itself and collectives included."""
+    """Return the seconds of the longest path from each task to the end, collectives included."""
     paths = [0.0] * len(tasks)
     for index in reversed(range(len(tasks))):
         flight = tasks[index].flight
@@ -360,7 +361,7 @@ def _paths(tasks: Sequence[Task], users: Sequence[Sequence[int]]) -> list[float]
 
 
 def _compute_before(tasks: Sequence[Task]) -> list[float]:
-    """Seconds of compute before each task, in XLA's order."""
+    """Return the seconds of compute before each task, in XLA's order."""
     before, total = [], 0.0
     for task in tasks:
         before.append(total)
@@ -371,9 +372,9 @@ def _compute_before(tasks: Sequence[Task]) -> list[float]:
 def _deadlines(
     tasks: Sequence[Task], users: Sequence[Sequence[int]], before: Sequence[float]
 ) -> list[float]:
-    """By when each task has to have run: the compute before its first use, in XLA's order.
+    """Return each task's deadline: the compute before its first use, in XLA's order.
 
-    What a collective sends has to be there as much earlier as the collective takes.
+    A value that a collective sends is due earlier by the collective's own seconds.
     """
     deadline = [before[-1]] * len(tasks)
     for index in reversed(range(len(tasks))):

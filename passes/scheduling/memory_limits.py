@@ -1,4 +1,4 @@
-"""How much memory each computation of a step may use, so that the step's peak is no higher.
+"""Limit the memory of each computation of a step, so that the step's peak is no higher.
 
 A step peaks in one place, mostly in the loop that runs backward. Elsewhere there is room: while the
 loop over layers runs forward there are no gradients yet. So what bounds a computation is not its
@@ -19,15 +19,15 @@ CALLS = ("while", "conditional", "call")  # the opcodes that run other computati
 def rooms(
     module: hlo.Module, buffers_of: Callable[[str], Buffers], slack: float = 0.0
 ) -> dict[str, int]:
-    """The bytes that each computation may have live at a time, in those that it calls too.
+    """Return the peak live bytes allowed in each computation, callees included.
 
     Args:
         module: scheduled; in its order the step has its peak.
         buffers_of: the buffers of a computation.
-        slack: by how much of its peak the step may need more.
+        slack: the fraction of its peak by which the step may exceed it.
 
     Returns:
-        By computation that runs; none is below what its own order needs.
+        The limit of each computation that runs; none is below what its own order needs.
     """
     around: dict[str, list[tuple[str, int]]] = {}
     peaks: dict[str, int] = {}
@@ -45,7 +45,7 @@ def rooms(
 
 
 def _innermost_first(module: hlo.Module, computation: str) -> dict[str, None]:
-    """A computation after all that it calls, each once."""
+    """List a computation after all that it calls, each once."""
     found: dict[str, None] = {}
     for instruction in module.body(computation):
         for other in _called(instruction):
@@ -60,7 +60,7 @@ def _called(instruction: hlo.Instruction) -> tuple[str, ...]:
 def _live(
     module: hlo.Module, computation: str, found: Buffers
 ) -> Iterator[tuple[hlo.Instruction, int]]:
-    """Each instruction with the bytes that are live while it runs."""
+    """Yield each instruction with the bytes that are live while it runs."""
     body = module.body(computation)
     kept = frozenset(leaves(found.values[root(module, computation).name]))
     tasks = tuple(Task(holds=found.held(instruction)) for instruction in body)

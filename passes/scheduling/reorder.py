@@ -1,4 +1,4 @@
-"""Another order for the instructions of a scheduled module, in which more of the collectives hide.
+"""Reorder the instructions of a scheduled module, so that more of the collectives hide.
 
 Works on the module's text and gives names in order; `jaxoverlap/_jax/xla_schedule.py` puts them
 into XLA's own module, inside the compiler. Every computation that starts a collective is a problem
@@ -36,7 +36,7 @@ from jaxoverlap.passes.scheduling.memory_limits import CALLS, rooms
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import ModuleCosts
 
-SAME = 1e-4  # of some seconds: by less than that no prediction tells two orders apart
+SAME = 1e-4  # relative: predictions that differ by less do not tell two orders apart
 _LEADS = (1.0, 2.0, 8.0, float("inf"))
 _NAMES = re.compile(r"%?([\w.\-]+)")
 
@@ -47,7 +47,8 @@ class NewOrder:
 
     Attributes:
         names: its instructions.
-        before: what XLA's order comes to; after: what this one does.
+        before: the outcome of XLA's order.
+        after: the outcome of this one.
     """
 
     names: tuple[str, ...]
@@ -58,16 +59,16 @@ class NewOrder:
 def schedule(
     module: hlo.Module, cost: CostModel, *, slack: float = 0.0, in_flight: int = 8
 ) -> dict[str, NewOrder]:
-    """Orders for the computations of a module that are faster than XLA's.
+    """Find orders for the computations of a module that are faster than XLA's.
 
     Args:
         module: scheduled by XLA.
-        cost: of its instructions.
-        slack: by how much of its peak memory in XLA's order the step may need more.
+        cost: the cost model of its instructions.
+        slack: the fraction of its peak memory in XLA's order by which the step may exceed it.
         in_flight: the most collectives on their way at a time.
 
     Returns:
-        By computation; where XLA's is as good, or nothing is started, there is none.
+        The orders by computation; none where XLA's is as good, or nothing is started.
     """
     walk = _Walk(module, ModuleCosts(module, cost), slack, in_flight)
     walk.outcome(module.entry)
@@ -75,7 +76,7 @@ def schedule(
 
 
 class _Walk:
-    """Through a module, innermost computations first."""
+    """The walk through a module, innermost computations first."""
 
     def __init__(self, module: hlo.Module, prices: ModuleCosts, slack: float, in_flight: int):
         self._module, self._prices, self._in_flight = module, prices, in_flight
@@ -85,7 +86,7 @@ class _Walk:
         self.orders: dict[str, NewOrder] = {}
 
     def outcome(self, computation: str) -> OrderOutcome:
-        """What a computation comes to, in the better order."""
+        """Return the outcome of a computation in the better order."""
         if computation not in self._known:
             self._known[computation] = self._reorder(computation)
         return self._known[computation]
@@ -122,7 +123,7 @@ class _Walk:
         return Problem(tuple(tasks), tuple(found.bytes), kept)
 
     def _task(self, computation: str, instruction: hlo.Instruction) -> Task:
-        """What an instruction takes, wherever it stands."""
+        """Make the task of an instruction, but for what it needs and holds."""
         if instruction.opcode in CALLS:
             inner = [self.outcome(name) for name in instruction.called]
             times = instruction.trip_count or 1 if instruction.opcode == "while" else 1
@@ -147,7 +148,7 @@ _Found = tuple[Sequence[int], OrderOutcome]
 def best(
     problem: Problem, ceiling_bytes: int, in_flight: int
 ) -> tuple[Sequence[int], OrderOutcome]:
-    """The fastest of XLA's order and those of some rules that stay under the ceiling.
+    """Choose the fastest of XLA's order and those of some rules that stay under the ceiling.
 
     Of those that are equally fast, the one with most collectives beside a matmul; then that of
     least memory; then XLA's. In what comes out, a collective that only other kernels hide starts
@@ -179,7 +180,7 @@ def best(
 
 
 def reordered(module: hlo.Module, orders: Mapping[str, NewOrder]) -> hlo.Module:
-    """The module with its computations in other orders."""
+    """Put the computations of a module in other orders."""
     computations = dict(module.computations)
     for name, order in orders.items():
         instructions = {i.name: i for i in module.body(name)}
@@ -188,6 +189,6 @@ def reordered(module: hlo.Module, orders: Mapping[str, NewOrder]) -> hlo.Module:
 
 
 def _needs(instruction: hlo.Instruction) -> list[str]:
-    """What comes before an instruction, for its value or by control."""
+    """List the names of what an instruction waits for, for its value or by control."""
     control = instruction.attribute("control-predecessors")
     return [*instruction.operands, *_NAMES.findall(control.strip("{}"))]

@@ -1,4 +1,4 @@
-"""The scheduler pass of one compilation: what it is asked, what it finds, what it reports.
+"""Run the scheduler pass in a compilation, and report what it found.
 
 `passes/scheduling/reorder.py` finds other orders for a scheduled module; here they are held against
 XLA's by simulation, all of them and without one after the other, and the fastest are kept. Where
@@ -29,11 +29,11 @@ from jaxoverlap.simulation.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """How the scheduler pass may order a step.
+    """The limits within which the scheduler pass orders a step.
 
     Attributes:
-        slack: by how much of its peak memory in XLA's order the step may need more: 0.05 is a
-            twentieth. The peak is that of a model of XLA's buffers, arguments not counted; the
+        slack: the fraction of its peak memory in XLA's order by which the step may exceed it: 0.05
+            is a twentieth. The peak is that of a model of XLA's buffers, arguments not counted; the
             default is less than what that model is off by.
         in_flight: the most collectives on their way at a time.
     """
@@ -50,14 +50,15 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """What the pass did with a module.
+    """The report of the pass on a module.
 
     Attributes:
-        cluster: for which it was simulated.
-        orders: of the computations that were reordered, by name.
-        xla: the step in XLA's order; step: as it was compiled. None if nothing was simulated.
+        cluster: the cluster for which it was simulated.
+        orders: the orders of the computations that were reordered, by name.
+        xla: the step in XLA's order; None if nothing was simulated.
+        step: the step as it was compiled; None if nothing was simulated.
         reason: why XLA's order was kept; empty if it was not.
-        seconds: that the pass took.
+        seconds: the seconds that the pass took.
         frames: the source lines of what XLA gave the pass; None if it got nothing back.
     """
 
@@ -121,7 +122,7 @@ class SchedulerCallback:
         self.report = self._kept("XLA did not ask: the step came from a cache")
 
     def orders(self, text: str) -> Mapping[str, Sequence[str]]:
-        """The orders that make a module's step faster; none if XLA's is as fast."""
+        """Return the orders that make a module's step faster; none if XLA's is as fast."""
         began = time.perf_counter()
         options, cost = self._options, self._cost
         module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
@@ -134,7 +135,7 @@ class SchedulerCallback:
         return {name: order.names for name, order in kept.items()}
 
     def failed(self, reason: str) -> None:
-        """XLA keeps its order."""
+        """Report and warn that XLA keeps its order."""
         self.report = self._kept(reason)
         warnings.warn(f"XLA's order kept: {reason}", stacklevel=2)
 
@@ -145,7 +146,7 @@ class SchedulerCallback:
 def _faster(
     module: hlo.Module, found: Mapping[str, NewOrder], xla: Timeline, cost: CostModel
 ) -> tuple[dict[str, NewOrder], Timeline, str]:
-    """All orders but those without which the step is faster; the step; and why none, if so.
+    """Drop each order whose removal makes the step faster; return the rest, the step and why none.
 
     An order is found for one computation alone, and without contention: what hides more of its
     collectives may slow the matmuls beside them by as much.
@@ -174,10 +175,10 @@ class SchedulerPass:
     """The scheduler pass of a step, for as many compilations as there are.
 
     Attributes:
-        name: of the step and of all that its order depends on. XLA's modules, and the keys of
-            JAX's persistent cache, carry it.
-        options: how to order.
-        cost: what instructions take.
+        name: the step's name, with a hash of all that its order depends on. XLA's modules, and the
+            keys of JAX's persistent cache, carry it.
+        options: the limits of the order.
+        cost: the cost model of instructions.
     """
 
     name: str
@@ -185,18 +186,18 @@ class SchedulerPass:
     cost: CostModel
 
     def named(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """A jit equation's parameters under this name."""
+        """Give a jit equation's parameters this name."""
         return {**params, "name": self.name}
 
     @contextmanager
     def compiling(self) -> Iterator[SchedulerCallback]:
-        """While this lasts, XLA asks for the order of modules of this name."""
+        """Make XLA ask for the order of modules of this name while this lasts."""
         scheduling = SchedulerCallback(self.options, self.cost)
         with xla_schedule.reordering(re.sub(r"[^\w.-]", "_", self.name), scheduling):
             yield scheduling
 
 
 def scheduler_pass_for(name: str, cost: CostModel, options: Scheduler) -> SchedulerPass:
-    """The scheduler pass for a step."""
+    """Make the scheduler pass for a step."""
     depends = hashlib.sha256(f"{options} {cost}".encode() + source_hash())
     return SchedulerPass(f"{name}_{depends.hexdigest()[:8]}", options, cost)

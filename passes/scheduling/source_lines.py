@@ -1,8 +1,8 @@
-"""The source lines of a module that a Python pass gave back to XLA.
+"""Restore the source lines of a module that a Python pass gave back to XLA.
 
 XLA renumbers the stack frames of such a module and gets them wrong, also where the pass changed
 nothing (jaxlib 0.11.2 and 0.12.0): a matmul then seems to be written at some other line of the
-step. What the pass was given still has them right, by instruction.
+step. The text that the pass was given still has them right, by instruction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SourceLines:
         return cls(tuple(lines[1 : _first_computation(lines)]), ids)
 
     def restored(self, text: str) -> str:
-        """Another text of the module with these frames.
+        """Return another text of the module with these frames.
 
         An instruction that came later, and so is not known here, has none.
         """

@@ -1,4 +1,4 @@
-"""A differential test in the shape of a user's life: drawn train steps, overlapped beside plain.
+"""Compare drawn train steps under overlap() with the same steps under jax.jit, as users run them.
 
-`python -m tests.differential --seeds 0:200` runs some; `--seed 17` says what one is and does.
+`python -m tests.differential --seeds 0:200` runs some; `--seed 17` describes one and runs it.
 """

@@ -90,7 +90,7 @@ def _tried(seed: int, always: bool) -> Found:
 
 
 def kind(text: str) -> str:
-    """A difference without what is its own: names, numbers, specs."""
+    """Return a difference less its names, numbers and specs, so that like ones count as one."""
     text = re.sub(r"^call \d+: ", "", text.removeprefix("note: ")) + (
         " (note)" * text.startswith("note: ")
     )

@@ -1,4 +1,4 @@
-"""A step written by hand, looked at as the drawn ones are."""
+"""Compare a step written by hand in the same way as the drawn ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.differential.training import Program
 
 
 def mesh_of(sizes: dict[str, int], *, alone: bool = False, explicit: bool = False) -> Mesh:
-    """A mesh of automatic or of explicit axes; alone with as many axes, and one device."""
+    """Return a mesh of automatic or explicit axes; `alone` has as many axes of one device."""
     shape = [1] * len(sizes) if alone else list(sizes.values())
     devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
     kind = AxisType.Explicit if explicit else AxisType.Auto
@@ -30,7 +30,7 @@ def differs(
     explicit: bool = False,
     **settings: Any,
 ) -> list[str]:
-    """How overlap() changes the life of a step: its program by mesh, and what jit is given."""
+    """List what overlap() changes for the step that `maker` builds; `settings` are given to jit."""
 
     def build(alone: bool) -> Case:
         mesh = mesh_of(sizes, alone=alone, explicit=explicit)

@@ -1,4 +1,4 @@
-"""`draw(seed)`: a step of somebody, jitted as somebody jits it, and what it is called with."""
+"""Draw a train step from a seed, with its jit settings and the way it is called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.differential import models, others
 from tests.differential.training import Program
 from tests.differential.world import Leaf, World
 
-# Names are part of the draw: a program that is put between others changes all seeds.
+# Order and weights are part of the draw: a program that is added here changes all seeds.
 PROGRAMS: tuple[tuple[Callable[[World], Program], int], ...] = (
     (models.language_model, 2), (models.regression, 4), (models.residual_scan, 4),
     (models.mixer, 3), (models.experts, 2), (models.two_towers, 2), (models.adapters, 2),
@@ -30,15 +30,15 @@ CALLS = 3
 
 @dataclass
 class Case:
-    """One drawn step.
+    """A drawn step with its program, its jit settings and the way it is called.
 
     Attributes:
-        name: the step's; that of its program and the seed.
-        mesh: that it runs on.
+        name: the step's name, made of its program's and the seed.
+        mesh: the mesh that it runs on.
         program: the step and its arguments.
-        settings: what the user gives to jit.
-        built: the same case once more, with traces of its own; on one device if told so.
-        said: what was drawn, by label.
+        settings: the keyword arguments that the user gives to jit.
+        built: builds the same case again, with traces of its own; on one device if given True.
+        said: the draws, by label.
         ambient: whether the user sets the mesh.
         by_keyword: whether the last input goes by its name.
         bound: whether static arguments are bound by functools.partial.
@@ -78,7 +78,7 @@ class Case:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """What the user's calls are made in."""
+        """Enter the context in which the user calls the step."""
         with jax.set_mesh(self.mesh) if self.ambient else contextlib.nullcontext():
             yield
 
@@ -86,7 +86,7 @@ class Case:
         return self._placed(self.program.state)
 
     def call(self, fn: Callable, state: list[Any], n: int) -> tuple[Any, list[Any]]:
-        """The n-th call of the step, as `fn` runs it: its result, and all that it was given."""
+        """Make the n-th call of the step, by `fn`; return its result and all it was given."""
         inputs = self.program.inputs(n)
         if self.from_host:
             inputs = jax.tree.map(lambda leaf: np.array(leaf.value), inputs)
@@ -102,7 +102,7 @@ class Case:
             return fn(*state, *inputs, **keywords), given
 
     def fed_back(self, state: list[Any], result: Any) -> list[Any]:
-        """The state of the next call."""
+        """Return the state of the next call."""
         results = self.program.results
         if results is None:
             return state
@@ -129,7 +129,7 @@ class Case:
 
 
 def draw(seed: int, *, alone: bool = False) -> Case:
-    """The step of a seed; `alone` on one device, with the same axes, all of size 1."""
+    """Draw the step of a seed; `alone` on one device, with the same axes, all of size 1."""
     w = World(seed, alone=alone)
     makers, weights = zip(*PROGRAMS, strict=True)
     chances = [n / sum(weights) for n in weights]
@@ -156,7 +156,7 @@ def draw(seed: int, *, alone: bool = False) -> Case:
 
 
 def _settings(w: World, program: Program, mesh: Mesh) -> tuple[dict[str, Any], bool]:
-    """What is given to jit; and whether in_shardings are, beside which nothing goes by name."""
+    """Draw jit's settings; say whether in_shardings are among them, which rule out keywords."""
     settings: dict[str, Any] = {}
     if program.static:
         settings["static_argnames"] = tuple(program.static)
@@ -176,13 +176,13 @@ def _settings(w: World, program: Program, mesh: Mesh) -> tuple[dict[str, Any], b
     if known is not None and kind != "open":
         settings["out_shardings"] = known if kind == "closed" else _opened(w, known)
     w.said["jit"] = ", ".join(settings) or "nothing"
-    if settings:  # what is compiled with less care is compiled sooner
+    if settings:  # less optimized code compiles sooner
         settings["compiler_options"] = {"xla_backend_optimization_level": 0}
     return settings, stated
 
 
 def _shardings(tree: Any, mesh: Mesh) -> Any:
-    """NamedShardings, leaf by leaf; None for what nothing commits."""
+    """Return NamedShardings, leaf by leaf; None for what nothing commits."""
 
     def one(leaf: Leaf) -> NamedSharding | None:
         return None if leaf.spec is None else NamedSharding(mesh, leaf.spec)
@@ -191,7 +191,7 @@ def _shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def _results(program: Program, mesh: Mesh) -> Any:
-    """out_shardings that give back states as they came; None for what is not fed back."""
+    """Return out_shardings that give states back as they came; None for what is not fed back."""
 
     def one(at: int | None) -> Any:
         return None if at is None else _shardings(program.state[at], mesh)
@@ -203,7 +203,7 @@ def _results(program: Program, mesh: Mesh) -> Any:
 
 
 def _opened(w: World, known: Any) -> Any:
-    """Some of them left to XLA."""
+    """Leave some of the shardings to XLA."""
     leaves, tree = jax.tree.flatten(known, is_leaf=lambda x: x is None)
     rng = w.rng("opened")
     return tree.unflatten([None if rng.random() < 0.4 else leaf for leaf in leaves])

@@ -1,4 +1,4 @@
-"""A drawn step, overlapped, beside the plain one: all that a user could tell them apart by."""
+"""Compare a drawn step under overlap() with the plain one, in all that a user could notice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @dataclass
 class Call:
-    """What one call gave, and what it cost. Values are on the host, as the next call donates."""
+    """Results and costs of one call; values are on the host, as the next call donates."""
 
     tree: Any
     values: list[np.ndarray]
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass
 class Run:
-    """Calls of one step, with outputs fed back."""
+    """Calls of one step, each with the outputs of the one before."""
 
     calls: list[Call] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
@@ -46,13 +46,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """What came out of a case.
+    """Differences and notes that were found in a case.
 
     Attributes:
-        differences: of the overlapped step from the plain one; none if all is well.
-        notes: what is no failure of the overlapped step: plain refuses, or is wrong.
-        ringed: how many matmuls were.
-        error: that overlap() raised where plain did not.
+        differences: how the overlapped step differs from the plain one; empty if all is well.
+        notes: findings that are no failure of the overlapped step: plain refuses, or is wrong.
+        ringed: the number of matmuls that were put into rings.
+        error: the error that overlap() raised where plain did not.
     """
 
     differences: list[str]
@@ -62,12 +62,12 @@ class Found:
 
 
 def differences(case: Case) -> list[str]:
-    """How a case's overlapped step differs from its plain one."""
+    """List the differences of a case's overlapped step from its plain one."""
     return compared(case).differences
 
 
 def compared(case: Case, *, always: bool = False) -> Found:
-    """The same, with notes. The reference is run where values differ; or always, for the notes.
+    """Compare a case's two steps; the reference is run where values differ, or `always`.
 
     Where overlapped and plain agree on a value, the overlapped step is as right as the plain one.
     """
@@ -112,7 +112,7 @@ def _overlapped(case: Case) -> jaxoverlap.Overlapped:
 
 
 def _ringed(overlapped: jaxoverlap.Overlapped) -> int:
-    """How many matmuls were, in all signatures."""
+    """Count the matmuls that were put into rings, in all signatures."""
     seen = [overlapped._seen.get(key) for key in overlapped._seen.cache_keys()]
     return sum(len(found.plan.decisions) for found in seen if found and found.plan)
 
@@ -225,7 +225,7 @@ def _paths(tree: Any) -> list[Any]:
 
 
 def _alike(plain: Any, ours: Any, ndim: int) -> bool:
-    """Whether two shardings do the same and mean the same axes."""
+    """Return whether two shardings do the same and mean the same axes."""
     if not ours.is_equivalent_to(plain, ndim):
         return False
     if not isinstance(plain, jax.sharding.NamedSharding):
@@ -234,7 +234,7 @@ def _alike(plain: Any, ours: Any, ndim: int) -> bool:
 
 
 def _axes(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
-    """The axes of each dim, less those of one device."""
+    """Return the axes of each dim, less those of one device."""
     entries = (*sharding.spec, *[None] * ndim)[:ndim]
     held = [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
     return [tuple(a for a in axes if sharding.mesh.shape[a] > 1) for axes in held]
@@ -245,7 +245,7 @@ def _said(sharding: Any) -> str:
 
 
 def _wrong(exact: Call, call: Call, half: bool, *, strict: bool = False) -> dict[str, str]:
-    """By leaf how far a call's values are off, where that is more than rounding."""
+    """Return by leaf how far a call's values are off, where that is more than rounding."""
     tolerance = (6e-2 if half else 2e-4) / (4 if strict else 1)
     scales = [_size(v) for v in exact.values if _is_floating(v)]
     # A gradient that is zero but for rounding is as large as the rounding of what it is summed of.
@@ -254,7 +254,7 @@ def _wrong(exact: Call, call: Call, half: bool, *, strict: bool = False) -> dict
     for path, e, value in zip(_paths(exact.tree), exact.values, call.values, strict=True):
         name = jax.tree_util.keystr(path)
         if e.shape != value.shape:
-            continue  # told as a fact
+            continue  # `_facts_apart` reports it
         if not _is_floating(e):
             if not np.array_equal(e, value):
                 found[name] = "whole numbers"

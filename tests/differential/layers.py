@@ -1,4 +1,4 @@
-"""Layers as people write them: each has an `init` of leaves and a function of parameters and values."""
+"""Write layers as people do: parameters by name, and functions of parameters and values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ACTIVATIONS = (jax.nn.gelu, jnp.tanh, jax.nn.silu, jax.nn.softplus)
 
 
 def initial(w: World, label: str, shapes: dict[str, str], *, stacked: bool = False) -> dict:
-    """Parameters by name; names that end in "norm" or "bias" have their own values."""
+    """Return parameters by name; names that end in "norm" or "bias" have their own values."""
     front = "L" if stacked else ""
     made = {}
     for name, dims in shapes.items():
@@ -72,7 +72,7 @@ def mlp(w: World, label: str, p: dict, x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def sparing(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A matmul with a backward pass of its own, as who writes kernels has them."""
+    """Multiply, with a backward pass of its own as authors of kernels write it."""
     return x @ y
 
 
@@ -118,7 +118,7 @@ def attention(w: World, label: str, p: dict, x: jax.Array) -> jax.Array:
 
 
 def mixed(w: World, label: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention over [batch, sequence, head, dim]."""
+    """Apply causal attention over [batch, sequence, head, dim]."""
     if w.chance(f"{label} fused attention", 0.2):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
     scores = jnp.einsum("bshk,bthk->bhst", q, k) / math.sqrt(q.shape[-1])
@@ -129,7 +129,7 @@ def mixed(w: World, label: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax
 
 
 def linear_attention(w: World, label: str, p: dict, x: jax.Array) -> jax.Array:
-    """Keys against the stream itself, without a softmax."""
+    """Apply linear attention: keys against the stream itself, without a softmax."""
     k = w.pin(f"{label}.k", x @ p["k"])
     state = jnp.einsum("bsd,bse->bde", k, x)
     mixed = jnp.einsum("bsd,bde->bse", k, state) / (x.shape[1] * x.shape[2])
@@ -140,7 +140,7 @@ def linear_attention(w: World, label: str, p: dict, x: jax.Array) -> jax.Array:
 
 
 def stack(w: World, label: str, block: Callable, params: Any, x: jax.Array) -> jax.Array:
-    """Blocks one after another: scanned over stacked weights, or unrolled; with remat or not."""
+    """Apply blocks in turn: scanned over stacked weights or unrolled, with remat or not."""
     remat = w.pick(f"{label} remat", ("no", "no", "all", "dots", "none saveable"))
     policies = {
         "all": None,
@@ -166,7 +166,7 @@ def stack(w: World, label: str, block: Callable, params: Any, x: jax.Array) -> j
 
 
 def stacked(w: World, label: str, shapes: dict[str, str]) -> Any:
-    """Parameters of a stack: stacked for a scan, or a list of layers, where these are small."""
+    """Return a stack's parameters: stacked for a scan, or a list of layers if these are small."""
     if len(shapes) > 6 or w.pick(f"{label} stack", ("scan", "scan", "scan", "unrolled")) == "scan":
         return initial(w, label, shapes, stacked=True)
     return [initial(w, f"{label} {i}", shapes) for i in range(2)]
@@ -196,7 +196,7 @@ def cross_entropy(w: World, label: str, logits: jax.Array, labels: jax.Array) ->
 
 
 def tokens(w: World, *, below: str = "V") -> Callable[[int], list[Leaf]]:
-    """Rows of ids, and what is to follow each."""
+    """Return a function that draws a call's rows of ids, and the id that follows each."""
     shape = (w.size("B"), w.size("S"))
     return lambda call: [
         w.integers(f"tokens {call}", shape, w.size(below)),
@@ -205,7 +205,7 @@ def tokens(w: World, *, below: str = "V") -> Callable[[int], list[Leaf]]:
 
 
 def rows(w: World, *dims: str) -> Callable[[int], list[Leaf]]:
-    """Values in, values wanted; by the letters of each."""
+    """Return a function that draws a call's given and wanted values, by the letters of each."""
     return lambda call: [
         w.normal(f"rows {i} {call}", [w.size(c) for c in letters])
         for i, letters in enumerate(dims)

@@ -1,4 +1,4 @@
-"""Programs for XLA's partitioner to split: models with a loss, in several people's styles."""
+"""Draw programs for XLA's partitioner to split: models with a loss, in several people's styles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.differential.world import Leaf, World
 
 
 def language_model(w: World) -> Program:
-    """Embedding, transformer blocks, logits, integer labels."""
+    """Draw a language model: embedding, transformer blocks, logits, integer labels."""
     attends, tied = w.chance("attention", 0.6), w.chance("tied embedding", 0.3)
     shapes = {"mlp_norm": "D"} | layers.mlp_shapes(w, "mlp")
     if attends:
@@ -52,7 +52,7 @@ def language_model(w: World) -> Program:
 
 
 def regression(w: World) -> Program:
-    """A few matrices in a dict and a squared error: a script of one page."""
+    """Draw a regression as in a script of one page: matrices in a dict and a squared error."""
     shapes = layers.mlp_shapes(w, "first") | {"out": "DD"}
     if w.chance("second", 0.5):
         shapes |= {"second_up": "DF", "second_down": "FD"}
@@ -73,7 +73,7 @@ def regression(w: World) -> Program:
 
 
 def residual_scan(w: World) -> Program:
-    """A scanned residual network, as in a benchmark of a compiler."""
+    """Draw a scanned residual network, as in a benchmark of a compiler."""
     shapes = layers.mlp_shapes(w, "mlp")
     if w.chance("normed", 0.4):
         shapes["norm"] = "D"
@@ -93,7 +93,7 @@ def residual_scan(w: World) -> Program:
 
 
 def mixer(w: World) -> Program:
-    """Linear attention and token mixing: sums over the model that several matmuls read."""
+    """Draw linear attention and token mixing: several matmuls read their sums over the model."""
     params = [
         layers.initial(w, f"block {i}", {"k": "DD", "w": "DF", "u": "FD", "mix": "SS"})
         for i in range(w.size("L") - 1)
@@ -120,7 +120,7 @@ def mixer(w: World) -> Program:
 
 
 def experts(w: World) -> Program:
-    """A dense mixture: every token to every expert, weighted, or dispatched by its best two."""
+    """Draw a dense mixture: each token to every expert, weighted, or dispatched by its best two."""
     shapes = {"router": "DE", "up": "EDF", "down": "EFD"}
     params = layers.initial(w, "moe", shapes)
     dispatched = w.chance("dispatched", 0.5)
@@ -141,7 +141,7 @@ def experts(w: World) -> Program:
 
 
 def two_towers(w: World) -> Program:
-    """Contrastive: rows of one tower against all rows of the other."""
+    """Draw a contrastive model: rows of one tower against all rows of the other."""
     params = {
         "a": layers.initial(w, "a", {"up": "DF", "down": "FC"}),
         "b": layers.initial(w, "b", {"up": "DF", "down": "FC"}),
@@ -164,7 +164,7 @@ def two_towers(w: World) -> Program:
 
 
 def adapters(w: World) -> Program:
-    """Low-rank adapters beside frozen weights, which the step is given and does not change."""
+    """Draw low-rank adapters beside frozen weights, which the step is given and does not change."""
     frozen = layers.initial(w, "frozen", {"up": "DF", "down": "FD"})
     shapes = {"up_a": "DR", "up_b": "RF", "down_a": "FR", "down_b": "RD"}
     params = layers.initial(w, "adapters", shapes)
@@ -181,7 +181,7 @@ def adapters(w: World) -> Program:
 
 
 def accumulated(w: World) -> Program:
-    """Gradients added up over microbatches, in a scan or a fori_loop."""
+    """Draw a step that adds up gradients over microbatches, in a scan or a fori_loop."""
     params = layers.initial(w, "net", layers.mlp_shapes(w, "mlp"))
     loops = w.pick("accumulates in", ("scan", "fori_loop"))
     parts = 2
@@ -210,7 +210,7 @@ def accumulated(w: World) -> Program:
 
 
 def recurrent(w: World) -> Program:
-    """A cell scanned over time, with weights that it closes over."""
+    """Draw a cell scanned over time, with weights that it closes over."""
     params = layers.initial(w, "cell", {"inner": "DD", "hidden": "DD", "z_bias": "D", "out": "DV"})
     remat = w.chance("remat over time", 0.3)
 
@@ -236,7 +236,7 @@ def recurrent(w: World) -> Program:
 
 
 def branches(w: World) -> Program:
-    """A step that does another thing now and then, by its counter: cond, or switch."""
+    """Draw a step that branches on its counter now and then, by cond or switch."""
     shapes = {"a": "DF", "b": "FD", "c": "DD"}
     params = layers.initial(w, "net", shapes)
     kind = w.pick("branches by", ("cond", "switch", "cond in the loss"))
@@ -269,7 +269,7 @@ def branches(w: World) -> Program:
 
 
 def dropped_out(w: World) -> Program:
-    """A network with dropout, whose key is split in the step and fed back."""
+    """Draw a network with dropout, whose key is split in the step and fed back."""
     params = layers.initial(w, "net", {"up": "DF", "down": "FD"})
 
     def loss(params, key, x, y):
@@ -289,7 +289,7 @@ def dropped_out(w: World) -> Program:
 
 
 def decoding(w: World) -> Program:
-    """One token more: a cache that is written in place, and donated."""
+    """Draw a step that decodes one more token; its cache is written in place and donated."""
     params = layers.initial(
         w, "net", {"embed": "VD", "q": "DHK", "k": "DHK", "v": "DHK", "o": "HKD"}
     )

@@ -1,4 +1,4 @@
-"""Programs of manual shard_maps, and graphs of matmuls that are nobody's model."""
+"""Draw programs of manual shard_maps, and graphs of matmuls that are nobody's model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def replicated(tree):
 
 
 def data_parallel(w: World) -> Program:
-    """The whole step in a shard_map over the batch, with gradients summed by hand."""
+    """Draw a whole step in a shard_map over the batch, with gradients summed by hand."""
     axes = tuple(w.sizes)
     tx = transformation(w)
     lookup = w.pick("data", ("tokens", "tokens", "rows"))
@@ -72,7 +72,7 @@ def data_parallel(w: World) -> Program:
 
 
 def manual_mlp(w: World) -> Program:
-    """An MLP whose gathers and scatters are written out, inside of an automatic step."""
+    """Draw an MLP whose gathers and scatters are written out, inside an automatic step."""
     axes = tuple(w.sizes)
     tp = axes[-1]
     partly = len(axes) > 1 and w.chance("partly manual", 0.4)
@@ -113,7 +113,7 @@ def manual_mlp(w: World) -> Program:
 
 
 def vocabulary_parallel(w: World) -> Program:
-    """A lookup and a cross-entropy whose vocabulary is split by hand, as in Megatron."""
+    """Draw a lookup and a cross-entropy whose vocabulary is split by hand, as in Megatron."""
     axes = tuple(w.sizes)
     tp = axes[-1]
     batch = axes[0] if len(axes) > 1 else None
@@ -125,7 +125,7 @@ def vocabulary_parallel(w: World) -> Program:
     rows = P(batch, None)
 
     def own(table, ids):
-        """Ids as rows of this device's part, and which of them it has."""
+        """Return ids as rows of this device's part, and which of them it has."""
         at = ids - jax.lax.axis_index(tp) * table.shape[0]
         has = (at >= 0) & (at < table.shape[0])
         return jnp.clip(at, 0, table.shape[0] - 1), has
@@ -162,7 +162,7 @@ def vocabulary_parallel(w: World) -> Program:
 
 
 def zero(w: World) -> Program:
-    """Parameters gathered by hand before each use, gradients scattered: ZeRO in a shard_map."""
+    """Draw ZeRO in a shard_map: parameters gathered by hand before use, gradients scattered."""
     axis = next(iter(w.sizes))
     others = tuple(a for a in w.sizes if a != axis)
     everywhere = (axis, *others)
@@ -211,12 +211,12 @@ DIMS = {"a": "B", "b": "S", "c": "D", "d": "F", "e": "H", "f": "K", "g": "C"}
 
 @dataclass
 class Matmuls:
-    """Matmuls one after another, by letters of DIMS.
+    """A chain of matmuls, by letters of DIMS.
 
     Attributes:
-        given: dims of the values that are there at first.
-        weights: dims of the weights.
-        all: the number of the left operand, of the right one (weights are -1, -2, ...), the einsum.
+        given: the dims of each value that is there at first.
+        weights: the dims of each weight.
+        all: the left operand's number, the right one's (weights are -1, -2, ...) and the einsum.
     """
 
     given: list[str]
@@ -225,7 +225,7 @@ class Matmuls:
 
 
 def matmuls_of(rng: np.random.Generator, size: dict[str, int]) -> Matmuls:
-    """Any value so far with a new weight, or with another value; sums over what they share."""
+    """Draw matmuls of any value so far with a weight or another value, summed over shared dims."""
 
     def some() -> str:
         return "".join(rng.permutation(list(DIMS))[: rng.integers(2, 4)])
@@ -254,7 +254,7 @@ def matmuls_of(rng: np.random.Generator, size: dict[str, int]) -> Matmuls:
 
 
 def graph(w: World) -> Program:
-    """A graph of matmuls, trained or run forward."""
+    """Draw a graph of matmuls, trained or run forward."""
     size = {c: w.size(name) for c, name in DIMS.items()}
     drawn = matmuls_of(w.rng("graph"), size)
     given, weights, matmuls = drawn.given, drawn.weights, drawn.all
@@ -292,7 +292,7 @@ def graph(w: World) -> Program:
 
 
 def power(w: World) -> Program:
-    """Iterations of a method in a while_loop: no train step at all."""
+    """Draw a power iteration in a while_loop: no train step at all."""
     n = w.size("F")
     matrix = Leaf(_normal(w, "matrix", n, n), w.wild("matrix", (n, n), even=True))
     start = Leaf(_normal(w, "start", n, w.size("R")), w.wild("start", (n, w.size("R")), even=True))

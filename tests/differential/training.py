@@ -1,4 +1,4 @@
-"""What stands around a loss in a train step: gradients, optimizers, schedules, results."""
+"""Build train steps around a loss: gradients, optimizers, schedules, results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.differential.world import Leaf, World
 
 @dataclass
 class Program:
-    """A step of somebody, with what it is called with.
+    """A step of somebody, with the arguments that it is called with.
 
     Attributes:
         step: step(*state, *inputs, **static).
-        state: trees of leaves; what is fed back.
-        inputs: the trees of the n-th call.
-        results: by result, the number of the state that it renews, or None; as the step returns
+        state: trees of leaves, which are fed back.
+        inputs: returns the trees of the n-th call.
+        results: by result, the number of the state that it renews, or None, as the step returns
             it: a tuple, a dict, or a bare number.
-        apply: a state's next value from its present one and the result that "renews" it, on hosts.
+        apply: returns a state's next value from its present one and its result, on hosts.
         static: static keyword arguments.
         donated: whether states may be donated; not where a result renews nothing.
         last: the name of the last input, if it has one.
@@ -46,14 +46,14 @@ class Program:
 
 
 def last_name(fn: Callable) -> str | None:
-    """The name of a function's last argument, where it may be used."""
+    """Return the name of a function's last argument, or None where it may not be used."""
     parameters = list(inspect.signature(fn).parameters.values())
     named = all(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters)
     return parameters[-1].name if named and parameters else None
 
 
 def descend(params: Any, grads: Any) -> Any:
-    """Plain gradient descent on hosts, for a step that returns gradients."""
+    """Apply plain gradient descent on hosts, for a step that returns gradients."""
     return jax.tree.map(lambda p, g: (p - 0.1 * np.asarray(g)).astype(p.dtype), params, grads)
 
 
@@ -61,7 +61,7 @@ def descend(params: Any, grads: Any) -> Any:
 
 
 def orthogonal(update: jax.Array) -> jax.Array:
-    """Muon's direction, or its beginning: a Newton-Schulz step on a matrix."""
+    """Take a Newton-Schulz step on a matrix: Muon's direction, or its beginning."""
     if update.ndim != 2:
         return update
     x = update / (jnp.linalg.norm(update) + 1e-2)
@@ -69,7 +69,7 @@ def orthogonal(update: jax.Array) -> jax.Array:
 
 
 def transformation(w: World) -> optax.GradientTransformation:
-    """An optimizer of optax's, or written beside it. Epsilons are large: noise stays noise."""
+    """Draw an optimizer, optax's or one written beside. Epsilons are large: noise stays noise."""
     schedule = optax.linear_schedule(2e-2, 1e-2, 10) if w.chance("schedule", 0.3) else 1e-2
     kind = w.pick("optimizer", ("sgd", "momentum", "adam", "adam", "adamw"))
     if w.chance("muon", 0.06):
@@ -95,10 +95,10 @@ def _matrices(params: Any) -> Any:
 
 
 def optimizer_state(w: World, tx: optax.GradientTransformation, params: Any) -> Any:
-    """tx.init as on placed parameters: what is as large as one lies as it.
+    """Return tx.init as on placed parameters: moments lie as their parameters do.
 
-    Counters are on no mesh, as tx.init leaves them, or on all of it, as jax.jit(tx.init) does. What
-    is on no mesh at first and comes back on one is a second signature, which costs a compile.
+    Counters are on no mesh, as tx.init leaves them, or on all of it, as jax.jit(tx.init) does. A
+    counter that starts on no mesh and comes back on one is a second signature: one more compile.
     """
     counters = None if w.chance("counters on no mesh", 0.2) else P()
     known = {
@@ -121,7 +121,7 @@ def optimizer_state(w: World, tx: optax.GradientTransformation, params: Any) -> 
 
 
 def trained(w: World, params: Any, loss: Callable, inputs: Callable[[int], list[Any]]) -> Program:
-    """A step around loss(params, *inputs) in one of the ways that people write it."""
+    """Build a step around loss(params, *inputs) in one of the ways that people write it."""
     kinds = ("optax", "state dict", "sgd", "sgd", "sgd", "grad", "value_and_grad", "aux")
     kind = w.pick("step", kinds)
     if w.compute == jnp.float32 and w.chance("jacobian", 0.02):
@@ -147,7 +147,7 @@ def _optax(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
 
 
 def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
-    """All in one dict, with a counter and a flag."""
+    """Build a step with all of its state in one dict, with a counter and a flag."""
     tx = transformation(w)
     skips = w.chance("skips bad steps", 0.3)
     state = {
@@ -177,7 +177,7 @@ def _state_dict(w: World, params: Any, loss: Callable, inputs: Callable) -> Prog
 
 
 def _sgd(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
-    """Written by hand, as in the first page of every tutorial."""
+    """Build a step that descends by hand, as on the first page of every tutorial."""
     bare = w.chance("returns parameters alone", 0.3)
     rate = 0.05 if w.chance("rate in the step", 0.5) else None
 
@@ -191,7 +191,7 @@ def _sgd(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
 
 
 def _gradients(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
-    """Gradients alone; another jit applies them."""
+    """Build a step that returns gradients alone; another jit applies them."""
     kind = w.said["step"]
     if kind == "grad":
         step = jax.grad(loss)
@@ -206,7 +206,7 @@ def _gradients(w: World, params: Any, loss: Callable, inputs: Callable) -> Progr
 
 
 def _jacobian(w: World, params: Any, loss: Callable, inputs: Callable) -> Program:
-    """The Hessian's rows of one small direction, forward over reverse."""
+    """Build a step that returns the Hessian's rows of one small direction, forward over reverse."""
 
     def step(params, *batch, **named):
         def along(scales):

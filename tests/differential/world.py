@@ -1,4 +1,4 @@
-"""What a drawn program is drawn from: dims, a mesh, layouts and choices, all by label.
+"""Draw a program's dims, mesh, layouts and choices, all by label.
 
 A choice is a function of the seed and its label alone, so a step may draw while it is traced: it
 draws the same when it is traced again, and when it is built again for the reference.
@@ -40,7 +40,7 @@ PIN_CHANCE = {"none": 0.0, "few": 0.15, "some": 0.4, "many": 0.8, "wild": 0.5}
 
 @dataclass(frozen=True)
 class Leaf:
-    """An argument's value on the host, and how it lies; without a spec nothing commits it."""
+    """An argument's value on the host and its spec; without a spec nothing commits it."""
 
     value: Any
     spec: P | None = None
@@ -55,7 +55,7 @@ class Leaf:
 
 @dataclass
 class World:
-    """One seed's choices. `alone` builds the same program on one device, for the reference."""
+    """The choices of one seed; `alone` builds the same program on one device, for the reference."""
 
     seed: int
     alone: bool = False
@@ -98,7 +98,7 @@ class World:
         return self.pick(f"size {letter}", (ODD if odd else SIZES)[letter])
 
     def _dtypes(self) -> tuple[Any, Any]:
-        """What is computed in, and what parameters are kept in."""
+        """Draw the dtype to compute in, and the dtype to keep parameters in."""
         at = self.rng("dtype").random()
         if at < 0.84:
             return jnp.float32, np.float32
@@ -114,7 +114,7 @@ class World:
         return Mesh(devices, tuple(self.sizes), axis_types=(kind,) * len(shape))
 
     def _roles(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes that share out the batch, and those that share out a model."""
+        """Draw the axes that share out the batch, and those that share out a model."""
         axes = tuple(self.sizes)
         if len(axes) == 1:
             return self.pick("roles", [(axes, ()), (axes, axes), ((), axes)])
@@ -128,7 +128,7 @@ class World:
         return None if not axes else axes[0] if len(axes) == 1 else axes
 
     def wild(self, label: str, shape: Sequence[int], *, even: bool) -> P:
-        """Any spec: each axis on some dim, or on none."""
+        """Draw any spec: each axis on some dim, or on none."""
         rng = self.rng(f"wild {label}")
         held: list[tuple[str, ...]] = [()] * len(shape)
         for axis in rng.permutation(list(self.sizes)):
@@ -138,14 +138,14 @@ class World:
         return self._ended(label, held)
 
     def _ended(self, label: str, held: Sequence[tuple[str, ...]]) -> P:
-        """A spec as people write it: with its last Nones, or without."""
+        """Return a spec as people write it: with its last Nones, or without."""
         entries = [self.entry(axes) for axes in held]
         while entries and entries[-1] is None and self.rng(f"end {label}").random() < 0.5:
             entries.pop()
         return P(*entries)
 
     def param_spec(self, label: str, dims: str) -> P:
-        """How a parameter lies: dims name its letters, in which D is the stream's."""
+        """Return a parameter's spec; `dims` are its letters, of which D is the stream's."""
         shape = [self.size(c) for c in dims]
         if not dims:
             return P()
@@ -165,7 +165,7 @@ class World:
         return self._ended(label, held)
 
     def batch_spec(self, label: str, shape: Sequence[int], dim: int = 0) -> P:
-        """How data lies: its rows over the batch's axes, where they divide."""
+        """Return the spec of data: its rows over the batch's axes, where they divide."""
         held: list[tuple[str, ...]] = [()] * len(shape)
         if self.fits(shape[dim], self.batch_axes):
             held[dim] = self.batch_axes
@@ -195,7 +195,7 @@ class World:
     # -- inside a step --------------------------------------------------------------------------
 
     def pin(self, label: str, x: jax.Array, *, wide: bool = False) -> jax.Array:
-        """The value under a drawn constraint, or as it is. `wide`: its last dim is the model's."""
+        """Pin a value by a drawn constraint, or not at all. `wide`: its last dim is the model's."""
         if self.rng(f"pin? {label}").random() >= PIN_CHANCE[self.pinning]:
             return x
         uneven = self.rng(f"uneven {label}").random() < 0.1 and not self.explicit
@@ -218,7 +218,7 @@ class World:
         return jax.lax.with_sharding_constraint(x, at)
 
     def einsum(self, label: str, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        """A matmul, in one of the ways to write it."""
+        """Multiply, in one of the ways to write a matmul."""
         if self.explicit:
             at = NamedSharding(self.mesh(), self._stated(equation, x, y))
             return jnp.einsum(equation, x, y, out_sharding=at)
@@ -230,7 +230,7 @@ class World:
         return jnp.dot(x, y) if way < 0.95 else jax.vmap(lambda row: row @ y)(x)
 
     def _stated(self, equation: str, x: jax.Array, y: jax.Array) -> P:
-        """The result's sharding that operands of stated shardings suggest."""
+        """Return the result's sharding that operands of stated shardings suggest."""
         operands, out = equation.split("->")
         where: dict[str, Any] = {}
         for letters, value in zip(operands.split(","), (x, y), strict=True):
@@ -245,12 +245,12 @@ class World:
         return P(*entries)
 
     def manual(self, body: Callable, in_specs: Any, out_specs: Any, **more: Any) -> Callable:
-        """A shard_map over the whole mesh, or over the axes that are named."""
+        """Return a shard_map over the whole mesh, or over the axes that are named."""
         at = {} if self.ambient else {"mesh": self.mesh()}
         return jax.shard_map(body, **at, in_specs=in_specs, out_specs=out_specs, **more)
 
     def cast(self, tree: Any) -> Any:
-        """Floating values in the dtype that is computed in."""
+        """Cast floating values to the dtype that is computed in."""
 
         def one(x: Any) -> Any:
             return x.astype(self.compute) if jnp.issubdtype(x.dtype, jnp.floating) else x
