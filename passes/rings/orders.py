@@ -145,13 +145,8 @@ def num_hops(variant: Variant, axis_size: int) -> int:
     return variant.slices * (1 if variant.style == "sliced" else axis_size - 1)
 
 
-<<<<<<< HEAD
 def bytes_sent(collective: Kind, axis_size: int, chunk_bytes: int) -> int:
-    """Bytes that each device sends; every variant sends the same.
-=======
-def bytes_sent(collective: Collective, axis_size: int, chunk_bytes: int) -> int:
     """Return the bytes that each device sends; every variant sends the same.
->>>>>>> lines
 
     Args:
         chunk_bytes: bytes of what one hop of one device carries if not cut into pieces: a shard of
@@ -160,13 +155,8 @@ def bytes_sent(collective: Collective, axis_size: int, chunk_bytes: int) -> int:
     return (2 if collective == "all_reduce" else 1) * (axis_size - 1) * chunk_bytes
 
 
-<<<<<<< HEAD
 def peak_bytes(collective: Kind, variant: Variant, axis_size: int, chunk_bytes: int) -> int:
-    """Most bytes alive at once in the ring, beyond operands and results.
-=======
-def peak_bytes(collective: Collective, variant: Variant, axis_size: int, chunk_bytes: int) -> int:
     """Return the most bytes alive at once in the ring, beyond operands and results.
->>>>>>> lines
 
     Counted are buffers that a hop writes, from its start until the matmul that reads them is done;
     buffers that a hop reads, unless they are an operand or a buffer already counted; and, for sums,
@@ -192,13 +182,8 @@ def peak_bytes(collective: Collective, variant: Variant, axis_size: int, chunk_b
 _SLICED = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2, "all_to_all": 3}
 
 
-<<<<<<< HEAD
 def _two_way_pieces(collective: Kind, n: int, m: int) -> int:
-    """Pieces alive at once with two in flight; the fewer devices, the sooner it ends."""
-=======
-def _two_way_pieces(collective: Collective, n: int, m: int) -> int:
     """Count the pieces alive at once with two in flight; the fewer devices, the sooner it ends."""
->>>>>>> lines
     if collective == "all_gather":
         return {2: m, 3: 2 * m}.get(n, 2 * m + 1)
     assert collective != "all_to_all", "an exchange has no ring"
