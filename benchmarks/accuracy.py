@@ -1,8 +1,8 @@
-"""How far the cost model is from what others measured: `python -m benchmarks.accuracy`.
+"""Compare the cost model with what others measured: `python -m benchmarks.accuracy`.
 
-First the errors of the fits, then points that were published and not fitted, predicted beside
-published. Nothing here is tuned to them, but for one number of Lagom's, which is named. Arithmetic
-only: no GPU, no compile, a few seconds.
+The errors of the fits come first, then points that were published and not fitted, each predicted
+beside published. Nothing here is tuned to them, but for one number of Lagom's, which is named.
+Arithmetic only: no GPU, no compile, a few seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def against(predicted: float, published: float) -> Row:
-    """Two numbers in the same unit, and how far the first is off."""
+    """Show two numbers in the same unit, and how far the first is off."""
     return f"{predicted:.4g}", f"{published:.4g}", f"{predicted / published - 1:+.1%}"
 
 
@@ -40,7 +40,7 @@ def against(predicted: float, published: float) -> Row:
 
 
 def fits() -> str:
-    """Errors of the package's tables."""
+    """Tabulate the errors of the package's tables."""
     return table(
         "Rows held back from the fit: |predicted / measured - 1|",
         ("chip", "what", "rows held back", "mean", "median", "worst"),
@@ -73,7 +73,7 @@ def _percents(error: measured.FitError) -> Row:
 
 
 def xla() -> str:
-    """Against the collectives that XLA's authors measured, which were not fitted."""
+    """Compare with the collectives that XLA's authors measured, which were not fitted."""
     return table(
         f"Not fitted: collectives as XLA's authors measured them ({xla_perf_table.version()})",
         ("chip", "devices", "from 1 MB on: rows", "mean", "median", "worst", "below: mean"),
@@ -212,7 +212,7 @@ def _commfuse_row(how: str, exposed_ms: float, total_ms: float, was: float, tota
 
 
 def userbuffers() -> str:
-    """Which way the model takes at the sites of a public preset, against the preset's.
+    """Compare the ways that the model takes at the sites of a public preset with the preset's.
 
     Userbuffers' preset for GPT3-175B on H100 (NVIDIA-NeMo/Megatron-Bridge): tensor parallel 4,
     sequence 2048, hidden 12288. Its rings copy on one SM (`num_sm 1`), so their hops are taken at
@@ -241,7 +241,7 @@ def userbuffers() -> str:
 
 
 def _ways(m: int, n: int, k: int, kind: str, num_bytes: int) -> dict[str, float]:
-    """Seconds of a matmul and its collective among four: in turn, in four splits, by a ring."""
+    """Price a matmul and its collective among four: in turn, in four splits, by a ring."""
     model, group, parts = cost_model("h100-sxm:1x4"), Group(4), 4
     permutes = model.tables.permutes
     moved = num_bytes * 3 // 4
@@ -265,7 +265,7 @@ def _ways(m: int, n: int, k: int, kind: str, num_bytes: int) -> dict[str, float]
 
 
 def hops() -> str:
-    """What a hop on NVLink costs: NCCL gives it few of its channels."""
+    """Price a hop on NVLink, to which NCCL gives few of its channels."""
     rows = []
     for name in ("h100-sxm:1x8", "b200:1x8", "gb200:18x4"):
         model = cost_model(name)

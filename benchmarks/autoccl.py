@@ -1,4 +1,4 @@
-"""AutoCCL's coordinate descent, the yardstick of the search: as its code has it, without a GPU.
+"""Run AutoCCL's coordinate descent, the yardstick of the search, as its code has it, with no GPU.
 
 Source: gbxu/autoccl @ a0bf96bf (NSDI'25), coordinate_descent_job.h. Candidates are spread over the
 whole space by a fixed stride; from the best of them the walk asks, along one axis and direction,
@@ -24,7 +24,7 @@ _STEPS = 50  # TUNER_TRAIN_STEPS: rounds of three
 def descend(
     axes: Sequence[int], seconds: Callable[[Point], float], *, seed: int
 ) -> tuple[Point, int]:
-    """The fastest point found on axes of so many settings, and how many points were tried.
+    """Find the fastest point on axes of so many settings; say how many points were tried.
 
     Args:
         seconds: of a point; asked once for each.
@@ -74,7 +74,7 @@ class _Descent:
         return tuple(reversed(found))
 
     def walk(self, point: Point, steps: int) -> int:
-        """Down from a point, until every axis and direction has failed in a row."""
+        """Descend from a point until every axis and direction has failed in a row."""
         ways = list(itertools.product(range(len(self.axes)), (+1, -1)))
         way = failed = 0
         while failed < len(ways) and steps < _STEPS:
@@ -89,7 +89,7 @@ class _Descent:
         return steps
 
     def ahead(self, point: Point, axis: int, by: int) -> list[Point]:
-        """The nearest points ahead that were not tried."""
+        """List the nearest points ahead that were not tried."""
         last = self.axes[axis] if by > 0 else -1
         ahead = (
             (*point[:axis], to, *point[axis + 1 :]) for to in range(point[axis] + by, last, by)

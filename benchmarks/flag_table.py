@@ -1,4 +1,4 @@
-"""Which versions of jaxlib have a flag, and what it is by default: the compilers are asked.
+"""Ask the compilers which versions of jaxlib have a flag, and what it is by default.
 
 python -m benchmarks.flag_table          # writes jaxoverlap/flags/xla.json anew; downloads 1 GB
 
@@ -49,7 +49,7 @@ def main(
 
 
 def jaxlib_alone(version: str) -> Path:
-    """A folder with this jaxlib in it, and nothing that it needs."""
+    """Install this jaxlib in a folder, with nothing that it needs."""
     folder = Path("out/environments") / f"jaxlib-{version}"
     if not (folder / "jaxlib" / "version.py").exists():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
@@ -58,7 +58,7 @@ def jaxlib_alone(version: str) -> Path:
 
 
 def asked(python: str, environment: dict[str, str] | None) -> dict[str, Any]:
-    """What a jaxlib has, of the flags that we describe and of those that are dead."""
+    """Ask a jaxlib which of the flags that we describe, and of the dead ones, it has."""
     plain, *answers = ask(
         ["", *(f"--{f.name}={some_value(f)}" for f in FLAGS.values()), *(f"--{n}=1" for n in DEAD)],
         python=python,
@@ -73,12 +73,12 @@ def asked(python: str, environment: dict[str, str] | None) -> dict[str, Any]:
 
 
 def some_value(flag: Flag) -> str:
-    """Any value, to see whether the name is known; one that does not parse tells as well."""
+    """Return any value, to see whether the name is known; one that does not parse tells as well."""
     return {"bool": "true", "int": "1", "map": "gpus_per_node=8"}.get(flag.kind, "")
 
 
 def default(plain: Answer, name: str) -> str:
-    """What an option is where no flag is given, as XLA prints it."""
+    """Return an option's default, as XLA prints it where no flag is given."""
     return ",".join((plain.fields or {}).get(name, ()))
 
 
@@ -94,7 +94,7 @@ def options(python: str) -> list[str]:
 
 
 def some_option(flag: Flag) -> str:
-    """A value of it, as options have it."""
+    """Return a value of a flag, as options have it."""
     values = {"bool": "True", "int": "1", "map": "gpus_per_node=8"}
     return next(iter(flag.short), values.get(flag.kind, ""))
 

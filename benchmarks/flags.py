@@ -57,7 +57,7 @@ def main(
 
 
 def child() -> Row:
-    """What one version says: the row of a child process."""
+    """Check the presets and flags with the version here: the row of a child process."""
     from benchmarks.pod_step import provenance
     from benchmarks.published_flags import PUBLISHED
     from jaxoverlap.flags import DEAD, PRESETS, check
@@ -79,7 +79,7 @@ def child() -> Row:
 
 
 def preset_row(preset: Any) -> Row:
-    """Whether a preset's options compile, and whether XLA_FLAGS set the same."""
+    """Check whether a preset's options compile, and whether XLA_FLAGS set the same."""
     from jaxoverlap.flags.compiler import ask
 
     (answer,) = ask([preset.xla_flags])
@@ -95,7 +95,7 @@ def preset_row(preset: Any) -> Row:
 
 
 def compile_error(preset: Any) -> str:
-    """Why a gather, a matmul and a hop over four GPUs do not compile with it; empty: they do."""
+    """Say why a gather, a matmul and a hop on four GPUs do not compile with it; "" if they do."""
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -132,7 +132,7 @@ def print_presets(rows: list[Row]) -> None:
 
 
 def print_published(rows: list[Row]) -> None:
-    """A row a published line: how many flags, and those that XLA rejects, ignores or renames."""
+    """Print a row a published line: its flags, and those that XLA rejects, ignores or renames."""
     table = Table(title="what others publish, as XLA takes it")
     for name in ("published", "flags", *(f"jax {row['jax']}" for row in rows)):
         table.add_column(name, justify="right" if name == "flags" else "left")
@@ -157,7 +157,7 @@ def told(findings: list[list[str]]) -> str:
 
 
 def shortfalls(rows: list[Row]) -> list[str]:
-    """What is missing, a line each."""
+    """List what is missing, a line each."""
     problems = []
     for row in rows:
         for name, of in row["presets"].items():

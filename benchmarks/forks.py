@@ -1,4 +1,4 @@
-"""Work in child processes that find Python's modules imported: forks of a server that has them.
+"""Run work in child processes with Python's modules imported: forks of a server that has them.
 
 Importing JAX and what goes with it takes a process two seconds and more. The server does that once,
 and nothing else: no compiler, no devices and no flags of XLA's, which each fork reads for itself.
@@ -19,16 +19,16 @@ Row = dict[str, Any]
 
 
 def import_first(modules: Iterable[str]) -> None:
-    """What the server imports. To be called before the first fork."""
+    """Choose the modules that the server imports; call this before the first fork."""
     _FORKS.set_forkserver_preload(list(modules))
 
 
 def in_fork(work: Callable[..., Row], *arguments: Any, timeout_s: float, xla_flags: str) -> Row:
-    """What `work` returns for these arguments, in a fork; {"error"} if it failed.
+    """Return what `work` returns for these arguments in a fork; {"error"} if it failed.
 
     Args:
         work: a function of a module, and not of a main one.
-        xla_flags: in front of those of the environment.
+        xla_flags: flags to put in front of those of the environment.
     """
     mine, theirs = _FORKS.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", errors="replace") as stderr, mine:
@@ -54,7 +54,7 @@ def _run(
     work: Callable[..., Row],
     arguments: tuple[Any, ...],
 ) -> None:
-    """In the fork. What aborts writes to the file, not to Python's stderr."""
+    """Run the work in the fork; code that aborts writes to the file, not to Python's stderr."""
     os.dup2(os.open(stderr, os.O_WRONLY), 2)
     os.environ["XLA_FLAGS"] = f"{xla_flags} {os.environ.get('XLA_FLAGS', '')}".strip()
     answer.send(work(*arguments))

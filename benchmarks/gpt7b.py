@@ -1,11 +1,11 @@
-"""What becomes of a 7B GPT's train step on 64 GPUs, collective by collective?
+"""Audit a 7B GPT's train step on 64 GPUs, collective by collective.
 
 python -m benchmarks.gpt7b                      # about 2 minutes on 2 cores
 python -m benchmarks.gpt7b --only overlapped    # or plain, or trace
 
 The step of models/gpt.py with 32 scanned layers, hidden 4096, sequence 4096, batch 64, remat and
-AdamW, data 8 x model 8 on eight hosts of eight H100s, plain and overlapped: what a device sends,
-what is covered, every all-reduce, and whether `explain()` lists what XLA puts in. Then how long
+AdamW, data 8 x model 8 on eight hosts of eight H100s, plain and overlapped. It shows what a device
+sends, what is covered, every all-reduce, whether `explain()` lists what XLA puts in, and how long
 tracing takes. Needs no GPU.
 """
 
@@ -113,7 +113,7 @@ def child(job: str) -> Row:
 
 
 def all_reduces(compiled: Compiled, least: int) -> list[Row]:
-    """Every all-reduce of a schedule, largest first.
+    """List every all-reduce of a schedule, largest first.
 
     Args:
         compiled: the step.
@@ -142,7 +142,7 @@ def all_reduces(compiled: Compiled, least: int) -> list[Row]:
 
 
 def array_of(shapes: dict[str, str], operand: str) -> str:
-    """The array that an operand is, as in "f32[8192]"; "pair#1" is an element of a tuple."""
+    """Name the array that an operand is, as in "f32[8192]"; "pair#1" is an element of a tuple."""
     name, _, element = operand.partition("#")
     return hlo.array_shapes(shapes[name])[int(element or 0)]
 
@@ -194,7 +194,7 @@ def _kept(text: str) -> tuple[str, str, int]:
 
 
 def verdict(row: Row) -> str:
-    """Whether the schedule has what the plan says, in words."""
+    """Say in words whether the schedule has what the plan says."""
     listed, kept, scheduled = row["listed"], row["kept"], row["scheduled"]
     if _same(scheduled, listed):
         return "as listed"
@@ -219,7 +219,7 @@ def _same(a: int, b: int) -> bool:
 
 
 def time_traces(new_step: Callable[[], Any], args: tuple[Any, ...]) -> Row:
-    """Seconds until a step can be compiled, plain and overlapped; medians of REPEATS.
+    """Time a step until it can be compiled, plain and overlapped; medians of REPEATS.
 
     The runs take turns, with every cache of jax's cleared before each, so that what else the
     machine does meets both. The first pair is not counted.
@@ -239,7 +239,7 @@ def time_traces(new_step: Callable[[], Any], args: tuple[Any, ...]) -> Row:
 
 
 def time_plain(new_step: Callable[[], Any], args: tuple[Any, ...]) -> dict[str, float]:
-    """Seconds to trace and to lower."""
+    """Time tracing and lowering."""
     jax.clear_caches()
     step = new_step()
     began = time.perf_counter()
@@ -291,7 +291,7 @@ def print_steps(rows: list[Row]) -> None:
 
 
 def print_row(row: Row) -> None:
-    """What one step's schedule has in it."""
+    """Print what one step's schedule has in it."""
     console.print(exposed_table(row, f"{row['job']}: exposed longest"))
     table = Table(title=f"{row['job']}: all-reduces")
     for name in ("arrays", "source", "devices", "runs", "bytes", "of a weight"):
@@ -346,7 +346,7 @@ def print_trace(row: Row) -> None:
 
 
 def shortfalls(row: Row) -> list[str]:
-    """What a row has to keep and does not, a line each."""
+    """List what a row has to keep and does not, a line each."""
     if "error" in row:
         return [f"{row['job']}: {row['error']}"]
     if row["job"] != "overlapped":

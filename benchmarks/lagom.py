@@ -83,15 +83,15 @@ def _problem(kinds: tuple[str, ...], matmuls: tuple[tuple[int, int, int], ...]) 
 
 
 def speedup(problem: Makespan, config: Config) -> float:
-    """Of a config over NCCL's default."""
+    """Return the speedup of a config over NCCL's default."""
     return problem.measure(problem.default).step_s / problem.measure(config).step_s
 
 
 def slowdown(problem: Makespan, channels: Channels | None = None) -> float:
-    """How many times longer all matmuls take, with the first communication beside them all along.
+    """Return how many times longer all matmuls take beside the first communication.
 
     Args:
-        channels: None: NCCL's default.
+        channels: the communication's channels; None for NCCL's default.
     """
     place = SPACE.near(channels) if channels else problem.default[0]
     count = range(len(problem.computations))
@@ -102,7 +102,7 @@ def slowdown(problem: Makespan, channels: Channels | None = None) -> float:
 
 
 def contention() -> str:
-    """What was fitted, and the same number held against measurements that were not."""
+    """Compare predicted slowdowns with measured ones, of which only the first was fitted."""
     rows = [
         (
             "A40, NCCL's default beside a gather (fitted)",
@@ -123,7 +123,7 @@ def contention() -> str:
 
 
 def _full_slowdown(cost: CostModel, hidden: int) -> float:
-    """Of a layer's forward matmuls, 8192 tokens, with its weights' gather beside them all along."""
+    """Return the slowdown of a layer's forward matmuls, 8192 tokens, beside its weights' gather."""
     pairs = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
     size = cost.cluster.num_devices
     moved = 12 * hidden**2 * 2 * (size - 1) // size
@@ -136,7 +136,7 @@ def _full_slowdown(cost: CostModel, hidden: int) -> float:
 
 
 def patterns() -> str:
-    """The two patterns: the paper's settings priced, and what the search finds.
+    """Tabulate the two patterns: the paper's settings priced, and what the search finds.
 
     The first rows leave open how long a gather takes, and have it run beside all of the compute:
     the most that the model can give.

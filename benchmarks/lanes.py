@@ -1,4 +1,4 @@
-"""Jobs side by side: what is compiled where, and which of them share XLA's kernels."""
+"""Run jobs side by side in lanes, and choose which of them share XLA's kernels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Job = tuple[str, str]  # a step and one of its rows
 
 
 def dealt(wanted: list[Job], lanes: int) -> list[list[Job]]:
-    """Jobs in so many lists of about one length, all of a step in one.
+    """Deal jobs into so many lists of about one length, all of a step in one.
 
-    What runs side by side then has few kernels in common, and those that one finds the next has.
+    Jobs side by side then have few kernels in common, and the next job of a list reuses those that
+    one finds.
     """
     found: list[list[Job]] = [[] for _ in range(lanes)]
     for _, jobs in groupby(wanted, key=lambda job: job[0]):
@@ -27,7 +28,7 @@ def dealt(wanted: list[Job], lanes: int) -> list[list[Job]]:
 
 
 def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterator[tuple[Job, Row]]:
-    """Rows as they are finished, `at_once` at a time."""
+    """Yield rows as they are finished, `at_once` at a time."""
     with ThreadPoolExecutor(at_once) as threads:
         pending = {threads.submit(work, job): job for job in wanted}
         for future in as_completed(pending):
@@ -35,11 +36,11 @@ def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterato
 
 
 def kernels(lanes: list[list[Job]], pods: Mapping[str, str]) -> dict[str, Kernels]:
-    """Of each step; those for one chip share them, in each of the lanes.
+    """Map each step to its kernels; steps for one chip share them, in each of the lanes.
 
     Args:
-        lanes: jobs, all of a step in one.
-        pods: of each step, as `parse_cluster` takes it.
+        lanes: lists of jobs, all of a step in one.
+        pods: the pod of each step, as `parse_cluster` takes it.
     """
     found: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
     return {

@@ -1,4 +1,4 @@
-"""Is the picture that decisions rest on what XLA does?
+"""Check the picture that decisions rest on against what XLA does.
 
 The pass reads how each matmul's sides lie, and concludes how the devices share its work and which
 collectives it waits for (`passes/planning/splits.py`). XLA's partitioned module says what one
@@ -42,13 +42,13 @@ _Sent = frozenset[tuple[str, str]]
 
 
 class Agreement(NamedTuple):
-    """How many matmuls of a step XLA treats as the pass thinks.
+    """The count of a step's matmuls that XLA treats as the pass expects, and the others.
 
     Attributes:
         same: matmuls whose local work and collectives are as expected.
         joined: matmuls that XLA has joined with another, which have no work of their own.
         unread: matmuls whose shardings mesh axes do not say; the pass leaves them alone.
-        otherwise: what differs, a line a matmul.
+        otherwise: the differences, a line a matmul.
     """
 
     same: int
@@ -114,7 +114,7 @@ def _said(sent: _Sent) -> str:
 
 
 def _products(module: hlo.Module) -> dict[int, int]:
-    """The multiply-adds that one device does for each matmul of a step, by its number.
+    """Map each matmul of a step, by its number, to the multiply-adds that one device does.
 
     A matmul that XLA does twice has those of both. One that XLA has joined with another is missing.
     """

@@ -31,7 +31,7 @@ EVERYWHERE = MEGATRON | {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the step; the defaults are a 7B GPT's."""
+    """The sizes of the step; the defaults are a 7B GPT's."""
 
     layers: int = 32
     hidden: int = 4096
@@ -60,7 +60,7 @@ TOKENS = P("fsdp", "tp")
 
 
 def shapes(sizes: Sizes) -> dict[str, Any]:
-    """Shapes of the weights, all float32."""
+    """Return the shapes of the weights, all float32."""
     n, d, f, v = sizes.layers, sizes.hidden, sizes.mlp, sizes.vocab
     square = (n, d, d)
     layers = dict(attention_norm=(n, d), mlp_norm=(n, d), up=(n, d, f), down=(n, f, d))

@@ -1,4 +1,4 @@
-"""How much of a GPT step's communication hides, on XLA's own schedule for a pod of GPUs?
+"""Audit how much of a GPT step's communication hides on XLA's own schedule for a pod of GPUs.
 
 python -m benchmarks.pod_audit                                  # the installed jax, both pods
 python -m benchmarks.pod_audit --jax 0.11.2 --jax 0.12.0.1      # each in an environment of its own
@@ -120,7 +120,7 @@ def plain_of(rows: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
 
 
 def shortfalls(rows: list[dict[str, Any]]) -> list[str]:
-    """What an overlapped step has to keep and does not, a line each."""
+    """List what an overlapped step has to keep and does not, a line each."""
     problems = [
         f"{r['step']} step for {r['pod']} failed: {r['error']}" for r in rows if "error" in r
     ]

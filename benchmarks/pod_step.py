@@ -1,4 +1,4 @@
-"""One step compiled for a pod of GPUs and audited: the row that several benchmarks print.
+"""Compile one step for a pod of GPUs and audit it: the row that several benchmarks print.
 
 Each compile runs in a child process, so that a compiler that aborts is a row and not the end.
 """
@@ -90,7 +90,7 @@ def dump(coverage: jaxoverlap.Coverage) -> dict[str, int]:
 
 
 def provenance() -> dict[str, str]:
-    """What a row has to say of where it is from."""
+    """Return the versions, commit and date that a row is from."""
     today = datetime.date.today().isoformat()
     return {"jax": metadata.version("jax"), "commit": commit(), "date": today}
 
@@ -101,7 +101,7 @@ def commit() -> str:
 
 
 def in_child(benchmark: str, *arguments: str, python: str = sys.executable) -> dict[str, Any]:
-    """What `python -m BENCHMARK child ARGUMENTS` prints last, as JSON; {"error"} if it failed."""
+    """Run `python -m BENCHMARK child ARGUMENTS`; return its last line's JSON, or {"error"}."""
     command = [python, "-m", benchmark, "child", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

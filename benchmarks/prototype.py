@@ -1,4 +1,4 @@
-"""How much of a 7B GPT step's communication is exposed, with few, some and all constraints written?
+"""Audit the exposed communication of a 7B GPT step, with few, some and all constraints written.
 
 python -m benchmarks.prototype                        # six compiles; about 4 minutes on 2 cores
 python -m benchmarks.prototype --only everywhere      # or weights, or megatron
@@ -154,7 +154,7 @@ def plain_of(rows: list[Row], row: Row) -> Row:
 
 
 def shortfalls(rows: list[Row]) -> list[str]:
-    """What an overlapped step is to reach and does not, a line each."""
+    """List what an overlapped step is to reach and does not, a line each."""
     problems = [f"{r['case']}, {r['step']} failed: {r['error']}" for r in rows if "error" in r]
     for row in rows:
         if row["step"] != "overlapped" or "error" in row:

@@ -1,4 +1,4 @@
-"""The search against its yardsticks, on one model: python -m benchmarks.search.
+"""Compare the search with its yardsticks, on one model: python -m benchmarks.search.
 
 Problems of one to four communications, each with 24 settings, on five clusters; what is best is
 known, as all combinations are priced. Beside the search (`jaxoverlap/tuning/lagom/search.py`) stand
@@ -39,7 +39,8 @@ SPACES = {  # each of 24 settings
     ),
     "channels x chunk x pieces": Space((2, 4, 8, 24), (512 * _KB, 2048 * _KB), pieces=(1, 2, 4)),
 }
-# Of a problem's computation, how much its communications take alone, by NCCL's default.
+# Each balance is the time of a problem's communications alone, by NCCL's default, over the time of
+# its computation.
 BALANCES = {"compute-bound": 0.4, "balanced": 1.0, "communication-bound": 2.0}
 TOKENS, HIDDEN = 8192, 4096
 WITHIN = 1.02
@@ -81,7 +82,7 @@ def problem(cluster: str, space: str, balance: str, count: int, *, seed: int = 0
 
 
 def _computations(count: int, draw: np.random.Generator) -> Iterator[Computation]:
-    """As many layers as communications: two matmuls and what is bound by memory between them."""
+    """Draw a layer for each communication: two matmuls, and a memory-bound kernel between them."""
     for _ in range(count):
         tokens, wide = TOKENS // int(draw.choice([1, 2, 4])), HIDDEN * int(draw.choice([1, 2, 4]))
         yield Computation(KernelWork((MatmulKernel(tokens, wide, HIDDEN),)))
@@ -94,7 +95,7 @@ def _group(cost: CostModel) -> Group:
 
 
 def _bytes_for(cost: CostModel, kind: str, seconds: float) -> int:
-    """How many bytes a collective moves in so many seconds, by bisection."""
+    """Find the bytes that a collective moves in so many seconds, by bisection."""
     low, high = 0, 1 << 40
     while high - low > 1024:
         mid = (low + high) // 2
@@ -105,7 +106,7 @@ def _bytes_for(cost: CostModel, kind: str, seconds: float) -> int:
 
 
 def grid(first_seed: int = 0) -> Iterator[tuple[Row, Makespan]]:
-    """All problems: a head that names each, and the problem. Each has the next seed."""
+    """Yield all problems, each with a head that names it. Each has the next seed."""
     seeds = itertools.count(first_seed)
     for cluster, space, balance, count in itertools.product(
         CLUSTERS, SPACES, BALANCES, range(1, 5)
@@ -230,7 +231,7 @@ WAYS: dict[str, Way] = {
 
 
 def measure(head: Row, p: Makespan) -> Row:
-    """A row: what each way finds, over the best there is, and how many configs it measured."""
+    """Measure a row: each way's step over the best there is, and how many configs it measured."""
     best_s = exhaustive(p)
     combinations = math.prod(math.prod(axes) for axes in p.axes)
     ways = {}
@@ -242,7 +243,7 @@ def measure(head: Row, p: Makespan) -> Row:
 
 
 def grid_table(rows: Sequence[Row], title: str) -> str:
-    """How close each way comes, over all problems."""
+    """Tabulate how close each way comes to the best, over all problems."""
     found = []
     for name in WAYS:
         ratios = np.array([row["ways"][name]["ratio"] for row in rows])

@@ -1,4 +1,4 @@
-"""How long a simulation takes by the size of the module: python -m benchmarks.simulate_speed.
+"""Time a simulation by the size of the module: python -m benchmarks.simulate_speed.
 
 The modules are text, generated: layers of tensor and data parallelism written out, as XLA prints
 them, metadata and backend_config included. Needs no GPU and no compiler.
@@ -59,7 +59,7 @@ def main(
 
 
 def measure(text: str) -> tuple[str, ...]:
-    """The cells of one module."""
+    """Measure the cells of one module."""
     cost = cost_model(jaxoverlap.parse_cluster(CLUSTER))
     times, cpu_s = [time.perf_counter()], time.process_time()
     module = hlo.parse(text)

@@ -70,7 +70,7 @@ def main(
 
 
 def jobs(trainers: Any, steps: int, pods: bool) -> list[Row]:
-    """What to do, one child process each."""
+    """List the jobs, one child process each."""
     train = [dict(dtype=dtype, steps=steps) for dtype in MOST] if steps else []
     compile = [dict(pod=pod, step=step) for pod in PODS for step in STEPS] if pods else []
     return [{"trainer": trainer, **job} for trainer in trainers for job in (*train, *compile)]
@@ -152,7 +152,7 @@ def mesh_of(row: Row) -> str:
 
 
 def shortfalls(rows: list[Row]) -> list[str]:
-    """What went wrong, a line each."""
+    """List what went wrong, a line each."""
     problems = []
     for row in rows:
         where = f"{row['trainer']}, {row.get('dtype') or row['step'] + ' for ' + row['pod']}"

@@ -1,12 +1,12 @@
-"""What does a tuned plan gain on the steps of the pods suite, against the best published preset?
+"""Compare tuned plans on the steps of the pods suite with the best published preset.
 
 python -m benchmarks.tuned                        # ten tunings; about 25 minutes on 2 cores
 python -m benchmarks.tuned --only 7b-h100-64      # one
 
 Each step of benchmarks/pods is tuned for its pod (`jaxoverlap.tune`, with a cache of its own that
-begins empty), and what comes out is held against the suite's rows of the same step: the plain step
-by XLA's defaults, with published presets, and overlapped by rules. All is simulated; nothing was
-timed on a GPU. Needs no GPU.
+begins empty), and the plan is compared with the suite's rows of the same step: the plain step by
+XLA's defaults, with published presets, and overlapped by rules. All is simulated; nothing was timed
+on a GPU. Needs no GPU.
 """
 
 import json
@@ -60,7 +60,7 @@ def main(
 
 
 def tuned(step: Step, budget_s: float) -> Row:
-    """One tuning: what the plan predicts, and what it took to find."""
+    """Run one tuning; return what the plan predicts, and what it took to find."""
     mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
     function, args = step.build(PLAIN, mesh)
     began = time.perf_counter()
@@ -82,7 +82,7 @@ def tuned(step: Step, budget_s: float) -> Row:
 
 
 def summary(plan: jaxoverlap.Plan) -> Row:
-    """What the plan chose, in a few words."""
+    """Summarize the choices of a plan."""
     ways: dict[str, int] = {}
     for decision in plan.decisions:
         if decision.site == decision.ring:
@@ -98,7 +98,7 @@ def summary(plan: jaxoverlap.Plan) -> Row:
 
 
 def report(rows: list[Row], suite: list[Row]) -> None:
-    """The table, and what is asked of it."""
+    """Print the table, and what is asked of it."""
     table = Table(title="tuned plans, by simulation; ms a step")
     table.add_column("step")
     for name in COLUMNS:

@@ -1,10 +1,10 @@
-"""What overlap() takes to trace and rewrite a step whose layers are written out, by its length.
+"""Time overlap() as it traces and rewrites a step whose layers are written out, by its length.
 
 A multilayer perceptron with FSDP and tensor parallelism, its gradients and its parameters' update:
-six matmuls a layer. Plain is the trace of the jitted step. Asking is what XLA's partitioner takes,
-with the lowering that it needs and the reading of its answers; pricing, what the answers cost on
-the cluster. The rest is to trace, decide and rewrite: it is to grow with the step, and no faster.
-Seconds are of this process's CPU time, so that what else runs on the machine counts little.
+six matmuls a layer. Plain is the trace of the jitted step. Asking is the time of XLA's partitioner,
+with the lowering that it needs and the reading of its answers; pricing is the time to price those
+on the cluster. The rest is to trace, decide and rewrite: it should grow as the step, and no faster.
+Seconds are of this process's CPU time, so that other load on the machine counts little.
 
     python -m benchmarks.unrolled [matmuls ...]
 """
@@ -87,7 +87,7 @@ def build(matmuls: int, mesh: Mesh) -> tuple[Any, tuple[Any, Any]]:
 
 
 def measured(matmuls: int, devices: str, mesh: Mesh) -> Row:
-    """One step's row."""
+    """Measure one step's row."""
     step, args = build(matmuls, mesh)
     start = time.process_time()
     plain: Any = jax.jit(step)
@@ -107,7 +107,7 @@ def measured(matmuls: int, devices: str, mesh: Mesh) -> Row:
 
 
 def _timed(fn: Callable[..., Any], what: str, spent: dict[str, float]) -> Callable[..., Any]:
-    """A function whose CPU seconds are added up, less those that are added within."""
+    """Wrap a function so that its CPU seconds are added up, less those that are added within."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         began, before = time.process_time(), sum(spent.values())

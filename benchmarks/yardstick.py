@@ -1,9 +1,9 @@
-"""A crude yardstick of a compiled step: seconds of matmul, and of communication left exposed.
+"""Measure a compiled step by a crude yardstick: seconds of matmul, and of exposed communication.
 
-Two rates and two latencies, and the order of XLA's schedule. Matmuls run one after the other at
-MATMUL_FLOPS; a collective takes its latency and its bytes at the rate of the slowest link that it
-uses. Everything else (softmax, norms, the optimizer) is taken to cost nothing, and matmuls are
-taken not to slow down beside communication. What comes out compares two schedules of the same step;
+It takes two rates and two latencies, and the order of XLA's schedule. Matmuls run one after the
+other at MATMUL_FLOPS; a collective takes its latency and its bytes at the rate of the slowest link
+that it uses. Everything else (softmax, norms, the optimizer) is taken to cost nothing, and matmuls
+are taken not to slow down beside communication. The result compares two schedules of the same step;
 it is no prediction of a step's time.
 """
 
@@ -30,12 +30,12 @@ HOP_S, COLLECTIVE_S = 8e-6, 15e-6  # latency of a permute, and of anything that 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a device spends in a step, in seconds.
+    """The seconds that a device spends in a step.
 
     Attributes:
-        matmul: in matmuls.
-        collective: in collectives, hidden or not.
-        exposed: in collectives while no matmul runs.
+        matmul: seconds in matmuls.
+        collective: seconds in collectives, hidden or not.
+        exposed: seconds in collectives while no matmul runs.
     """
 
     matmul: float = 0.0
@@ -44,7 +44,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Of the step: matmul + exposed."""
+        """The seconds of the step: matmul + exposed."""
         return self.matmul + self.exposed
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -95,7 +95,7 @@ def yardstick(text: str, gpus_per_host: int) -> Yardstick:
 
 
 def seconds_row(measured: Yardstick, most: int = 12) -> dict[str, Any]:
-    """What benchmarks write down of a step's seconds, with the collectives that are exposed most.
+    """Return a row of a step's seconds, with the collectives that are exposed most.
 
     Hops of one ring, and other collectives of one source line and size of group, are one entry.
     """
@@ -128,7 +128,7 @@ def seconds_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def exposed_table(row: dict[str, Any], title: str) -> Table:
-    """The collectives that a row's step waits for longest."""
+    """Tabulate the collectives that a row's step waits for longest."""
     table = Table(title=title)
     for name in ("collective", "ring", "source"):
         table.add_column(name)
@@ -142,21 +142,21 @@ def exposed_table(row: dict[str, Any], title: str) -> Table:
 
 @dataclass
 class _Lane:
-    """Where a device is in one run of a computation, in seconds from its start."""
+    """The progress of a device in one run of a computation, in seconds from its start."""
 
     spent: Seconds = Seconds()
     free: dict[bool, float] = field(default_factory=dict)  # by link: whether it is the network
     due: dict[str, tuple[str, float]] = field(default_factory=dict)  # by who to wait for: who, end
 
     def begin(self, network: bool, seconds: float) -> float:
-        """Put a collective on a link; when it ends."""
+        """Put a collective on a link; return when it ends."""
         end = max(self.spent.total, self.free.get(network, 0.0)) + seconds
         self.free[network] = end
         self.spent += Seconds(collective=seconds)
         return end
 
     def wait(self, until: float) -> float:
-        """Wait for the end of a collective; how long that takes."""
+        """Wait for the end of a collective; return how long that takes."""
         waited = max(0.0, until - self.spent.total)
         self.spent += Seconds(exposed=waited)
         return waited
@@ -201,14 +201,14 @@ class _Walk:
         return lane.spent
 
     def cost(self, collective: Collective) -> tuple[bool, float]:
-        """The link of a collective (whether it is the network), and its seconds."""
+        """Return the link of a collective (whether it is the network), and its seconds."""
         network = domains(collective.groups, self.module.num_devices, self.gpus_per_host) > 1
         rate = NETWORK_BYTES_PER_S if network else HOST_BYTES_PER_S
         latency = HOP_S if collective.kind == "collective-permute" else COLLECTIVE_S
         return network, latency + collective.bytes_moved / rate
 
     def check(self, computation: str, counted: set[str]) -> None:
-        """A matmul that the audit sees and this does not would count as no time at all."""
+        """Raise an error for a matmul that the audit sees and this walk would count as no time."""
         seen = {
             m for (c, _), found in self.found.items() if c == computation for m in found.matmuls
         }
@@ -217,7 +217,7 @@ class _Walk:
             raise ValueError(f"matmuls of unknown size: {', '.join(sorted(missed))}")
 
     def runs_more(self, computation: str, name: str) -> bool:
-        """Whether an instruction is a loop or a call, whose matmuls are counted inside."""
+        """Return whether an instruction is a loop or a call, whose matmuls are counted inside."""
         found = next(i for i in self.module.body(computation) if i.name == name)
         return found.opcode in ("while", "conditional", "call")
 
@@ -226,11 +226,11 @@ class _Walk:
 
 
 def _flops(module: hlo.Module, instruction: hlo.Instruction, shapes: dict[str, str]) -> int:
-    """Floating-point operations of the matmul that an instruction is, or of those it has inside."""
+    """Count the floating-point operations of an instruction's matmul, or of those inside it."""
     asked = work(module, instruction, shapes)
     return sum(kernel.flops for kernel in (*asked.matmuls, asked.attention) if kernel)
 
 
 def dims(shape: str) -> list[int]:
-    """The dims of an array, or of the first one of a tuple: a matmul's result."""
+    """Parse the dims of an array, or of a tuple's first one, which is a matmul's result."""
     return [int(d) for d in re.findall(r"\d+", hlo.array_shapes(shape)[0].partition("[")[2])]

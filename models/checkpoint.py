@@ -1,4 +1,4 @@
-"""Saves a training state and finds it again; a run only resumes what it would have computed."""
+"""Save a training state and find it again; a run only resumes what it would have computed."""
 
 import dataclasses
 import json
@@ -9,7 +9,8 @@ import orbax.checkpoint as ocp
 
 from models.config import Mistake, Run
 
-# May change from one run to the next, as may the mesh: how long it runs, and what it writes.
+# These may change from one run to the next, as may the mesh: they say how long a run is, and what
+# it writes.
 FREE = {"steps", "plain", "checkpoint", "save_every", "metrics", "log_every"}
 
 
@@ -26,12 +27,12 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
         check_same_run(directory / "config.json", config)
         self.every, self.steps = config.save_every, config.steps
-        # Which steps are kept is decided below, in one line.
+        # The next line alone decides which steps are kept.
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self.manager = ocp.CheckpointManager(directory, options=options)
 
     def restore(self, abstract_state: Any) -> tuple[Any, int]:
-        """(state, steps taken) of the newest checkpoint, placed as asked; (None, 0) without one."""
+        """Return (state, steps taken) of the newest checkpoint, placed as asked, or (None, 0)."""
         taken = self.manager.latest_step() if self.manager else None
         if not self.manager or taken is None:
             return None, 0

@@ -1,4 +1,4 @@
-"""What a training run can be told: what all runs share, and the GPT's own."""
+"""Configure training runs: the fields that all runs share, and the GPT's own."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from typer import Option
 
 
 class Mistake(ValueError):
-    """Something only the user can put right; the message says how."""
+    """An error that only the user can put right; the message says how."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What every run has. Each field is a flag of the trainer's command line."""
+    """The configuration that every run has; each field is a flag of the trainer's command line."""
 
     AXES: ClassVar[tuple[str, str]]  # of the mesh, each a field of the same name
 
@@ -59,12 +59,12 @@ class Run:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The size of each axis of the mesh."""
+        """Return the size of each axis of the mesh."""
         return {axis: getattr(self, axis) for axis in self.AXES}
 
     @classmethod
     def sized(cls, sizes: dict[str, Any], changes: dict[str, Any]) -> Self:
-        """A configuration of a pod's sizes, in the dtype that a pod computes in."""
+        """Return a configuration of a pod's sizes, in the dtype that a pod computes in."""
         return cls(**{"layers": 4, "dtype": "bfloat16", **sizes, **changes})
 
 

@@ -117,7 +117,7 @@ def draw_losses(plain: Rows, overlapped: Rows, path: Path) -> None:
 
 
 def print_audit() -> None:
-    """What the compiler's schedule for a pod hides, for the same model at a pod's size."""
+    """Print what the compiler's schedule for a pod hides, for the same model at a pod's size."""
     config = Config.pod(**POD_MESH)
     print(f"\nThe same model at hidden {config.hidden}, compiled for {POD} (no GPU is needed):")
     try:

@@ -12,7 +12,7 @@ HELD_OUT = 297  # of 1797, the last: most of their writers wrote none of the oth
 
 
 class Wanted(Protocol):
-    """What a configuration says of images."""
+    """The settings of images that a configuration has."""
 
     @property
     def image(self) -> int: ...
@@ -52,7 +52,7 @@ def load_digits(config: Wanted) -> dict[str, np.ndarray]:
 
 
 def cut(images: np.ndarray, patch: int) -> np.ndarray:
-    """Images [image, row, column, channel] as square patches [image, patch, pixel]."""
+    """Cut images [image, row, column, channel] into square patches [image, patch, pixel]."""
     count, rows, columns, channels = images.shape
     apart = images.reshape(count, rows // patch, patch, columns // patch, patch, channels)
     return apart.swapaxes(2, 3).reshape(count, -1, patch * patch * channels)

@@ -15,11 +15,11 @@ from models.config import Run
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the activations of a transformer lie.
+    """The shardings of a transformer's activations.
 
-    `stream` is the residual stream [batch, sequence, hidden] and what else lies like it, `heads`
-    are q, k, v and what attention gives [batch, sequence, heads, size], `scores` is [batch, heads,
-    query, key], and `inner` is inside the MLP [batch, sequence, mlp].
+    `stream` is the residual stream [batch, sequence, hidden] and all that is sharded like it,
+    `heads` are q, k, v and attention's result [batch, sequence, heads, size], `scores` is [batch,
+    heads, query, key], and `inner` is inside the MLP [batch, sequence, mlp].
     """
 
     stream: P

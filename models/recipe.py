@@ -1,4 +1,4 @@
-"""How a model is trained: its state, where that lies, and its step as an ordinary jax.jit function.
+"""Train any model: make its state, place it, and make its step an ordinary jax.jit function.
 
 None of this knows what the model is, or that there is such a thing as overlap.
 """
@@ -20,7 +20,7 @@ Batch = dict[str, Any]
 
 
 class Model(Protocol):
-    """What a model has to have: a loss, and the batch that the loss is of."""
+    """A model that can be trained: it has a loss, and the batch that the loss is of."""
 
     def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs): ...
 
@@ -149,7 +149,7 @@ class Recipe:
         )
 
     def batch_shardings(self, config: Run, mesh: Mesh) -> Batch:
-        """Where each array of a batch lies."""
+        """Return the sharding of each array of a batch."""
         return {name: leaf.sharding for name, leaf in self.model.batch_like(config, mesh).items()}
 
 

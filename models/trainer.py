@@ -24,7 +24,7 @@ console = Console()
 
 
 class Trained(NamedTuple):
-    """What training gives: a row of metrics for each step taken here, the step, the last state."""
+    """The results of training: metrics of each step taken here, the step, the last state."""
 
     rows: list[dict[str, float]]
     step: Any

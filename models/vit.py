@@ -52,12 +52,12 @@ class Config(Run):
 
     @property
     def patches(self) -> int:
-        """Of an image: the length of the sequence."""
+        """The number of patches of an image, which is the length of the sequence."""
         return (self.image // self.patch) ** 2
 
     @property
     def pixels(self) -> int:
-        """Numbers in a patch."""
+        """The count of numbers in a patch."""
         return self.channels * self.patch**2
 
     @classmethod
@@ -128,7 +128,7 @@ class ViT(nnx.Module):
 
 
 def accuracy(config: Config, mesh: Mesh, params: Any) -> str:
-    """How many of the images that no batch had are classified right."""
+    """Say how many of the images that no batch had are classified right."""
     images, loss = held_out(config, multiple=config.data), RECIPE.make_loss(config, mesh)
     right = jax.jit(lambda params, batch: loss(params, batch)[1]["accuracy"])(params, images)
     return f"right on {float(right):.1%} of {len(images['labels'])} images held out"

@@ -29,10 +29,10 @@ Row = dict[str, Any]
 
 
 def measured(name: str, row: str) -> Row:
-    """What a row compiles to: seconds by simulation, bytes by link, memory by XLA.
+    """Compile and measure a row: seconds by simulation, bytes by link, memory by XLA.
 
     Args:
-        name: of a step, as `step_of` takes it.
+        name: the step's name, as `step_of` takes it.
         row: PLAIN; OVERLAPPED: by the rules alone; FALLBACK: plain where that is faster; UNRINGED:
             the scheduler pass and the options of rings, with all collectives whole.
     """
@@ -68,7 +68,7 @@ def measured(name: str, row: str) -> Row:
 
 
 def seconds(step: Simulation) -> Row:
-    """A simulated step's seconds and bytes, in all and of what is longest, as JSON."""
+    """Return a simulated step's seconds and bytes, in all and of the longest parts, as JSON."""
     sent: dict[str, float] = defaultdict(float)
     waited: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for s in step.spent:
@@ -97,7 +97,7 @@ def seconds(step: Simulation) -> Row:
 
 
 def decided(plan: Plan) -> Row:
-    """How many rings a step has, collectives in slices, and matmuls left plain or without any."""
+    """Count a step's rings, its collectives in slices, and its matmuls left plain or skipped."""
     rings = [d for d in plan.decisions if d.site == d.ring]
     sliced = [d for d in rings if d.variant.style == "sliced"]
     none = [s for s in plan.skips if s.reason.startswith("no collective")]
@@ -115,7 +115,7 @@ def decided(plan: Plan) -> Row:
 
 
 def held_against_plain(speedup: Speedup) -> Row:
-    """Which way of compiling the step was taken, and what the rings lost."""
+    """Record which way of compiling the step was taken, and what the rings lost."""
     return {"taken": speedup.name, "speedup": str(speedup), "lost": speedup.lost}
 
 

@@ -30,7 +30,7 @@ def draw(seed: int) -> Sketch:
 
 
 def _divides(sketch: Sketch) -> bool:
-    """Whether every dim of every weight splits evenly over the axes that shard it."""
+    """Return whether every dim of every weight splits evenly over the axes that shard it."""
     shapes = layer_shapes(sketch) | {"embedding": (sketch.vocab, sketch.hidden)}
     return all(
         size % _devices(sketch, axes) == 0
@@ -40,7 +40,7 @@ def _divides(sketch: Sketch) -> bool:
 
 
 def _devices(sketch: Sketch, axes: str | tuple[str, ...] | None) -> int:
-    """How many devices share a dim of which a spec says this."""
+    """Count the devices over which a spec with these axes shards a dim."""
     names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(sketch.axes[name] for name in names)
 
@@ -124,7 +124,7 @@ def _constrained(rng: random.Random, attention: bool, vocab: bool) -> tuple[str,
 
 
 def rough_bytes(sketch: Sketch) -> float:
-    """What a GPU needs at least, within a factor of two: weights, their like, and activations."""
+    """Estimate the bytes that a GPU needs at least, within a factor of two."""
     d, tp = sketch.hidden, sketch.axes.get("tp", 1)
     weights = sketch.layers * d * ((2 + sketch.gated) * sketch.mlp + 4 * d) + 2 * sketch.vocab * d
     size = 4 if sketch.dtype == "float32" else 2

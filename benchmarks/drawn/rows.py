@@ -1,4 +1,4 @@
-"""What the rows of drawn steps come to: the table, and what is held against it."""
+"""Report the rows of drawn steps: the table, and what they fall short of."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Compared:
         return {name: row for name, row in self.rows.items() if not unfinished(row)}
 
     def ratio(self, row: str) -> float | None:
-        """A row's seconds for one of plain's; None if either is not known."""
+        """Return a row's seconds over plain's; None if either is not known."""
         if PLAIN not in self.known or row not in self.known:
             return None
         return self.known[row]["step_s"] / self.known[PLAIN]["step_s"]
 
 
 def compared(rows: Sequence[Row]) -> list[Compared]:
-    """Rows by step, in the order in which steps come first."""
+    """Group rows by step, in the order in which steps come first."""
     names = dict.fromkeys(row["step"] for row in rows)
     return [Compared(n, {r["row"]: r for r in rows if r["step"] == n}) for n in names]
 
@@ -88,7 +88,7 @@ def _summary(row: str, ratios: dict[str, float], slower: dict[str, float]) -> st
 
 
 def _large(step: Compared) -> Iterator[str]:
-    """What the large step falls short of."""
+    """Yield what the large step falls short of."""
     ratio = step.ratio(OVERLAPPED)
     if ratio is None:
         return
@@ -109,7 +109,7 @@ WORDS = ("taken", "decided", "notes")
 
 
 def table(steps: Sequence[Compared]) -> Table:
-    """A line a step; "a → b" is of plain and overlapped."""
+    """Make a table with a line a step; "a → b" is of plain and overlapped."""
     found = Table(title="steps by simulation of XLA's schedules; ms and GB a GPU")
     for name in ("step", "pod", "mesh"):
         found.add_column(name)

@@ -106,7 +106,7 @@ class Sketch:
 
 
 def spec(sketch: Sketch, *dims: str) -> P:
-    """A spec of what shards each dim, where the mesh has such axes.
+    """Make a spec of the axes that shard each dim, where the mesh has such axes.
 
     Args:
         sketch: with the mesh.
@@ -118,7 +118,7 @@ def spec(sketch: Sketch, *dims: str) -> P:
 
 
 def place_spec(sketch: Sketch, place: str) -> P:
-    """Where the activations of a place are constrained to lie."""
+    """Return the sharding to which the activations of a place are constrained."""
     return {
         "stream": spec(
             sketch,
@@ -153,7 +153,7 @@ def layer_shapes(sketch: Sketch) -> dict[str, tuple[int, ...]]:
 
 
 def weight_spec(sketch: Sketch, name: str, shape: tuple[int, ...]) -> P:
-    """Where a weight lies: its first and last feature dims as the sketch's layout says."""
+    """Return a weight's sharding: its first and last feature dims as the sketch's layout says."""
     if len(shape) == 1:
         return P(None)
     if sketch.layout == "mixed":

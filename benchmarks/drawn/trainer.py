@@ -205,7 +205,7 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, sketch: Sketch) -> jax.Array:
-    """Of each token, in nats; three ways in which people write it."""
+    """Return the cross-entropy of each token in nats, in one of three ways that people write it."""
     if sketch.loss == "labels":
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     if sketch.loss == "one hot":

@@ -1,4 +1,4 @@
-"""What do train steps take on pods: plain, with published presets, by hand, and overlapped?
+"""Simulate train steps on pods: plain, with published presets, by hand, and overlapped.
 
 python -m benchmarks.pods                          # the whole suite
 python -m benchmarks.pods --only 7b-h100-64        # one step
@@ -7,8 +7,8 @@ python -m benchmarks.pods --layout process-a-gpu   # a process for each GPU, as 
 Every row is a step compiled for a pod by XLA's GPU compiler, and its schedule simulated
 (`jaxoverlap.simulate`): nothing was timed on a GPU. Plain steps have Megatron's constraints and the
 compiler's defaults. Each compile is a child process of its own, so that a compiler that aborts, or
-does not end, is a row and not the end. What compiling took is with the kernels of the rows before
-at hand (jaxoverlap/_jax/kernel_cache.py). Needs no GPU.
+does not end, is a row and not the end. Compile times are with the kernels of earlier rows at hand
+(jaxoverlap/_jax/kernel_cache.py). Needs no GPU.
 """
 
 from enum import StrEnum
@@ -35,7 +35,7 @@ console = Console(width=200)
 
 
 class Layout(StrEnum):
-    """How many processes each host of a pod runs."""
+    """The number of processes that each host of a pod runs."""
 
     HOST = "process-a-host"
     GPU = "process-a-gpu"

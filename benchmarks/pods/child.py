@@ -17,12 +17,12 @@ Row = dict[str, Any]
 
 
 def measured(step: str, row: str) -> Row:
-    """As `measure`, of a step of the suite."""
+    """Measure a row of a step of the suite, by `measure`."""
     return measure(ALL[step], row)
 
 
 def measure(step: Step, row: str) -> Row:
-    """What a row compiles to: seconds by simulation, memory by XLA, and what compiling took."""
+    """Compile and measure a row: seconds by simulation, memory by XLA, and compile times."""
     mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
     plain, args = step.build(row, mesh)
     function: Any = plain
@@ -58,7 +58,7 @@ def measure(step: Step, row: str) -> Row:
 
 
 def seconds(step: Simulation, *, lines: bool) -> Row:
-    """A simulated step's seconds, in all and by source line, as JSON.
+    """Return a simulated step's seconds, in all and by source line, as JSON.
 
     By line: of its kernels, each alone; what these take longer beside collectives; and how long
     kernels wait for its collectives. Those that come to less than a thousandth are left out.
@@ -93,6 +93,6 @@ def _of_pass(report: Any) -> Row:
 
 
 def _cpu_s() -> float:
-    """Seconds of CPU time of this process, all its threads."""
+    """Return the seconds of CPU time of this process, all its threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

@@ -1,4 +1,4 @@
-"""What the rows of a suite come to: the table, and what is held against it."""
+"""Report the rows of a suite: the table, and the verdicts on them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -49,7 +49,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def notes(row: Row) -> list[str]:
-    """What a reader has to know of a row beside its numbers."""
+    """List what a reader has to know of a row beside its numbers."""
     found = [row["preset"]] if "preset" in row else []
     if row["peak_bytes"] > row["chip_bytes"]:
         found.append(f"does not fit in {row['chip_bytes'] / 1e9:.0f} GB")
@@ -90,7 +90,7 @@ def known(rows: dict[str, Row]) -> dict[str, Row]:
 
 
 def unfinished(row: Row) -> str:
-    """Why a row has no seconds of a whole step; empty if it does."""
+    """Say why a row has no seconds of a whole step; empty if it has them."""
     if UNKNOWN_TRIPS in row.get("unknown", ()):
         return f"{UNKNOWN_TRIPS}: the simulation ran one turn of its layers"
     return row.get("error", "")
@@ -100,7 +100,7 @@ def unfinished(row: Row) -> str:
 
 
 def refused(rows: Iterable[Row]) -> list[str]:
-    """What XLA takes of no preset, a line each."""
+    """List the flags that XLA refuses, a line for each preset."""
     of = {row["row"]: row["refused"] for row in rows if row.get("refused")}
     return [f"{name}: this XLA refuses {', '.join(flags)}" for name, flags in of.items()]
 
@@ -124,7 +124,7 @@ def verdicts(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def _held(rows: dict[str, Row]) -> Iterable[tuple[str, bool]]:
-    """What is asked of overlapped + pass, and whether it holds."""
+    """Yield what is asked of overlapped + pass, and whether it holds."""
     mine = rows[SCHEDULED]
     others = [row for name, row in rows.items() if name != SCHEDULED]
     if others:
@@ -141,17 +141,17 @@ def _held(rows: dict[str, Row]) -> Iterable[tuple[str, bool]]:
 
 
 def copies(pod: str) -> bool:
-    """Whether hops inside a host are copies, which leave less exposed than NCCL's can."""
+    """Return whether hops inside a host are copies, which leave less exposed than NCCL's can."""
     return parse_cluster(pod).gpus_per_process > 1
 
 
 def exposed(rows: dict[str, Row]) -> tuple[str, bool]:
-    """Whether the exposed time is at most a quarter of plain's, wherever the bound allows.
+    """Say whether the exposed time is at most a quarter of plain's, wherever the bound allows.
 
-    A step lasts at least as long as its busiest link. Kernels run for compute + slowdown, so what
-    of the link is longer than those is exposed in any order: the bound allows a quarter where that
-    rest is no more. The link's seconds are the least that any row of the step needs: a row that
-    sends more, or slower, is not excused by it.
+    A step lasts at least as long as its busiest link. Kernels run for compute + slowdown, so the
+    link's time beyond those is exposed in any order: the bound allows a quarter where that rest is
+    no more. The link's seconds are the least that any row of the step needs: a row that sends more,
+    or slower, is not excused by it.
     """
     mine, plain = rows[SCHEDULED], rows[PLAIN]
     link_s = min(max(row["link_s"].values()) for row in rows.values())
@@ -165,7 +165,7 @@ def exposed(rows: dict[str, Row]) -> tuple[str, bool]:
 
 
 def what_the_pass_adds(barriers: Row, scheduled: Row) -> str:
-    """Whether barriers alone are as fast."""
+    """Say whether barriers alone are as fast, or what the pass saves."""
     saved = barriers["step_s"] - scheduled["step_s"]
     if abs(saved) <= SAME * barriers["step_s"]:
         return "barriers suffice: the pass finds nothing faster"

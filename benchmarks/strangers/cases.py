@@ -1,4 +1,4 @@
-"""Which published train steps are tried, in which set-ups."""
+"""List the published train steps that are tried, and their set-ups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.strangers.stranger import Case
 _OURS = ("jax[cuda12-local]", "msgspec", "numpy", "rich")
 _TUNIX = (*_OURS, "google-tunix==0.1.7")
 _GEMMA = (*_OURS, "gemma==4.0.1")
-# What MaxText's train step imports; maxtext[cuda12] would bring CUDA and 200 packages more.
+# MaxText's train step imports only these; maxtext[cuda12] would bring CUDA and 200 packages more.
 _MAXTEXT = (
     *_OURS,
     *("absl-py", "aqtp", "cloud-accelerator-diagnostics", "drjax", "etils", "flax"),

@@ -73,14 +73,14 @@ def _versions() -> dict[str, str]:
 
 
 def numbers(build: Callable[[], Stranger]) -> Row:
-    """What plain and overlapped steps make of the same start; steps may change it in place."""
+    """Compare plain and overlapped steps from the same start; steps may change it in place."""
     plain = _trained(build(), overlapped=False)
     ringed = _trained(build(), overlapped=True)
     return {**compare(plain, ringed), **ringed["plan"]}
 
 
 def _trained(stranger: Stranger, *, overlapped: bool) -> Row:
-    """Losses of a few steps, and the state after the first."""
+    """Train a few steps; return their losses, and the state after the first."""
     step: Any = stranger.step
     args = stranger.args
     losses, state, plan = [], {}, {}
@@ -98,7 +98,7 @@ def _trained(stranger: Stranger, *, overlapped: bool) -> Row:
 
 
 def _values(tree: Any) -> dict[str, np.ndarray]:
-    """The float leaves of a state, by path."""
+    """Return the float leaves of a state, by path."""
     return {
         jax.tree_util.keystr(path): np.asarray(leaf, np.float64)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -114,7 +114,7 @@ def _on_pod(stranger: Stranger, mesh: Mesh, what: str) -> Row:
 
 
 def picture(stranger: Stranger, mesh: Mesh) -> Row:
-    """Whether XLA does with each matmul what its shardings say."""
+    """Check whether XLA does with each matmul what its shardings say."""
     found = find_jit(stranger.step)
     assert found is not None
     with stranger.context():

@@ -73,7 +73,7 @@ def _config(config: Any, real: bool) -> Any:
 
 
 def _state_shardings(state: Any, strategy: Any, mesh: Mesh) -> Any:
-    """Of parameters by the strategy's rule; the optimizer's follow theirs, as jit would have it."""
+    """Shard parameters by the strategy's rule, and the optimizer's state like them, as jit does."""
     whole = NamedSharding(mesh, P())
     rule = strategy.params(state.params)
     pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(rule), strict=True)

@@ -1,4 +1,4 @@
-"""Rows of strangers: how two runs are compared, what a row has to keep, and how rows read."""
+"""Compare two runs of a stranger, check its rows, and tabulate them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = 2  # of the columns; the others are numbers
 
 
 def compare(plain: Row, ringed: Row) -> Row:
-    """What two runs from one start made of it, as relative differences.
+    """Compare the results of two runs from one start, as relative differences.
 
     A run has "losses", one a step, and "state", the float leaves after the first step by path.
     """
@@ -49,13 +49,13 @@ def compare(plain: Row, ringed: Row) -> Row:
 
 
 def difference(plain: Any, other: Any) -> float:
-    """The norm of the difference, relative to plain's norm."""
+    """Return the norm of the difference, relative to plain's norm."""
     gap, size = np.linalg.norm(np.subtract(plain, other)), np.linalg.norm(plain)
     return 0.0 if gap == 0 else float(gap / size) if size else float("inf")
 
 
 def summary(plan: Plan) -> Row:
-    """What became of the matmuls."""
+    """Count the matmuls with rings, those without a collective, and the reasons for skips."""
     reasons = Counter(skip.reason for skip in plan.skips)
     none = sum(reasons.pop(r) for r in list(reasons) if r.startswith("no collective"))
     return {
@@ -69,7 +69,7 @@ def summary(plan: Plan) -> Row:
 
 
 def error_of(code: int, stderr: str) -> str:
-    """What a failed run says for itself, on one line and without the folders of this machine."""
+    """Return a failed run's own error, on one line and without the folders of its paths."""
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     named = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
     last = " ".join(lines[named[-1] if named else -1 :])
@@ -77,7 +77,7 @@ def error_of(code: int, stderr: str) -> str:
 
 
 def shortfalls(row: Row) -> list[str]:
-    """What is wrong with a row, a line each."""
+    """List what is wrong with a row, a line each."""
     name = f"{row['case']}: {row['what']}"
     if "error" in row:
         return [f"{name} failed: {row['error']}"]
@@ -139,7 +139,7 @@ def _gigabytes(row: Row) -> str:
 
 
 def left_alone(rows: list[Row]) -> list[str]:
-    """Why matmuls with a collective were left alone, a line for each case and reason."""
+    """Say why matmuls with a collective were left alone, a line for each case and reason."""
     plans = {row["case"]: row["skips"] for row in rows if row.get("skips")}
     return [
         f"{name}: {count} left alone: {reason}"

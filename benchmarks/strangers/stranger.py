@@ -1,4 +1,4 @@
-"""What a published train step looks like from outside: how it is called, and what it changes."""
+"""Describe a published train step from outside: how it is called, and what it changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stranger:
         step: what their loop calls.
         args: what their loop calls it with.
         after: their state after a call, and the loss, from what the call returned.
-        context: what their loop calls it in.
+        context: the context in which their loop calls it.
         carried: the arguments of the next call, from what the call returned.
     """
 
@@ -35,7 +35,7 @@ class Stranger:
     carried: Callable[[Any], tuple] | None = None
 
     def lower(self, step: Any) -> Any:
-        """`step` lowered; a partial or bound method has no `lower` that knows its arguments."""
+        """Lower `step`; a partial or bound method has no `lower` that knows its arguments."""
         bound: Any = step
         args, kwargs = self.args, {}
         if isinstance(bound, functools.partial):

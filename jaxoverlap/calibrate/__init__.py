@@ -1,1 +1,1 @@
-"""The cost model's tables, made again or measured: `python -m jaxoverlap.calibrate`."""
+"""Make the cost model's tables again, or measure them: `python -m jaxoverlap.calibrate`."""

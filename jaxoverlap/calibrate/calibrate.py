@@ -51,14 +51,14 @@ _CHANNELS = 24  # NCCL's log on eight A100s and on eight H100s: "24 coll channel
 
 @dataclass(frozen=True)
 class Source:
-    """Where a chip's rows are.
+    """The source of a chip's measured rows.
 
     Attributes:
-        chip: as `parse_cluster` takes it.
+        chip: the chip's name, as `parse_cluster` takes it.
         system: its folder in aiconfigurator-core, under systems/data.
-        bf16, fp8: whose matmuls, in gemm/ there; "" for none.
-        attention: whose fused attention, in attention/ there.
-        nccl: the version whose collectives, in comm/nccl/ there.
+        bf16, fp8: the framework that matmuls are from, in gemm/ there; "" for none.
+        attention: the framework that fused attention is from, in attention/ there.
+        nccl: the version that collectives are from, in comm/nccl/ there.
         xla: the chip in XLA's own table, which has permutes and larger groups.
     """
 
@@ -91,7 +91,7 @@ _DTYPE_NAMES = {"bf16": ("bfloat16", 2.0), "fp8": ("fp8", 1.0)}  # theirs, bytes
 
 
 def chip_tables(source: Source, date: str) -> Tables:
-    """The tables of one chip, from aiconfigurator-core and from JAX's CUDA plugin.
+    """Make the tables of one chip, from aiconfigurator-core and from JAX's CUDA plugin.
 
     Raises:
         ImportError: if one of these is not installed.
@@ -125,7 +125,7 @@ def _matmuls(source: Source, dtype: str) -> Matmuls:
 
 
 def _attention(source: Source, bytes_per_s: float) -> Attention:
-    """Of NVIDIA's TensorRT-LLM on all chips, whose kernels are no cuDNN: no rows of that."""
+    """Fit attention to TensorRT-LLM's kernels on all chips, as there are no rows of cuDNN's."""
     rows = attention_rows(source, "attention", "context_attention_perf.parquet")
     full = None
     if source.attention == _TRTLLM:  # the older version was not measured without a mask
@@ -135,7 +135,7 @@ def _attention(source: Source, bytes_per_s: float) -> Attention:
 
 
 def _permutes(source: Source, collectives: Collectives) -> Permutes:
-    """From XLA's rows; a chip that has none takes another's latency and channels."""
+    """Fit permutes to XLA's rows; a chip that has none takes another's latency and channels."""
     rows = [r for r in xla_perf_table.collective_rows(source.xla) if r.kind == "collective-permute"]
     fitted = fit.fit_permutes(rows, f"{xla_perf_table.version()} {source.xla}, {len(rows)} rows")
     if source.chip not in _PERMUTES_OF_ANOTHER:
@@ -150,7 +150,7 @@ def _permutes(source: Source, collectives: Collectives) -> Permutes:
 
 
 def larger_groups(source: Source) -> list[fit.CollectiveRow]:
-    """Collectives of more devices than aiconfigurator-core has, from XLA's table."""
+    """Read collectives of more devices than aiconfigurator-core has, from XLA's table."""
     if source.chip not in _LARGER_GROUPS:
         return []
     return [
@@ -165,7 +165,7 @@ def _origin() -> str:
 
 
 def matmul_rows(source: Source, dtype: str) -> fit.MatmulRows:
-    """The measured matmuls of one dtype."""
+    """Read the measured matmuls of one dtype."""
     theirs, _ = _DTYPE_NAMES[dtype]
     found = _parquet(source, "gemm", getattr(source, dtype), "gemm_perf.parquet")
     mine = found["gemm_dtype"] == theirs
@@ -174,7 +174,7 @@ def matmul_rows(source: Source, dtype: str) -> fit.MatmulRows:
 
 
 def attention_rows(source: Source, folder: str, file: str) -> fit.MatmulRows:
-    """Measured fused attention in bf16, with as many heads of keys as of queries.
+    """Read measured fused attention in bf16, with as many heads of keys as of queries.
 
     Whole sequences of 64 and more, no window, no keys from before, heads of 64 to 256. Rows are
     length, heads of all the batch, and their size.
@@ -192,7 +192,7 @@ def attention_rows(source: Source, folder: str, file: str) -> fit.MatmulRows:
 
 
 def collective_rows(source: Source) -> list[fit.CollectiveRow]:
-    """The measured collectives; bytes turned into what each device sends by a ring."""
+    """Read the measured collectives; bytes become what each device sends by a ring."""
     found = _parquet(source, "comm", f"nccl/{source.nccl}", "nccl_perf.parquet")
     names = ("op_name", "num_gpus", "message_size", "nccl_dtype", "latency")
     rows = []
@@ -205,7 +205,7 @@ def collective_rows(source: Source) -> list[fit.CollectiveRow]:
 
 
 def _parquet(source: Source, *path: str) -> dict[str, np.ndarray]:
-    """The columns of one of aiconfigurator-core's files."""
+    """Read the columns of one of aiconfigurator-core's files."""
     spec = importlib.util.find_spec("aiconfigurator_core")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"the chips' measurements are in {PACKAGE}: {_INSTALL}")
@@ -273,7 +273,7 @@ def _here(path: Path, today: str, progress: Progress) -> Tables:
 
 
 def _errors(made: Sequence[Tables]) -> Table:
-    """How far the fits are from the rows that they did not see."""
+    """Tabulate the errors of the fits, on the rows that they did not see."""
     grid = Table(title="Error of the fits, on rows held back")
     for column in ("chip", "rows of", "held back", "mean", "median", "worst"):
         grid.add_column(column, justify="left" if column in ("chip", "rows of") else "right")

@@ -1,4 +1,4 @@
-"""From measured rows to the small tables of the cost model. Deterministic: no clock, one seed."""
+"""Fit the small tables of the cost model to measured rows. Deterministic: no clock, one seed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a matmul's time is a factor over; see `measured.Matmuls`."""
+    """The rates behind a matmul's base time, over which a factor is fitted (`measured.Matmuls`)."""
 
     launch_s: float
     flops_per_s: float
@@ -69,12 +69,12 @@ class Rates:
 
 
 def held_back(count: int) -> np.ndarray:
-    """Which of so many rows a fit must not see: a fifth, the same each time."""
+    """Choose the rows out of so many that a fit must not see: a fifth, the same each time."""
     return np.random.default_rng(SEED).random(count) < HELD_BACK
 
 
 def error(predicted: np.ndarray, measured: np.ndarray) -> FitError:
-    """How far predictions are from measurements."""
+    """Return the mean, median and worst relative error of predictions."""
     off = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
     mean, median, worst = (round(float(f(off)), 4) for f in (np.mean, np.median, np.max))
     return FitError(len(off), mean, median, worst)
@@ -112,7 +112,7 @@ def fit_matmuls(
 
 
 def _factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) -> np.ndarray:
-    """The table of log factors over some seconds, flat.
+    """Fit the table of log factors over some seconds, flat.
 
     Least |predicted / measured - 1|, which is the error that is told, by reweighted least squares
     of log seconds: a row that took too long counts for less than one that took too short, and
@@ -133,7 +133,7 @@ def _factor(base: np.ndarray, rows: MatmulRows, knots: Sequence[Sequence[int]]) 
 
 
 def fit_rates(rows: MatmulRows, element_bytes: float, result_bytes: float) -> Rates:
-    """The three rates: launch and bytes by the matmuls of few rows, flops by the fastest."""
+    """Fit the three rates: launch and bytes by the matmuls of few rows, flops by the fastest."""
     moved = element_bytes * (rows.m * rows.k + rows.k * rows.n) + result_bytes * rows.m * rows.n
     flops = 2.0 * rows.m * rows.n * rows.k
     launch_s = float(np.percentile(rows.seconds, 0.1))
@@ -148,7 +148,7 @@ def fit_rates(rows: MatmulRows, element_bytes: float, result_bytes: float) -> Ra
 
 
 def _bytes_per_s(m: np.ndarray, moved: np.ndarray, over_s: np.ndarray) -> float:
-    """The memory's rate: the median over the largest tenth of matrix-vector products."""
+    """Return the memory's rate: the median over the largest tenth of matrix-vector products."""
     thin = m <= 16
     large = thin & (moved >= np.percentile(moved[thin], 90))
     return float(np.median(moved[large] / over_s[large]))
@@ -161,7 +161,7 @@ def _base(rates: Rates, rows: MatmulRows) -> np.ndarray:
 
 
 def _hats(rows: MatmulRows, knots: Sequence[Sequence[int]]) -> sp.csr_array:
-    """The weights of the knots around each row: what `measured.Matmuls.seconds` takes."""
+    """Return the weights of the knots around each row, as `measured.Matmuls.seconds` has them."""
     shape, dims = [len(k) for k in knots], (rows.m, rows.n, rows.k)
     places = [_places(d, k) for d, k in zip(dims, knots, strict=True)]
     index, weight = [], []
@@ -180,7 +180,7 @@ def _places(x: np.ndarray, knots: Sequence[int]) -> tuple[np.ndarray, np.ndarray
 
 
 def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
-    """Second differences of a table along each of its dims."""
+    """Return the second differences of a table along each of its dims."""
     found = []
     for dim, grid in enumerate(knots):
         step = np.diff(np.log(np.asarray(grid, float)))
@@ -236,7 +236,7 @@ def fit_attention(
 
 
 def fit_collectives(rows: Sequence[CollectiveRow], source: str) -> Collectives:
-    """Curves through all rows; the errors are of curves through four fifths of them.
+    """Fit curves through all rows; the errors are of curves through four fifths of them.
 
     The second error is of curves that lack all rows of a fifth of the sizes (the smallest and the
     largest of each curve stay): what interpolation costs.
@@ -255,7 +255,7 @@ Curves = dict[str, dict[int, Curve]]
 
 
 def _curves(rows: Iterable[CollectiveRow]) -> Curves:
-    """By kind and number of devices: the geometric mean of the rows of each size."""
+    """Fit curves by kind and number of devices: the geometric mean of the rows of each size."""
     seen: dict[tuple[str, int], dict[float, list[float]]] = {}
     for row in rows:
         curve = seen.setdefault((row.kind, row.size), {})
@@ -269,7 +269,7 @@ def _curves(rows: Iterable[CollectiveRow]) -> Curves:
 
 
 def _unseen_error(rows: Sequence[CollectiveRow], held: Sequence[bool]) -> FitError:
-    """How far the rows that are held back are from curves through the others."""
+    """Return the error of curves on the rows held back, which they do not go through."""
     curves = _curves(itertools.compress(rows, (not out for out in held)))
     test = list(itertools.compress(rows, held))
     predicted = [curves[r.kind][r.size].at(r.bytes_moved) for r in test]
@@ -281,7 +281,7 @@ def _key(row: CollectiveRow) -> tuple[str, int, float]:
 
 
 def _ends(rows: Iterable[CollectiveRow]) -> set[tuple[str, int, float]]:
-    """The smallest and the largest size of each curve."""
+    """Return the smallest and the largest size of each curve."""
     moved: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         moved.setdefault((row.kind, row.size), []).append(row.bytes_moved)
@@ -289,7 +289,7 @@ def _ends(rows: Iterable[CollectiveRow]) -> set[tuple[str, int, float]]:
 
 
 def fit_permutes(rows: Sequence[CollectiveRow], source: str) -> Permutes:
-    """Latency, a channel's rate and the link's, by least absolute error of log seconds."""
+    """Fit latency, a channel's rate and the link's, by least absolute error of log seconds."""
     moved = np.array([r.bytes_moved for r in rows])
     seconds = np.array([r.seconds for r in rows])
     channels = np.array([nccl.permute_rate(r.bytes_moved, _channels(r), 1.0) for r in rows])
@@ -311,7 +311,7 @@ def fit_permutes(rows: Sequence[CollectiveRow], source: str) -> Permutes:
 def fit_skew(
     computed_s: np.ndarray, waited_s: np.ndarray, sizes: Sequence[int], source: str
 ) -> Skew:
-    """The slice of time that all sizes have in common, and the longest wait of each.
+    """Fit the slice of time that all sizes have in common, and the longest wait of each.
 
     Least squares, the slice no shorter and no longer than what was computed.
 
@@ -342,5 +342,5 @@ def _channels(row: CollectiveRow) -> int:
 
 
 def _short(x: float) -> float:
-    """Four digits: more than any measurement here has."""
+    """Round to four digits, which is more than any measurement here has."""
     return float(f"{x:.4g}")

@@ -1,13 +1,14 @@
-"""How many times longer things take in a train step than in a loop of nothing else.
+"""Measure how many times longer things take in a train step than in a loop of nothing else.
 
 A loop soon comes back to its arrays; a step reads in its backward pass what it wrote in its forward
 pass, and goes once through weights and moments, so that caches hold less of it. A loop of
 collectives keeps all devices at one place; in a step some compute while others wait, on the cores
-that they share. What all that is worth is measured on steps of our own: layers of kernels bound by
-memory and nothing else, an MLP on each device by itself, and the same MLP with weights split over
-two devices and tokens over the others, its collectives whole and as rings.
+that they share. These effects are measured on steps of our own: layers of kernels bound by memory
+and nothing else, an MLP on each device by itself, and the same MLP with weights split over two
+devices and tokens over the others, its collectives whole and as rings.
 
-For devices that share a host's cores and caches. On a GPU steps this small are bound by launches.
+This is for devices that share a host's cores and caches. On a GPU such small steps are bound by
+launches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from jaxoverlap.simulation.replay import replay
 from jaxoverlap.simulation.timeline import COMPUTE, Timeline
 
 MEMORY, ALONE, WHOLE, RINGS = "memory", "alone", "whole", "rings"
-# What is found, of which events of a timeline, from which steps.
+# Each row names a factor, the kind of event that it scales, and the steps that it is found from.
 _FOUND = (
     ("memory", "memory", (MEMORY,)),
     ("matmuls", "matmul", (ALONE,)),
@@ -52,7 +53,7 @@ _SIZES: tuple[Size, ...] = ((512, 128, 6), (128, 128, 16))  # tokens, features, 
 
 
 def clock(how: str, size: Size) -> Callable[[], float]:
-    """A clock for one step on every device at once."""
+    """Return a clock for one step on every device at once."""
     compiled, (state, x) = _compiled(how, size), _arguments(how, size)
 
     def seconds() -> float:
@@ -66,16 +67,16 @@ def clock(how: str, size: Size) -> Callable[[], float]:
 
 
 def in_a_step(taken: Mapping[Key, float], loops: Tables) -> Tables:
-    """Tables with all times as in a step.
+    """Scale the tables so that all times are as in a step.
 
-    One kind after the other: what steps took more than all else in them is that kind's.
+    Kinds are fitted one after the other: time beyond all else in the steps is that kind's.
 
     Args:
         taken: seconds of all `STEPS`.
         loops: tables of what was timed in loops.
 
     Raises:
-        ValueError: if a step took less than what is known of it.
+        ValueError: if a step took less than its known parts.
     """
     times, tables = InAStep(), loops
     for kind, events, hows in _FOUND:
@@ -94,20 +95,20 @@ def in_a_step(taken: Mapping[Key, float], loops: Tables) -> Tables:
 
 
 def cost_of(tables: Tables) -> CostModel:
-    """The cost model of this machine."""
+    """Make the cost model of this machine."""
     assert tables.here
     return CostModel(adjusted_tables.cluster_here(tables, tables.here), tables)
 
 
 def module(how: str, size: Size) -> hlo.Module:
-    """A step, as it is scheduled."""
+    """Return the scheduled module of a step."""
     text = _compiled(how, size).as_text()
     assert text  # of all backends that JAX has
     return hlo.parse(text)
 
 
 def _seconds(step: Timeline, kind: str) -> float:
-    """Of all events of a kind on the compute lane."""
+    """Sum the seconds of all events of a kind on the compute lane."""
     return sum(e.seconds for e in step.events if e.lane == COMPUTE and e.kind == kind)
 
 
@@ -155,7 +156,7 @@ def _loss(how: str, layers: Layers, x: jax.Array) -> jax.Array:
 
 
 def _step(how: str, state: State, x: jax.Array) -> State:
-    """Adam, without its correction of the first steps."""
+    """Take a step of Adam, without its correction of the first steps."""
     layers, moments, squares = state
     grads = jax.grad(partial(_loss, how))(layers, x)
 
@@ -180,7 +181,7 @@ def _compiled(how: str, size: Size) -> jax.stages.Compiled:
 
 
 def _arguments(how: str, size: Size) -> tuple[State, jax.Array]:
-    """State and batch: arrays of its own on each device."""
+    """Make state and batch, with arrays of its own on each device."""
     tokens, features, layers = size
     mesh, split = _mesh(), how in (WHOLE, RINGS)
 

@@ -1,4 +1,4 @@
-"""Times matmuls, other kernels and collectives on the devices that JAX sees here.
+"""Time matmuls, other kernels and collectives on the devices that JAX sees here.
 
 Every measurement runs on all devices at once, as in a step: what they share (a CPU's cores and
 memory, most of all) is shared while it is timed. An op runs in a loop inside one program, long
@@ -34,13 +34,13 @@ _ELEMENTS = tuple(1 << p for p in range(8, 21, 3))  # of float32, on each device
 _ROUNDS = 21
 _RUNS = {"kernel": 5, "skew": 5, "step": 3}  # in a round, of what gives differences of noisy times
 _TARGET_S = 0.02  # how long a loop should run: by far longer than its program takes to start
-# How many matmuls stand before a collective, to show how long it waits for the last device.
+# So many matmuls run before a collective, to show how long it waits for the last device.
 _RUNS_BEFORE, _KERNEL_SIZE = (1, 2, 4, 8), 128
-# In a step a core runs other kernels, of other devices too, before it sees an array again: what is
-# timed takes turns among so many bytes on each device, which no core's own cache holds.
+# In a step a core runs other kernels, of other devices too, before it sees an array again. So an op
+# that is timed takes turns among so many bytes on each device, which no core's own cache holds.
 _FOOTPRINT_BYTES = 1 << 20
 _MOST_SETS = 16  # of arrays, each of which is a kernel to compile and to load
-# Of batches of matrices, as in attention; of activations, as for a weight's gradient.
+# Steps transpose batches of matrices, as in attention, and activations, for a weight's gradient.
 _SETS_TRANSPOSED = 2  # a step transposes what it has just written
 _TRANSPOSED_ROWS, _TRANSPOSED = (64, 128, 512), _ELEMENTS[2:4]
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -52,7 +52,7 @@ Clock = Callable[[], float]  # seconds of one run of what is measured
 
 
 def measurements() -> int:
-    """How many steps `tables_here` takes: programs to compile, then rounds."""
+    """Count the steps that `tables_here` takes: programs to compile, then rounds."""
     return sum(1 for _ in _programs()) + _ROUNDS
 
 
@@ -124,7 +124,7 @@ def _fit(date: str, taken: Taken) -> Tables:
 
 
 def _steps() -> tuple[step_factors.Key, ...]:
-    """The steps to time: of devices that share cores and caches."""
+    """Return the steps to time, for devices that share cores and caches."""
     return step_factors.STEPS if jax.devices()[0].platform == "cpu" else ()
 
 
@@ -132,7 +132,7 @@ def _steps() -> tuple[step_factors.Key, ...]:
 
 
 def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
-    """What is timed, by name, and how its program is made."""
+    """Yield each op to time: its key, and a function that makes its program."""
     devices = len(jax.devices())
     for dtype, m, n, k in itertools.product(DTYPES, M_SIZES, NK_SIZES, NK_SIZES):
         sets = _sets((m * k + k * n + m * n) * np.dtype(_NAMES[dtype]).itemsize)
@@ -165,7 +165,7 @@ def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
 
 
 def _matmuls(*carry: jax.Array) -> tuple[jax.Array, ...]:
-    """Matmuls of arrays of their own, each of which waits for the last one's result."""
+    """Run matmuls of arrays of their own, each of which waits for the last one's result."""
     carried = list(carry)
     for place in range(0, len(carry), 3):
         a, b, _ = carried[place : place + 3]
@@ -175,7 +175,7 @@ def _matmuls(*carry: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _kernels(apply: Callable[..., jax.Array], *carry: jax.Array) -> tuple[jax.Array, ...]:
-    """Kernels of arrays of their own, each of which waits for the last one's result."""
+    """Run kernels of arrays of their own, each of which waits for the last one's result."""
     carried = list(carry)
     for place in range(len(carry)):
         x, before = lax.optimization_barrier((carried[place], carried[place - 1]))
@@ -194,7 +194,7 @@ _KERNELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def _sets(num_bytes: int) -> int:
-    """How many sets of arrays take turns, each of so many bytes."""
+    """Return the number of sets of arrays that take turns, each of so many bytes."""
     return min(math.ceil(_FOOTPRINT_BYTES / num_bytes), _MOST_SETS)
 
 
@@ -220,7 +220,7 @@ def _exchange(x: jax.Array) -> tuple[jax.Array, ...]:
     return (lax.all_to_all(x, "x", 0, 0, tiled=True),)
 
 
-# Body, and the lengths of what it carries as parts of the whole.
+# Each has its body, the lengths of the arrays that it carries, and its passes over the bytes.
 _COLLECTIVES: dict[str, tuple[Body, Callable[[int, int], tuple[int, ...]], int]] = {
     "all-gather": (_gather, lambda count, n: (count // n, count), 1),
     "reduce-scatter": (_scatter, lambda count, n: (count, count // n), 1),
@@ -238,7 +238,7 @@ def _group_sizes(devices: int) -> list[int]:
 
 
 def _memory(taken: Taken) -> Memory:
-    """A curve by bytes; what is added by a transcendental (of the larger sizes), by a transpose."""
+    """Fit a curve by bytes, and what a transcendental (of the larger sizes) or a transpose adds."""
     moved = tuple(8.0 * count for count in _ELEMENTS)  # a float32 read, one written
     simple, hard = (
         np.array([np.median(taken[name, count]) for count in _ELEMENTS]) for name in _KERNELS
@@ -260,7 +260,7 @@ def _memory(taken: Taken) -> Memory:
 
 
 def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
-    """Bytes are those that each device sends by a ring; a permute sends all that it has."""
+    """Yield collectives; bytes are what each device sends by a ring, for a permute all it has."""
     for kind, count, size in (key for key in taken if key[0] in _COLLECTIVES):
         share = 1.0 if kind == PERMUTE else (size - 1) / size
         moved = _COLLECTIVES[kind][2] * 4 * count * share
@@ -268,14 +268,14 @@ def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
 
 
 def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:
-    """A curve; its two ends give latency and rate."""
+    """Fit permutes by a curve, whose two ends give latency and rate."""
     curve = Curve(tuple(r.bytes_moved for r in rows), tuple(r.seconds for r in rows))
     rate = curve.bytes_moved[-1] / max(curve.seconds[-1] - curve.floor_s, 1e-9)
     return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None, curve)
 
 
 def _skew(taken: Taken) -> Skew:
-    """By what matmuls and a small all-reduce take together more than alone."""
+    """Fit the skew by the time that matmuls and a small all-reduce take together beyond alone."""
     sizes = _group_sizes(len(jax.devices()))
     computed_s = np.array([np.median(taken["kernel", runs]) for runs in _RUNS_BEFORE])
     waited_s = np.array(
@@ -294,9 +294,9 @@ def _skew(taken: Taken) -> Skew:
 def _after_kernels(
     runs: int, body: Body, a: jax.Array, b: jax.Array, last: jax.Array, x: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Matmuls that wait for the last run of `body`, then the next one, which waits for them.
+    """Run matmuls that wait for the last run of `body`, then the next one, which waits for them.
 
-    Always of the same arrays: what caches do to them would hide the wait.
+    The arrays are always the same: what caches do to others would hide the wait.
     """
     last = last.at[0, 0].set(x[0])
     for _ in range(runs):
@@ -306,11 +306,11 @@ def _after_kernels(
 
 
 def _clock(body: Body, shapes: Shapes, dtype: Any, group: int, *, each: int = 1) -> Clock:
-    """A clock for one run of `body` on every device at once, in groups along the axis "x".
+    """Return a clock for one run of `body` on every device at once, in groups along the axis "x".
 
     Args:
-        shapes: what the body takes and gives on each device.
-        each: how often the body runs what is timed.
+        shapes: the arrays that the body takes and gives on each device.
+        each: how often the body runs the op that is timed.
     """
     devices = np.array(jax.devices())
     mesh = Mesh(devices.reshape(-1, group), ("groups", "x"))

@@ -1,4 +1,4 @@
-"""Collectives that XLA's authors measured, read out of JAX's installed CUDA plugin.
+"""Read the collectives that XLA's authors measured out of JAX's installed CUDA plugin.
 
 XLA carries a table of collectives for its own cost model (openxla/xla,
 xla/service/gpu/model/collective_interpolator_data.h), made on NVLink machines by
@@ -30,7 +30,7 @@ _NEXT = (0, 1)  # the first pair of a permute round a ring, and of one among nei
 
 
 def collective_rows(key: str) -> list[CollectiveRow]:
-    """The measured collectives of a device, as in "sm_90"; permutes are those round a ring.
+    """Read the measured collectives of a device, as in "sm_90"; permutes are those round a ring.
 
     `bytes_moved` is what each device sends by a ring, `size` how many devices take part; of a
     permute the devices of the whole ring.
@@ -48,7 +48,7 @@ def collective_rows(key: str) -> list[CollectiveRow]:
 
 
 def version() -> str:
-    """The plugin and its version."""
+    """Name the plugin and its version."""
     return f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
 
 
@@ -71,7 +71,7 @@ def _row(fields: dict[int, list], bytes_per_s: int) -> CollectiveRow | None:
 
 
 def _group_size(fields: dict[int, list]) -> int:
-    """Devices of a group, from whichever field the groups are in: [groups, devices of each]."""
+    """Return the devices of a group, from whichever field has [groups, devices of each]."""
     for number in sorted(n for n in fields if n > 80):
         for value in (v for v in fields[number] if isinstance(v, bytes)):
             inner = _collected(value)
@@ -85,7 +85,7 @@ def _group_size(fields: dict[int, list]) -> int:
 
 
 def _table(key: str) -> bytes:
-    """The serialized list of a device's instructions."""
+    """Return the serialized list of a device's instructions."""
     spec = importlib.util.find_spec(_MODULE)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"XLA's table of collectives is in {PACKAGE}: {_INSTALL}")
@@ -108,7 +108,7 @@ def _varint(text: bytes, at: int) -> tuple[int, int]:
 
 
 def _fields(text: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field: an int, or the bytes of what has a length."""
+    """Yield the number and value of each field; the value is an int, or bytes."""
     at = 0
     while at < len(text):
         tag, at = _varint(text, at)

@@ -1,4 +1,4 @@
-"""The command's parts put together."""
+"""Put the parts of the command together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two plans."""
+"""List the differences between two plans."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jaxoverlap.plan.plan import Decision, Plan, Skip
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two plans do not say alike.
+    """One fact in which two plans differ.
 
     Attributes:
         part: "step", "matmul", "compile", "option", "nccl", "predicted", "measured" or "made for".
-        name: of it, within the part.
-        a, b: what either says; None where it says nothing.
+        name: the fact's name, within the part.
+        a, b: its value in either plan; None where the plan has none.
     """
 
     part: str
@@ -28,7 +28,7 @@ class Difference:
 
 
 def differences(a: Plan, b: Plan) -> list[Difference]:
-    """What two plans do, promise and are for, where that is not the same.
+    """List the facts that differ in what two plans do, promise and are made for.
 
     Source lines, reasons and what a tuning tried are not compared.
     """
@@ -41,7 +41,7 @@ def differences(a: Plan, b: Plan) -> list[Difference]:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
-    """All that a plan says, by part and name; values as JSON has them."""
+    """Yield the facts of a plan, by part and name; values as JSON has them."""
     yield ("step", "name"), plan.step
     for axis, size in plan.mesh.items():
         yield ("step", f"mesh {axis}"), size
@@ -69,7 +69,7 @@ def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts and lists, each with the way to it."""
+    """Yield the leaves of nested dicts and lists, each with the path to it."""
     if isinstance(value, dict):
         pairs = list(value.items())
     elif isinstance(value, list | tuple):

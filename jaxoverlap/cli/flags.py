@@ -1,4 +1,4 @@
-"""The command about flags: presets, and what of them is dead."""
+"""Run the command about flags: show presets, and find dead flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JAXLIB = metadata.version("jaxlib")
 
 
 class Form(StrEnum):
-    """What a preset is printed as."""
+    """The form in which a preset is printed."""
 
     OPTIONS = "options"
     XLA_FLAGS = "xla-flags"
@@ -86,7 +86,7 @@ def _print(found: Preset, form: Form | None, json: bool) -> None:
 
 
 def _tables(found: Preset) -> None:
-    """The preset, with the numbers of its sources, which are listed at the end."""
+    """Show the preset, with the numbers of its sources, which are listed at the end."""
     sources: dict[str, int] = {}
 
     def cite(source: str) -> str:
@@ -124,7 +124,7 @@ def _check(text: str, json: bool) -> int:
 
 
 def _findings(findings: list[Finding]) -> None:
-    """A row for each that does not simply do what it says, dead ones first."""
+    """Show a row for each flag that does not simply do what it says, dead ones first."""
     odd = sorted((f for f in findings if f.status != "set"), key=lambda f: not f.dead)
     if odd:
         show_table(

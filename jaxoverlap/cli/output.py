@@ -1,4 +1,4 @@
-"""What commands print, and what becomes of their errors."""
+"""Print the commands' output, and turn their errors into lines and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes
 
 
 def command(function: Callable[..., int]) -> Callable[..., None]:
-    """A function that gives an exit code, as a command: errors are a line each.
+    """Turn a function that gives an exit code into a command: errors are a line each.
 
     A ValueError is a mistake of the user's; it says what to do. The command gets a flag --debug,
     with which errors show their trace.

@@ -27,7 +27,7 @@ _File = Annotated[
 
 
 class Form(StrEnum):
-    """What of a plan is printed, for whom."""
+    """The part of a plan that is printed, in the form that its reader takes."""
 
     OPTIONS = "options"
     XLA_FLAGS = "xla-flags"
@@ -98,7 +98,7 @@ def _xla_flags(found: Plan) -> str:
 
 
 def _env(found: Plan, file: Path) -> str:
-    """NCCL's variables; where channels need the tuner plugin, a comment says how to load it."""
+    """Write NCCL's variables; where channels need a tuner plugin, a comment says how to load it."""
     rows = found.nccl.channels
     lines = [
         f"export {name}={shlex.quote(value)}"

@@ -1,4 +1,4 @@
-"""The step that a command is about: made by a function that the user names."""
+"""Build the step that a command is about, by a function that the user names."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Target:
         return overlap(self.step, cluster=self.pod)
 
     def compile(self, *, keep_rings: bool = False) -> Compiled:
-        """The overlapped step, compiled for the pod; with its rings, even where they lose."""
+        """Compile the overlapped step for the pod; `keep_rings` keeps rings even if they lose."""
         step = overlap(self.step, cluster=self.pod, never_slower=not keep_rings)
         return step.lower(*self.args).compile()
 
     def compile_plain(self) -> jax.stages.Compiled:
-        """The step as it is, compiled for the pod.
+        """Compile the step as it is for the pod.
 
         Raises:
             ValueError: if it was overlapped already.
@@ -74,7 +74,7 @@ class Target:
 
 
 def with_processes(pod: str, processes: int | None) -> str:
-    """A pod's name with the processes of a host that an option says.
+    """Return a pod's name with the processes of a host that an option says.
 
     Raises:
         ValueError: if the pod does not parse, its name says another number, or its hosts cannot
@@ -92,7 +92,7 @@ def with_processes(pod: str, processes: int | None) -> str:
 
 
 def target(step: str, pod: str, axes: str) -> Target:
-    """What a command line names, on a mesh of GPUs that need not be there.
+    """Build the step that a command line names, on a mesh of GPUs that need not be there.
 
     Raises:
         ValueError: if a part of it names nothing; it says which.
@@ -101,10 +101,10 @@ def target(step: str, pod: str, axes: str) -> Target:
 
 
 def target_here(step: str, pod: str | None, axes: str) -> Target:
-    """What a command line names, on a mesh of the devices that JAX sees.
+    """Build the step that a command line names, on a mesh of the devices that JAX sees.
 
     Args:
-        pod: what they are, for what has to be known of them.
+        pod: the cluster that these devices are, for its links and cost model; None if not given.
 
     Raises:
         ValueError: as `target`; or if the mesh has another number of devices.
@@ -131,7 +131,7 @@ def _built(step: str, pod: str | None, mesh: Mesh) -> Target:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """The axes that a text such as "data=8,model=8" names.
+    """Parse the axes that a text such as "data=8,model=8" names.
 
     Raises:
         ValueError: if it has another form, or names one twice.

@@ -1,1 +1,1 @@
-"""One step on its way through the passes, the compiler and the processes."""
+"""Take one step through the passes, the compiler and the processes."""

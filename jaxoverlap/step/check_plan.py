@@ -1,7 +1,7 @@
-"""What a plan was made for, and whether a step is that.
+"""Check that a step is the one that a plan was made for.
 
 A plan names matmuls by their number, so on another step it would do other things than were meant.
-It is held against the step before it is followed, and what came of it against the plan after.
+The plan is compared with the step before it is followed, and with what was done after.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _SHOWN = 3  # matmuls and arguments that differ
 
 
 def made_for(call: jits.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
-    """What a plan for these arguments is made for.
+    """Describe the step, mesh and versions that a plan for these arguments is made for.
 
     Args:
         call: the jit's view of the call.
         mesh: the step's mesh.
-        cluster: its GPUs, if named.
+        cluster: the mesh's GPUs, if named.
     """
     params, jaxpr = call.params, call.params["jaxpr"]
     bound = zip(params["in_shardings"], map(jits.bound_sharding, call.flat), strict=True)
@@ -67,7 +67,7 @@ def _version(package: str) -> str:
 
 
 def _lies(var: Any, sharding: Any) -> str:
-    """A value's type, and the mesh axes on its dims: "float32[16, 32@model]"."""
+    """Write a value's type, and the mesh axes on its dims: "float32[16, 32@model]"."""
     aval = var.aval
     if not hasattr(aval, "shape"):
         return compat.type_text(var)
@@ -85,10 +85,10 @@ def _lies(var: Any, sharding: Any) -> str:
 
 
 def cluster_for(plan: Plan, mesh: Mesh) -> Cluster | None:
-    """The cluster to name for a step that follows a plan, if the user names none.
+    """Return the cluster to name for a step that follows a plan, if the user names none.
 
-    The plan's own, so that links count as they counted; none where the devices are another cluster
-    (`check` will say so), or where what they say of themselves is what the plan went by.
+    It is the plan's own, so that links count as they did for the plan; None where the devices are
+    another cluster (`check` will say so), or where the plan went by what they say of themselves.
     """
     wanted, own = plan.made_for, cluster_of(mesh)
     if wanted is None or wanted.cluster is None:
@@ -139,7 +139,7 @@ def _two(planned: object, here: object) -> str:
 
 
 def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
-    """What differs of versions, mesh and cluster."""
+    """Yield a line for each difference in versions, mesh and cluster."""
     wanted = plan.made_for
     assert wanted is not None
     for package in {**wanted.versions, **found.versions}:
@@ -162,7 +162,7 @@ def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
 
 
 def _matmuls(plan: Plan, jaxpr: Any) -> list[str]:
-    """The first matmuls that differ."""
+    """List the first matmuls that differ."""
     pairs = itertools.zip_longest(plan.entries, dots(jaxpr))
     lines = []
     for then, now in pairs:
@@ -175,7 +175,7 @@ def _matmuls(plan: Plan, jaxpr: Any) -> list[str]:
 
 
 def _values(wanted: MadeFor, found: MadeFor, call: jits.Call) -> list[str]:
-    """The first arguments and results that differ."""
+    """List the first arguments and results that differ."""
     names = call.params["jaxpr"].debug_info.safe_arg_names(len(found.arguments))
     lines = []
     for kind, labels in (("argument", names), ("result", None)):
@@ -193,9 +193,9 @@ def _first(lines: list[str], what: str) -> list[str]:
 
 
 def facts_of(plan: Plan, jaxpr: Any, mesh: Mesh, options: Mapping[str, Any]) -> dict[str, str]:
-    """All that makes a rewritten step the program that it is, by name, for processes to compare.
+    """Map names to the facts that identify a rewritten step's program, for processes to compare.
 
-    Nothing of it is a host's own, and source lines are left out: comments may differ.
+    No fact depends on the host, and source lines are left out: comments may differ.
 
     Args:
         plan: what was done.
@@ -231,14 +231,14 @@ def _short(text: str) -> str:
 
 
 def followed(plan: Plan, done: Plan) -> Plan:
-    """A plan that was followed, with the source lines of the step as it is now.
+    """Return a plan that was followed, with the source lines of the step as it is now.
 
     Args:
         plan: what was to be done.
         done: what was done.
 
     Raises:
-        ValueError: if that is not the same; it says of which matmul.
+        ValueError: if the two differ; it says in which matmul.
     """
     pairs = list(zip(plan.entries, done.entries, strict=True))
     lines = [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
@@ -259,7 +259,7 @@ def followed(plan: Plan, done: Plan) -> Plan:
 
 
 def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:
-    """In what two entries differ; empty if they do the same, for whatever reason."""
+    """Say in what two entries differ; empty if they do the same, for whatever reason."""
     if type(planned) is not type(done):
         return _two(_does(planned), _does(done))
     (a,), (b,) = _unsourced([planned]), _unsourced([done])
@@ -268,7 +268,7 @@ def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:
 
 
 def _unsourced(found: Any) -> Any:
-    """Entries without source lines and reasons: a line may move, and a reason have other words."""
+    """Drop source lines and reasons: a line may move, and a reason may be worded otherwise."""
     if not isinstance(found, Sequence):
         return found
     texts = ("source", "why", "reason")

@@ -1,6 +1,6 @@
-"""A rewritten step against the same step without rings: what there is to compile, and which is run.
+"""Choose between a rewritten step and the same step without rings, which are both compiled.
 
-`never_slower.py` compares what comes of it.
+`never_slower.py` compares the compiled steps.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from jaxoverlap.step.trial import Request
 def rival_of(
     jitted: Any, call: jits.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
 ) -> Rival:
-    """What an undecided step is held against: itself without rings.
+    """Return the ways to compile an undecided step, with rings and without, to compare.
 
     Args:
-        jitted, call, args, kwargs, options: as it was rewritten with.
+        jitted, call, args, kwargs, options: the arguments that it was rewritten with.
     """
     assert found.plan is not None and found.cost is not None
     rings, cost, traced = found.plan, found.cost, jitted.trace(*args, **kwargs)
@@ -53,10 +53,10 @@ def rival_of(
 def decided(
     jitted: Any, call: jits.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
 ) -> StepProgram:
-    """An undecided step for GPUs that are here, with rings or without: what is faster.
+    """Return the faster of an undecided step with rings and without, for GPUs that are here.
 
-    Children compile both for the GPUs' description before this process compiles either; of many
-    processes those of process 0, for all.
+    Children compile both for the GPUs' description before this process compiles either; if there
+    are many processes, the children of process 0 do so for all.
     """
     rival = rival_of(jitted, call, args, kwargs, found, options)
     said = handed(
@@ -82,6 +82,6 @@ def _without_rings(
     way: Way,
     options: Options,
 ) -> StepProgram:
-    """A step as it is, by XLA's defaults; in the scheduler pass's order where it is "reordered"."""
+    """Return a step without rings, by XLA's defaults; "reordered" takes the scheduler's order."""
     plan = rings.left_alone(rings.schedule if way == "reordered" else None)
     return step_program(jitted, call, args, kwargs, following(plan, options))

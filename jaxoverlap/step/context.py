@@ -1,4 +1,4 @@
-"""What is known of a step before anything is decided: its mesh, its cluster, what they cost."""
+"""Gather the facts of a step before anything is decided: its mesh, its cluster, its cost model."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from jaxoverlap.step.options import Options
 
 @dataclass(frozen=True)
 class StepContext:
-    """A step that the passes have not begun with.
+    """A step before the passes: its jaxpr, mesh, cluster and cost model.
 
     Attributes:
-        params: of its jit equation.
+        params: the parameters of its jit equation.
         jaxpr: the step, flattened.
-        mesh, cluster, cost: the one that it runs on, its GPUs, and what they take; None where not
-        known.
+        mesh: the mesh that it runs on.
+        cluster, cost: the mesh's GPUs, and their cost model; None where not known.
         named: the cluster, where the user or the plan names it.
-        origin: what a plan for it is made for.
+        origin: what a plan for the step is made for.
     """
 
     params: dict[str, Any]
@@ -45,7 +45,7 @@ class StepContext:
 
 
 def prepare(call: jits.Call, options: Options) -> StepContext:
-    """What is known of a step before anything is decided.
+    """Gather the facts of a step before anything is decided.
 
     Raises:
         NoMeshError: if the step has no mesh.
@@ -68,7 +68,7 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
 
 
 def mesh_of(call: jits.Call) -> Mesh:
-    """The mesh of a step, as it is called.
+    """Find the mesh of a step by its call.
 
     Raises:
         NoMeshError: if there is none.
@@ -81,7 +81,7 @@ def mesh_of(call: jits.Call) -> Mesh:
 
 
 def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
-    """Who takes part in a collective along each mesh axis; permutes in one process are copies."""
+    """Map each mesh axis to the group of its collectives; permutes in one process are copies."""
     spread, processes = axis_domains(mesh, cluster), axis_processes(mesh, cluster)
     return {
         axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)

@@ -1,6 +1,6 @@
-"""Never slower than plain: the step as it is is compiled beside the overlapped one.
+"""Compile the plain step beside the overlapped one, and take the faster by simulation.
 
-A child process compiles it (`trial.py`), as a compiler that aborts on it must not end this one; the
+A child process compiles it (`trial.py`), as a compiler that aborts must not end this process; the
 result is kept in the cache. Both are simulated. Where the rings lose, or no longer fit the device,
 the step is compiled without them: in the scheduler pass's order, which keeps XLA's where no other
 is faster, or, if even that loses, as it is.
@@ -36,13 +36,13 @@ DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # the way of three: two at a time, and then t
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step, as far as it is compared.
+    """The facts of a compiled step that are compared.
 
     Attributes:
         step_s: simulated seconds.
-        peak_bytes: that a device needs.
-        loops: how many have no known number of trips; of these the simulation runs one turn.
-        text: gives the scheduled module.
+        peak_bytes: bytes that a device needs at most.
+        loops: number of loops with an unknown trip count; the simulation runs each once.
+        text: returns the scheduled module.
     """
 
     step_s: float
@@ -52,7 +52,7 @@ class CompiledStep:
 
     @classmethod
     def of(cls, text: str, peak_bytes: int, cost: CostModel) -> CompiledStep | Unpriced:
-        """Of a step that was compiled here."""
+        """Simulate a step that was compiled here."""
         try:
             found = simulate(text, cost)
         except ValueError as error:
@@ -70,16 +70,16 @@ class Unpriced:
 
 @dataclass(frozen=True)
 class Rival:
-    """What an overlapped step is held against: the same step in the other ways to compile it.
+    """The ways to compile one overlapped step, with rings and without, to compare.
 
     Attributes:
-        step: its name.
-        plan: of the rings.
-        cost: to simulate by.
+        step: the step's name.
+        plan: the plan with rings.
+        cost: the cost model to simulate by.
         reorders: whether the scheduler pass may order the step without rings.
-        lowered: the step in one of the ways, and what it became (`rewritten.Rewritten`).
-        request: for a child, to compile one of the ways with further compiler options. Raises a
-            ValueError for a step that no child can compile.
+        lowered: returns the step lowered in one of the ways, and its `program.StepProgram`.
+        request: returns the request for a child to compile one of the ways with further compiler
+            options. Raises a ValueError for a step that no child can compile.
     """
 
     step: str
@@ -91,7 +91,7 @@ class Rival:
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device."""
+        """Bytes of memory of a device."""
         return self.cost.cluster.chip.memory_bytes
 
     def decided_here(
@@ -119,7 +119,7 @@ class Rival:
     def _child(
         self, way: Way, options: Mapping[str, Any] | None
     ) -> Callable[[], CompiledStep | Failure]:
-        """A child to be waited for, which compiles a way; the way is lowered at once, here."""
+        """Lower a way here, start a child that compiles it, and return a call that waits for it."""
         try:
             request = self.request(way, options)
         except ValueError as error:
@@ -134,14 +134,14 @@ def choose(
     rings: CompiledStep | Unpriced | Failure,
     compiled: Callable[[Way], CompiledStep | Unpriced | Failure],
 ) -> Speedup:
-    """The way that is taken: with rings, unless plain is faster, or plain alone fits the device.
+    """Choose the step with rings, unless plain is faster, or plain alone fits the device.
 
-    Where one of the two has no seconds that mean the same, nothing is compared. That XLA fails on
-    the rings speaks for the others.
+    Where the seconds of the two do not mean the same, nothing is compared, and rings are kept. If
+    XLA fails on the rings, another way is taken.
 
     Args:
         rival: the step.
-        plain, rings: what was compiled of it.
+        plain, rings: the results of compiling it without and with rings.
         compiled: compiles another way.
     """
     key = functools.partial(_key, memory_bytes=rival.memory_bytes)
@@ -176,18 +176,18 @@ def choose(
 
 
 def _unknown(rings: CompiledStep | Unpriced | Failure, why: str) -> Speedup:
-    """The rings are taken, as there is nothing to hold them against."""
+    """Keep the rings, as there is nothing to compare them with."""
     step_s = rings.step_s if isinstance(rings, CompiledStep) else None
     return Speedup(taken="overlapped", step_s=step_s, plain_s=None, overlapped_s=step_s, why=why)
 
 
 def _key(made: CompiledStep, *, memory_bytes: int) -> tuple[bool, float]:
-    """What is made small: seconds, of what fits."""
+    """Return the key to minimize: whether the step exceeds the memory, then its seconds."""
     return made.peak_bytes > memory_bytes, made.step_s
 
 
 def _against(rings: CompiledStep | Failure, plain: CompiledStep, memory_bytes: int) -> str:
-    """What speaks against the rings."""
+    """Say why the rings lose: they do not compile, are slower, or do not fit."""
     if isinstance(rings, Failure):
         return f"with rings it does not compile: {rings.why}"
     found = f"with rings {milliseconds(rings.step_s)}"
@@ -198,7 +198,7 @@ def _against(rings: CompiledStep | Failure, plain: CompiledStep, memory_bytes: i
 
 
 def _lost(rival: Rival, rings: CompiledStep | Failure, plain: CompiledStep) -> str:
-    """Which rules lost how much; nothing, where the rings are faster and too large."""
+    """Say which rules lost how much; empty if the rings do not compile, or are not slower."""
     if isinstance(rings, Failure) or rings.step_s <= plain.step_s:
         return ""
     overlapped, as_it_is = (simulate(made.text(), rival.cost) for made in (rings, plain))
@@ -206,7 +206,7 @@ def _lost(rival: Rival, rings: CompiledStep | Failure, plain: CompiledStep) -> s
 
 
 def predicted(plan: Plan | None) -> Speedup | None:
-    """What a plan says that was tuned; None where it says nothing of plain."""
+    """Return the comparison stored in a tuned plan; None if it has no prediction of plain."""
     said = plan and plan.predictions
     if plan is None or said is None or said.plain_step_s is None:
         return None
@@ -223,7 +223,7 @@ def predicted(plan: Plan | None) -> Speedup | None:
 
 
 def _attempt(request: Request) -> CompiledStep | Failure:
-    """What a child makes of a request, or made of it before."""
+    """Compile a request in a child, or read the result of a child that did so before."""
     try:
         folder = _folder(kept_folder() / "trials")
         found = attempt(request, folder, _TIMEOUT_S)
@@ -237,7 +237,7 @@ def _attempt(request: Request) -> CompiledStep | Failure:
 
 
 def _folder(kept: Path) -> Path:
-    """The folder of results; where the user's cache cannot be written, one for this process."""
+    """Return the folder of results; if the user's cache is not writable, one for this process."""
     with contextlib.suppress(OSError):
         kept.mkdir(parents=True, exist_ok=True)
     return kept if os.access(kept, os.W_OK | os.X_OK) else Path(_own_folder().name)
@@ -245,5 +245,5 @@ def _folder(kept: Path) -> Path:
 
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes when this process ends."""
+    """Make a folder that is removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="jaxoverlap-")

@@ -1,4 +1,4 @@
-"""What `overlap` was asked for, as the passes need it."""
+"""Hold the options of `overlap` in the form that the passes need."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ OnError = Literal["raise", "plain"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `overlap` was asked for, and what a search may ask for beside.
+    """The options of `overlap`, and further ones that a search may set.
 
     Attributes:
         cluster, skip, on_error, granularity, fsdp, schedule: as in `overlap`.
         choices: how the pieces of single rings travel, by the site that a ring is named after;
-            "plain" leaves all the matmuls of a ring alone. What is not named goes as always.
+            "plain" leaves all the matmuls of a ring alone. Other rings go by the rules.
         alone: the sites of matmuls that have no part in any ring.
         sums: the sums of activations that stay scattered; None to take what leaves less exposed.
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
@@ -45,13 +45,13 @@ class Options:
 
     @property
     def chooses(self) -> bool:
-        """Whether nothing is said of single rings, so that the rules and the price may choose."""
+        """Return whether the rules and the price may choose, as no option names single rings."""
         said = (self.granularity, self.choices, self.alone, self.plan)
         return not any(said) and self.sums is None
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Options:
-        """What makes a step follow a plan; `others` are what that does not say."""
+        """Return the options to follow a plan; `others` are those that a plan does not have."""
         at = plan.schedule
         return cls(
             fsdp=plan.fsdp,

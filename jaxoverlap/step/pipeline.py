@@ -1,4 +1,4 @@
-"""The pipeline of a step: find its mesh and cluster, choose a way, note what was done."""
+"""Run a step's pipeline: find its mesh and cluster, choose a way, note what was done."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from jaxoverlap.step.ways import overlapped
 
 @dataclass(frozen=True)
 class PassResult:
-    """A step that the passes are done with.
+    """A step after the passes: its plan, its rewritten jaxpr and its estimate.
 
     Attributes:
         plan: what was done.
         jaxpr: the rewritten step.
-        mesh: the one that it runs on.
+        mesh: the mesh that it runs on.
         cluster: the mesh's GPUs, where they are known.
-        cost: what they take, where that is known.
-        rings: that the plan has, but those written by hand.
-        step_s: how long it takes, estimated before it is compiled; None where that is not known.
+        cost: their cost model, where there is one.
+        rings: the plan's rings, except those written by hand.
+        step_s: seconds of the step, estimated before it is compiled; None where not known.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ def run_passes(
 
 
 def _terms(step: StepContext, options: Options) -> Terms:
-    """The terms of all decisions on a step."""
+    """Collect the terms of all decisions on a step."""
     return Terms(
         axis_sizes=dict(step.mesh.shape),
         requests=Requests(options.skip, options.granularity, options.choices, options.alone),

@@ -1,4 +1,4 @@
-"""Many processes, one program: what each is about to compile is compared before it compiles.
+"""Compare the programs that many processes are about to compile, before they compile.
 
 Processes that run different programs wait for each other's collectives for ever. Here they meet in
 the key-value store of `jax.distributed`, which runs over the network and needs no device: each
@@ -28,14 +28,14 @@ _SHOWN = 8  # processes of a hash, and differences
 
 @dataclass(frozen=True)
 class Stand:
-    """What this process is about to compile.
+    """The program that this process is about to compile, in facts that processes compare.
 
     Attributes:
-        step: its name.
-        processes: that run it, this one among them.
-        facts: all that makes the program what it is, by name.
-        failed: why this process has no program; empty if it has.
-        plain: whether it may run the step as it is, if another has none.
+        step: the step's name.
+        processes: the processes that run it, this one among them.
+        facts: the facts that identify the program, by name.
+        failed: why this process has no program; empty if it has one.
+        plain: whether this process may run the step as it is, if another has no program.
     """
 
     step: str
@@ -46,7 +46,7 @@ class Stand:
 
 
 class _Head(msgspec.Struct):
-    """What every process reads of every other."""
+    """The part of a stand that every process reads of every other."""
 
     process: int
     host: str
@@ -59,7 +59,7 @@ class _Head(msgspec.Struct):
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
-    """The processes that have to agree on a step on a mesh; none where there is but one."""
+    """List the processes that have to agree on a step on a mesh; none where there is but one."""
     if jax.process_count() == 1 or is_pod(mesh):
         return ()
     found = tuple(sorted({device.process_index for device in mesh.devices.flat}))
@@ -139,7 +139,7 @@ def _failure(step: str, failed: Sequence[_Head]) -> str:
 
 
 def _difference(stand: Stand, heads: Sequence[_Head], store: Store, where: str) -> str:
-    """Who is about to compile what, and what differs between the first of each."""
+    """Say which processes would compile which program, and what differs between the programs."""
     by_digest: dict[str, list[_Head]] = defaultdict(list)
     for head in heads:
         by_digest[head.digest].append(head)
@@ -176,23 +176,23 @@ def _facts(store: Store, where: str, first: _Head, other: _Head) -> Iterator[str
 
 
 class _Given(msgspec.Struct):
-    """What one process leaves for the others."""
+    """The text, or the failure, that one process leaves for the others."""
 
     text: str = ""
     failed: str = ""
 
 
 def agreed(make: Callable[[], Plan], *, within_s: float = 3600.0) -> Plan:
-    """Process 0's plan, in every process.
+    """Return process 0's plan, in every process.
 
         plan = jaxoverlap.agreed(lambda: Plan.read("plan.json"))
 
     Args:
-        make: gives the plan; called in process 0 alone, while the others wait.
+        make: returns the plan; called in process 0 alone, while the others wait.
         within_s: how long they wait.
 
     Raises:
-        DisagreementError: in the others, if process 0 failed, at once, or gave none in time.
+        DisagreementError: in the others, at once if process 0 failed, or if it gave none in time.
         Exception: in process 0, what `make` raises.
     """
     if jax.process_count() == 1:
@@ -205,12 +205,12 @@ def agreed(make: Callable[[], Plan], *, within_s: float = 3600.0) -> Plan:
 def handed(
     make: Callable[[], str], what: str, processes: tuple[int, ...], *, within_s: float
 ) -> str:
-    """A text that the first of some processes makes, in all of them.
+    """Return in all of some processes a text that the first of them makes.
 
     Args:
         make: called in the first alone, while the others wait.
-        what: the text is.
-        processes: this one among them; none, if there is but one.
+        what: a name for the text, for errors.
+        processes: the processes, this one among them; none, if there is but one.
         within_s: how long they wait.
 
     Raises:
@@ -250,7 +250,7 @@ _turns: dict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools
 
 
 def _next(what: str, processes: tuple[int, ...]) -> str:
-    """A place in the store for the next meeting of these processes.
+    """Return a key of the store for the next meeting of these processes.
 
     They find each other by counting: all of them run the same steps in the same order.
     """

@@ -1,4 +1,4 @@
-"""What one signature of a step becomes: rewritten, with its options, and agreed on by processes."""
+"""Make the program of one signature of a step: rewrite it, add options, agree with processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REASONS = 5  # that are named of a longer one
 
 
 class Notice(NamedTuple):
-    """Something that the user is to be told, once a step.
+    """A message that the user gets once a step.
 
     Attributes:
         topic: what it is about; of several notices on one topic the first is told.
@@ -49,21 +49,21 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What one signature of a step became.
+    """The program that one signature of a step became.
 
     Attributes:
-        plan: None where the step runs as it is.
+        plan: what was done; None where the step runs as it is.
         params: the jit equation's parameters, with the rewritten jaxpr and options for it.
         inner: the same without our options, which only an outermost jit may have.
-        source: the parameters as traced; held so that the id of their jaxpr stays taken.
-        cluster: that it runs on, where that is known.
+        source: the parameters as traced, to run the step as it is.
+        cluster: the cluster that it runs on, where that is known.
         ordering: the scheduler pass that it is compiled with.
         stand: what the processes have still to agree on; None where they have, or there is one.
         notice: why nothing is overlapped; None where something is, or nothing was asked for.
         error: why there is no plan; None where there is one, or where another process failed.
-        cost: of its cluster, where that is known.
-        undecided: whether it has still to be held against the step as it is, by that cost.
-        speedup: what came of that, where it was done before any compilation.
+        cost: the cost model of its cluster, where there is one.
+        undecided: whether it has still to be compared with the step as it is, by that model.
+        speedup: the result of that comparison, where it was made before any compilation.
     """
 
     plan: Plan | None
@@ -122,7 +122,7 @@ def step_program(
 
 
 def following(plan: Plan, options: Options) -> Options:
-    """The options that follow a plan, with what no plan says."""
+    """Return the options to follow a plan, with those that no plan has."""
     return Options.of(
         plan,
         cluster=options.cluster,
@@ -132,7 +132,7 @@ def following(plan: Plan, options: Options) -> Options:
 
 
 def _no_mesh(call: jits.Call, error: MeshError) -> Notice:
-    """Why a step on no mesh, on two or on one device runs as it is."""
+    """Explain why a step on no mesh, on two or on one device runs as it is."""
     text = str(error)
     if isinstance(error, NoMeshError) and any(map(jits.is_tracer, call.flat)):
         text = (
@@ -146,7 +146,7 @@ def _no_mesh(call: jits.Call, error: MeshError) -> Notice:
 def pass_result(
     jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> PassResult:
-    """The result of the passes; whatever fails there unexpectedly is a RewriteError.
+    """Run the passes; whatever fails there unexpectedly is a RewriteError.
 
     Raises:
         UserError, RewriteError, DisagreementError: as `run_passes`.
@@ -164,14 +164,14 @@ def pass_result(
 def _rewritten(
     jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> StepProgram:
-    """A step with its rings, and all that it is compiled with."""
+    """Rewrite a step with its rings, and collect all that it is compiled with."""
     done = pass_result(jitted, call, args, kwargs, options)
     with own_faults(call.params["name"]):
         return _arrived(call, done, options)
 
 
 def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
-    """The program of a step that the passes are done with."""
+    """Make the program of a step from the result of its passes."""
     params, name = call.params, call.params["name"]
     own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
     ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
@@ -198,7 +198,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
 
 
 def _no_ring(name: str, plan: Plan) -> Notice:
-    """What to say of a step on a mesh in which nothing becomes a ring."""
+    """Word the notice for a step on a mesh in which nothing becomes a ring."""
     if len(plan.entries) <= _SHOWN:
         return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
     reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
@@ -208,21 +208,21 @@ def _no_ring(name: str, plan: Plan) -> Notice:
 
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:
-    """The step, not rewritten, by XLA's defaults; with what compiling for a pod needs."""
+    """Return the step not rewritten, by XLA's defaults, with the options that a pod needs."""
     here = pods.compiler_options() if pods.is_pod(mesh) else {}
     params = call.params
     return StepProgram(None, jits.with_jaxpr(params, params["jaxpr"], here), params, params)
 
 
 def _plain(params: dict[str, Any]) -> StepProgram:
-    """A step that runs as it is."""
+    """Return the program of a step that runs as it is."""
     return StepProgram(None, params, params, params)
 
 
 def _xla_options(
     done: PassResult, users: Mapping[str, Any], options: Options
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The options that a plan names, beyond the user's own; and these with those of a pod."""
+    """Return the options that a plan names beyond the user's own, and these with a pod's."""
     usual = options_for(done.mesh, rings=bool(done.plan.decisions))
     here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
     chosen = options.xla_options
@@ -233,7 +233,7 @@ def _xla_options(
 
 
 def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | None:
-    """The scheduler pass, where XLA's GPU compiler makes the schedule."""
+    """Return the scheduler pass, where XLA's GPU compiler makes the schedule."""
     schedule = options.schedule
     if schedule is not None and done.cost is None:
         warn(
@@ -248,7 +248,7 @@ def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | 
 
 
 def lowered_as(traced: jax.stages.Traced, new: StepProgram) -> jax.stages.Lowered:
-    """A rewritten step, lowered under the name that its scheduler pass looks for."""
+    """Lower a rewritten step under the name that its scheduler pass looks for."""
     params = new.ordering.named(new.params) if new.ordering else new.params
     return jits.traced_with(traced, params).lower()
 
@@ -260,7 +260,7 @@ def request_of(
     cost: CostModel,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Request:
-    """What a child needs to compile and simulate a lowered step.
+    """Make the request for a child to compile and simulate a lowered step.
 
     A child does not see the GPUs: it compiles for their description, as for a pod.
 
@@ -283,7 +283,7 @@ def _stand(
     ordering: SchedulerPass | None,
     options: Options,
 ) -> Stand | None:
-    """What the processes of a step's mesh have to agree on; None where there is but one."""
+    """Collect what the processes of a step's mesh have to agree on; None if there is but one."""
     processes = processes_of(done.mesh)
     if not processes:
         return None
@@ -293,9 +293,9 @@ def _stand(
 
 
 def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Stand | None:
-    """What to tell the other processes of a step that failed here; None if there are none.
+    """Make the stand that says that a step failed here; None if there are no other processes.
 
-    Which they are its mesh says. A step without one has failed in all of them.
+    The mesh names the processes. A step without a mesh has failed in all of them.
     """
     try:
         processes = processes_of(mesh_of(call))
@@ -306,7 +306,7 @@ def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Stand | None:
 
 
 def agree(found: StepProgram, options: Options) -> StepProgram:
-    """A rewritten step that all processes are about to compile; a plain one if one of them failed.
+    """Wait until all processes agree on a rewritten step; return a plain one if one of them failed.
 
     Raises:
         DisagreementError: as `meet`.

@@ -1,4 +1,4 @@
-"""What `Overlapped.lower` and `Lowered.compile` give: JAX's own stages, and what was done."""
+"""Stages of an overlapped step: JAX's own `Lowered` and `Compiled`, with the plan and its audit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Lowered:
         return self._faster(self._rival, compiler_options)
 
     def _faster(self, rival: Rival, options: dict[str, Any] | None) -> Compiled:
-        """What is faster by simulation: this, or the step without rings."""
+        """Compile this step, or the step without rings if that is faster by simulation."""
         made: dict[Way, Compiled] = {}
 
         def compiled(way: Way) -> CompiledStep | Unpriced:
@@ -76,7 +76,7 @@ class Lowered:
         return taken
 
     def _in(self, way: Way, rival: Rival) -> Lowered:
-        """The step in one of its ways."""
+        """Return the step lowered in one of its ways."""
         if way == "overlapped":
             return self
         lowered, new = rival.lowered(way)
@@ -123,7 +123,7 @@ class Compiled:
         self.speedup = speedup
 
     def __str__(self) -> str:
-        """The step's name and how it stands beside plain, where that is known."""
+        """Give the step's name and its speed beside plain, where that is known."""
         name = self.plan.step if self.plan else "the step as it is"
         return f"{name}: {self.speedup}" if self.speedup else f"{name}, compiled"
 
@@ -132,22 +132,23 @@ class Compiled:
         return self._found.around(self._compiled)(*args, **kwargs)
 
     def as_text(self) -> str | None:
-        """The scheduled module, with the source lines that XLA loses when a pass reorders it."""
+        """Return the scheduled module, with source lines that XLA loses when a pass reorders it."""
         text, frames = self._compiled.as_text(), self.schedule and self.schedule.frames
         return frames.restored(text) if text and frames else text
 
     def audit(self) -> Audit:
-        """What hides behind what, in the compiled schedule."""
+        """Audit the compiled schedule: which communication hides behind which matmuls."""
         return replace(audit(self.as_text() or ""), speedup=self.speedup)
 
     def simulate(self, cluster: str | Cluster | CostModel | None = None) -> Simulation:
-        """What the step takes in seconds on a cluster, as `jaxoverlap.simulate` says.
+        """Simulate the step on a cluster, by `jaxoverlap.simulate`, to get its seconds.
 
         Args:
-            cluster: as there. Default: the one that `overlap` was given, or that its GPUs are.
+            cluster: as for `jaxoverlap.simulate`. Default: the one that `overlap` was given, or
+                the one that the step's GPUs form.
 
         Raises:
-            ValueError: if none is known, or `simulate` refuses it.
+            ValueError: if no cluster is known, or `simulate` refuses it.
         """
         cluster = cluster or self._cluster
         if isinstance(cluster, str):

@@ -1,4 +1,4 @@
-"""One candidate of a tuning: compiled in a child process, audited and simulated.
+"""Try one candidate of a tuning: compile it in a child process, audit and simulate it.
 
 A compiler that aborts ends the child, and is a result like any other. The child ends when its
 parent does. What was tried is kept in a folder, under a hash of all that it depends on.
@@ -41,11 +41,11 @@ from jaxoverlap.simulation.timeline import Timeline
 
 
 class Waited(msgspec.Struct, frozen=True):
-    """What the collectives of one ring, or of one source line, cost in a step.
+    """The seconds that the collectives of one ring, or of one source line, cost in a step.
 
     Attributes:
         kind: as HLO writes it; ring: the ring's name, empty for XLA's own; source: "file:line".
-        seconds: on their link; exposed_s: of these, while the kernels wait.
+        seconds: the time on their link; exposed_s: the part of it in which the kernels wait.
     """
 
     kind: str
@@ -56,14 +56,14 @@ class Waited(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """A candidate's step, by simulation of its schedule.
+    """The times and memory of a candidate's step, by simulation of its schedule.
 
     Attributes:
-        step_s: seconds; compute_s of kernels alone, communication_s of all collectives, exposed_s
-            while kernels wait, bound_s what no order of the schedule can beat.
-        peak_bytes: that a device needs, arguments and outputs included.
+        step_s: seconds of the step; compute_s: of kernels alone; communication_s: of all
+            collectives; exposed_s: while kernels wait; bound_s: what no order can beat.
+        peak_bytes: bytes that a device needs at most, arguments and outputs included.
         hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
-        waited: longest exposed first.
+        waited: the costs of collectives, longest exposed first.
         unknown: what the simulation does not know, and how often a step runs it.
     """
 
@@ -80,7 +80,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """A candidate that has no step.
+    """The reason why a candidate has no step.
 
     Attributes:
         why: the compiler's last words.
@@ -93,11 +93,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 @dataclass(frozen=True)
 class Request:
-    """What a child is to try.
+    """The candidate that a child is asked to try.
 
     Attributes:
-        job: to compile.
-        cost: to simulate by.
+        job: the job to compile.
+        cost: the cost model to simulate by.
         ordering: the scheduler pass, if any.
     """
 
@@ -107,7 +107,7 @@ class Request:
 
     @functools.cached_property
     def key(self) -> str:
-        """A hash of all that the result depends on."""
+        """Hash of all that the result depends on."""
         name = self.ordering.name if self.ordering else ""
         versions = (jax.__version__, version("jaxlib"), os.environ.get("XLA_FLAGS", ""))
         found = hashlib.sha256(repr((self.job, self.cost, name, versions)).encode())
@@ -121,8 +121,8 @@ def attempt(
     """Try a candidate in a child process, unless its result is kept already.
 
     Args:
-        kept: a folder of results, which is there.
-        kernels: of candidates for the same chip.
+        kept: an existing folder of results.
+        kernels: XLA's kernels, kept from candidates for the same chip.
     """
     path = kept / f"{request.key}.json"
     known, there = _read(path), _schedule_in(kept, request).exists()
@@ -140,7 +140,7 @@ def attempt(
 
 
 def schedule_of(request: Request, kept: Path) -> str:
-    """The scheduled module of a candidate that was tried."""
+    """Read the scheduled module of a candidate that was tried."""
     return gzip.decompress(_schedule_in(kept, request).read_bytes()).decode()
 
 
@@ -149,7 +149,7 @@ def _schedule_in(kept: Path, request: Request) -> Path:
 
 
 def _read(path: Path) -> Trial | Failure | None:
-    """A kept result. One that does not decode was not written by this version: it is made anew."""
+    """Read a kept result; None if there is none, or if it does not decode in this version."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Trial | Failure)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -203,9 +203,9 @@ def _failure(code: int, stopped: bool, timeout_s: float, said: IO[bytes]) -> Fai
 
 
 def how_it_ended(code: int, stderr: str) -> str:
-    """How a child ended, by itself or by a signal, and the line of its stderr that says why.
+    """Say how a child ended, by itself or by a signal, with the line of its stderr that says why.
 
-    That of XLA's check that failed, or the exception's; or else the last one.
+    That line is the one of XLA's failed check, or of the exception; or else the last one.
     """
     lines = [line for line in stderr.splitlines() if line.strip()]
     last = [line for line in lines if _SAYS_WHY.match(line)] or lines or ["it said nothing"]
@@ -213,12 +213,12 @@ def how_it_ended(code: int, stderr: str) -> str:
     return f"{ended}: {last[-1].strip()}"
 
 
-# What XLA aborts for, as its log marks it; and how a trace names its exception.
+# Matches a failed check in XLA's log, and the line of a traceback that names the exception.
 _SAYS_WHY = re.compile(r"F\d{4} |[\w.]+(Error|Exception): ")
 
 
 def _environment(job: Job) -> Mapping[str, str]:
-    """Of a child: it compiles for GPUs that it does not see, or for as many CPUs as the parent."""
+    """Return a child's environment: it sees no GPU; a CPU job gets a device for each place."""
     flags = os.environ.get("XLA_FLAGS", "")
     if job.platform == "cpu":
         flags += f" --xla_force_host_platform_device_count={len(job.places)}"
@@ -232,8 +232,8 @@ def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure
     """Compile, audit and simulate a candidate in this process.
 
     Args:
-        schedule: where its scheduled module goes.
-        kernels: where XLA finds and keeps some.
+        schedule: the file for its scheduled module.
+        kernels: the file where XLA finds and keeps kernels.
     """
     job, ordering, cluster = request.job, request.ordering, request.cost.cluster
     devices = pods.devices(cluster) if job.platform == "cuda" else jax.devices()
@@ -275,7 +275,7 @@ def _waited(step: Timeline) -> tuple[Waited, ...]:
 
 
 def main() -> None:
-    """What a child does: read a request from stdin, write the result to stdout."""
+    """Run a child: read a request from stdin, write the result to stdout."""
     size = int.from_bytes(sys.stdin.buffer.read(8), "big")
     request, schedule, kernels = pickle.loads(sys.stdin.buffer.read(size))
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,10 +1,10 @@
-"""The ways to run a step, and the choice between them: XLA is asked about each before it compiles.
+"""Choose among the ways to run a step, by asking XLA about each before it compiles.
 
 The rules decide which matmuls get rings; by themselves they cannot know what else a step does at
 the time. So each way is rewritten, partitioned (`passes/analysis/partitioned.py`) and estimated
 (`passes/scheduling/estimate.py`), and the fastest is taken; the step without any ring is one of
-them. A way whose results would lie in another way than the plain step's, or that could not donate
-what that donates, is none.
+them. A way is dropped if its results would have other shardings than the plain step's, or if it
+could not donate an argument that the plain step donates.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Way:
     Attributes:
         plan: what is done with each matmul.
         jaxpr: the rewritten step.
-        rings: that it has, but those written by hand.
-        step_s: how long it takes, estimated from its partitioned program; None where no price is
-            known.
+        rings: its rings, except those written by hand.
+        step_s: seconds of the step, estimated from its partitioned program; None where no price
+            is known.
     """
 
     plan: Plan
@@ -69,12 +69,12 @@ class Way:
 def overlapped(
     step: StepContext, traced: jax.stages.Traced | None, terms: Terms, options: Options
 ) -> Way:
-    """The fastest way to run a step, as far as can be told before it is compiled.
+    """Find the fastest way to run a step, as far as can be told before it is compiled.
 
     Args:
         step: the step.
-        traced: the same; None where its shardings cannot be read.
-        terms: to decide by.
+        traced: the traced step; None where its shardings cannot be read.
+        terms: the terms to decide by.
         options: what was asked for.
 
     Raises:
@@ -100,7 +100,7 @@ class _Ways:
     # -- by bytes -----------------------------------------------------------------------------
 
     def by_bytes(self) -> Way:
-        """The way that was asked for, or the rules', with sums scattered where that sends less."""
+        """Take the way asked for, or the rules', with sums scattered where that sends less."""
         way = self._finished(self._by_bytes())
         if not way.plan.decisions and not way.plan.scattered:
             return replace(way, jaxpr=self._step.jaxpr)
@@ -126,7 +126,7 @@ class _Ways:
     # -- by price -----------------------------------------------------------------------------
 
     def fastest(self) -> Way:
-        """The way that is estimated to take least; of ways that take about as long, the first."""
+        """Take the way with the least estimated time; of ways that are about equal, the first."""
         assert self._terms.prices is not None
         cost = self._terms.prices.cost
         plain_s, priced = self._knowing(self._plain)
@@ -154,11 +154,11 @@ class _Ways:
         return replace(_left_alone(first, self._step.jaxpr, why), step_s=plain_s)
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
-        """By what is exposed; by the whole collective's price; every ring; without one axis; ...
+        """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.
 
         A ring may hide more than its own collective: what is exposed beside it is not all that it
-        saves. So rings that lose alone are tried together too. Then lookups alone, and the sums
-        scattered.
+        saves. So rings that lose alone are tried together too. Then come rings without one axis
+        each, lookups alone, and the sums scattered.
         """
         first, every = self._decided(priced), self._decided(replace(self._terms, prices=None))
         yield first
@@ -175,12 +175,12 @@ class _Ways:
             yield self._with_sums_scattered(where, self._decided_anew)
 
     def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
-        """What is decided for a jaxpr by what is exposed in a picture of its own."""
+        """Decide on a jaxpr by what is exposed in a picture of its own."""
         _, terms = self._knowing(picture)
         return _decided(jaxpr, picture.shardings, self._step.mesh, terms)
 
     def _knowing(self, picture: Picture) -> tuple[float, Terms]:
-        """A step's seconds, and the terms with what is exposed of each collective left whole."""
+        """Return a step's seconds, and terms that know the exposed time of whole collectives."""
         assert self._terms.prices is not None
         estimated = estimate(picture.module, self._terms.prices.cost)
         beside = collectives_of_sites(picture.module)
@@ -210,12 +210,12 @@ class _Ways:
         return _finished(self._step, rewriting, self._options)
 
     def _partitioned(self, jaxpr: Any) -> Picture:
-        """What XLA makes of a rewritten step."""
+        """Partition a rewritten step with XLA, and return the picture."""
         return partitioned(self._traced, jaxpr, self._step.mesh, ask=False)
 
 
 def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
-    """The matmuls whose rings run along one axis, each axis' in turn, if there are several."""
+    """Yield for each axis the matmuls whose rings run along it, if there are several axes."""
     rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
     axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
     for axis in axes if len(axes) > 1 else ():
@@ -231,7 +231,7 @@ def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
 
 
 def _changed(plain: Picture, after: Picture) -> str:
-    """How a step's results would differ from the plain step's, but for their values; "" if not."""
+    """Say how sharding or donation differ from the plain step's; empty if they do not."""
     pairs = zip(plain.results, after.results, strict=True)
     moved = [str(place) for place, (one, other) in enumerate(pairs) if one != other]
     if moved:
@@ -241,12 +241,12 @@ def _changed(plain: Picture, after: Picture) -> str:
 
 
 def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
-    """The step as it is, in the place of a way.
+    """Return the step as it is, in the place of a way.
 
     Args:
         way: the way.
         jaxpr: the step.
-        why: no matmul gets a ring.
+        why: the reason why no matmul gets a ring.
     """
     return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
 
@@ -255,7 +255,7 @@ def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
 
 
 def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
-    """Decide on every matmul of a jaxpr, given how they lie, and rewrite it."""
+    """Decide on every matmul of a jaxpr, given the shardings, and rewrite it."""
     found = bodies(jaxpr)
     entries, sharings = decide(found, shardings, terms)
     inside, manual = decide_manual(found, shardings, terms.requests)
@@ -266,7 +266,7 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
 
 
 def _finished(step: StepContext, rewriting: Rewriting, options: Options) -> Way:
-    """The way, with gathers of scanned weights a step ahead and lookups' gradients scattered."""
+    """Finish a way: gather scanned weights a step ahead, and scatter the gradients of lookups."""
     rewritten, prefetched = rewriting.rewritten, 0
     if options.fsdp == "prefetch":
         rewritten, prefetched = prefetch(rewritten, rewriting.gathered)

@@ -1,6 +1,6 @@
-"""What a tuning tries: whole plans to begin with, then one ring after the other in another way.
+"""Propose candidates for a tuning: whole plans first, then one ring after the other in another way.
 
-A candidate is what `Options` say, or the step as it is. The seeds are plans for all rings: as
+A candidate is a step by some `Options`, or the step as it is. The seeds are plans for all rings: as
 Lagom's search on the model cuts them, none at all, those that the rules leave out too, scanned
 weights in rings. The best are tried with other settings: more memory for the scheduler pass, other
 limits for what XLA merges. A move changes how the pieces of one ring travel.
@@ -42,8 +42,8 @@ class Candidate:
     """One way to run a step.
 
     Attributes:
-        name: in words.
-        options: what the rewrite is told; None for the step as it is.
+        name: a description in words.
+        options: the options of the rewrite; None for the step as it is.
         changes: the rings that differ from those of the candidate that it was made from.
     """
 
@@ -58,13 +58,13 @@ def seeds(
     trial: Trial | None = None,
     cuts: Sequence[Mapping[int, Variant]] = (),
 ) -> list[Candidate]:
-    """What is tried first, beside the step as it is and the rules.
+    """List the candidates to try first, beside the step as it is and the rules.
 
     Args:
         base: the options of the rules.
         rules: the plan that they gave.
-        trial: what came of it. Where next to nothing waits for the collectives that the rules leave
-            whole, those are tried in other ways last.
+        trial: the result of that plan. Where next to nothing waits for the collectives that the
+            rules leave whole, those are tried in other ways last.
         cuts: how to cut all rings, from `granularity.GranularityModel`, best first.
     """
     found = [
@@ -82,7 +82,7 @@ def seeds(
 
 
 def settings(at: Candidate, plan: Plan) -> list[Candidate]:
-    """A plan with what holds for all rings changed: memory for the scheduler pass, XLA's options.
+    """Vary the settings that hold for all rings: memory for the scheduler pass, XLA's options.
 
     Args:
         at: the candidate whose plan it is.
@@ -103,7 +103,7 @@ def settings(at: Candidate, plan: Plan) -> list[Candidate]:
 
 
 def _others(base: Options, dear: Sequence[int]) -> Iterator[Candidate]:
-    """What the rules leave whole, in rings or in slices."""
+    """Yield candidates with rings or slices for the matmuls that the rules leave whole."""
     if dear:
         for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
             every = dict.fromkeys(dear, Variant.parse(way))
@@ -111,7 +111,7 @@ def _others(base: Options, dear: Sequence[int]) -> Iterator[Candidate]:
 
 
 def ways(base: Options) -> list[Candidate]:
-    """All rings in one way, for where nothing tells the rings apart."""
+    """List candidates with all rings in one way, for where nothing tells the rings apart."""
     names = ("two_way", "one_way x 2", "direct", "sliced x 2")
     return [Candidate(n, replace(base, granularity=Variant.parse(n)), {}) for n in names]
 
@@ -123,15 +123,15 @@ def moves(
     tried: Collection[tuple[int, str]],
     model: GranularityModel,
 ) -> list[Candidate]:
-    """What to change next: of each ring the next way not tried, the smallest H first.
+    """List the next moves: for each ring the next way not tried, the smallest H first.
 
-    H is Lagom's: the computation that it adds for each second that no longer waits. Rings that the
-    model does not have come last, and of equal ones first what waits longest.
+    H is Lagom's: the computation that a move adds for each second that no longer waits. Rings that
+    the model does not have come last; of equal ones the ring that waits longest comes first.
 
     Args:
         at: the best candidate so far, with its plan and trial.
         tried: sites and variants that need no second try.
-        model: what cutting a ring costs.
+        model: prices what cutting a ring costs.
     """
     options = at.options
     if options is None:
@@ -154,18 +154,18 @@ _WORTH = 0.002  # of a step: what waits for less is left as it is
 
 
 def said(base: Options, plan: Plan) -> Options:
-    """The options that say of every ring what a plan does, so that single ones can be changed."""
+    """Return options that name every ring of a plan, so that single rings can be changed."""
     plain = {skip.site: Variant("plain") for skip in plan.skips if skip.left_plain}
     return replace(base, choices={**plan.choices, **plain}, sums=plan.sums)
 
 
 def changed(options: Options, to: Mapping[int, Variant]) -> Options:
-    """The options with some rings changed."""
+    """Return the options with some rings changed."""
     return replace(options, choices={**options.choices, **to})
 
 
 def _movable(plan: Plan) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:
-    """The matmuls that rings are named after, and the ways that each is not in."""
+    """Yield the matmuls that rings are named after, each with the ways that it could change to."""
     for entry in plan.entries:
         if isinstance(entry, Skip):
             if entry.left_plain:
@@ -175,7 +175,7 @@ def _movable(plan: Plan) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:
 
 
 def exposed_s(entry: Decision | Skip, trial: Trial) -> float:
-    """Seconds that kernels wait for a ring; or, where there is none, at its source line."""
+    """Sum the seconds that kernels wait for a ring; or, without a ring, at its source line."""
     name = f".{entry.site}"
     hops = [w.exposed_s for w in trial.waited if w.ring.endswith(name)]
     own = [w.exposed_s for w in trial.waited if not w.ring and w.source == entry.source]

@@ -1,4 +1,4 @@
-"""Times compiled steps on the devices that are here, in turns."""
+"""Time compiled steps on the devices that are here, in turns."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def medians_s(
     *,
     repeats: int = REPEATS,
 ) -> list[float]:
-    """Seconds that each step takes: the median of several runs, one step after the other in turns.
+    """Time each step in seconds: the median of several runs, one step after the other in turns.
 
-    So that what else the machine does meets all alike. The first turn is not counted. Each run gets
-    arguments of its own, for a step may donate them.
+    Turns let other load on the machine meet all steps alike. The first turn is not counted. Each
+    run gets arguments of its own, for a step may donate them.
 
     Args:
-        steps: compiled, all for the same arguments.
-        args, kwargs: trees of arrays, or of ShapeDtypeStructs, of which arrays of ones are made.
+        steps: compiled steps, all for the same arguments.
+        args, kwargs: trees of arrays, or of ShapeDtypeStructs, for which arrays of ones are made.
     """
     taken: list[list[float]] = [[] for _ in steps]
     for turn in range(repeats + 1):

@@ -1,8 +1,8 @@
-"""How far the simulation is off on the devices that are here, and what it says when that is mended.
+"""Correct the simulation by the candidates that were timed on the devices that are here.
 
-A simulated step is compute and what is exposed. On the devices each takes so many times longer (or
-shorter); both factors are fitted to the candidates that were timed, and say what the others would
-take. Contention is compute's here.
+A simulated step is compute and exposed communication. On the devices each takes some factor longer
+(or shorter); both factors are fitted to the candidates that were timed, and predict what the others
+would take. Contention counts as compute here.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from jaxoverlap.step.trial import Trial
 
 @dataclass(frozen=True)
 class Correction:
-    """Measured seconds for each simulated one.
+    """The measured seconds for each simulated one, as two factors.
 
     Attributes:
-        compute: of kernels, with what collectives beside them slow them by.
-        exposed: of waiting for collectives.
+        compute: the factor of kernels, slowed by the collectives beside them.
+        exposed: the factor of waiting for collectives.
     """
 
     compute: float
     exposed: float
 
     def step_s(self, trial: Trial) -> float:
-        """Seconds that a simulated step would take here."""
+        """Predict the seconds that a simulated step would take here."""
         busy_s, exposed_s = _parts(trial)
         return self.compute * busy_s + self.exposed * exposed_s
 
 
 def correction(timed: Sequence[tuple[Trial, float]]) -> Correction:
-    """The factors with the least squares of relative errors.
+    """Fit the factors by least squares of relative errors.
 
-    One factor for both, the median of all, where two cannot be told apart: a single step was timed,
-    or all split alike, or the fit would have waiting or computing take less than no time.
+    There is one factor for both, the median of all, where two cannot be told apart: a single step
+    was timed, or all split alike, or a fitted factor would be negative.
 
     Args:
         timed: steps as simulated, each with its measured seconds; at least one.

@@ -1,4 +1,4 @@
-"""The search of a tuning: compile and simulate what could be the fastest plan, and move on from it.
+"""Search for a tuning: compile and simulate what could be the fastest plan, and move on from it.
 
 First whole plans (`candidates.seeds`), those of Lagom's search on the model among them
 (`granularity.py`); then the best few of these with other settings (`candidates.settings`); then,
@@ -55,7 +55,7 @@ _MOST_WORKERS = 8  # a compile takes gigabytes of memory
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Count the cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -67,8 +67,8 @@ class Tried:
     Attributes:
         candidate: what was tried.
         plan: what the rewrite made of it; None for the step as it is, or where the rewrite failed.
-        result: of the child; or why there was none.
-        request: that the child got.
+        result: the child's result, or why there was none.
+        request: the request that the child got.
     """
 
     candidate: Candidate
@@ -83,7 +83,7 @@ class Looked:
 
     Attributes:
         candidate: the candidate.
-        step_s: how long it takes, estimated; None where it cannot be rewritten.
+        step_s: its estimated seconds; None where it cannot be rewritten.
     """
 
     candidate: Candidate
@@ -98,13 +98,13 @@ class Search:
         lower: rewrites and lowers a step by some options; None is the step as it is.
         base: the options of the rules.
         kept: the folder of results.
-        memory_bytes: of a device.
+        memory_bytes: bytes of memory of a device.
         look: estimates a step by some options from its partitioned program, in seconds.
-        model: the unified model of the step, from what the rules made of it.
+        model: makes the unified model of the step, from what the rules made of it.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         show: called with each result, in order.
-        kernels: that the candidates share.
-        workers: children at a time.
+        kernels: the kernels that the candidates share.
+        workers: the number of children at a time.
         tried: all results, in order.
         looked: the candidates that were estimated, by their choices.
         complete: whether the search ended by itself.
@@ -125,7 +125,7 @@ class Search:
     complete: bool = False
 
     def run(self) -> Tried:
-        """The best candidate.
+        """Search, and return the best candidate.
 
         Raises:
             ValueError: if neither the step as it is nor the rewritten one compiles.
@@ -152,7 +152,7 @@ class Search:
         return self.best
 
     def _fastest_plans(self) -> list[tuple[Candidate, Plan]]:
-        """The best few of what was tried, no two of one plan; the step as it is has none."""
+        """List the fastest candidates with different plans; the step as it is has no plan."""
         found: list[tuple[Candidate, Plan]] = []
         for one in sorted(self.tried, key=self._key):
             if one.plan is not None and all(one.plan != plan for _, plan in found):
@@ -184,9 +184,9 @@ class Search:
     def _promising(
         self, at: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
     ) -> list[Candidate]:
-        """The moves to compile next: of those that were looked at the fastest, by estimate.
+        """Return the moves to compile next: by estimate the fastest of those looked at.
 
-        Those that are slower than the best so far are noted in `seen` and never compiled.
+        Moves that are slower than the best so far are noted in `seen` and never compiled.
         """
         here_s, found = self._look(at), list[tuple[float, Candidate]]()
         for candidate in following:
@@ -203,7 +203,7 @@ class Search:
         return [c for _, c in sorted(found, key=lambda one: one[0])][: self.workers]
 
     def _look(self, candidate: Candidate) -> float | None:
-        """The estimated seconds of a candidate; XLA is asked once about each."""
+        """Return the estimated seconds of a candidate; XLA is asked once about each."""
         key = _choices(candidate)
         if key not in self.looked:
             assert candidate.options is not None
@@ -229,10 +229,10 @@ class Search:
         needed: bool = False,
         meanwhile: Callable[[], bool] = lambda: False,
     ) -> list[Tried]:
-        """Lower one after the other, and compile as many at a time as there are workers.
+        """Lower candidates one after the other; compile as many at a time as there are workers.
 
         Args:
-            candidates: what to try.
+            candidates: the candidates to try.
             needed: whether to try them after the deadline too.
             meanwhile: does a piece of other work while children compile; False if none is left.
         """
@@ -261,14 +261,14 @@ class Search:
         return done
 
     def _attempt(self, request: Request, deadline: float) -> Trial | Failure | None:
-        """The result of a candidate; nothing, if it could not begin in time."""
+        """Compile a candidate in a child; return None if it could not begin in time."""
         left = deadline - time.monotonic()
         if left <= 0:
             return None
         return attempt(request, self.kept, min(left, _TIMEOUT_S), self.kernels)
 
     def _lowered(self, candidate: Candidate) -> Ready | Failure:
-        """A candidate that cannot be rewritten is no result; the rules' own error is the user's."""
+        """Lower a candidate; one that cannot be rewritten fails, but the rules' error is raised."""
         try:
             return self.lower(candidate.options)
         except RewriteError as error:
@@ -278,11 +278,11 @@ class Search:
 
     @property
     def best(self) -> Tried:
-        """The fastest that fits; of equally fast ones the first."""
+        """The fastest candidate that fits; of equally fast ones the first."""
         return min(self.tried, key=self._key)
 
     def _key(self, tried: Tried) -> tuple[int, int]:
-        """What is made small: seconds, in units that a prediction tells apart, of what fits."""
+        """Return the key to minimize: failures and too large steps last, then rounded seconds."""
         if isinstance(tried.result, Failure):
             return 2, 0
         reference = next(t.result for t in self.tried if isinstance(t.result, Trial))
@@ -292,13 +292,13 @@ class Search:
 
 
 def _choices(candidate: Candidate) -> Hashable:
-    """What tells the candidates of one tuning apart that differ in single rings."""
+    """Return a key for the candidates of one tuning that differ in single rings."""
     options = candidate.options
     return options and tuple(sorted((n, str(way)) for n, way in options.choices.items()))
 
 
 def _together(at: Candidate, better: Sequence[Tried]) -> Candidate:
-    """All moves that helped, in one candidate."""
+    """Combine all moves that helped in one candidate."""
     assert at.options is not None
     changes = {site: way for t in better for site, way in t.candidate.changes.items()}
     name = " + ".join(t.candidate.name for t in better)

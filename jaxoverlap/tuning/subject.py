@@ -1,4 +1,4 @@
-"""A step to tune: how its candidates are lowered, looked at and timed."""
+"""Lower, estimate and time the candidates of a step to tune."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jaxoverlap.tuning.lagom.granularity import Site, site_of
 
 @dataclass(frozen=True)
 class Ready:
-    """A candidate, lowered.
+    """A candidate that is lowered for a child.
 
     Attributes:
-        request: for the child.
-        plan: None for the step as it is.
+        request: the request for the child.
+        plan: its plan; None for the step as it is.
     """
 
     request: Request
@@ -45,14 +45,14 @@ class Subject:
 
     Attributes:
         lower: rewrites and lowers it for a child.
-        look: estimates it from its partitioned program, in seconds; for one with a cost model.
-        sites: all rings that it could have; likewise.
-        compiled: rewrites and compiles it here, to be timed; as `lower`.
-        args, kwargs: that it is called with.
-        base: what overlap() does unasked.
+        look: estimates it from its partitioned program, in seconds; needs a cost model.
+        sites: lists all rings that it could have; needs a cost model.
+        compiled: rewrites and compiles it here, to be timed; None is the step as it is.
+        args, kwargs: the arguments that it is called with.
+        base: the options that overlap() takes by default.
         origin: what its plan is made for.
-        cost: of its cluster, where that is known.
-        memory_bytes: of one of its devices; of no account without a cost model.
+        cost: the cost model of its cluster, where there is one.
+        memory_bytes: bytes of memory of one of its devices; unused without a cost model.
     """
 
     lower: Lower
@@ -70,12 +70,12 @@ class Subject:
 def subject_of(
     jitted: Any, start: StepContext, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> Subject:
-    """A step with arguments like these, to be tuned.
+    """Make the subject of a tuning from a step with arguments like these.
 
     Args:
         jitted, call, args, kwargs: as for `run_passes`.
-        start: what is known of it.
-        options: what overlap() does unasked.
+        start: the facts of the step.
+        options: the options that overlap() takes by default.
     """
 
     def lowered(options: Options | None) -> tuple[jax.stages.Lowered, StepProgram]:
@@ -114,7 +114,7 @@ def subject_of(
 def sites_of(
     jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
 ) -> tuple[Site, ...]:
-    """All rings that a step could have, for a model of them; on a cluster with a cost model.
+    """List all rings that a step could have, for a model of them; the cluster has a cost model.
 
     Raises:
         As `run_passes`.

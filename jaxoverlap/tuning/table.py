@@ -1,4 +1,4 @@
-"""What a tuning shows: how far it is, and a table of what was tried."""
+"""Show the progress of a tuning, and a table of the candidates that it tried."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxoverlap.tuning.search import Tried
 
 
 class _Spent(ProgressColumn):
-    """A bar of the seconds that are spent, of those that there are."""
+    """A bar of the seconds spent out of the budget."""
 
     def render(self, task: Task) -> ProgressBar:
         return ProgressBar(total=task.total, completed=task.elapsed or 0.0, width=30)
@@ -24,7 +24,7 @@ class _Spent(ProgressColumn):
 
 @contextmanager
 def progress(budget_s: float, *, console: Console) -> Iterator[Callable[[Tried], None]]:
-    """Show how many candidates were tried, and the fastest so far; gives what to call with each."""
+    """Show how many candidates were tried, and the fastest; yields a function to call with each."""
     columns = (_Spent(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as shown:
         row = shown.add_task(f"of {budget_s:.0f} s", total=budget_s)
@@ -46,7 +46,7 @@ _MEASURED = ("measured ms", "of plain")
 
 
 def tried_table(title: str, tried: Sequence[Attempt], *, width: int = WIDTH) -> str:
-    """A row a candidate, in the order in which they were tried; a star for the one taken."""
+    """Write a row for each candidate, in the order tried; a star marks the one taken."""
     plain_s = next((a.measured_s for a in tried if a.measured_s is not None), None)
     simulated = any(a.step_s is not None or a.why for a in tried)
     numbers = (*(_SIMULATED if simulated else ()), *(_MEASURED if plain_s else ()))

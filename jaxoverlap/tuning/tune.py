@@ -1,4 +1,4 @@
-"""A tuning from end to end: what is known already, the search, the channels, the clock."""
+"""Run a tuning from end to end: kept results, the search, the channels, the clock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_TIMED = 12  # in all; each is compiled here, and takes its memory
 
 
 class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to tune.
+    """The settings of a tuning.
 
     Attributes:
         budget_s: seconds after which no other candidate is tried. The step as it is and the one
@@ -56,14 +56,14 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def folder(self) -> Path:
-        """Where to keep what was tried."""
+        """The folder that keeps what was tried."""
         if self.cache is not None:
             return Path(self.cache)
         return kept_folder()
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tuning's end, as it is kept: the plan, and whether more time would have tried more."""
+    """A tuning's result, as it is kept: the plan, and whether the search was complete."""
 
     plan: Plan
     complete: bool
@@ -71,7 +71,7 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def tuned(subject: Subject, tuning: Tuning) -> Plan:
-    """The plan under which a step is fastest.
+    """Find the plan under which a step is fastest.
 
     Raises:
         ValueError: if there is neither a cost model to simulate by nor a clock to go by.
@@ -99,14 +99,14 @@ def tuned(subject: Subject, tuning: Tuning) -> Plan:
 
 
 def _key(subject: Subject, tuning: Tuning) -> str:
-    """A hash of all that the plan depends on, but the budget."""
+    """Hash all that the plan depends on, except the budget."""
     origin, flags = msgspec.json.encode(subject.origin), os.environ.get("XLA_FLAGS", "")
     depends = (origin, repr(subject.base), repr(subject.cost), flags, tuning.measure)
     return hashlib.sha256(repr((depends, source_hash())).encode()).hexdigest()[:24]
 
 
 def _read(path: Path) -> _Kept | None:
-    """What was kept; nothing, where that is damaged: it is made anew."""
+    """Read a kept tuning; None if it is missing or damaged, so that it is made anew."""
     try:
         return msgspec.json.decode(opened(_FORMAT, path.read_bytes()), type=_Kept)
     except (FileNotFoundError, ValueError):
@@ -116,7 +116,7 @@ def _read(path: Path) -> _Kept | None:
 def _searched(
     subject: Subject, tuning: Tuning, trials: Path, console: Console
 ) -> tuple[Plan, bool]:
-    """The best plan that the budget allows, and whether more time would have tried more."""
+    """Search for the best plan in the budget; return it, and whether the search was complete."""
     if subject.cost is None:
         candidates = _without_a_model(subject)
         tried = tuple(Attempt(name=c.name) for c in candidates)
@@ -147,14 +147,14 @@ def _searched(
 
 
 def _model(subject: Subject, rules: Tried, trials: Path) -> GranularityModel:
-    """The step's sites in the unified model, beside all else that its schedule by rules has."""
+    """Model the step's sites, beside all else that its schedule by rules has."""
     assert rules.request and rules.plan and subject.cost
     step = simulate(schedule_of(rules.request, trials), subject.cost)
     return granularity(subject.sites(), rules.plan, step, subject.cost)
 
 
 def _attempt(tried: Tried, *, taken: bool) -> Attempt:
-    """What a plan says of a candidate."""
+    """Return a plan's record of a candidate that was tried."""
     name, found = tried.candidate.name, tried.result
     if isinstance(found, Failure):
         return Attempt(name=name, why=found.why)
@@ -171,7 +171,7 @@ def _attempt(tried: Tried, *, taken: bool) -> Attempt:
 
 
 def _looked_at(one: Looked) -> Attempt:
-    """What a plan says of a candidate that was estimated and not compiled."""
+    """Return a plan's record of a candidate that was estimated and not compiled."""
     if one.step_s is None:
         return Attempt(name=one.candidate.name, why="could not be rewritten")
     why = f"about {one.step_s * 1e3:.4g} ms before it is compiled: left at that"
@@ -191,7 +191,7 @@ def _plan_of(best: Tried, tried: Sequence[Tried]) -> Plan:
 
 
 def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
-    """The plan with its channels and what the simulation says."""
+    """Return the plan with its channels and its predictions by simulation."""
     assert isinstance(best.result, Trial)
     step, reference = chosen.step, plain.result
     found = Predictions(
@@ -211,7 +211,7 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
 
 
 def _without_a_model(subject: Subject) -> list[Candidate]:
-    """What is timed where nothing can be predicted: all rings in one way, and what seeds say."""
+    """List the candidates to time where nothing can be predicted: the seeds, and single ways."""
     _, rules = subject.compiled(subject.base)
     assert rules is not None
     return [
@@ -225,10 +225,10 @@ def _without_a_model(subject: Subject) -> list[Candidate]:
 def _corrected(
     subject: Subject, search: Search, tried: Sequence[Attempt], console: Console
 ) -> Plan:
-    """The plan that is fastest by the clock, of those that the corrected simulation has in front.
+    """Find the plan that is fastest by the clock, among those the corrected simulation prefers.
 
     The step as it is, the rules and the fastest few are timed. That corrects the simulation; where
-    it then has others in front of the fastest so far, those are timed too, all in turns again.
+    it then predicts others to be faster than the best so far, all are timed in turns again.
     """
     simulated = {t.candidate.name: t.result for t in search.tried if isinstance(t.result, Trial)}
     candidates = {t.candidate.name: t.candidate for t in search.tried}
@@ -249,7 +249,7 @@ def _corrected(
 
 @dataclass(frozen=True)
 class _Timed:
-    """A candidate on the clock."""
+    """A candidate's measured seconds, and its plan."""
 
     seconds: float
     plan: Plan | None
@@ -263,7 +263,7 @@ class _Steps:
         self._made: dict[str, tuple[Callable[..., Any], Plan | None]] = {}
 
     def time(self, candidates: Sequence[Candidate]) -> dict[str, _Timed]:
-        """All in turns."""
+        """Time all candidates in turns."""
         subject = self._subject
         with self._console.status(f"timing {len(candidates)} candidates"):
             for c in candidates:
@@ -282,11 +282,11 @@ def _report(
     tried: Sequence[Attempt],
     found: Correction | None,
 ) -> Plan:
-    """The plan of the fastest, with what was measured.
+    """Return the plan of the fastest candidate, with what was measured.
 
     Args:
-        timed: by name; the step as it is and the rules among them.
-        tried: all that there is to report on, those among them.
+        timed: the timed candidates by name, the step as it is and the rules among them.
+        tried: all candidates to report on, the timed ones among them.
         found: how far the simulation was off, if there was one.
     """
     best = min(timed, key=lambda name: timed[name].seconds)

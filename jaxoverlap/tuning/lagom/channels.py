@@ -1,4 +1,4 @@
-"""Lagom's co-tuning of a compiled step: how much of the chip each of its communications gets.
+"""Choose NCCL's channels for each communication of a compiled step, by Lagom's co-tuning.
 
 The step's communications and kernels are read off its simulated schedule; those of one kind, size
 and group together, as NCCL's tuner tells no more apart. The search is
@@ -32,19 +32,19 @@ from jaxoverlap.simulation.timeline import Timeline
 from jaxoverlap.tuning.lagom import search
 from jaxoverlap.tuning.lagom.model import CHUNK_BYTES, Communication, Computation, Makespan, Space
 
-# What NCCL asks its tuner about; permutes and exchanges are sends, and have channels of their own.
+# NCCL asks its tuner about these only: permutes and exchanges are sends, with their own channels.
 _TUNED = tuple(OPCODE_OF[kind] for kind in TUNED)
 SPACE = Space(chunk_bytes=(CHUNK_BYTES,))
 
 
 @dataclass(frozen=True)
 class CoTuned:
-    """What Lagom's search comes to on a step.
+    """The result of Lagom's search on a step.
 
     Attributes:
-        rows: for NCCL; none where its own channels are as good.
-        step: the step with them.
-        evaluations: of the model.
+        rows: channels for NCCL; none where its own channels are as good.
+        step: the step with these channels.
+        evaluations: number of evaluations of the model.
     """
 
     rows: tuple[ChannelRow, ...]
@@ -53,7 +53,7 @@ class CoTuned:
 
 
 def co_tune(text: str, cost: CostModel) -> CoTuned:
-    """The channels under which a scheduled module is fastest."""
+    """Find the channels under which a scheduled module is fastest."""
     module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
     step = replay(module, cost)
     sent = _sent(step, cost)
@@ -80,9 +80,10 @@ def co_tune(text: str, cost: CostModel) -> CoTuned:
 
 
 def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int | None]]:
-    """The communications that can be tuned: how often each runs, and over how many hosts.
+    """Map each communication that can be tuned to its runs and the number of its hosts.
 
-    None where that differs: within a rack on NVLink groups are alike, on one host or on more.
+    That number is None where it differs: on NVLink within a rack, groups of one kind may span one
+    host or more.
     """
     cluster, runs, nodes = cost.cluster, Counter[Sent](), defaultdict[Sent, set[int]](set)
     for event in step.events:
@@ -119,7 +120,7 @@ def _row(one: Sent, channels: Channels, nodes: int | None) -> ChannelRow:
 
 
 def nccl_bytes(kind: str, moved: int, ranks: int) -> int:
-    """The size by which NCCL knows a collective: of all that is gathered, scattered or summed.
+    """Return the size by which NCCL knows a collective: all that is gathered, scattered or summed.
 
     Source: ncclFuncMaxSendRecvCount (NVIDIA/nccl@5067397c, src/include/enqueue.h), which gives
     nBytes of getCollInfo. What XLA launches in one NCCL group, as operands of one dtype of a

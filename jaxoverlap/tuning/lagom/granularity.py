@@ -1,14 +1,14 @@
-"""How fine to cut each ring: Lagom's search on the unified model, before anything is compiled.
+"""Choose how fine to cut each ring, by Lagom's search on the unified model, before any compile.
 
 Each matmul with a collective that could hide is a communication and its computation: whole, the
 collective in slices, a ring of as many pieces as devices, or one twice as fine. All start whole and
 on one channel (`jaxoverlap.tuning.lagom.search`, arXiv 2602.20656), beside the collectives that no
-matmul is cut for and the rest of the kernels, both as the schedule by rules has them. What comes
-out are whole plans to compile, best first, and the price of each ring's ways, by which later moves
-are ordered.
+matmul is cut for and the rest of the kernels, both as the schedule by rules has them. The results
+are whole plans to compile, best first, and the price of each ring's ways, by which later moves are
+ordered.
 
-A reconstruction where it goes beyond the paper: Lagom tunes channels, chunks and threads; that
-granularity is a setting of a communication like these is from this project's design.
+This goes beyond the paper: Lagom tunes channels, chunks and threads; granularity as one more
+setting of a communication is this project's design.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _FINER = 2  # times as many pieces as devices
 
 @dataclass(frozen=True)
 class Site:
-    """A ring that there could be.
+    """A ring that the step could have, as the model sees it.
 
     Attributes:
-        number: that it is named after.
+        number: the number of the matmul that it is named after.
         source: "file:line" of its first matmul.
         ways: how it can be cut, by the number of pieces; 1: left plain.
         communication, computation: what it moves, and its matmuls, in the settings of `ways`.
@@ -53,7 +53,7 @@ class Site:
     computation: Computation
 
     def pieces(self, variant: Variant) -> int:
-        """That a variant cuts it into."""
+        """Return the number of pieces that a variant cuts it into."""
         if variant.style == "plain":
             return 1
         ring = self.communication.ring
@@ -61,7 +61,7 @@ class Site:
 
 
 def site_of(ring: Ring, source: str, group: Group) -> Site:
-    """A ring as a communication and a computation.
+    """Describe a ring as a communication and a computation.
 
     Args:
         ring: of dtypes that have a price, as a ring of hops.
@@ -87,7 +87,7 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
 
 
 def _kernels(members: Sequence[Member], pieces: int, arrives: bool) -> tuple[KernelWork, ...]:
-    """Of one piece: each member's matmul, and what is copied for it."""
+    """List the kernels of one piece: each member's matmul, and what is copied for it."""
     layouts = [member.layout for member in members]
     hops = all(layout and pieces >= layout.ring.axis_size for layout in layouts)
     chunks = [chunk(member, pieces, arrives, sums=hops) for member in members]
@@ -101,19 +101,19 @@ class GranularityModel:
     """The sites of a step in the unified model.
 
     Attributes:
-        sites: in the order in which they run.
-        problem: theirs, the sites' communications first; None where there are no sites.
+        sites: the sites, in the order in which they run.
+        problem: their problem, the sites' communications first; None where there are no sites.
     """
 
     sites: tuple[Site, ...] = ()
     problem: Makespan | None = None
 
     def plans(self, count: int) -> list[dict[int, Variant]]:
-        """The best ways to cut all sites at once that Lagom's search comes by, best first.
+        """List the best ways to cut all sites at once that Lagom's search finds, best first.
 
         Args:
-            count: how many at most; any two differ in a tenth of the sites, for the search turns
-                one site after the other and its best are all but the same.
+            count: the most to list; any two differ in a tenth of the sites, as the search turns one
+                site after the other and its best are all but the same.
         """
         if self.problem is None:
             return []
@@ -130,10 +130,10 @@ class GranularityModel:
         return {s.number: s.ways[s.communication.space.setting(p)[1]] for s, p in places}
 
     def lost_per_second(self, number: int, now: Variant, to: Variant, waited_s: float) -> float:
-        """H of cutting a ring in another way: computation added for each second no longer exposed.
+        """Return H of cutting a ring in another way: computation added per second not exposed.
 
         Args:
-            number: of the site.
+            number: the number of the site.
             now, to: how it is cut, and how it would be.
             waited_s: seconds that kernels wait for it now, as simulated.
 
@@ -147,20 +147,20 @@ class GranularityModel:
         return added_s / gained_s if gained_s > 0 else math.inf
 
     def computation_s(self, number: int, variant: Variant) -> float:
-        """Seconds of all runs of a site's matmuls, with what cutting them costs."""
+        """Return the seconds of all runs of a site's matmuls, with what cutting them costs."""
         site, j, p = self.sites[self._places[number]], self._places[number], self._problem
         computation = p.communications[j].site
         assert computation is not None
         return site.computation.runs * p.alone_s(computation) * p.in_pieces(j, self._at(j, variant))
 
     def _bare_s(self, number: int, variant: Variant) -> float:
-        """Seconds of a site's communication that nothing can hide, on NCCL's own channels."""
+        """Return a site's communication seconds that nothing can hide, on NCCL's own channels."""
         j = self._places[number]
         bare = self.sites[j].communication.bare(self.sites[j].pieces(variant))
         return bare * self._problem.seconds(j, self._at(j, variant))
 
     def _at(self, j: int, variant: Variant) -> Place:
-        """Where a site stands that is cut so: with NCCL's own channels."""
+        """Return the place on a site's axes of such a cut, with NCCL's own channels."""
         pieces = self.sites[j].pieces(variant)
         near = self.sites[j].communication.space.pieces
         place = min(range(len(near)), key=lambda p: abs(near[p] - pieces))
@@ -179,13 +179,13 @@ class GranularityModel:
 def granularity(
     sites: Sequence[Site], rules: Plan, step: Timeline, cost: CostModel
 ) -> GranularityModel:
-    """The sites of a step, beside all else that its schedule by rules has.
+    """Model the sites of a step, beside all else that its schedule by rules has.
 
     Args:
         sites: all rings that there could be.
         rules: the plan by rules.
-        step: its schedule in time.
-        cost: of the cluster.
+        step: that plan's simulated schedule.
+        cost: the cost model of the cluster.
     """
     if not sites:
         return GranularityModel()
@@ -211,7 +211,7 @@ _OTHERS = Space(chunk_bytes=(CHUNK_BYTES,))
 def _problem(
     sites: Sequence[Site], others: tuple[Communication, ...], left_s: float, cost: CostModel
 ) -> Makespan:
-    """The sites, each followed by an equal part of the other kernels, which are bound by memory."""
+    """Model the sites, each followed by an equal part of the other, memory-bound kernels."""
     part = int(left_s / len(sites) * cost.tables.memory.bytes_per_s)
     computations = [
         c for site in sites for c in (site.computation, Computation(KernelWork((), part)))

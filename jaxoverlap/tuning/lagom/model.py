@@ -1,4 +1,4 @@
-"""Lagom's unified model: communications beside computation, and what each setting of them costs.
+"""Price a step by Lagom's unified model: communications beside computation, by their settings.
 
 Communications run one after the other on one lane, computations on another, from the same moment
 on. A step takes max(X, Y): X, the sum of the communications, by their own settings; Y, the
@@ -33,9 +33,9 @@ from jaxoverlap.cost.model import Channels, CostModel
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.tuning.lagom.search import Config, ModelledStep, Place
 
-# What chunks take of L2 at most, however many are under way. The one fitted number: with it NCCL's
-# default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.2%, where Lagom's authors
-# measured 30 to 35%.
+# Chunks take at most this share of L2, however many are under way. It is the one fitted number:
+# with it NCCL's default settings slow the matmuls of benchmarks/lagom.py on an A40 by 32.2%, where
+# Lagom's authors measured 30 to 35%.
 _MOST_OF_L2 = 0.77
 CHUNK_BYTES = 2 << 20  # NCCL's own, for Simple: half of a buffer of 4 MiB
 
@@ -45,10 +45,10 @@ class Space:
     """The settings that a communication can have: all combinations of a few axes, each rising.
 
     Attributes:
-        counts: of channels.
-        chunk_bytes: of a channel's chunk.
-        threads: of a channel.
-        pieces: that the communication and its site are cut in.
+        counts: numbers of channels.
+        chunk_bytes: bytes of a channel's chunk.
+        threads: threads of a channel.
+        pieces: numbers of pieces that the communication and its site are cut in.
     """
 
     counts: tuple[int, ...] = (1, 2, 4, 8, 16, 24)
@@ -63,16 +63,16 @@ class Space:
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
-        """In the order in which they are walked: what matters most first."""
+        """The axes, in the order in which they are walked: what matters most first."""
         return (self.counts, self.chunk_bytes, self.threads, self.pieces)
 
     def setting(self, place: Place) -> tuple[Channels, int]:
-        """The channels and the number of pieces at a place on the axes."""
+        """Return the channels and the number of pieces at a place on the axes."""
         count, chunk, threads, pieces = (axis[p] for axis, p in zip(self.axes, place, strict=True))
         return Channels(count, chunk, threads), pieces
 
     def near(self, channels: Channels, pieces: int = 1) -> Place:
-        """Where the setting stands that is nearest, by ratio, on each axis."""
+        """Return the place of the setting that is nearest, by ratio, on each axis."""
         wanted = (channels.count, channels.chunk_bytes, channels.threads, pieces)
         return tuple(
             min(range(len(axis)), key=lambda p, a=axis, w=value: abs(math.log(a[p] / w)))
@@ -86,11 +86,11 @@ class Communication:
 
     Attributes:
         kind: as HLO writes it, as in "all-gather".
-        bytes_moved: that each device sends by a ring.
-        group: who takes part.
-        runs: how often, one after the other.
+        bytes_moved: bytes that each device sends by a ring.
+        group: the devices that take part.
+        runs: how often it runs, one after the other.
         site: which of the computations needs it (gives it) piece by piece; None: none waits.
-        space: what settings it can have.
+        space: the settings that it can have.
         ring: the devices of the ring that it becomes if cut into as many pieces or a multiple: one
             piece is there from the start, the others are hops. 0: it never does.
     """
@@ -104,11 +104,11 @@ class Communication:
     ring: int = 0
 
     def bare(self, pieces: int) -> float:
-        """The part of it that nothing can hide: one piece, but in a ring none."""
+        """Return the part of it that nothing can hide: one piece, but none in a ring."""
         return 0.0 if self._in_hops(pieces) else 1 / pieces
 
     def sent(self, pieces: int) -> tuple[int, Sent]:
-        """What it becomes if cut: how many collectives, and each of them.
+        """Return what a cut makes of it: the number of collectives, and each of them.
 
         An all-reduce in hops is a reduce-scatter's, which a gather follows; `bytes_moved` are of
         both, and both are taken for hops.
@@ -128,9 +128,9 @@ class Computation:
 
     Attributes:
         work: its matmuls and bytes.
-        runs: how often, one after the other.
-        cut: the kernels of one piece, by the number of pieces; of what is not said an equal part of
-            each matmul's rows.
+        runs: how often it runs, one after the other.
+        cut: the kernels of one piece, by the number of pieces; for other numbers, one piece is an
+            equal part of each matmul's rows.
     """
 
     work: KernelWork
@@ -143,9 +143,9 @@ class Makespan:
     """A problem for `jaxoverlap.tuning.lagom.search.search`: the model of a step, by settings.
 
     Attributes:
-        cost: of the cluster.
-        communications: in the order in which they run.
-        computations: in the order in which they run.
+        cost: the cost model of the cluster.
+        communications: the communications, in the order in which they run.
+        computations: the computations, in the order in which they run.
     """
 
     cost: CostModel
@@ -162,7 +162,7 @@ class Makespan:
 
     @property
     def axes(self) -> Sequence[Sequence[int]]:
-        """How many settings stand on each axis of each communication."""
+        """The number of settings on each axis of each communication."""
         return self._axes
 
     @property
@@ -171,7 +171,7 @@ class Makespan:
         return tuple(c.space.near(self._nccl(c)) for c in self.communications)
 
     def measure(self, config: Config) -> ModelledStep:
-        """The step's seconds with these settings. Nothing is slowed by contention but kernels."""
+        """Price the step with these settings. Nothing is slowed by contention but kernels."""
         windows, head_s, tail_s = [], 0.0, 0.0
         each_s = tuple(self.seconds(j, place) for j, place in enumerate(config))
         times = [float(c.runs) for c in self.computations]
@@ -189,7 +189,7 @@ class Makespan:
         return ModelledStep(communication_s, computation_s, step_s, each_s)
 
     def _beside(self, config: Config, windows: list[float], times: list[float]) -> float:
-        """Seconds of all computations, window by window of what runs beside them."""
+        """Sum the seconds of all computations, window by window of what runs beside them."""
         now, j = 0.0, 0
         window = windows[0] if windows else math.inf
         for i, left in enumerate(times):
@@ -207,21 +207,21 @@ class Makespan:
     # -- the tables: each entry worked out once ---------------------------------------------------
 
     def seconds(self, j: int, place: Place) -> float:
-        """Of communication j with a setting: all its runs, all their pieces."""
+        """Return the seconds of communication j with a setting: all runs, all their pieces."""
         c = self.communications[j]
         return c.runs * self._prices.communication_s(self._alike[j], place)
 
     def alone_s(self, i: int) -> float:
-        """Of one run of computation i, with nothing beside it."""
+        """Return the seconds of one run of computation i, with nothing beside it."""
         return self._prices.kernel_s(self.computations[i].work, None)
 
     def slowed_s(self, i: int, j: int, place: Place) -> float:
-        """Of one run of computation i, as long as communication j runs beside it."""
+        """Return the seconds of one run of computation i, all with communication j beside it."""
         beside = self._prices.beside(self._alike[j], place)
         return self._prices.kernel_s(self.computations[i].work, beside)
 
     def in_pieces(self, j: int, place: Place) -> float:
-        """How many times longer the site of communication j takes, cut as that setting has it."""
+        """Return how many times longer the site of communication j takes if cut by that setting."""
         c = self.communications[j]
         if c.site is None:
             return 1.0
@@ -249,7 +249,7 @@ class Makespan:
 
 @dataclass(frozen=True)
 class _Beside:
-    """What a communication takes while it runs: of the chip, and of its L2."""
+    """The share of the chip, and of its L2, that a communication takes while it runs."""
 
     share: Share
     l2_bytes: float
@@ -284,9 +284,9 @@ class _Prices:
         return self.cost.kernel_s(work, beside.share if beside else ALONE, matmuls_s=matmuls_s)
 
     def _matmul_s(self, m: MatmulKernel, beside: _Beside | None) -> float:
-        """A part of a matmul's time is memory's; the rest grows by waves, that by lost L2 and rate.
+        """Price a matmul: its memory time grows by lost L2 and lost rate, the rest by waves.
 
-        A tenth of the memory's rate is left at least, as in `CostModel`.
+        At least a tenth of the memory's rate is left, as in `CostModel`.
         """
         price = functools.partial(self.cost.matmul_s, m.m, m.n, m.k, batch=m.batch, dtype=m.dtype)
         alone_s = price()
@@ -312,12 +312,12 @@ class _Prices:
 
 
 def _of(sent: Sent, channels: Channels) -> Channels | None:
-    """The channels of a collective; None, NCCL's own, of a hop: nobody is asked about those."""
+    """Return the channels of a collective; None for a hop, about which NCCL asks no tuner."""
     return None if sent[0] == PERMUTE else channels
 
 
 def memory_traffic(m: MatmulKernel, cache_bytes: float) -> float:
-    """Bytes that a matmul reads and writes in memory, with so large a cache: the least possible.
+    """Return the fewest bytes that a matmul reads and writes in memory, with so large a cache.
 
     2 m n k / sqrt(S) elements for a cache of S elements, and no less than operands and result.
     """
@@ -329,5 +329,5 @@ def memory_traffic(m: MatmulKernel, cache_bytes: float) -> float:
 
 
 def places(axes: Sequence[int]) -> list[Place]:
-    """All places on some axes, in order."""
+    """List all places on some axes, in order."""
     return list(itertools.product(*map(range, axes)))

@@ -1,4 +1,4 @@
-"""Lagom's search: which communication to give more of the chip next, and when to stop.
+"""Search by Lagom's walk which communication to give more of the chip next, and when to stop.
 
 Published (arXiv 2602.20656): communications run one after the other beside computation, so a step
 takes max(X, Y), X the sum of their seconds, Y the computation's, which grows with what they take of
@@ -34,13 +34,13 @@ Config = tuple[Place, ...]  # of all communications
 
 @dataclass(frozen=True)
 class ModelledStep:
-    """What a step takes with some settings.
+    """The seconds of a step with some settings.
 
     Attributes:
-        communication_s: X, of all communications.
-        computation_s: Y, slowed by what runs beside it.
-        step_s: Z, of the step: what is made small. max(X, Y) in Lagom's model; never below Y.
-        each_s: x, of each communication.
+        communication_s: X, the seconds of all communications.
+        computation_s: Y, the seconds of computation, slowed by what runs beside it.
+        step_s: Z, the step's seconds, to minimize. max(X, Y) in Lagom's model; never below Y.
+        each_s: x, the seconds of each communication.
     """
 
     communication_s: float
@@ -50,28 +50,28 @@ class ModelledStep:
 
     @property
     def exposed(self) -> bool:
-        """Whether the step waits for communication: X > Y in Lagom's model."""
+        """Return whether the step waits for communication: X > Y in Lagom's model."""
         return self.step_s > self.computation_s
 
 
 class Problem(Protocol):
-    """What the search needs: axes, a default, and something that measures."""
+    """A problem that the search can solve: axes, a default, and something that measures."""
 
     @property
     def axes(self) -> Sequence[Sequence[int]]:
-        """Of each communication, how many settings stand on each of its axes.
+        """The number of settings on each axis of each communication.
 
-        From the least resources to the most; the first axis is walked first.
+        Settings go from the least resources to the most; the first axis is walked first.
         """
         ...
 
     @property
     def default(self) -> Config:
-        """What communications have if nobody chooses."""
+        """The settings of the communications if nobody chooses."""
         ...
 
     def measure(self, config: Config) -> ModelledStep:
-        """The outcome of a config; the same for the same config."""
+        """Measure a config; the outcome is the same for the same config."""
         ...
 
 
@@ -80,8 +80,8 @@ class Tried:
     """One measurement.
 
     Attributes:
-        config, outcome: what was measured, and what came out.
-        walk: on which walk: "from the least", "from the default", or "pass".
+        config, outcome: the config that was measured, and its outcome.
+        walk: the walk's name: "from the least", "from the default", or "pass".
         better: whether the walk went on from here.
     """
 
@@ -93,10 +93,10 @@ class Tried:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        config, outcome: the best that was measured.
+        config, outcome: the best config that was measured, and its outcome.
         trace: all measurements, in order; no config twice.
     """
 
@@ -106,22 +106,22 @@ class Found:
 
     @property
     def evaluations(self) -> int:
-        """Configs measured."""
+        """The number of configs measured."""
         return len(self.trace)
 
 
 def search(problem: Problem, *, passes: int = 2, stop: Callable[[], bool] = lambda: False) -> Found:
-    """The settings under which a step is shortest, by Lagom's walk.
+    """Find the settings under which a step is shortest, by Lagom's walk.
 
     Deterministic. Measures no config twice, the default among them, so the outcome is never worse
     than the default's. For N communications, each of A axes with L settings on all of them
     together, and p passes that is at most 2 + N (2 + 2 L + p (L - A)) configs.
 
     Args:
-        passes: over the better of both walks' ends, at most; the walks alone are the published
-            search.
-        stop: asked before each measurement but that of the default; once it says so, the search
-            ends with the best so far. For a budget of seconds.
+        passes: the most passes over the better of both walks' ends; the walks alone are the
+            published search.
+        stop: asked before each measurement but that of the default; once it is true, the search
+            ends with the best so far. It serves for a budget of seconds.
 
     Raises:
         ValueError: if an axis has no settings, or the default does not lie on the axes.
@@ -140,7 +140,7 @@ def search(problem: Problem, *, passes: int = 2, stop: Callable[[], bool] = lamb
 
 
 class _Stopped(Exception):
-    """The caller has had enough."""
+    """The signal that the caller's `stop` ends the search."""
 
 
 def _check(problem: Problem) -> None:
@@ -156,7 +156,7 @@ def _check(problem: Problem) -> None:
 
 
 class _Walk:
-    """What was measured so far, and the walks."""
+    """The state of a search: the configs measured so far, and the walks among them."""
 
     def __init__(self, problem: Problem, stop: Callable[[], bool]):
         self.problem, self.stop = problem, stop
@@ -165,7 +165,7 @@ class _Walk:
         self.best: Config = ()
 
     def measure(self, config: Config, walk: str, than: ModelledStep | None = None) -> ModelledStep:
-        """Measure what was not yet; `than`: what it has to beat for the walk to go on from it."""
+        """Measure a config unless known; the walk goes on from it only if it beats `than`."""
         if config not in self.seen:
             if self.seen and self.stop():
                 raise _Stopped
@@ -177,11 +177,11 @@ class _Walk:
         return self.seen[config]
 
     def climb(self, config: Config, walk: str) -> None:
-        """More resources where they cost the least computation, while communication is exposed."""
+        """Add resources where they cost the least computation, while communication is exposed."""
         self._go(config, walk, +1, lambda now: now.exposed, _lost_per_second_gained)
 
     def descend(self, config: Config, walk: str) -> None:
-        """Fewer resources, where that gains the most computation."""
+        """Take resources away where that gains the most computation."""
         self._go(config, walk, -1, lambda now: True, _gained_per_second_lost)
 
     def _go(
@@ -214,7 +214,7 @@ class _Walk:
                 heapq.heappush(heap, (stale, j))
 
     def _step(self, config: Config, j: int, axis: list[int], by: int) -> Config | None:
-        """The next step of communication j; moves on to its next axis at the end of one."""
+        """Return the next step of communication j; move on to its next axis at the end of one."""
         axes = self.problem.axes[j]
         while axis[j] < len(axes):
             if step := _moved(config, j, axis[j], by, axes):
@@ -223,10 +223,10 @@ class _Walk:
         return None
 
     def turn(self) -> bool:
-        """A pass: all settings on each axis of each communication, from the best; if it helped.
+        """Try all settings on each axis of each communication, from the best; say if it helped.
 
-        All, and not the next alone: waves come in whole numbers, so that a channel less may only
-        make its window longer, and two less save a wave.
+        It tries all, not the next alone: waves come in whole numbers, so that a channel less may
+        only make its window longer, and two less save a wave.
         """
         before = self.best
         for j, axes in enumerate(self.problem.axes):
@@ -238,30 +238,30 @@ class _Walk:
 
 
 def _key(outcome: ModelledStep) -> tuple[float, float]:
-    """What is made small; of equal steps the one that slows computation less."""
+    """Return the key to minimize: the step's seconds, then those of computation."""
     return outcome.step_s, outcome.computation_s
 
 
 def _moved(config: Config, j: int, axis: int, by: int, axes: Sequence[int]) -> Config | None:
-    """The config with communication j one setting along an axis, unless that is the axis's end."""
+    """Move communication j by one setting along an axis; None at the axis's end."""
     to = config[j][axis] + by
     return _placed(config, j, axis, to) if 0 <= to < axes[axis] else None
 
 
 def _placed(config: Config, j: int, axis: int, to: int) -> Config:
-    """The config with communication j at a place on one of its axes."""
+    """Return the config with communication j at a place on one of its axes."""
     place = (*config[j][:axis], to, *config[j][axis + 1 :])
     return (*config[:j], place, *config[j + 1 :])
 
 
 def _lost_per_second_gained(now: ModelledStep, then: ModelledStep, j: int) -> float:
-    """H_j: smallest first; infinite where nothing is gained."""
+    """Return H_j, of which the smallest comes first; infinite where nothing is gained."""
     gained_s = now.each_s[j] - then.each_s[j]
     return (then.computation_s - now.computation_s) / gained_s if gained_s > 0 else math.inf
 
 
 def _gained_per_second_lost(now: ModelledStep, then: ModelledStep, j: int) -> float:
-    """H_j of the way down, its sign turned: what gains the most computation is the smallest."""
+    """Return H_j of the way down, negated: what gains the most computation is the smallest."""
     lost_s = then.each_s[j] - now.each_s[j]
     gained_s = now.computation_s - then.computation_s
     if lost_s > 0:
