@@ -12,6 +12,7 @@ from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.device_groups import axes_of
 
+_Way = tuple[str, ...]
 _BY_PARTITIONER = 'is_spmd_generated="true"'
 
 
@@ -68,10 +69,7 @@ def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
 
     XLA:GPU makes a reduce-scatter of them later; so does every partitioner for which it matters.
     """
-    users: dict[str, list[hlo.Instruction]] = defaultdict(list)
-    for i in body:
-        for operand in set(i.operands):
-            users[operand.partition("#")[0]].append(i)
+    users = _users(body)
     for i in body:
         if i.opcode != "all-reduce" or i.shape.startswith("("):
             continue
@@ -80,6 +78,43 @@ def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
         sizes = {hlo.shape_bytes(part.shape) for part in parts if part is not None}
         if parts and None not in parts and len(sizes) == 1 and sizes != {whole}:
             yield i.name
+
+
+def joined(module: hlo.Module) -> set[tuple[str, str]]:
+    """Find the all-reduces that XLA:GPU joins with another, by computation and name.
+
+    Where two sums over the same devices are added, and nobody else reads them, XLA adds first and
+    sends once (AllReduceReassociate, ReduceScatterReassociate). One of them stays.
+    """
+    return {
+        (name, joined) for name, body in module.computations.items() for joined in _joined(body)
+    }
+
+
+def _joined(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
+    users = _users(body)
+    sums: dict[str, tuple[str, _Way]] = {}  # the all-reduce that a value is, and the way from it
+    for i in body:
+        made = [sums.get(o) for o in i.operands if len(users[o.partition("#")[0]]) == 1]
+        if i.opcode == "all-reduce" and not i.shape.startswith("("):
+            sums[i.name] = i.name, (i.shape, i.attribute("replica_groups"))
+        elif i.opcode in ("dynamic-slice", "reshape", "bitcast") and made and made[0]:
+            name, way = made[0]
+            sums[i.name] = name, (*way, i.opcode, i.shape, *i.operands[1:])
+        elif i.opcode == "add" and len(made) == 2 and made[0] and made[1]:
+            (name, way), (other, its_way) = made[0], made[1]
+            if way == its_way and name != other:
+                yield other
+                sums[i.name] = name, way
+
+
+def _users(body: tuple[hlo.Instruction, ...]) -> Mapping[str, list[hlo.Instruction]]:
+    """Map the name of each value to the instructions that read it."""
+    users: dict[str, list[hlo.Instruction]] = defaultdict(list)
+    for i in body:
+        for operand in set(i.operands):
+            users[operand.partition("#")[0]].append(i)
+    return users
 
 
 def _sliced(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
@@ -67,6 +68,7 @@ def operand_ring(
     given: dict[str, Any] = {
         **along._asdict(), "dim": gathered.at, "outer": gathered.outer, "keep": keep
     }  # fmt: skip
+    shard = _in_rows(shard, along)
     if kind == "all_gather":
         results, whole = all_gather_matmul(shard, readers, **given)
     else:
@@ -101,8 +103,22 @@ def result_ring(
     if kind == "all_to_all":
         assert gathered is not None, "an exchange of a result without the dim that it gathers"
         given |= {"dim": gathered.at, "outer": gathered.outer}
-        return matmul_all_to_all(terms, wanted=split.at, wanted_outer=split.outer, **given)
+        total = matmul_all_to_all(terms, wanted=split.at, wanted_outer=split.outer, **given)
+        return _in_rows(total, along)
     given |= {"dim": split.at, "outer": split.outer}
     if kind == "reduce_scatter":
-        return matmul_reduce_scatter(terms, **given)
+        return _in_rows(matmul_reduce_scatter(terms, **given), along)
     return matmul_all_reduce(terms, invarying=invarying, **given)
+
+
+def _in_rows(value: Array, along: Along) -> Array:
+    """Lay a value out in memory row by row, as its matmuls read and write the chunks.
+
+    A collective elsewhere in the step wants the dim that it moves to come first, and XLA gives that
+    layout to all that the collective's value is added to. Then it would turn every chunk that comes
+    or goes, where one turn of the shard does. A sliced ring has whole collectives, which want the
+    other layout themselves.
+    """
+    if along.variant.style == "sliced":
+        return value
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.passes.analysis.partitioner_collectives import moved
+from jaxoverlap.passes.analysis.partitioner_collectives import joined, moved
 from jaxoverlap.passes.scheduling.list_schedule import (
     Flight,
     Problem,
@@ -52,6 +52,7 @@ _OWN_KERNELS = (
     "fusion",
     "rng-bit-generator",
 )
+_LAYOUT = 'custom_call_target="LayoutConstraint"'
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -110,7 +111,8 @@ class _Estimator:
 
     def __init__(self, module: hlo.Module, cost: CostModel):
         self._module, self._cost = module, cost
-        self._collectives = {(c.computation, c.name): c for c in moved(module)}
+        sent = {(c.computation, c.name): c for c in moved(module)}
+        self._collectives = {place: sent[place] for place in sent.keys() - joined(module)}
         self.computation = functools.cache(self._computation)
         self._kernel_s = functools.cache(lambda kernel: cost.kernel_s(cost.known(kernel)))
 
@@ -239,7 +241,7 @@ class _Kernels:
 
     def work(self, i: hlo.Instruction) -> KernelWork:
         """Return the work of an instruction's kernel; none where it is part of another's."""
-        if i.opcode in _FREE:
+        if i.opcode in _FREE or _LAYOUT in i.line:
             return KernelWork()
         if i.opcode in _OWN_KERNELS:
             return work(self._module, i, self._shapes)
@@ -274,7 +276,16 @@ class _Kernels:
             return False
         if i.opcode == "reduce" or i.is_root:
             return True
-        return any(not self._fuses(user) for user in self._readers(i))
+        return any(not self._fuses(user) or self._is_updated(i, user) for user in self._readers(i))
+
+    def _is_updated(self, i: hlo.Instruction, user: hlo.Instruction) -> bool:
+        """Return whether a user writes into a value that some kernel must have written before."""
+        if user.opcode != "dynamic-update-slice" or i.opcode == "dynamic-update-slice":
+            return False
+        made = self._by_name.get(user.operands[0].partition("#")[0])
+        while made is not None and made.opcode in ("bitcast", "reshape", "opt-barrier"):
+            made = self._by_name.get(made.operands[0].partition("#")[0])
+        return made is i
 
     def _readers(self, i: hlo.Instruction) -> Iterator[hlo.Instruction]:
         """Yield the readers of a value, through what only renames it."""
