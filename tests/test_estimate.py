@@ -81,3 +81,53 @@ def test_a_gather_hides_behind_a_matmul_that_does_not_read_it():
     waits_s = max(GATHER_S - MATMUL_S, 0.0)
     assert found.waited_s == {("main", "g"): pytest.approx(waits_s)}
     assert found.step_s >= 2 * MATMUL_S + waits_s
+
+
+REDUCE = "replica_groups={}, to_apply=%sum"
+SUM_S = COST.collective_s("all-reduce", 7 * BYTES // 4, Group(8))
+
+
+def test_two_sums_that_are_added_are_sent_once():
+    """XLA adds the partial sums first; a sum that somebody else reads too is sent by itself."""
+    sums = (
+        *ARGUMENTS,
+        f"%p = {X} dot(%x, %w), {DOT}",
+        f"%q = {X} dot(%w, %x), {DOT}",
+        f"%r = {X} all-reduce(%p), {REDUCE}",
+        f"%s = {X} all-reduce(%q), {REDUCE}",
+    )
+    found = estimated(*sums, f"ROOT %z = {X} add(%r, %s)")
+    assert found.communication_s == {"NVLink": pytest.approx(SUM_S)}
+    read = estimated(*sums, f"%z = {X} add(%r, %s)", f"ROOT %y = {X} dot(%r, %z), {DOT}")
+    assert read.communication_s == {"NVLink": pytest.approx(2 * SUM_S)}
+
+
+def test_sums_over_other_devices_are_not_joined():
+    found = estimated(
+        *ARGUMENTS,
+        f"%r = {X} all-reduce(%x), replica_groups={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}, to_apply=%sum",
+        f"%s = {X} all-reduce(%w), {REDUCE}",
+        f"ROOT %z = {X} add(%r, %s)",
+    )
+    assert found.bytes_moved == {"NVLink": BYTES + 7 * BYTES // 4}
+
+
+def test_a_buffer_is_written_before_chunks_are_put_into_it():
+    half = "bf16[2048,4096]{1,0}"
+    found = estimated(
+        f"%h = {half} parameter(2)",
+        "%zero = bf16[] constant(0)",
+        "%at = s32[] constant(0)",
+        f"%b = {X} broadcast(%zero), dimensions={{}}",
+        f"ROOT %u = {X} dynamic-update-slice(%b, %h, %at, %at)",
+    )
+    assert found.step_s == pytest.approx(COST.memory_s(BYTES) + COST.memory_s(BYTES))
+
+
+def test_a_fixed_layout_is_no_kernel():
+    found = estimated(
+        *ARGUMENTS,
+        f'%f = {X} custom-call(%x), custom_call_target="LayoutConstraint"',
+        f"ROOT %y = {X} dot(%f, %w), {DOT}",
+    )
+    assert found.step_s == MATMUL_S
