@@ -1,183 +1,196 @@
-"""The orders of `rings/orders.py` are played by hand: every rank is an entry of a list."""
+"""jaxoverlap.ring's matmuls and gradients are right, with the axis automatic around or not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.passes.rings import orders
-from jaxoverlap.passes.rings.orders import chunk_at, gather_steps, permutation, scatter_steps
-from jaxoverlap.plan.plan import Style, Variant
+import jaxoverlap
+from jaxoverlap import ring
+from tests.support.engine import AXIS, assert_close, equations, exact, normal, per_device
 
-SIZES = range(1, 10)
-RINGS: tuple[Style, ...] = ("one_way", "two_way", "direct")
-every = pytest.mark.parametrize("size", SIZES)
-styles = pytest.mark.parametrize("style", RINGS)
-
-
-def permute(held: list, size: int, shift: int) -> list:
-    """Return what each rank holds after one permute; every rank must receive exactly one thing."""
-    arrived: dict[int, object] = {}
-    for source, target in permutation(size, shift):
-        assert target not in arrived
-        arrived[target] = held[source]
-    return [arrived[rank] for rank in range(size)]
-
-
-@every
-def test_permutes_by_one_lead_round_all_ranks(size: int):
-    target = dict(permutation(size, 1))
-    path, at = [], 0
-    while at not in path:
-        path.append(at)
-        at = target[at]
-    assert at == 0
-    assert sorted(path) == list(range(size))
+N = 4
+SIZES = {"b": 2, "s": 8 * N, "d": 4 * N, "f": 4 * N, "h": 2 * N, "e": 3}
+# A row has the function, its options, the spec of x and w, and the letters of which a device has
+# only a part in x, in w and in y. Each device has an x and a w of its own.
+ROWS = [
+    ("all_gather_matmul", {}, "sd,df->sf", ("s", "", "")),
+    ("all_gather_matmul", {"gather": "s"}, "bsd,dhe->bshe", ("s", "", "")),
+    ("all_gather_matmul", {"gather": "d"}, "df,bsd->bsf", ("d", "", "")),
+    ("matmul_reduce_scatter", {}, "sf,fd->sd", ("", "", "s")),
+    ("matmul_reduce_scatter", {"scatter": "d"}, "bsf,bsd->fd", ("", "", "d")),
+    ("matmul_all_reduce", {}, "sf,fd->sd", ("", "", "")),
+    ("matmul_all_reduce", {"chunk": "f"}, "bsd,df->bsf", ("", "", "")),
+    ("all_to_all_matmul", {}, "sd,df->sf", ("d", "", "s")),
+    ("all_to_all_matmul", {"gather": "h", "split": "s"}, "bshd,hde->bse", ("h", "", "s")),
+    ("all_to_all_matmul", {"gather": "s", "split": "d"}, "bsd,df->bsf", ("s", "d", "")),
+    ("matmul_all_to_all", {}, "sd,df->sf", ("s", "", "f")),
+    ("matmul_all_to_all", {"gather": "s", "split": "h"}, "bsd,dhe->bshe", ("s", "", "h")),
+]
 
 
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_ranks_may_be_of_any_kind_of_integer(size: int):
-    ranks = np.arange(size)
-    assert chunk_at(ranks, size - 1, size).tolist() == [(r + 1) % size for r in range(size)]
-    assert chunk_at(ranks, -1, size).tolist() == [(r + 1) % size for r in range(size)]
+def plain(name: str, options: dict, spec: str, x, w):
+    """Compute the same with JAX's own collectives and matmul."""
+    lhs, _, out = spec.replace("->", ",").split(",")
+    if name == "all_gather_matmul":
+        dim = lhs.index(options.get("gather", lhs[-2]))
+        return jnp.einsum(spec, lax.all_gather(x, AXIS, axis=dim, tiled=True), w)
+    if name == "all_to_all_matmul":
+        gather, split = options.get("gather", lhs[-1]), options.get("split", lhs[-2])
+        x = lax.all_to_all(x, AXIS, lhs.index(split), lhs.index(gather), tiled=True)
+        return jnp.einsum(spec, x, w)
+    y = jnp.einsum(spec, x, w)
+    if name == "matmul_all_reduce":
+        return lax.psum(y, AXIS)
+    if name == "matmul_reduce_scatter":
+        dim = out.index(options.get("scatter", out[-2]))
+        return lax.psum_scatter(y, AXIS, scatter_dimension=dim, tiled=True)
+    gather, split = options.get("gather", out[-2]), options.get("split", out[-1])
+    return lax.all_to_all(y, AXIS, out.index(split), out.index(gather), tiled=True)
 
 
-@every
-@styles
-def test_a_gather_has_each_chunk_once_and_before_it_is_wanted(style: Style, size: int):
-    held = {0: list(range(size))}  # by what a rank calls it: the chunks that the ranks have
-    seen: list[list[int]] = [[] for _ in range(size)]
-    hops = 0
-    for step in gather_steps(style, size):
-        for rank, chunk in enumerate(held[step.back]):
-            assert chunk == chunk_at(rank, step.back, size)
-            seen[rank].append(chunk)
-        for send in step.sends:
-            assert send.arrives_as not in held, "sent twice"
-            held[send.arrives_as] = permute(held[send.back], size, send.shift)
-            hops += 1
-    assert hops == orders.num_hops(Variant(style), size)
-    for rank in range(size):
-        assert seen[rank][0] == rank, "the own chunk is first"
-        assert sorted(seen[rank]) == list(range(size))
+def part(letters: str, held: str) -> tuple[int, ...]:
+    return tuple(SIZES[c] // (N if c in held else 1) for c in letters)
 
 
-@every
-@styles
-def test_a_scatter_ends_with_the_whole_sum_of_its_own_chunk(style: Style, size: int):
-    steps = scatter_steps(style, size)
-    arrived: dict[int, list[tuple[int, set[int]]]] = {}  # by step: chunk, and whose products
-    kept: list[set[int]] = [set() for _ in range(size)]
-    multiplied: list[list[int]] = [[] for _ in range(size)]
-    for i, step in enumerate(steps):
-        sums = []
-        for rank in range(size):
-            chunk, summed = chunk_at(rank, step.back, size), {rank}
-            multiplied[rank].append(chunk)
-            for joined in step.joins:
-                arriving, ranks = arrived[joined][rank]
-                assert arriving == chunk
-                assert not ranks & summed
-                summed |= ranks
-            for keeping in step.keeps:
-                arriving, ranks = arrived[keeping][rank]
-                assert arriving == rank, "only the owner keeps a sum"
-                assert not ranks & kept[rank]
-                kept[rank] |= ranks
-            sums.append((chunk, summed))
-        for used in (*step.joins, *step.keeps):
-            del arrived[used]
-        if step.shift:
-            arrived[i] = permute(sums, size, step.shift)
-        assert bool(step.shift) == (i < len(steps) - 1), "only the last sum stays"
-    assert not arrived, "a sum that nobody added"
-    for rank, (chunk, summed) in enumerate(sums):
-        assert chunk == rank == multiplied[rank][-1], "the own chunk is last"
-        assert sorted([*summed, *kept[rank]]) == list(range(size))
-        assert sorted(multiplied[rank]) == list(range(size))
+def variants(name: str) -> list[str]:
+    return ["direct", "sliced x 2"] if "all_to_all" in name else ["one_way", "two_way x 2"]
 
 
-@every
-def test_two_ways_are_half_as_long(size: int):
-    """Each of the two rings has ceil((N - 1) / 2) hops, less one to the left where N is even."""
-    for shifts in (
-        [send.shift for step in gather_steps("two_way", size) for send in step.sends],
-        [step.shift for step in scatter_steps("two_way", size)[:-1]],
-    ):
-        assert (shifts.count(1), shifts.count(-1)) == (size // 2, (size - 1) // 2)
-        assert set(shifts) <= {1, -1}
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r[0]} {r[2]}")
+def test_numbers_and_gradients(row):
+    name, options, spec, held = row
+    lhs, rhs, out = spec.replace("->", ",").split(",")
+    x, w, cotangent = (
+        normal(N, *part(letters, h), seed=i).astype(np.float64)
+        for i, (letters, h) in enumerate(zip((lhs, rhs, out), held, strict=True))
+    )
+    named = {} if not options else {"spec": spec}  # without options: x @ w
+
+    def body(x, w, cotangent):
+        def both(f):
+            y, transpose = jax.vjp(f, x, w)
+            return (y, *transpose(cotangent.astype(y.dtype)))
+
+        function = getattr(ring, name)
+        mine = [
+            both(lambda x, w, v=v: function(x, w, AXIS, variant=v, **named, **options))
+            for v in variants(name)
+        ]
+        return both(lambda x, w: plain(name, options, spec, x, w)), mine
+
+    with jax.enable_x64(True):
+        wanted, _ = per_device(N, body, x, w, cotangent)
+    wanted = [np.asarray(a) for a in wanted]
+    _, found = per_device(N, body, *(a.astype(np.float32) for a in (x, w, cotangent)))
+    for got in found:
+        for g, exactly in zip(got, wanted, strict=True):
+            assert g.dtype == np.float32
+            assert_close(g, exactly)
 
 
-# -- closed forms ---------------------------------------------------------------------------------
+def test_gradients_are_rings():
+    """A scatter's gradient gathers dy once, for both operands; a gather's has a ring for each."""
+    x, w = normal(N, 8, 8), normal(N, 8, 8)
+
+    def hops(function):
+        def body(x, w):
+            y, transpose = jax.vjp(lambda x, w: function(x, w, AXIS), x, w)
+            return transpose(y)
+
+        mesh = Mesh(np.array(jax.devices()[:N]), (AXIS,))
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+        )
+        jaxpr = jax.make_jaxpr(mapped)(x.reshape(-1, 8), w.reshape(-1, 8)).jaxpr
+        return [e.primitive.name for e in equations(jaxpr)].count("ppermute")
+
+    assert hops(ring.matmul_reduce_scatter) == 2 * (N - 1)
+    assert hops(ring.all_gather_matmul) == 3 * (N - 1)
+    assert hops(ring.matmul_all_to_all) == 2 * (N - 1)
 
 
-def gather_lives(style: Style, n: int, m: int) -> Iterator[int]:
-    """Count the pieces alive in each matmul of a gather: written by hops, and not yet read."""
-    steps = gather_steps(style, n)
-    turn = {step.back: i for i, step in enumerate(steps)}
-    sent = {s.arrives_as: i for i, step in enumerate(steps) for s in step.sends}
-    for now in range(n * m):
-        arrivals = [(sent[b] * m + j, turn[b] * m + j) for b in sent for j in range(m)]
-        yield sum(first <= now <= last for first, last in arrivals)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map_with_a_replicated_weight(check_vma: bool):
+    """An operand that is the same on all devices gets the sum of their gradients, either way."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, N), ("data", AXIS))
+    x, w = normal(2, 8 * N, 6), normal(6, 5, seed=1)
+
+    def layer(x, w):
+        return ring.all_gather_matmul(x, w, AXIS, spec="bsd,df->bsf", gather="s")
+
+    def loss(x, w):
+        y = jax.shard_map(
+            layer,
+            mesh=mesh,
+            in_specs=(P("data", AXIS), P()),
+            out_specs=P("data", None, AXIS),  # each device's whole result, side by side
+            check_vma=check_vma,
+        )(x, w)
+        return (y**2).sum() / N, y
+
+    grads, y = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, w)
+    expected = exact("bsd,df->bsf", x, w)
+    assert_close(y, np.concatenate([expected] * N, 2))
+    assert_close(grads[0], 2 * exact("bsf,df->bsd", expected, w))
+    assert_close(grads[1], 2 * exact("bsf,bsd->df", expected, x))
 
 
-def scatter_lives(style: Style, n: int, m: int, *, count_own: bool) -> Iterator[int]:
-    """Count the pieces alive in each matmul of a scatter: both ends of a hop, and the product."""
-    steps = scatter_steps(style, n)
-    added = {s: i for i, step in enumerate(steps) for s in (*step.joins, *step.keeps)}
-    for now in range(n * m):
-        flights = [(s * m + j + 1, added[s] * m + j) for s in added for j in range(m)]
-        own = max(0, now - (n - 1) * m + 1)  # what there is of the result
-        product = (own if count_own else 0) if own else 1
-        yield 2 * sum(first <= now <= last for first, last in flights) + product
+def test_precision_and_dtype_are_the_einsums():
+    def body(x, w):
+        f = ring.all_gather_matmul
+        return f(x, w, AXIS, precision="highest", preferred_element_type=jnp.float32)
+
+    x, w = normal(N, 2, 8, dtype=jnp.bfloat16), normal(N, 8, 8, dtype=jnp.bfloat16)
+    got = per_device(N, body, x, w)
+    assert got.dtype == jnp.float32
+    for device in range(N):
+        assert_close(got[device], exact("sd,df->sf", x.reshape(-1, 8), w[device]))
 
 
-def exchange_lives(n: int, m: int) -> Iterator[int]:
-    """Count a gather's pieces, and the slice that each hop reads, until it surely has arrived."""
-    for now in range(n * m):
-        sources = [(i * m + j, (i + 1) * m + j - 1) for i in range(n - 1) for j in range(m)]
-        copies = sum(first <= now <= last for first, last in sources)
-        arrivals = [(i * m + j, (i + 1) * m + j) for i in range(n - 1) for j in range(m)]
-        yield copies + sum(first <= now <= last for first, last in arrivals)
+X, W = np.ones((N, 8, 8), np.float32), np.ones((N, 8, 8), np.float32)
+MISTAKES = {
+    r"spec 'sd\.df': expected two operands": {"spec": "sd.df"},
+    r"letter f stands alone.*in two or in all three": {"spec": "sd,df->s"},
+    r"letter d stands twice": {"spec": "dd,df->df"},
+    r"x has 3 letters and 2 dims \(8, 8\)": {"spec": "bsd,df->bsf"},
+    r"gather='f': expected one of the letters s, d": {"spec": "sd,df->sf", "gather": "f"},
+    r"dim d.*size 32 in x, gathered from 4 devices, and 8 in w": {"spec": "sd,df->sf", "gather": "d"},
+    r"variant 'round': expected a style \(one_way": {"variant": "round"},
+    r"size 8 does not divide into 1 chunks of 3 pieces": {"variant": "one_way x 3"},
+}  # fmt: skip
 
 
-@given(st.sampled_from(RINGS), st.integers(2, 12), st.integers(1, 4))
-def test_peak_bytes_are_those_of_the_order(style: Style, n: int, m: int):
-    chunk_bytes, variant = 64 * m, Variant(style, m)
-
-    def peak(collective):
-        return orders.peak_bytes(collective, variant, n, chunk_bytes) * m // chunk_bytes
-
-    assert peak("all_gather") == max(gather_lives(style, n, m))
-    assert peak("reduce_scatter") == max(scatter_lives(style, n, m, count_own=False))
-    assert peak("all_reduce") == max(scatter_lives(style, n, m, count_own=True))
-    if style == "direct":
-        assert peak("all_to_all") == max(exchange_lives(n, m))
+@pytest.mark.parametrize("problem", MISTAKES)
+def test_mistakes(problem: str):
+    with pytest.raises(ValueError, match=problem):
+        per_device(N, lambda x, w: ring.all_gather_matmul(x, w, AXIS, **MISTAKES[problem]), X, W)
 
 
-@given(st.integers(2, 12), st.integers(2, 8))
-def test_slices_of_the_whole_need_less_the_more_there_are(n: int, m: int):
-    for collective, at_once in (("all_gather", 2), ("reduce_scatter", 2), ("all_to_all", 3)):
-        peak = orders.peak_bytes(collective, Variant("sliced", m), n, 64 * m)  # type: ignore[arg-type]
-        assert peak == at_once * n * 64
-    assert orders.num_hops(Variant("sliced", m), n) == m
+def test_mistakes_of_other_functions():
+    def fails(function, problem, x=X, w=W, **options):
+        with pytest.raises(ValueError, match=problem):
+            per_device(N, lambda x, w: function(x, w, AXIS, **options), x, w)
+
+    odd = np.ones((N, 6, 8), np.float32)
+    fails(ring.matmul_reduce_scatter, "dim . of .* size 6 .* multiple of the 4 devices", x=odd)
+    fails(ring.matmul_all_reduce, "chunk='z'", chunk="z")
+    fails(ring.all_to_all_matmul, "gather and split are both 's'", spec="sd,df->sf", gather="s", split="s")  # fmt: skip
+    fails(ring.all_to_all_matmul, "an exchange has no ring", w=np.ones((N, 32, 8), np.float32), variant="one_way")  # fmt: skip
+    fails(ring.matmul_all_to_all, "x has dtype int32", x=X.astype(np.int32))
+    fails(ring.all_gather_matmul, "without a spec expected", w=np.ones((N, 8), np.float32))
 
 
-def test_one_device_sends_and_holds_nothing():
-    for style in RINGS:
-        assert orders.num_hops(Variant(style, 2), 1) == 0
-        assert orders.peak_bytes("all_reduce", Variant(style, 2), 1, 64) == 0
-    assert orders.bytes_sent("all_reduce", 1, 64) == 0
+def test_outside_of_shard_map():
+    with pytest.raises(ValueError, match=r"no manual mesh axis 'x' here: call this inside"):
+        ring.all_gather_matmul(X[0], W[0], AXIS)
 
 
-def test_bytes_of_known_collectives():
-    # Eight devices, shards of 1 KiB: seven go out; an all-reduce sends them twice.
-    assert orders.bytes_sent("all_gather", 8, 1024) == 7 * 1024
-    assert orders.bytes_sent("reduce_scatter", 8, 1024) == 7 * 1024
-    assert orders.bytes_sent("all_reduce", 8, 1024) == 14 * 1024
-    # Each device has 8 KiB of a whole of 64 KiB, and sends all but one eighth of them.
-    assert orders.bytes_sent("all_to_all", 8, 1024) == (64 - 8) * 1024 // 8
+def test_it_is_exported():
+    assert jaxoverlap.ring is ring
+    assert jaxoverlap.Variant.parse("two_way x 2") == jaxoverlap.Variant("two_way", 2)

@@ -1,6 +1,6 @@
 """Parts of jax that may change: jaxprs. Jits are `jits`, the compiler is `jobs` and `partitioner`.
 
-Written against jax 0.11.2 and 0.12.0; `tests/test_compat.py` pins each behaviour that is used.
+Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_compat.py` pins each behaviour that is used.
 """
 
 from __future__ import annotations

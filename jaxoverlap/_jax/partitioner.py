@@ -5,7 +5,7 @@ keeps the partitioned module and raises, which ends the compilation: a step that
 to compile is partitioned within a few tenths. The module goes to XLA's own client, past JAX's
 caches, logs and counters: for all that they tell, nothing was compiled.
 
-Written against jax 0.11.2 and 0.12.0; `tests/test_partitioner.py` pins each behaviour that is used.
+Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_partitioner.py` pins each behaviour used.
 """
 
 from __future__ import annotations

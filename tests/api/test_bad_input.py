@@ -1,0 +1,333 @@
+"""Users' mistakes, and legal programs that do not fit, are each told in words.
+
+A mistake is a ValueError that names what was given and what to do; a matmul that does not fit is a
+Skip with its reason, and the step runs.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoverlap import Decision, Skip, overlap
+
+
+def mesh_of(**axes: int) -> Mesh:
+    count = int(np.prod(list(axes.values())))
+    auto = (AxisType.Auto,) * len(axes)
+    devices = jax.devices()[:count]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
+
+
+MESH = mesh_of(data=2, model=4)
+
+
+def on(mesh: Mesh, *spec) -> NamedSharding:
+    return NamedSharding(mesh, P(*spec))
+
+
+def struct(*shape: int, spec=(), dtype=np.float32, mesh: Mesh = MESH) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=on(mesh, *spec))
+
+
+def matmul(x, w):
+    return x @ w
+
+
+ARGS = (struct(16, 32, spec=("model",)), struct(32, 64, spec=(None, "model")))
+
+
+def refuse(*parts: str, **options):
+    """Check that calling, explaining and lowering are refused in words that hold all of `parts`."""
+    fn, args = options.pop("fn", matmul), options.pop("args", ARGS)
+    for entry in ("explain", "lower", "trace", "__call__"):
+        with pytest.raises(ValueError) as error:
+            getattr(overlap(fn, **options), entry)(*args)
+        for part in parts:
+            assert part in str(error.value)
+
+
+# -- the arguments of overlap ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "cluster", ["", "h100-sxm", "8x8", "h100-sxm:8", "h100-sxm:8x8x8", "h100-sxm 8x8"]
+)
+def test_a_cluster_that_does_not_parse(cluster: str):
+    with pytest.raises(ValueError, match=r"cannot read .* as a cluster.*'h100-sxm:8x8'"):
+        overlap(matmul, cluster=cluster)
+    with pytest.raises(ValueError, match="as a cluster"):
+        overlap(cluster=cluster)  # as a decorator: at once, not when the step is made
+
+
+@pytest.mark.parametrize(("given", "near"), [("h100", "h100-sxm"), ("gb20", "gb200")])
+def test_an_unknown_chip_is_told_its_neighbours(given: str, near: str):
+    with pytest.raises(ValueError, match=f"unknown chip '{given}'.*did you mean.*{near}"):
+        overlap(matmul, cluster=f"{given}:1x8")
+
+
+def test_a_cluster_of_another_size_than_the_mesh():
+    refuse("matmul", "8 devices", "h100-sxm:8x8 has 64", "'model': 4", cluster="h100-sxm:8x8")
+
+
+@pytest.mark.parametrize("value", ["ignore", "Raise", "", None, True])
+def test_on_error(value):
+    with pytest.raises(ValueError, match=r"on_error=.*expected 'raise' or 'plain'"):
+        overlap(matmul, on_error=value)
+
+
+def test_skip_as_one_string():
+    with pytest.raises(ValueError, match=re.escape("skip='gpt.py:88': expected source lines")):
+        overlap(matmul, skip="gpt.py:88")
+
+
+@pytest.mark.parametrize(
+    "entry", ["gpt.py:88", "test_bad_input.py", "test_bad_input.py:0", "py:47", ""]
+)
+def test_skip_of_a_line_without_a_matmul(entry: str):
+    line = matmul.__code__.co_firstlineno + 1
+    refuse(f"skip={entry!r}", f"api/test_bad_input.py:{line}", skip=(entry,))
+
+
+@pytest.mark.parametrize("fn", [3, "train_step", [matmul]])
+def test_something_that_is_no_function(fn):
+    with pytest.raises(ValueError, match=r"overlap\(\) was given .*expected a function"):
+        overlap(fn)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cluster": 8}, {"skip": 88}, {"skip": None}, {"skip": (88,)}], ids=str
+)
+def test_arguments_of_another_type(options):
+    with pytest.raises(ValueError):
+        overlap(matmul, **options).explain(*ARGS)
+
+
+# -- meshes ---------------------------------------------------------------------------------------
+
+
+def left_as_it_is(*parts: str, fn=matmul, args, on_error: str = "raise") -> None:
+    """Check that the step runs as it is and says so once, and that explain() refuses."""
+    step, expected = overlap(fn, on_error=on_error), jax.jit(fn)(*args)
+    with pytest.raises(ValueError) as error:
+        overlap(fn).explain(*args)
+    with pytest.warns(UserWarning, match="changes nothing") as caught:
+        got = step(*args)
+    said = str(caught[0].message), str(error.value)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert all(part in text for part in parts for text in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*[a.astype(np.float16) for a in args])  # another signature
+        lowered = step.lower(*args)
+        assert lowered.plan is None
+        for again in (
+            step(*args),
+            lowered.compile()(*args),
+            step.trace(*args).lower().compile()(*args),
+        ):
+            np.testing.assert_array_equal(again, expected)
+    np.testing.assert_array_equal(got, expected)
+    assert got.sharding == expected.sharding
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+@pytest.mark.parametrize("kind", ["host", "anywhere", "one device"])
+def test_a_step_without_a_mesh(kind: str, on_error: str):
+    x = np.ones((8, 8), np.float32)
+    place = {"host": np.asarray, "anywhere": jnp.asarray}
+    args = [place.get(kind, lambda x: jax.device_put(x, jax.devices()[1]))(x)] * 2
+    left_as_it_is("matmul has no mesh", "Shard its arguments", args=args, on_error=on_error)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+def test_a_mesh_of_one_device(on_error: str):
+    x = jax.device_put(np.ones((8, 8), np.float32), on(mesh_of(data=1, model=1), "model"))
+    parts = ("mesh of one device", "{'data': 1, 'model': 1}", "nothing to overlap")
+    left_as_it_is(*parts, args=(x, x), on_error=on_error)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+def test_two_meshes_of_the_same_devices(on_error: str):
+    """A batch lies on a mesh of its own, beside parameters on another."""
+    other, ones = mesh_of(batch=8), np.ones((32, 32), np.float32)
+    args = (jax.device_put(ones, on(other, "batch")), jax.device_put(ones, on(MESH, "model")))
+    parts = ("2 meshes", "{'batch': 8} and {'data': 2, 'model': 4}", "expected one")
+    left_as_it_is(*parts, args=args, on_error=on_error)
+
+    def constrained(x, w):
+        return lax.with_sharding_constraint(x @ w, on(other, "batch"))
+
+    args = [jax.device_put(ones, on(MESH, "model"))] * 2
+    left_as_it_is(*parts, fn=constrained, args=args, on_error=on_error)
+
+
+def test_meshes_of_other_devices_are_jits_own_error():
+    ones, mesh = np.ones((8, 8), np.float32), mesh_of(model=4)
+    args = (jax.device_put(ones, on(mesh, "model")), jax.device_put(ones, on(MESH, "model")))
+    with pytest.raises(ValueError, match="incompatible devices for jitted computation"):
+        jax.jit(matmul)(*args)
+    with pytest.raises(ValueError, match="incompatible devices"), pytest.warns(match="2 meshes"):
+        overlap(matmul)(*args)
+
+
+def test_a_plan_is_for_a_mesh():
+    plan = overlap(matmul).explain(*ARGS)
+    x = np.ones((16, 32), np.float32)
+    with pytest.raises(ValueError, match="matmul has no mesh"):
+        overlap(matmul, plan=plan, on_error="plain")(x, x.T)
+
+
+# -- matmuls that no ring fits: a reason each, and the step runs ----------------------------------
+
+
+def entry_of(step, *args: jax.ShapeDtypeStruct) -> Decision | Skip:
+    """Return the entry of the step's one matmul; it is also run, and compared."""
+    rng = np.random.default_rng(0)
+    arrays = [
+        jax.device_put(rng.integers(-3, 4, a.shape).astype(a.dtype), a.sharding) for a in args
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "overlap.. changes nothing")
+        (entry,) = overlap(step).explain(*args).entries
+        got = overlap(step)(*arrays)
+    np.testing.assert_array_equal(got, step(*arrays))
+    return entry
+
+
+def reason(step, *args: jax.ShapeDtypeStruct) -> str:
+    """Return the reason why the step's one matmul is left alone."""
+    entry = entry_of(step, *args)
+    assert isinstance(entry, Skip)
+    assert entry.source.startswith("api/test_bad_input.py:")
+    return entry.reason
+
+
+def placed(*spec, **options):
+    """Return a step whose product lies at `spec`."""
+
+    @jax.jit
+    def step(x, w):
+        return lax.with_sharding_constraint(lax.dot(x, w, **options), on(MESH, *spec))
+
+    return step
+
+
+def test_an_all_reduce_whose_dims_do_not_divide():
+    args = (struct(3, 32, spec=(None, "model")), struct(32, 5, spec=("model",)))
+    assert reason(placed(), *args) == "no dim of the result (a 3, c 5) divides into 4 chunks"
+
+
+def test_a_chunk_that_would_not_divide():
+    args = (struct(4, 32, spec=("model",)), struct(32, 64, spec=(None, "model")))
+    found = reason(placed("data", "model"), *args)
+    assert found == "dim a of lhs has size 4: not divisible by 8 devices"
+
+
+def test_a_gather_by_the_major_axis_of_a_dim():
+    """The rows left to a device would not be those that the result's other axis counts."""
+    args = (struct(16, 32, spec=(("model", "data"),)), struct(32, 64, spec=(None, "model")))
+    found = reason(placed("data", "model"), *args)
+    assert found == "dim a is sharded in different orders: ('model', 'data') and ('data',)"
+
+
+def test_a_result_that_must_be_gathered():
+    args = (struct(16, 32, spec=("model",)), struct(32, 8))
+    assert reason(placed(), *args) == "model wants gather of out dim a: no ring for that"
+
+
+def batched(*spec):
+    """Return a step of matmuls side by side, one for each row of its first dim."""
+
+    @jax.jit
+    def step(x, w):
+        y = lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,))))
+        return lax.with_sharding_constraint(y, on(MESH, *spec))
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (4, "dim b of lhs has size 4: not divisible by 8 devices"),
+        (16, "dim b is sharded in different orders: ('model', 'data') and ('data',)"),
+    ],
+)
+def test_an_exchange_whose_blocks_do_not_meet(rows: int, why: str):
+    """Data must find its part of the rows that are exchanged over model."""
+    args = (struct(32, rows, 32, spec=(None, "model")), struct(32, 32, 64))
+    fits = entry_of(batched("model"), *args)
+    assert isinstance(fits, Decision) and fits.kind == "all_to_all_matmul"
+    assert reason(batched("model", "data"), *args) == why
+
+
+@pytest.mark.parametrize("dtype", ["int16", "complex64"])
+def test_dtypes_that_no_ring_was_made_for(dtype: str):
+    args = (
+        struct(16, 32, spec=("model",), dtype=dtype),
+        struct(32, 64, spec=(None, "model"), dtype=dtype),
+    )
+    found = reason(placed(None, "model"), *args)
+    assert (
+        found == f"dtype {dtype} is not supported (supported: float8_e4m3fn, float8_e5m2, float16, "
+        "bfloat16, float32, float64, int8, uint8, int32)"
+    )
+
+
+def test_a_matmul_inside_a_shard_map():
+    @jax.jit
+    def step(x, w):
+        specs = dict(in_specs=(P("model"), P(None, None)), out_specs=P("model"))
+        return jax.shard_map(lambda x, w: x @ w, mesh=MESH, **specs)(x, w)
+
+    args = (struct(16, 32, spec=("model",)), struct(32, 64))
+    assert reason(step, *args) == "no collective beside it inside shard_map"
+
+
+def test_more_dims_than_letters():
+    @jax.jit
+    def step(x, w):
+        return lax.dot_general(x, w, (((0,), (0,)), ((), ())))
+
+    args = [struct(8, *(1,) * 26, spec=("model",))] * 2
+    assert reason(step, *args) == "its operands have 54 dims: more than letters (52)"
+
+
+def test_empty_and_scalar_matmuls():
+    step = placed(None, "model")
+    found = overlap(step).explain(
+        struct(0, 32, spec=("model",)), struct(32, 64, spec=(None, "model"))
+    )
+    assert len(found.entries) == 1
+    x = jax.device_put(np.zeros((0, 32), np.float32), on(MESH, "model"))
+    w = jax.device_put(np.zeros((32, 64), np.float32), on(MESH, None, "model"))
+    assert overlap(step)(x, w).shape == (0, 64)
+    dot = jax.jit(lambda x, y: x @ y, out_shardings=on(MESH))
+    vectors = (struct(32, spec=("model",)), struct(32, spec=("model",)))
+    assert reason(dot, *vectors) == "no dim of the result () divides into 4 chunks"
+
+
+def test_ragged_matmuls_and_convolutions_are_named():
+    @jax.jit
+    def step(x, w, sizes, kernel):
+        rows = jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("model")))
+        grouped = jax.lax.ragged_dot(rows, w, sizes)
+        image = x.reshape(1, 1, *x.shape)
+        return grouped, jax.lax.conv(image, kernel, (1, 1), "SAME")
+
+    args = (struct(16, 32, spec=("model",)), struct(4, 32, 8), struct(4, dtype="int32"))
+    found = [e for e in overlap(step).explain(*args, struct(1, 1, 3, 3)).skips]
+    assert sorted(e.reason for e in found) == [
+        "conv_general_dilated: no ring for that",
+        "ragged_dot_general: no ring for that",
+    ]
+    assert all(e.source.startswith("api/test_bad_input.py:") for e in found)

@@ -1,0 +1,154 @@
+"""Our own faults, the user's mistakes and the step's own errors are each told as what they are."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoverlap import RewriteError, overlap
+from jaxoverlap.passes.rewriting import rewrite
+
+MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+ROWS, COLUMNS = (NamedSharding(MESH, P(*spec)) for spec in (("model",), (None, "model")))
+X = jax.device_put(np.ones((16, 32), np.float32), ROWS)
+W = jax.device_put(np.ones((32, 64), np.float32), COLUMNS)
+
+
+def product(x, w):
+    return lax.with_sharding_constraint(x @ w, COLUMNS)
+
+
+# -- faults of our own ----------------------------------------------------------------------------
+
+STAGES = (
+    *("context.flatten", "context.made_for", "ways.bodies", "ways.decide", "ways.rewrite"),
+    *("ways.prefetch", "share", "program.options_for"),
+)
+
+
+@pytest.fixture(params=STAGES)
+def fault(request, monkeypatch) -> None:
+    """Make one stage of the pipeline fail as nobody foresaw."""
+
+    def fail(*_, **__):
+        raise KeyError("Var(id=1)")
+
+    where = {"share": "passes.planning.decide.share"}.get(request.param, f"step.{request.param}")
+    monkeypatch.setattr(f"jaxoverlap.{where}", fail)
+
+
+WHERE = r"KeyError: 'Var\(id=1\)' \(\w+/\w+\.py:\d+, in \w+\)"
+
+
+@pytest.mark.usefixtures("fault")
+def test_plain_warns_of_a_fault_of_ours_once_and_runs_the_step_as_it_is():
+    step = overlap(jax.jit(product), on_error="plain")
+    said = rf"(?s)product runs without overlap: could not rewrite product, .*{WHERE}$"
+    with pytest.warns(UserWarning, match=said) as caught:
+        got = step(X, W)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    np.testing.assert_array_equal(got, product(X, W))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(X, W)
+        assert step.lower(X, W).compile().plan is None
+
+
+@pytest.mark.usefixtures("fault")
+def test_a_fault_of_ours_is_a_rewrite_error_with_its_cause():
+    for on_error, entry in (("raise", "__call__"), ("raise", "lower"), ("plain", "explain")):
+        step = overlap(product, on_error=on_error)
+        with warnings.catch_warnings(), pytest.raises(RewriteError, match=f"(?s){WHERE}") as error:
+            warnings.simplefilter("ignore")
+            getattr(step, entry)(X, W)
+        assert "pass on_error='plain' to overlap()" in str(error.value)
+        assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_plain_is_not_advised_to_those_who_have_it(monkeypatch):
+    monkeypatch.setattr(rewrite, "ringed", lambda *_, **__: 1 / 0)
+    with pytest.warns(UserWarning, match="without overlap: could not rewrite matmul 0") as caught:
+        overlap(product, on_error="plain")(X, W)
+    (warning,) = caught
+    assert "plain" not in str(warning.message)
+    assert "To leave it alone, pass skip=('api/test_on_error.py:" in str(warning.message)
+
+
+def test_another_fault_in_another_signature_is_told_too(monkeypatch):
+    step, wide = overlap(product, on_error="plain"), jax.device_put(np.ones((32, 32)), ROWS)
+    for fault, args in (("first", (X, W)), ("second", (wide, W))):
+
+        def fail(*_, fault=fault, **__):
+            raise KeyError(fault)
+
+        monkeypatch.setattr("jaxoverlap.step.ways.decide", fail)
+        with pytest.warns(UserWarning, match=f"KeyError: '{fault}'"):
+            step(*args)
+
+
+def test_a_warning_of_ours_that_filters_raise_is_no_fault():
+    whole = jax.device_put(X, NamedSharding(MESH, P()))
+    step = overlap(lambda x: x @ x.T, on_error="plain")
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="changes nothing"):
+        warnings.simplefilter("error")
+        step(whole)
+
+
+# -- mistakes of the user's -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"skip": ["gpt.py:88"]},
+        {"granularity": {"gpt.py:88": "two_way"}},
+        {"cluster": "h100-sxm:8x8"},
+    ],
+    ids=str,
+)
+def test_mistakes_in_what_overlap_was_given_are_raised(mistake):
+    with pytest.raises(ValueError, match=r"gpt.py:88|has 64"):
+        overlap(product, on_error="plain", **mistake)(X, W)
+
+
+# -- errors of the step's own ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError, RuntimeError])
+def test_what_the_step_raises_while_it_is_traced_stays_as_it_is(on_error: str, kind):
+    mine, traces = kind("the user's own"), []
+
+    def step(x, w):
+        traces.append(x.shape)
+        raise mine
+
+    for entry in ("__call__", "lower", "explain"):
+        traces.clear()
+        with warnings.catch_warnings(), pytest.raises(kind) as error:
+            warnings.simplefilter("error")
+            getattr(overlap(step, on_error=on_error), entry)(X, W)
+        assert error.value is mine and error.value.__cause__ is None
+        assert traces == [X.shape], "once"
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+def test_what_the_step_raises_when_it_is_lowered_is_its_own_too(on_error: str):
+    unlowered = jax.extend.core.Primitive("unlowered")
+    unlowered.def_abstract_eval(lambda x: x)
+
+    def step(x, w):
+        return product(unlowered.bind(x), w)
+
+    with pytest.raises(NotImplementedError, match="unlowered"):
+        jax.jit(step)(X, W)
+    for entry in ("__call__", "lower"):
+        with warnings.catch_warnings(), pytest.raises(NotImplementedError, match="unlowered"):
+            warnings.simplefilter("error")
+            getattr(overlap(step, on_error=on_error), entry)(X, W)

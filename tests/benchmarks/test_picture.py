@@ -1,0 +1,45 @@
+"""Decisions rest on what XLA's partitioner does: each matmul's work and collectives.
+
+`python -m benchmarks.strangers --what picture` compares them for published trainers.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import pytest
+
+import jaxoverlap
+from benchmarks.picture import agreement
+from benchmarks.pods.suite import STEPS
+from tests.support.pods import pytestmark  # noqa: F401 - the marks of tests that compile for pods
+
+# Patches have few features: XLA splits their gradients over a second axis too, and gathers the rest.
+OTHERWISE = {"vit-a100-64": 2, "vit": 2}
+TRAINERS = {"gpt": (2, 4), "moe": (2, 4), "vit": (2, 4), "long_context": (2, 4)}
+
+
+def traced_for(
+    pod: str, axes: dict[str, int], build
+) -> tuple[jax.stages.Traced, jax.sharding.Mesh]:
+    mesh = jaxoverlap.pod_mesh(pod, axes)
+    step, args = build(mesh)
+    return step.trace(*args), mesh
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_of_the_suites_steps(name: str):
+    step = STEPS[name]
+    found = agreement(*traced_for(step.pod, step.axes, lambda mesh: step.build("plain", mesh)))
+    assert len(found.otherwise) == OTHERWISE.get(name, 0), found.otherwise
+    assert found.same > 20 and not found.unread
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_of_the_trainers(name: str):
+    recipe = importlib.import_module(f"models.{name}").RECIPE
+    axes = dict(zip(recipe.config.AXES, TRAINERS[name], strict=True))
+    found = agreement(*traced_for("h100-sxm:1x8", axes, recipe.build))
+    assert len(found.otherwise) == OTHERWISE.get(name, 0), found.otherwise
+    assert found.same > 20 and not found.unread

@@ -1,0 +1,259 @@
+"""The `jaxoverlap` command prints its results, ends with an exit code and tells of errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxoverlap.cli import app
+from jaxoverlap.cli.target import parse_axes
+from jaxoverlap.flags import PRESETS, preset
+from tests.support.command import python, run, run_json
+from tests.support.pods import needs_plugin
+
+POD = ("--pod", "h100-sxm:1x4", "--mesh", "tp=4")
+pods = pytest.mark.pods
+
+
+# -- flags and pods ---------------------------------------------------------------------------------
+
+
+def test_a_preset_is_a_table_with_reasons_and_sources():
+    shown = run("flags", "gcp-a3-mega")
+    for s in PRESETS["gcp-a3-mega"].settings:
+        assert s.name in shown
+    assert "Google's" in shown
+    assert "AI-Hypercomputer/gpu-recipes@2e1fd5e src/helm-charts/a3mega/nccl-tests" in shown
+
+
+def test_a_preset_in_the_forms_that_machines_take():
+    found = preset("h200:2x8")
+    assert json.loads(run("flags", "h200:2x8", "--as", "options")) == found.options
+    assert run("flags", "h200:2x8", "--as", "xla-flags").strip() == found.xla_flags
+    assert run("flags", "h200:2x8", "--as", "env") == found.env_file
+    whole = run_json("flags", "h200:2x8")
+    assert whole["name"] == "dgx-h200"
+    assert {s["name"]: s["value"] for s in whole["settings"]} == found.options | found.variables
+    assert whole["conflicts"][0]["said"]
+
+
+def test_a_check_fails_if_a_flag_is_dead():
+    shown = run("flags", "--check", "--xla_gpu_graph_level=0 --xla_gpu_autotune_level=3", code=1)
+    assert "rejected" in shown and "1 rejected, 1 set" in shown
+    assert "--xla_gpu_autotune_level" not in shown  # does what it says
+    assert "1 renamed" in run("flags", "--check", "--xla_gpu_enable_pipelined_all_gather")
+    done = CliRunner().invoke(app, ["flags", "--check", "--xla_gpu_graph_level=0", "--json"])
+    assert done.exit_code == 1
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["status"] == "rejected"
+
+
+def test_pods_lists_chips_and_presets():
+    shown = run("pods")
+    assert "a100-sxm-80" in shown and "gcp-a3-high" in shown
+    listed = run_json("pods")
+    assert [c["name"] for c in listed["chips"]][2] == "h100-sxm"
+    assert set(listed["presets"]) == set(PRESETS)
+
+
+def test_pods_gives_meshes_that_fit():
+    shown = run("pods", "h100-sxm:8x8")
+    assert "--mesh data=8,model=8" in shown
+    assert "model=16" not in shown  # would leave NVLink
+    meshes = run_json("pods", "gb200:18x4")["meshes"]
+    assert all(m["data"] * m["model"] == 72 for m in meshes)
+    assert {"data": 1, "model": 72} in meshes
+    assert "NVLink among 8 (hosts of it: 1; 1 a process)" in run("pods", "h100-sxm:8x8/8")
+    assert run_json("pods", "h100-sxm:8x8/2")["processes_per_host"] == 2
+
+
+# -- steps ------------------------------------------------------------------------------------------
+
+
+@needs_plugin
+@pods
+def test_explain_shows_the_plan():
+    assert "2 matmuls: 2 ringed" in run("explain", "tests.support.build_step", *POD)
+    plan = run_json("explain", "tests.support.build_step:build", *POD)
+    assert [e["type"] for e in plan["entries"]] == ["ring", "ring"]
+
+
+@needs_plugin
+@pods
+def test_explain_says_no_where_nothing_is_to_hide():
+    shown = run("explain", "tests.support.build_step:whole", *POD, code=1)
+    assert "0 ringed" in shown
+    assert "\nWarning: overlap() changes nothing" in f"\n{shown}"
+
+
+@needs_plugin
+@pods
+def test_explain_takes_a_trainer():
+    assert run_json("explain", "models.gpt", "--pod", "h100-sxm:1x8", "--mesh", "data=1,model=8")
+
+
+@needs_plugin
+@pods
+def test_audit_counts_and_can_be_held_to_a_share():
+    shown = run("audit", "tests.support.build_step", *POD, "--plain", "--at-least", "1")
+    assert "6 of 6 covered" in shown and "the plain step's:  " in shown
+    assert re.search(r"\nplain \S+ ms -> overlapped \S+ ms, \S+ x\n", shown)
+    got = run_json("audit", "tests.support.build_step:overlapped", *POD, "--keep-rings")[
+        "overlapped"
+    ]
+    assert got["speedup"] is None
+    assert got["hops"]["count"] == got["hops"]["covered"] == 6
+    assert len(got["collectives"]) >= 6
+
+
+@needs_plugin
+@pods
+def test_simulate_gives_sums_that_add_up_and_draws(tmp_path: Path):
+    files = {f"--{kind}": tmp_path / f"step.{kind}" for kind in ("html", "svg", "perfetto")}
+    drawn = [word for name, path in files.items() for word in (name, str(path))]
+    steps = run_json("simulate", "tests.support.build_step", *POD, "--plain", *drawn)
+    assert set(steps) == {"overlapped", "plain"}
+    for s in steps.values():
+        assert s["step_s"] == pytest.approx(s["compute_s"] + s["slowdown_s"] + s["exposed_s"])
+        assert s["exposed_s"] == pytest.approx(sum(c["exposed_s"] for c in s["spent"]))
+    assert steps["overlapped"]["exposed_s"] < steps["plain"]["exposed_s"]
+    said = steps["overlapped"]["speedup"]
+    assert said["taken"] == "overlapped" and said["plain_s"] == steps["plain"]["step_s"]
+    assert "plain" in files["--svg"].read_text()
+    assert "<html" in files["--html"].read_text()
+    assert json.loads(files["--perfetto"].read_text())["traceEvents"]
+
+
+@needs_plugin
+@pods
+def test_simulate_prints():
+    shown = run("simulate", "tests.support.build_step:whole", *POD, "--keep-rings")
+    assert "on h100-sxm:1x4: step " in shown and "longest exposed" in shown
+
+
+@needs_plugin
+@pods
+def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
+    shown = run("explain", "tests.support.build_step", *POD, "--processes-per-host", "4")
+    assert "The cluster is taken to be h100-sxm:1x4/4 (hosts x GPUs / processes a host)" in shown
+    mesh = ("--mesh", "tp=4")
+    assert shown == run("explain", "tests.support.build_step", "--pod", "h100-sxm:1x4/4", *mesh)
+    for command, *more in (("audit", "--keep-rings"), ("simulate", "--plain", "--keep-rings")):
+        option = run_json(
+            command, "tests.support.build_step", *POD, *more, "--processes-per-host", "4"
+        )
+        slash = run_json(
+            command, "tests.support.build_step", "--pod", "h100-sxm:1x4/4", *mesh, *more
+        )
+        host = run_json(
+            command, "tests.support.build_step", *POD, *more, "--processes-per-host", "1"
+        )
+        assert option == slash != host
+
+
+# -- mistakes and failures --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("flags",), "flags needs a pod"),
+        (("flags", "h100-sxm:1x8", "--check", "--xla_a=1"), "flags needs a pod"),
+        (("flags", "nope"), "unknown preset 'nope'"),
+        (("flags", "--check", "nothing"), "no flags in 'nothing'"),
+        (("pods", "h100:8"), "cannot read 'h100:8'"),
+        (
+            ("explain", "tests.support.build_step", "--pod", "h100-sxm:1x4", "--mesh", "tp"),
+            "--mesh 'tp'",
+        ),
+        (
+            ("explain", "tests.support.build_step", "--pod", "h100-sxm:1x4"),
+            "Missing option '--mesh'",
+        ),
+        (("audit", "tests.support.build_step", *POD, "--at-least", "2"), "--at-least"),
+        (("explain", "x", *POD, "--processes-per-host", "3"), "3 processes on a host of 4 GPUs"),
+        (("audit", "x", *POD, "--processes-per-host", "0"), "--processes-per-host"),
+        (
+            (
+                *("simulate", "x", "--pod", "h100-sxm:1x8/8", "--mesh", "tp=8"),
+                *("--processes-per-host", "2"),
+            ),
+            "h100-sxm:1x8/8 has 8 processes on each host, and --processes-per-host says 2",
+        ),
+        (
+            ("tune", "x", "--mesh", "tp=8", "--measure", "--processes-per-host", "8"),
+            "--processes-per-host is of a --pod",
+        ),
+        (("simulate", "x", *POD, "--html", "/no/such/folder/x.html"), "there is no folder"),
+    ],
+)
+def test_a_mistake_is_a_line_and_code_2(arguments: tuple[str, ...], says: str):
+    shown = run(*arguments, code=2)
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+@needs_plugin
+@pods
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ("tests.nothing_here", "no module 'tests.nothing_here'"),
+        ("nowhere.at.all:build", "no module 'nowhere'"),
+        ("tests.support.build_step:nope", "tests.support.build_step has no function 'nope'"),
+        ("tests.support.build_step:no_pair", "expected (step, args)"),
+        ("models.gpt", "this trainer's axes are data, model"),
+    ],
+)
+def test_what_is_no_step_says_what_is(step: str, says: str):
+    assert says in run("explain", step, *POD, code=2)
+
+
+@needs_plugin
+@pods
+def test_plain_wants_the_step_as_it_was():
+    shown = run("simulate", "tests.support.build_step:overlapped", *POD, "--plain", code=2)
+    assert "as it was before overlap()" in shown
+
+
+@needs_plugin
+@pods
+def test_a_failure_is_a_line_and_code_3_and_a_trace_with_debug():
+    shown = run("explain", "tests.support.build_step:broken", *POD, code=3)
+    assert "Error: RuntimeError: no such checkpoint\n--debug shows where" in shown
+    done = CliRunner().invoke(app, ["explain", "tests.support.build_step:broken", *POD, "--debug"])
+    assert isinstance(done.exception, RuntimeError)
+
+
+@pytest.mark.parametrize("text", ["", "data", "data=", "data=x", "data=2,data=4", "=4", "data=-2"])
+def test_axes_that_are_none(text: str):
+    with pytest.raises(ValueError, match="expected axes and their sizes"):
+        parse_axes(text)
+
+
+def test_axes_keep_their_order():
+    assert list(parse_axes("data=8, model=4").items()) == [("data", 8), ("model", 4)]
+
+
+# -- as a process -----------------------------------------------------------------------------------
+
+
+def test_python_runs_the_package(tmp_path: Path):
+    done = python("-m", "jaxoverlap", "flags", "aws-p5", "--as", "xla-flags", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == preset("aws-p5").xla_flags
+
+
+@needs_plugin
+@pods
+def test_the_script_finds_a_module_beside_it(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("from tests.support.build_step import broken as build\n")
+    script = "from jaxoverlap.cli import main; main()"  # an installed `jaxoverlap` does this
+    done = python("-P", "-c", script, "explain", "mine", *POD, cwd=tmp_path)
+    assert done.returncode == 3
+    assert "Error: RuntimeError: no such checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.plan.plan import Plan, Skip, Variant
+from tests.support.plans import ALSO_IDLE, IDLE, ODD, OPAQUE, OUT, PLAN, QKV, _plans, _variants
+
+# -- data ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(_plans)
+def test_a_plan_comes_back_from_json(plan: Plan):
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert [type(e) for e in again.entries] == [type(e) for e in plan.entries]
+    assert list(again.mesh) == list(plan.mesh)  # the order of the axes is the mesh's
+    assert Plan.from_json(plan.to_json().encode()) == plan
+
+
+def test_the_json_is_what_other_programs_read():
+    written = msgspec.json.decode(PLAN.to_json())
+    assert written["mesh"] == {"data": 2, "model": 8}
+    assert [e["type"] for e in written["entries"]] == [
+        "skip", "skip", "skip", "ring", "skip", "ring",
+    ]  # fmt: skip
+    assert written["entries"][3]["bytes_moved"] == 29_400_000
+    assert written["entries"][5]["ring"] == 5
+    assert written["entries"][5]["variant"] == {"style": "two_way", "slices": 2}
+    assert written["entries"][5]["others"] == ["all_gather over model", "all_reduce over pod"]
+    assert written["entries"][1]["reason"] == "dim s has size 30"
+
+
+JSON = PLAN.to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "truncated"),
+        ("train_step", "malformed"),
+        (JSON[:-7], "truncated"),
+        (JSON + "}", "trailing"),
+        ("[]", "got `array`"),
+        ("null", "got `null`"),
+        ("{}", "missing required field `step`"),
+        (JSON.replace('"mesh"', '"mash"'), r"unknown field `mash`"),
+        (JSON.replace('"ring"', '"rung"', 1), r"'rung' - at `\$.entries\[3\].type`"),
+        (JSON.replace('"site":3', '"site":"3"'), r"got `str` - at `\$.entries\[3\].site`"),
+        (JSON.replace('"model":8', '"model":8.5'), r"got `float` - at `\$.mesh"),
+        (
+            JSON.replace('"reason":"dim', '"why":"dim'),
+            r"unknown field `why` - at `\$.entries\[1\]`",
+        ),
+    ],
+)
+def test_another_text_is_refused_with_the_place(text: str, problem: str):
+    for given_text in (text, text.encode()):
+        with pytest.raises(ValueError, match=rf"not a plan: .*{problem}.*Plan\.to_json\(\)"):
+            Plan.from_json(given_text)
+
+
+def test_the_two_kinds_of_entries_are_told_apart():
+    assert PLAN.decisions == (QKV, OUT)
+    assert PLAN.skips == (IDLE, ODD, ALSO_IDLE, OPAQUE)
+
+
+def test_a_field_that_no_plan_has_is_refused():
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_json(JSON.replace('"others":', '"otters":'))
+
+
+# -- how it reads -------------------------------------------------------------------------------
+
+
+def rows(plan: Plan) -> dict[int, str]:
+    """Return the lines of the table that start with a site's number, by that number."""
+    found = re.findall(r"^ +(\d+)  (.*)$", str(plan), re.MULTILINE)
+    return {int(site): line for site, line in found}
+
+
+def test_every_ring_and_every_waiting_matmul_has_a_row():
+    assert list(rows(PLAN)) == [3, 5, 1]
+    assert str(PLAN).startswith("train_step on data 2 x model 8\n")
+
+
+def test_a_ring_s_row_says_all_of_it():
+    cells = re.split(r" {2,}", rows(PLAN)[3])
+    assert cells == [
+        "gpt.py:88", "abc,cd->abd", "4", "model", "all_gather_matmul", "29.4 MB", "8", "one_way",
+    ]  # fmt: skip
+    cells = re.split(r" {2,}", rows(PLAN)[5])
+    assert cells[:7] == [
+        "gpt.py:97", "abc,cd->abd", "1", "data", "matmul_reduce_scatter", "600.0 kB", "2",
+    ]  # fmt: skip
+    rest = " ".join(str(PLAN).split())  # the last columns may be folded
+    for words in ("two_way x 2: data moves most", "all_gather over model", "all_reduce over pod"):
+        assert all(word in rest for word in words.split())
+
+
+def test_a_matmul_that_is_not_cut_is_whole():
+    """Its operand has come whole, by a ring that it is not in or by a gather before all rings."""
+    reads = msgspec.structs.replace(
+        QKV, site=4, letter="", num_chunks=1, bytes_moved=0, why="reads what ring 3 moved"
+    )
+    plan = msgspec.structs.replace(PLAN, entries=(QKV, reads))
+    assert rows(plan)[4].split("  ")[-1] == "whole: reads what ring 3 moved"
+
+
+def test_a_waiting_matmul_s_row_says_why():
+    assert re.split(r" {2,}", rows(PLAN)[1]) == [
+        "gpt.py:81", "ab,bc->ac", "2", "skip: dim s has size 30",
+    ]  # fmt: skip
+
+
+def test_the_sums_are_those_of_the_entries():
+    assert (
+        "6 matmuls: 2 ringed (30.0 MB sent per device and step), 1 left alone, "
+        "3 without a collective."
+    ) in str(PLAN)
+
+
+def test_idle_matmuls_stand_together_by_reason():
+    lines = str(PLAN).splitlines()
+    assert lines[-2:] == [
+        "  no collective: 0 (gpt.py:80), 2 (gpt.py:86)",
+        "  no collective known: auto: 4 (gpt.py:90)",
+    ]
+
+
+def test_a_step_without_matmuls_reads_well():
+    text = str(Plan(step="nothing", mesh={"x": 2}, entries=()))
+    assert text.startswith("nothing on x 2\n")
+    assert "0 matmuls: 0 ringed (0 B sent" in text
+
+
+def test_a_long_reason_is_folded_and_not_cut():
+    words = [f"word{n}" for n in range(60)]
+    plan = Plan(
+        step="s",
+        mesh={"x": 2},
+        entries=(Skip(site=0, source="a.py:1", einsum="a,a->", runs=1, reason=" ".join(words)),),
+    )
+    shown = str(plan).split()
+    assert [w for w in shown if w.startswith("word")] == words
+    assert max(map(len, str(plan).splitlines())) <= 160
+
+
+# -- tables and units -----------------------------------------------------------------------------
+
+
+def test_a_table_shows_its_cells_as_they_are():
+    cells = ["[red]x[/red]", "a.py:1: see [0]", "{'x': (1,)}"]
+    text = table("bsd,df->bsf [jit]", ["one", "two", "three"], [cells])
+    assert text.startswith("bsd,df->bsf [jit]\n")
+    assert all(cell in text for cell in cells)
+    assert "\x1b" not in text
+
+
+def test_a_table_draws_no_pictures():
+    text = table("step :x:", ["one"], [["gpt.py:100: left alone"]])
+    assert text.startswith("step :x:\n")
+    assert "gpt.py:100: left alone" in text
+
+
+def test_numbers_stand_right():
+    text = table("t", ["name", "size"], [["a", "1"], ["b", "1000"]], right=["size"])
+    lines = text.splitlines()
+    (one,) = (line for line in lines if line.split() == ["a", "1"])
+    (thousand,) = (line for line in lines if line.split() == ["b", "1000"])
+    assert len(one) == len(thousand)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (29_400_000, "29.4 MB"),
+        (5_100_000_000, "5.1 GB"),
+        (2e12, "2.0 TB"),
+        (3e15, "3000.0 TB"),
+        (-1500, "-1.5 kB"),
+    ],
+)
+def test_bytes_are_in_decimal_units(count: float, text: str):
+    assert human_bytes(count) == text
+
+
+# -- variants -----------------------------------------------------------------------------------
+
+
+@given(_variants)
+def test_a_variant_reads_as_it_is_written(variant: Variant):
+    assert Variant.parse(str(variant)) == variant
+    assert msgspec.json.decode(msgspec.json.encode(variant), type=Variant) == variant
+
+
+def test_how_variants_are_written():
+    assert str(Variant()) == "one_way"
+    assert str(Variant("direct", 2)) == "direct x 2"
+    assert Variant.parse(" two_way x 2 ") == Variant("two_way", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("round", r"variant 'round': expected a style \(one_way, two_way, direct, sliced, plain\)"),
+        ("two_way x two", "variant 'two_way x two'.*as in"),
+        ("two_way x -1", "variant 'two_way x -1'"),
+        ("direct x 0", "0 slices of style direct: expected a whole number, 1 or more"),
+        ("sliced", "1 slices of style sliced: expected a whole number, 2 or more"),
+    ],
+)
+def test_a_variant_that_is_none(text: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        Variant.parse(text)
+
+
+@pytest.mark.parametrize("slices", [0, -1, 1.5, True])
+def test_slices_are_whole_and_positive(slices):
+    with pytest.raises(ValueError, match=f"{slices!r} slices of style one_way"):
+        Variant("one_way", slices)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"style": "one_way", "slices": slices}, Variant)

@@ -1,0 +1,444 @@
+"""The fastest way to compile a step is taken: by numbers, on devices that are here, for pods."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.plan.plan import Decision, Plan, Predictions
+from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.simulation.slower_rules import lost
+from jaxoverlap.simulation.timeline import Event, Timeline
+from jaxoverlap.step import never_slower, trial
+from jaxoverlap.step.never_slower import CompiledStep, Rival, Unpriced, choose, predicted
+from jaxoverlap.step.trial import Failure, Trial
+from tests.support.megatron import megatron
+from tests.support.pods import pytestmark as pods
+
+POD = "h100-sxm:1x8"
+GB = 10**9
+
+
+def made(step_s: float, gigabytes: float = 10, loops: int = 0) -> CompiledStep:
+    return CompiledStep(step_s, round(gigabytes * GB), loops, lambda: "")
+
+
+def plan_of(*decisions: Decision) -> Plan:
+    return Plan(step="train_step", mesh={"tp": 8}, entries=decisions)
+
+
+def ring(site: int, source: str, kind: str = "all_gather_matmul", ring: int | None = None):
+    return Decision(
+        site=site,
+        ring=site if ring is None else ring,
+        source=source,
+        einsum="ab,bc->ac",
+        kind=kind,
+        axis="tp",
+        letter="a",
+        num_chunks=8,
+        bytes_moved=1,
+        runs=1,
+    )
+
+
+def chosen(
+    plain: CompiledStep | Failure,
+    rings: CompiledStep | Failure,
+    reordered: CompiledStep | Failure | None = None,
+) -> Speedup:
+    """Choose on an H100's 84.9 GB; `reordered` is only there if it may be asked for."""
+
+    def compiled(way: str) -> CompiledStep | Failure:
+        assert way == "reordered" and reordered is not None
+        return reordered
+
+    rival: Any = Rival("step", plan_of(), cost_model(POD), reordered is not None, None, None)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(never_slower, "_lost", lambda *_: "")
+        return choose(rival, plain, rings, compiled)
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+NO = Failure(why="SIGABRT: the check")
+CHOICES = {
+    "rings are faster": (made(2), made(1), None, "overlapped", 1),
+    "as fast": (made(1), made(1), None, "overlapped", 1),
+    "plain is faster": (made(1), made(2), None, "plain", 1),
+    "plain is faster in another order": (made(2), made(3), made(1), "reordered", 1),
+    "in that as fast": (made(2), made(3), made(2), "reordered", 2),
+    "another order is slower": (made(2), made(3), made(2.1), "plain", 2),
+    "another order is too large": (made(2), made(3), made(1, 90), "plain", 2),
+    "another order does not compile": (made(2), made(3), NO, "plain", 2),
+    "rings are too large": (made(2, 70), made(1, 90), None, "plain", 2),
+    "plain is too large": (made(1, 90), made(2, 70), None, "overlapped", 2),
+    "both are too large": (made(2, 90), made(1, 91), None, "overlapped", 1),
+    "rings do not compile": (made(2), NO, made(1), "reordered", 1),
+    "rings have no price": (made(1), Unpriced("odd"), None, "overlapped", None),
+    "neither compiles": (NO, NO, None, "overlapped", None),
+    "loops of both turn unknown times": (made(1, loops=1), made(2, loops=1), None, "plain", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("plain", "rings", "other", "taken", "step_s"), CHOICES.values(), ids=CHOICES
+)
+def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s: float | None):
+    found = chosen(plain, rings, other)
+    assert (found.taken, found.step_s) == (taken, step_s)
+    if isinstance(plain, CompiledStep) and step_s:
+        assert found.plain_s == plain.step_s
+
+
+@pytest.mark.parametrize(
+    ("plain", "rings", "why"),
+    [
+        (NO, made(1), "plain was not compiled: SIGABRT: the check"),
+        (made(1), Unpriced("a collective is never waited for"), "not held against plain: a coll"),
+        (made(1), made(2, loops=1), "plain was not compared: XLA says of only one of the two"),
+    ],
+)
+def test_what_cannot_be_compared_keeps_its_rings_and_says_so(plain, rings, why: str):
+    found = chosen(plain, rings)
+    assert found.taken == "overlapped" and found.plain_s is None
+    assert found.why.startswith(why) and why in str(found)
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+SAID = {
+    "plain 10.2 ms -> overlapped 9.4 ms, 1.09 x": chosen(made(0.0102), made(0.0094)),
+    "plain 10.2 ms -> without rings 9.9 ms, 1.03 x (with rings 12.1 ms)": chosen(
+        made(0.0102), made(0.0121), made(0.0099)
+    ),
+    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (with rings 9.4 ms and 90.0 GB of a device's 84.9 GB)": chosen(
+        made(0.0102), made(0.0094, 90)
+    ),
+    "plain 0.5 ms -> overlapped 0.25 ms, 2.00 x": chosen(made(0.0005), made(0.00025)),
+    "overlapped 9.4 ms (plain was not compiled: SIGABRT: the check)": chosen(NO, made(0.0094)),
+    "overlapped (plain was not compiled: SIGABRT: the check)": chosen(NO, NO),
+    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (with rings it does not compile: SIGABRT: the check)": chosen(
+        made(0.0102), NO
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "found"), SAID.items(), ids=map(str, range(len(SAID))))
+def test_one_sentence(said: str, found: Speedup):
+    assert str(found) == said
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Speedup) == found
+
+
+def test_the_warning_names_what_lost():
+    found = msgspec.structs.replace(
+        chosen(made(0.0102), made(0.0121), made(0.0099)), lost="12 rings (+1.9 ms of compute)"
+    )
+    assert found.warning("train_step") == (
+        "overlap() of train_step loses by simulation (plain 10.2 ms, with rings 12.1 ms): the step "
+        "runs without rings, in the scheduler pass's order (9.9 ms). What lost: 12 rings (+1.9 ms "
+        "of compute). overlap(never_slower=False) keeps the rings"
+    )
+
+
+def timeline(*events: tuple[str, str, float]) -> Timeline:
+    """Return a timeline of events of a kind, from a line, for so long."""
+    found = [
+        Event("compute", kind, "i", "main", 0.0, seconds, seconds, 1, source)
+        for kind, source, seconds in events
+    ]
+    return Timeline("step", 1.0, tuple(found), ())
+
+
+def test_rules_that_lost_are_named_with_what_they_cost():
+    """Lines a and b have rings of one rule, c of two; d has none, and e gains."""
+    plan = plan_of(
+        ring(0, "a.py:1"),
+        ring(1, "a.py:1", ring=0),
+        ring(2, "b.py:1"),
+        ring(3, "c.py:1"),
+        ring(4, "c.py:1", "matmul_reduce_scatter"),
+        ring(5, "e.py:1", "all_to_all_matmul"),
+    )
+    plain = timeline(
+        *(("matmul", f"{name}.py:1", 0.001) for name in "abcde"), ("wait", "a.py:1", 0.001)
+    )
+    overlapped = timeline(
+        ("matmul", "a.py:1", 0.003),
+        ("memory", "b.py:1", 0.002),
+        ("matmul", "c.py:1", 0.0015),
+        ("wait", "c.py:1", 0.0005),
+        ("matmul", "d.py:1", 0.001),
+        ("wait", "d.py:1", 0.0009),
+        ("collective", "d.py:1", 0.5),
+    )
+    assert lost(plan, overlapped, plain) == (
+        "2 all_gather_matmul rings on tp (+3.0 ms of compute, -1.0 ms exposed); 2 rings: "
+        "all_gather_matmul on tp, matmul_reduce_scatter on tp (+0.5 ms of compute, +0.5 ms "
+        "exposed); what has no ring, most at d.py:1 (+0.0 ms of compute, +0.9 ms exposed)"
+    )
+    assert lost(plan, plain, overlapped).startswith("1 all_to_all_matmul ring on tp (+1.0 ms")
+    assert lost(plan, plain, plain) == ""
+
+
+def test_a_tuned_plan_says_it():
+    seconds = dict.fromkeys(("compute_s", "communication_s", "exposed_s", "bound_s"), 0.0)
+    said = Predictions(**seconds, step_s=1.0, peak_bytes=1, plain_step_s=2.0, plain_peak_bytes=1)
+    plan = msgspec.structs.replace(plan_of(), predictions=said)
+    assert (
+        str(predicted(plan)) == "plain 2000.0 ms -> overlapped 1000.0 ms, 2.00 x (as the plan says)"
+    )
+    left = predicted(msgspec.structs.replace(plan, plain=True))
+    assert left is not None and left.taken == "plain"
+    alone = msgspec.structs.replace(said, plain_step_s=None)
+    assert predicted(msgspec.structs.replace(plan, predictions=alone)) is None
+    assert predicted(plan_of()) is predicted(None) is None
+
+
+def test_overlap_refuses_what_is_neither():
+    with pytest.raises(ValueError, match="never_slower='yes': expected True or False"):
+        jaxoverlap.overlap(lambda x: x, never_slower="yes")  # type: ignore[call-overload]
+
+
+# -- children -------------------------------------------------------------------------------------
+
+
+def test_what_a_child_finds_is_kept_where_it_can_be(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    where: list[Any] = []
+    result = Trial(
+        step_s=1.0, compute_s=1.0, communication_s=0.0, exposed_s=0.0, bound_s=1.0,
+        peak_bytes=7, hops=0, hops_covered=0, waited=(),
+        unknown={"while without a known trip count": 3, "my_kernel": 1},
+    )  # fmt: skip
+
+    def attempted(request, kept, timeout_s):
+        where.append(kept)
+        if len(where) == 3:
+            raise OSError("no space left")
+        return result
+
+    monkeypatch.setattr(never_slower, "attempt", attempted)
+    request: Any = None
+    found = never_slower._attempt(request)
+    assert isinstance(found, CompiledStep)
+    assert (found.step_s, found.peak_bytes, found.loops) == (1.0, 7, 3)
+    assert where[0] == tmp_path / "cache" / "jaxoverlap" / "trials" and where[0].is_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    never_slower._attempt(request)
+    assert where[1].is_dir() and "jaxoverlap-" in where[1].name
+    assert never_slower._attempt(request) == Failure(why="OSError: no space left", again=True)
+
+
+def test_a_result_without_its_schedule_is_tried_again(monkeypatch, tmp_path):
+    """A loss is explained from the schedule, so a result without one is of no use."""
+    job = trial.jobs.Job(b"", b"", "cpu", (0,))
+    request = trial.Request(job, cost_model(POD), None)
+    result = dict.fromkeys(("step_s", "compute_s", "communication_s", "exposed_s", "bound_s"), 1.0)
+    known = Trial(**result, peak_bytes=1, hops=0, hops_covered=0, waited=())
+    (tmp_path / f"{request.key}.json").write_bytes(msgspec.json.encode(known))
+    anew = replace_trial(known, step_s=2.0)
+    monkeypatch.setattr(trial, "_in_child", lambda *_: anew)
+    assert trial.attempt(request, tmp_path, 60) == anew
+    (tmp_path / f"{request.key}.hlo.gz").write_bytes(b"")
+    monkeypatch.setattr(trial, "_in_child", None)
+    assert trial.attempt(request, tmp_path, 60) == anew
+
+
+def replace_trial(known: Trial, **changes: Any) -> Trial:
+    return msgspec.structs.replace(known, **changes)
+
+
+# -- on GPUs that are here: CPU devices that pass for some --------------------------------------------
+
+MESH = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
+ROWS, COLUMNS = NamedSharding(MESH, P("tp")), NamedSharding(MESH, P(None, "tp"))
+X = np.arange(16 * 16, dtype=np.float32).reshape(16, 16) % 7
+W = np.arange(16 * 16, dtype=np.float32).reshape(16, 16) % 5
+
+
+def product(x, w):
+    return x @ w
+
+
+def product_with_print(x, w):
+    jax.debug.callback(lambda total: None, x.sum())
+    return x @ w
+
+
+def on_gpus(function: Any = product, **options: Any) -> jaxoverlap.Overlapped:
+    """Return a step that gathers its rows, and needs a ring whatever that costs."""
+    jitted = jax.jit(function, in_shardings=(ROWS, COLUMNS), out_shardings=COLUMNS)
+    return jaxoverlap.overlap(jitted, cluster=POD, schedule=None, granularity="one_way", **options)
+
+
+@pytest.fixture
+def children(monkeypatch) -> tuple[dict[str, CompiledStep | Failure], list[str]]:
+    """Stand in for children: return their seconds, to be filled in, and what they compiled."""
+    found: dict[str, CompiledStep | Failure] = {}
+    asked: list[str] = []
+
+    def attempted(request: trial.Request) -> CompiledStep | Failure:
+        way = "overlapped" if b"permute" in request.job.module else "plain"
+        asked.append(way)
+        return found[way]
+
+    monkeypatch.setattr("jaxoverlap.step.program.is_gpu", lambda mesh: True)
+    monkeypatch.setattr("jaxoverlap.hardware.pods.compiler_options", dict)
+    monkeypatch.setattr(never_slower, "_attempt", attempted)
+    monkeypatch.setattr(never_slower, "_lost", lambda *_: "1 ring")
+    return found, asked
+
+
+def is_ringed(step: Any) -> bool:
+    return "collective-permute" in step.lower(X, W).compile().as_text()
+
+
+@pytest.mark.parametrize("first", ["call", "lower"])
+def test_a_step_that_loses_is_left_alone_once_and_for_all(children, first: str):
+    found, asked = children
+    found |= dict(plain=made(1), overlapped=made(2))
+    step = on_gpus()
+    with pytest.warns(UserWarning, match="overlap.. of product loses by simulation") as warned:
+        got = step(X, W) if first == "call" else step.lower(X, W).compile()(X, W)
+    assert [w.filename for w in warned] == [__file__]
+    np.testing.assert_array_equal(got, X @ W)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(step(X, W), X @ W)
+        compiled = step.lower(X, W).compile()
+    assert sorted(asked) == ["overlapped", "plain"]
+    assert "collective-permute" not in compiled.as_text() and "all-gather" in compiled.as_text()
+    assert compiled.plan.plain and not compiled.plan.decisions
+    assert step.explain(X, W).plain
+    assert str(compiled) == (
+        "product: plain 1000.0 ms -> as it is 1000.0 ms, 1.00 x (with rings 2000.0 ms)"
+    )
+    assert str(compiled.audit()).endswith(str(compiled.speedup))
+
+
+def test_a_step_that_wins_keeps_its_rings(children):
+    found, asked = children
+    found |= dict(plain=made(2), overlapped=made(1))
+    step = on_gpus()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(step(X, W), X @ W)
+    assert is_ringed(step) and sorted(asked) == ["overlapped", "plain"]
+    assert step.lower(X, W).compile().speedup.times == 2
+
+
+def test_a_step_that_calls_back_is_not_compared(children):
+    _, asked = children
+    step = on_gpus(product_with_print)
+    np.testing.assert_array_equal(step(X, W), X @ W)
+    compiled = step.lower(X, W).compile()
+    assert not asked and is_ringed(step)
+    assert "plain was not compiled: the step calls back into Python" in str(compiled)
+
+
+def test_nothing_is_compared_where_that_is_not_wanted(children):
+    _, asked = children
+    assert is_ringed(on_gpus(never_slower=False))
+    plan = on_gpus().explain(X, W)
+    assert is_ringed(jaxoverlap.overlap(on_gpus()._fn, plan=plan))
+    step = on_gpus()
+    outer = jax.jit(lambda x, w: step(x, w) + 1)
+    np.testing.assert_array_equal(outer(X, W), X @ W + 1)
+    assert "ppermute" in str(step.trace(X, W).jaxpr)
+    assert not asked
+
+
+def test_process_0_chooses_for_all(children, monkeypatch):
+    """This is another process: it compiles no candidates, and does as it is told."""
+    _, asked = children
+    told = Speedup(taken="plain", step_s=1.0, plain_s=1.0, overlapped_s=2.0, why="with rings 2 s")
+    given: list[Any] = []
+
+    def handed(make, what: str, processes: tuple[int, ...], *, within_s: float) -> str:
+        given.append((what, processes))
+        return msgspec.json.encode(told).decode()
+
+    monkeypatch.setattr("jaxoverlap.step.choice.handed", handed)
+    for module in ("program", "choice"):
+        monkeypatch.setattr(f"jaxoverlap.step.{module}.processes_of", lambda mesh: (0, 1))
+    monkeypatch.setattr("jaxoverlap.step.program.meet", lambda stand, within_s: True)
+    step = on_gpus()
+    with pytest.warns(UserWarning, match="loses by simulation"):
+        np.testing.assert_array_equal(step(X, W), X @ W)
+    assert not is_ringed(step) and not asked
+    assert given == [("choice between rings and none", (0, 1))]
+
+
+# -- for pods -------------------------------------------------------------------------------------
+
+
+def small(**options: Any) -> tuple[jaxoverlap.Overlapped, tuple[Any, ...]]:
+    """Return a matmul whose sum is wanted whole, in a ring whatever that costs."""
+    mesh = jaxoverlap.pod_mesh(POD, {"tp": 8})
+    at = {name: NamedSharding(mesh, P(*spec)) for name, spec in SPECS.items()}
+    args = (
+        jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=at["x"]),
+        jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=at["w"]),
+    )
+    step = jax.jit(product, out_shardings=at["out"])
+    return jaxoverlap.overlap(step, cluster=POD, granularity="one_way", **options), args
+
+
+SPECS: Mapping[str, tuple[str | None, ...]] = {"x": (None, "tp"), "w": ("tp",), "out": ()}
+
+
+class TestPods:
+    pytestmark = pods
+
+    def test_rings_that_lose_are_left_out(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        step, args = small()
+        lowered = step.lower(*args)
+        assert [d.kind for d in lowered.plan.decisions] == ["matmul_all_reduce"]
+        with pytest.warns(UserWarning, match="What lost: 1 matmul_all_reduce ring on tp") as warned:
+            compiled = lowered.compile()
+        assert [w.filename for w in warned] == [__file__]
+        said = compiled.speedup
+        assert said.taken == "reordered" and said.plain_s < said.overlapped_s
+        assert compiled.simulate().step_s == said.step_s <= said.plain_s
+        assert compiled.plan.plain and compiled.plan.schedule
+        assert not compiled.audit().hops.count and str(compiled.audit()).endswith(str(said))
+        assert str(said) in str(compiled.simulate())
+
+        monkeypatch.setattr(trial, "_in_child", None)  # what it found is kept
+        with pytest.warns(UserWarning, match="loses by simulation"):
+            assert step.lower(*args).compile().speedup == said
+        kept = small(never_slower=False)[0].lower(*args).compile()
+        assert kept.speedup is None and kept.audit().hops.count
+        assert kept.simulate().step_s == said.overlapped_s
+
+        as_planned = jaxoverlap.overlap(step._fn, plan=compiled.plan).lower(*args).compile()
+        assert as_planned.simulate().step_s == said.step_s
+
+    def test_rings_that_win_are_kept(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        jitted, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
+        step = jaxoverlap.overlap(jitted, cluster=POD)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compiled = step.lower(*args).compile()
+        said = compiled.speedup
+        assert said.taken == "overlapped" and said.times > 1 and not said.why
+        assert str(compiled) == f"step: {said}"
+        assert compiled.simulate("h100-sxm:1x8").speedup == said
+        assert compiled.simulate(replace(cost_model(POD))).speedup is None
+        compiled.simulate().to_html(tmp_path / "step.html")
+        assert "overlapped" in (tmp_path / "step.html").read_text().split("</title>")[0]
