@@ -216,6 +216,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(e for e in self.entries if isinstance(e, Decision))
 
     @property
+    def changes(self) -> tuple[tuple[Any, ...], ...]:
+        """What the passes do with the step: rings, scattered lookups, scattered sums."""
+        return self.decisions, self.scattered, self.sums
+
+    @property
     def skips(self) -> tuple[Skip, ...]:
         """The matmuls that are left alone."""
         return tuple(e for e in self.entries if isinstance(e, Skip))

@@ -190,7 +190,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
         cluster=done.cluster,
         ordering=ordering,
         stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
-        notice=None if plan.decisions or options.plan else _no_ring(name, plan),
+        notice=None if any(plan.changes) or options.plan else _no_ring(name, plan),
         cost=done.cost,
         undecided=bool(done.cost and options.never_slower and not options.plan)
         and is_gpu(done.mesh),

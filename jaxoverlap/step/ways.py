@@ -102,7 +102,7 @@ class _Ways:
     def by_bytes(self) -> Way:
         """Take the way asked for, or the rules', with sums scattered where that sends less."""
         way = self._finished(self._by_bytes())
-        if not way.plan.decisions and not way.plan.scattered:
+        if not any(way.plan.changes):
             return replace(way, jaxpr=self._step.jaxpr)
         after = self._partitioned(way.jaxpr)
         if changed := _changed(self._plain, after):
@@ -131,14 +131,13 @@ class _Ways:
         cost = self._terms.prices.cost
         plain_s, priced = self._knowing(self._plain)
         first, best, best_s, rings_s = None, None, plain_s * (1 - _GAIN), math.inf
-        tried: list[tuple[Any, ...]] = [((), (), ())]  # plain has its price
+        tried: list[tuple[Any, ...]] = []
         for rewriting in self._all(priced):
             way = self._finished(rewriting)
             first = first or way
-            done = (way.plan.decisions, way.plan.scattered, way.plan.sums)
-            if done in tried:
-                continue
-            tried.append(done)
+            if not any(way.plan.changes) or way.plan.changes in tried:
+                continue  # plain and these have their price
+            tried.append(way.plan.changes)
             after = self._partitioned(way.jaxpr)
             if _changed(self._plain, after):
                 continue
