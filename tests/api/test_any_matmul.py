@@ -175,3 +175,16 @@ def test_a_decomposed_matmul_is_as_exact_as_the_plain_one(case: Case):
 @settings(common, max_examples=2000, derandomize=False)
 def test_many_decomposed_matmuls_are(case: Case):
     check(case)
+
+
+def test_three_axes_on_which_plain_xla_is_wrong():
+    """The reference is unsharded: docs/upstream.md has what XLA's own partitioner gives here."""
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
+    rows = NamedSharding(mesh, P(("dp", "fsdp"), "tp"))
+    weight = NamedSharding(mesh, P("tp", "fsdp"))
+    rng = np.random.default_rng(0)
+    h, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 32), (32, 16)))
+    step = jax.jit(jnp.matmul, in_shardings=(rows, weight), out_shardings=rows)
+    got = jaxoverlap.overlap(step)(h, w)
+    assert got.sharding.is_equivalent_to(rows, 2)
+    assert error(got, h.astype(np.float64) @ w) < 1e-6
