@@ -38,15 +38,10 @@ TABLE = (
     Collective("collective_permute", PERMUTE, ("ppermute",)),
     Collective("collective_broadcast", "collective-broadcast", ("pbroadcast",)),
 )
+_BY_KIND = {c.kind: c for c in TABLE}
 OPCODES = tuple(c.opcode for c in TABLE)
 OPCODE_OF = {c.kind: c.opcode for c in TABLE}
 KIND_OF = {c.opcode: c.kind for c in TABLE}
 RING_PASSES = {c.kind: c.ring for c in TABLE if c.ring}
 # The primitives whose collective a ring can carry out.
-RINGED: dict[str, Kind] = {
-    primitive: kind
-    for kind in get_args(Kind)
-    for c in TABLE
-    if c.kind == kind
-    for primitive in c.primitives
-}
+RINGED: dict[str, Kind] = {p: kind for kind in get_args(Kind) for p in _BY_KIND[kind].primitives}

@@ -217,7 +217,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """What the passes do with the step: rings, scattered lookups, scattered sums."""
+        """The changes that passes make to the step: rings, scattered lookups, scattered sums."""
         return self.decisions, self.scattered, self.sums
 
     @property

@@ -53,6 +53,7 @@ _OWN_KERNELS = (
     "rng-bit-generator",
 )
 _LAYOUT = 'custom_call_target="LayoutConstraint"'
+_RENAMES = ("bitcast", "reshape", "opt-barrier")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -254,9 +255,7 @@ class _Kernels:
         if i.opcode != "add":
             return False
         for operand in i.operands:
-            made = self._by_name.get(operand)
-            while made is not None and made.opcode in ("bitcast", "reshape"):
-                made = self._by_name.get(made.operands[0])
+            made = self._maker(operand, ("bitcast", "reshape"))
             if made is not None and made.opcode == "dot" and len(self._users[made.name]) == 1:
                 return True
         return False
@@ -282,15 +281,19 @@ class _Kernels:
         """Return whether a user writes into a value that some kernel must have written before."""
         if user.opcode != "dynamic-update-slice" or i.opcode == "dynamic-update-slice":
             return False
-        made = self._by_name.get(user.operands[0].partition("#")[0])
-        while made is not None and made.opcode in ("bitcast", "reshape", "opt-barrier"):
+        return self._maker(user.operands[0], _RENAMES) is i
+
+    def _maker(self, operand: str, renames: Sequence[str]) -> hlo.Instruction | None:
+        """Return the instruction that makes an operand's value, through those that rename it."""
+        made = self._by_name.get(operand.partition("#")[0])
+        while made is not None and made.opcode in renames:
             made = self._by_name.get(made.operands[0].partition("#")[0])
-        return made is i
+        return made
 
     def _readers(self, i: hlo.Instruction) -> Iterator[hlo.Instruction]:
         """Yield the readers of a value, through what only renames it."""
         for user in self._users[i.name]:
-            if user.opcode in ("bitcast", "reshape", "opt-barrier"):
+            if user.opcode in _RENAMES:
                 yield from self._readers(user) if not user.is_root else iter((user,))
             else:
                 yield user

@@ -6,4 +6,6 @@ import numpy as np
 
 
 def error(got, exact: np.ndarray) -> float:
-    return float(np.linalg.norm(np.float64(got) - exact) / np.linalg.norm(exact))
+    """Return the error of all elements together, relative to their size."""
+    difference = np.asarray(got).astype(np.float64) - exact
+    return float(np.linalg.norm(difference) / np.linalg.norm(exact))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
+from tests.support.precision import error
 
 SIZES = {"a": 16, "b": 32, "c": 16, "d": 24, "g": 8, "h": 8}
 
@@ -80,12 +81,6 @@ class Ring:
         x, y, cotangent = (v.astype(np.float64) for v in (x, y, cotangent))
         to_lhs = np.einsum(f"{out},{rhs}->{lhs}", cotangent, y)
         return to_lhs, np.einsum(f"{out},{lhs}->{rhs}", cotangent, x)
-
-
-def error(got, exact: np.ndarray) -> float:
-    """Return the error of all elements together, relative to their size."""
-    difference = np.asarray(got).astype(np.float64) - exact
-    return float(np.linalg.norm(difference) / np.linalg.norm(exact))
 
 
 def check_numbers(ring: Ring, kind: str, axis_size: int, dtype) -> None:

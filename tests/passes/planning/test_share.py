@@ -26,7 +26,7 @@ from jaxoverlap.passes.planning.decide import decide, matmul_of
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
 from jaxoverlap.passes.planning.share import share
 from jaxoverlap.passes.planning.terms import Terms
-from tests.support.rings import error
+from tests.support.precision import error
 
 AXES = {"data": 2, "model": 4}
 NO, D, M, BOTH = (), ("data",), ("model",), ("data", "model")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.support.rings import Ring, check_gradients, check_numbers, error, mesh_of
+from tests.support.precision import error
+from tests.support.rings import Ring, check_gradients, check_numbers, mesh_of
 
 KIND = "all_gather_matmul"
 RINGS = {
