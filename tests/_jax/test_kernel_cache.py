@@ -8,14 +8,14 @@ from jaxoverlap._jax.kernel_cache import Kernels
 def child(kernels: Kernels, adds: str, *, beside: str = "", ended_well: bool = True) -> str:
     """Return what a child finds before it writes what it adds; another runs beside it, if any."""
     with kernels.lent() as loan:
-        found = loan.file.read_text() if loan.file.exists() else ""
+        content = loan.file.read_text() if loan.file.exists() else ""
         if beside:
             child(kernels, beside)
         if adds:
-            loan.file.write_text(found + adds)
+            loan.file.write_text(content + adds)
         loan.ended_well = ended_well
     assert not loan.file.exists()
-    return found
+    return content
 
 
 def test_each_child_has_the_kernels_of_those_before_it():

@@ -28,22 +28,22 @@ def lowered(step, *args, name: str = ""):
 def test_a_question_compiles_nothing_that_jax_counts():
     events: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
-    found = partitioner.ask(lowered(lambda x, w: x @ w, X, W), MESH)
-    assert "f32[16,16]" in found.text and "all-gather" in found.text
+    answer = partitioner.ask(lowered(lambda x, w: x @ w, X, W), MESH)
+    assert "f32[16,16]" in answer.text and "all-gather" in answer.text
     assert not [name for name in events if "backend_compile" in name]
 
 
 def test_results_are_specs_of_the_mesh():
-    found = partitioner.ask(lowered(lambda x, w: (x + 1, w.sum(), w), X, W), MESH)
-    assert found.results == ((("model",), ()), (), ((), ("model",)))
+    answer = partitioner.ask(lowered(lambda x, w: (x + 1, w.sum(), w), X, W), MESH)
+    assert answer.results == ((("model",), ()), (), ((), ("model",)))
 
 
 def test_questions_of_several_threads_are_told_apart():
-    sizes, found = (8, 16, 24, 32, 40, 48), dict[int, str]()
+    sizes, texts = (8, 16, 24, 32, 40, 48), dict[int, str]()
 
     def ask(n: int) -> None:
         x = jax.ShapeDtypeStruct((n, 32), "float32", sharding=X.sharding)
-        found[n] = partitioner.ask(lowered(lambda x, w: x @ w, x, W), MESH).text
+        texts[n] = partitioner.ask(lowered(lambda x, w: x @ w, x, W), MESH).text
         # A compile that asks no question runs beside the others as ever.
         jax.block_until_ready(jax.jit(lambda x: x * n)(np.ones(n)))
 
@@ -52,7 +52,7 @@ def test_questions_of_several_threads_are_told_apart():
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
-    assert {n for n in sizes if f"f32[{n},16]" in found[n]} == {*sizes}
+    assert {n for n in sizes if f"f32[{n},16]" in texts[n]} == {*sizes}
 
 
 def test_what_does_not_compile_says_why():
