@@ -295,22 +295,22 @@ def test_a_step_is_rewritten_once_for_each_sharding(monkeypatch):
 
 
 def test_two_threads_may_call_it_first():
-    step, start, found = overlap(product), threading.Barrier(2), []
+    step, start, outcomes = overlap(product), threading.Barrier(2), []
 
     def call():
         start.wait()
         try:
-            found.append(np.asarray(step(X, W)))
+            outcomes.append(np.asarray(step(X, W)))
         except BaseException as error:
-            found.append(error)
+            outcomes.append(error)
 
     threads = [threading.Thread(target=call) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    assert len(found) == 2
-    for got in found:
+    assert len(outcomes) == 2
+    for got in outcomes:
         check(got)
 
 

@@ -228,15 +228,15 @@ def test_an_all_reduce_whose_dims_do_not_divide():
 
 def test_a_chunk_that_would_not_divide():
     args = (struct(4, 32, spec=("model",)), struct(32, 64, spec=(None, "model")))
-    found = reason(placed("data", "model"), *args)
-    assert found == "dim a of lhs has size 4: not divisible by 8 devices"
+    why = reason(placed("data", "model"), *args)
+    assert why == "dim a of lhs has size 4: not divisible by 8 devices"
 
 
 def test_a_gather_by_the_major_axis_of_a_dim():
     """The rows left to a device would not be those that the result's other axis counts."""
     args = (struct(16, 32, spec=(("model", "data"),)), struct(32, 64, spec=(None, "model")))
-    found = reason(placed("data", "model"), *args)
-    assert found == "dim a is sharded in different orders: ('model', 'data') and ('data',)"
+    why = reason(placed("data", "model"), *args)
+    assert why == "dim a is sharded in different orders: ('model', 'data') and ('data',)"
 
 
 def test_a_result_that_must_be_gathered():
@@ -276,9 +276,9 @@ def test_dtypes_that_no_ring_was_made_for(dtype: str):
         struct(16, 32, spec=("model",), dtype=dtype),
         struct(32, 64, spec=(None, "model"), dtype=dtype),
     )
-    found = reason(placed(None, "model"), *args)
+    why = reason(placed(None, "model"), *args)
     assert (
-        found == f"dtype {dtype} is not supported (supported: float8_e4m3fn, float8_e5m2, float16, "
+        why == f"dtype {dtype} is not supported (supported: float8_e4m3fn, float8_e5m2, float16, "
         "bfloat16, float32, float64, int8, uint8, int32)"
     )
 
@@ -304,10 +304,10 @@ def test_more_dims_than_letters():
 
 def test_empty_and_scalar_matmuls():
     step = placed(None, "model")
-    found = overlap(step).explain(
+    plan = overlap(step).explain(
         struct(0, 32, spec=("model",)), struct(32, 64, spec=(None, "model"))
     )
-    assert len(found.entries) == 1
+    assert len(plan.entries) == 1
     x = jax.device_put(np.zeros((0, 32), np.float32), on(MESH, "model"))
     w = jax.device_put(np.zeros((32, 64), np.float32), on(MESH, None, "model"))
     assert overlap(step)(x, w).shape == (0, 64)
@@ -325,9 +325,9 @@ def test_ragged_matmuls_and_convolutions_are_named():
         return grouped, jax.lax.conv(image, kernel, (1, 1), "SAME")
 
     args = (struct(16, 32, spec=("model",)), struct(4, 32, 8), struct(4, dtype="int32"))
-    found = [e for e in overlap(step).explain(*args, struct(1, 1, 3, 3)).skips]
-    assert sorted(e.reason for e in found) == [
+    skips = [e for e in overlap(step).explain(*args, struct(1, 1, 3, 3)).skips]
+    assert sorted(e.reason for e in skips) == [
         "conv_general_dilated: no ring for that",
         "ragged_dot_general: no ring for that",
     ]
-    assert all(e.source.startswith("api/test_bad_input.py:") for e in found)
+    assert all(e.source.startswith("api/test_bad_input.py:") for e in skips)

@@ -17,7 +17,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxoverlap
 
-hits, found = [], []
+hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
 mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
 rows, columns = NamedSharding(mesh, P("model")), NamedSharding(mesh, P(None, "model"))

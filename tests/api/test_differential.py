@@ -17,9 +17,9 @@ TOGETHER = 10  # seeds a test
 
 def differing(seeds: range, *, always: bool) -> dict[int, list[str]]:
     """Return the differences by seed; run `python -m tests.differential --seed N` for one."""
-    found = {seed: compared(draw(seed), always=always).differences for seed in seeds}
+    differences = {seed: compared(draw(seed), always=always).differences for seed in seeds}
     jax.clear_caches()
-    return {seed: texts for seed, texts in found.items() if texts}
+    return {seed: texts for seed, texts in differences.items() if texts}
 
 
 @pytest.mark.parametrize("first", range(0, 150, TOGETHER))

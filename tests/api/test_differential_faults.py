@@ -31,7 +31,7 @@ def program(mesh):
     return Program(step, state, lambda n: [x], (0, 1))
 
 
-def found(monkeypatch, overlap) -> list[str]:
+def differences(monkeypatch, overlap) -> list[str]:
     monkeypatch.setattr(compare.jaxoverlap, "overlap", lambda fn, **_: overlap(fn))
     monkeypatch.setattr(compare, "_ringed", lambda overlapped: 0)
     return differs(SIZES, program, donate_argnums=(0, 1))
@@ -75,7 +75,7 @@ def warning(fn):
 
 
 def test_a_step_does_not_differ_from_itself(monkeypatch):
-    assert found(monkeypatch, lambda fn: fn) == []
+    assert differences(monkeypatch, lambda fn: fn) == []
 
 
 def replicated(w):
@@ -106,7 +106,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("says", FAULTS)
 def test_a_fault_is_found(monkeypatch, says: str):
-    texts = found(monkeypatch, FAULTS[says])
+    texts = differences(monkeypatch, FAULTS[says])
     assert any(says in text for text in texts), texts
 
 
@@ -114,7 +114,7 @@ def test_another_weak_type_is_found(monkeypatch):
     def overlap(fn):
         return lambda w, n, x: (fn(w, n, x)[0], jax.device_put(jnp.asarray(1), n.sharding))
 
-    assert any("weak type" in text for text in found(monkeypatch, overlap))
+    assert any("weak type" in text for text in differences(monkeypatch, overlap))
 
 
 def test_what_raises_is_found(monkeypatch):
@@ -124,4 +124,4 @@ def test_what_raises_is_found(monkeypatch):
 
         return call
 
-    assert found(monkeypatch, overlap) == ["raises KeyError: 'w'"]
+    assert differences(monkeypatch, overlap) == ["raises KeyError: 'w'"]

@@ -82,9 +82,9 @@ def exact(params):
     with jax.enable_x64(True):
         config = dataclasses.replace(CONFIG, dtype="float64", param_dtype="float64")
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-        found = jax.device_get(make_grads(config, make_mesh(config))(wide, BATCH))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"float64"}
-    return found
+        loss_and_gradients = jax.device_get(make_grads(config, make_mesh(config))(wide, BATCH))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(loss_and_gradients)} == {"float64"}
+    return loss_and_gradients
 
 
 def test_every_gradient_is_as_exact_as_the_plain_one(params, plain, exact):
@@ -218,9 +218,11 @@ def matmuls(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
 def sites_written_here() -> dict[int, str]:
     """Return the einsums that this file's comments give for the forward pass, by line."""
     lines = enumerate(Path(__file__).read_text().splitlines(), 1)
-    found = {i: m.group(1) for i, line in lines if (m := re.search("  # site: ([a-z,>-]+)$", line))}
-    assert len(found) == 5
-    return found
+    einsums = {
+        i: m.group(1) for i, line in lines if (m := re.search("  # site: ([a-z,>-]+)$", line))
+    }
+    assert len(einsums) == 5
+    return einsums
 
 
 @pytest.fixture(scope="module")
