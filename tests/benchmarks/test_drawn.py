@@ -143,8 +143,8 @@ def _values(args: Any) -> Any:
 
     def value(x: jax.ShapeDtypeStruct) -> jax.Array:
         integer = jnp.issubdtype(x.dtype, jnp.integer)
-        found = rng.integers(0, 64, x.shape) if integer else rng.standard_normal(x.shape) * 0.1
-        return jax.device_put(jnp.asarray(found, x.dtype), x.sharding)
+        numbers = rng.integers(0, 64, x.shape) if integer else rng.standard_normal(x.shape) * 0.1
+        return jax.device_put(jnp.asarray(numbers, x.dtype), x.sharding)
 
     return jax.tree.map(value, args)
 
@@ -157,12 +157,16 @@ def test_a_small_step_becomes_a_row(kind: str, monkeypatch: pytest.MonkeyPatch):
     build = functools.partial(trainer.build, sketch)
     step = Step("small", sketch.pod, sketch.axes, build)
     monkeypatch.setattr(child, "step_of", {"small": step}.__getitem__)
-    found = child.measured("small", kind)
-    parts = found["compute_s"] + found["slowdown_s"] + found["exposed_s"]
-    assert found["step_s"] == pytest.approx(parts) and not found["unknown"]
-    assert found["link_bytes"]["NVLink"] > 0 and found["kernels"] and found["collectives"]
-    assert 0 < found["peak_bytes"] < found["chip_bytes"]
-    assert ("rings" in found) == (kind == OVERLAPPED)
+    measured_row = child.measured("small", kind)
+    parts = measured_row["compute_s"] + measured_row["slowdown_s"] + measured_row["exposed_s"]
+    assert measured_row["step_s"] == pytest.approx(parts) and not measured_row["unknown"]
+    assert (
+        measured_row["link_bytes"]["NVLink"] > 0
+        and measured_row["kernels"]
+        and measured_row["collectives"]
+    )
+    assert 0 < measured_row["peak_bytes"] < measured_row["chip_bytes"]
+    assert ("rings" in measured_row) == (kind == OVERLAPPED)
 
 
 def test_a_constrained_step_has_its_constraints():
@@ -281,9 +285,9 @@ def test_the_table_has_a_line_a_step():
     more = dict(rings=3, slices=1, left_plain=0, skipped=2)
     rows = [row("one", PLAIN, 1.0), row("one", OVERLAPPED, 0.5, **more), row("two", PLAIN, 1.0)]
     rows += [row("one", UNRINGED, 0.7), row("one", FALLBACK, 0.5, taken="overlapped")]
-    found = table(compared(rows))
-    assert found.row_count == 2
-    cells = {str(column.header): list(column.cells) for column in found.columns}
+    rich_table = table(compared(rows))
+    assert rich_table.row_count == 2
+    cells = {str(column.header): list(column.cells) for column in rich_table.columns}
     assert cells["taken"] == ["overlapped", ""]
     assert cells["ratio"] == ["0.500", ""] and cells["no rings"][0] == "700.0"
     assert cells["decided"][0] == "3 rings, 1 sliced, 2 skipped"

@@ -47,9 +47,9 @@ def does_not_end() -> dict[str, object]:
 
 
 def test_what_a_fork_returns():
-    found = in_fork(returns, 21, timeout_s=60, xla_flags="")
-    assert found["twice"] == 42
-    assert found["fork"] != os.getpid()
+    returned = in_fork(returns, 21, timeout_s=60, xla_flags="")
+    assert returned["twice"] == 42
+    assert returned["fork"] != os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_a_fork_that_does_not_end_is_a_row():
 
 def test_a_fork_has_flags_in_front_of_those_of_the_environment():
     of_the_server = in_fork(tells_its_flags, timeout_s=60, xla_flags="")["flags"]
-    found = in_fork(tells_its_flags, timeout_s=60, xla_flags="--a=b")["flags"]
-    assert found == f"--a=b {of_the_server}".strip()
+    flags = in_fork(tells_its_flags, timeout_s=60, xla_flags="--a=b")["flags"]
+    assert flags == f"--a=b {of_the_server}".strip()

@@ -31,15 +31,15 @@ def traced_for(
 @pytest.mark.parametrize("name", STEPS)
 def test_of_the_suites_steps(name: str):
     step = STEPS[name]
-    found = agreement(*traced_for(step.pod, step.axes, lambda mesh: step.build("plain", mesh)))
-    assert len(found.otherwise) == OTHERWISE.get(name, 0), found.otherwise
-    assert found.same > 20 and not found.unread
+    agreed = agreement(*traced_for(step.pod, step.axes, lambda mesh: step.build("plain", mesh)))
+    assert len(agreed.otherwise) == OTHERWISE.get(name, 0), agreed.otherwise
+    assert agreed.same > 20 and not agreed.unread
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_of_the_trainers(name: str):
     recipe = importlib.import_module(f"models.{name}").RECIPE
     axes = dict(zip(recipe.config.AXES, TRAINERS[name], strict=True))
-    found = agreement(*traced_for("h100-sxm:1x8", axes, recipe.build))
-    assert len(found.otherwise) == OTHERWISE.get(name, 0), found.otherwise
-    assert found.same > 20 and not found.unread
+    agreed = agreement(*traced_for("h100-sxm:1x8", axes, recipe.build))
+    assert len(agreed.otherwise) == OTHERWISE.get(name, 0), agreed.otherwise
+    assert agreed.same > 20 and not agreed.unread

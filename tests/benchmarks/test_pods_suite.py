@@ -64,8 +64,8 @@ def suite(**scheduled: Any) -> list[dict[str, Any]]:
     return [row(PLAIN, 14, 4), *presets, row(OVERLAPPED, 11, 1), mine]
 
 
-def shortfalls(found: list[dict[str, Any]]) -> str:
-    return "\n".join(r.verdicts(found)[1])
+def shortfalls(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(r.verdicts(rows)[1])
 
 
 # -- verdicts -------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ def test_each_shortfall_is_named(changes: dict[str, float], expected: str):
 
 
 def test_a_preset_counts_among_the_others():
-    found = suite()
-    found[1]["step_s"] = 10.0
-    assert PRESET_ROWS[0] in shortfalls(found)
+    rows = suite()
+    rows[1]["step_s"] = 10.0
+    assert PRESET_ROWS[0] in shortfalls(rows)
 
 
 def test_what_two_simulations_cannot_tell_apart_is_no_shortfall():
@@ -105,18 +105,18 @@ def test_what_two_simulations_cannot_tell_apart_is_no_shortfall():
 
 
 def test_where_the_link_is_busier_than_the_kernels_a_quarter_is_not_asked():
-    found = suite(exposed_s=2.0, compute_s=8.5)
-    assert "2000.0 ms exposed" in shortfalls(found)
-    for one in found:
+    rows = suite(exposed_s=2.0, compute_s=8.5)
+    assert "2000.0 ms exposed" in shortfalls(rows)
+    for one in rows:
         one["link_s"] = {"NVLink": 10.0, "network": 0.5}
-    said, short = r.verdicts(found)
+    said, short = r.verdicts(rows)
     assert not short
     assert any("the busiest link leaves 1500.0 ms exposed at least" in line for line in said)
 
 
 def test_a_row_that_sends_more_is_not_excused_by_it():
-    found = suite(exposed_s=2.0, compute_s=8.5, link_s={"NVLink": 10.0, "network": 0.5})
-    assert "2000.0 ms exposed" in shortfalls(found)
+    rows = suite(exposed_s=2.0, compute_s=8.5, link_s={"NVLink": 10.0, "network": 0.5})
+    assert "2000.0 ms exposed" in shortfalls(rows)
 
 
 def test_where_barriers_suffice_it_says_so():
@@ -134,29 +134,29 @@ def test_of_the_presets_the_best_is_shown():
 
 
 def test_a_row_that_failed_is_shown_and_named():
-    found = suite()
-    found[1] = {"step": "one", "row": PRESET_ROWS[0], "error": "SIGABRT: F0000 no"}
-    assert [row["row"] for row in r.shown(r.of_step(found, "one"))][1:3] == [
+    rows = suite()
+    rows[1] = {"step": "one", "row": PRESET_ROWS[0], "error": "SIGABRT: F0000 no"}
+    assert [row["row"] for row in r.shown(r.of_step(rows, "one"))][1:3] == [
         r.BEST_PRESET,
         PRESET_ROWS[0],
     ]
-    said, short = r.verdicts(found)
+    said, short = r.verdicts(rows)
     assert said[0] == f"one, {PRESET_ROWS[0]}: SIGABRT: F0000 no" and not short
-    assert r.table(found).row_count == 5
+    assert r.table(rows).row_count == 5
 
 
 def test_a_step_of_which_only_a_part_was_simulated_is_not_compared():
-    found = suite()
-    found[1] |= {"step_s": 1.0, "unknown": {UNKNOWN_TRIPS: 2}}
-    said, short = r.verdicts(found)
+    rows = suite()
+    rows[1] |= {"step_s": 1.0, "unknown": {UNKNOWN_TRIPS: 2}}
+    said, short = r.verdicts(rows)
     assert said[0].startswith(f"one, {PRESET_ROWS[0]}: while without a known trip count")
-    assert not short and r.best_preset(r.of_step(found, "one")) == found[2]
+    assert not short and r.best_preset(r.of_step(rows, "one")) == rows[2]
 
 
 @pytest.mark.parametrize("name", [PLAIN, OVERLAPPED, SCHEDULED])
 def test_without_these_rows_a_step_falls_short(name: str):
-    found = [one | {"error": "SIGABRT: no"} if one["row"] == name else one for one in suite()]
-    assert shortfalls(found) == f"one, {name}: SIGABRT: no"
+    rows = [one | {"error": "SIGABRT: no"} if one["row"] == name else one for one in suite()]
+    assert shortfalls(rows) == f"one, {name}: SIGABRT: no"
 
 
 def test_what_does_not_fit_says_so():
@@ -170,8 +170,8 @@ def test_the_suite_has_what_it_promises():
     assert chips == {"h100-sxm", "a100-sxm-80", "gb200"}
     for size, name in ((8, "8"), (64, "64"), (512, "512")):
         for kind in ("7b", "70b"):
-            found = [s for n, s in STEPS.items() if n.startswith(kind) and n.endswith(f"-{name}")]
-            assert found and all(parse_cluster(s.pod).num_devices == size for s in found)
+            of_size = [s for n, s in STEPS.items() if n.startswith(kind) and n.endswith(f"-{name}")]
+            assert of_size and all(parse_cluster(s.pod).num_devices == size for s in of_size)
     for step in STEPS.values():
         assert set(ROWS) <= set(step.rows)
         assert np.prod(list(step.axes.values())) == parse_cluster(step.pod).num_devices
@@ -188,9 +188,9 @@ def test_each_step_has_a_layout_with_a_process_for_each_gpu():
 
 
 def test_hops_of_nccls_may_leave_more_exposed():
-    found = suite(exposed_s=2.5, compute_s=8.0)
-    assert "exposed, 0.62 of plain's" in shortfalls(found)
-    by_process = [one | {"pod": "h100-sxm:2x8/8"} for one in found]
+    rows = suite(exposed_s=2.5, compute_s=8.0)
+    assert "exposed, 0.62 of plain's" in shortfalls(rows)
+    by_process = [one | {"pod": "h100-sxm:2x8/8"} for one in rows]
     assert not shortfalls(by_process)
     slow = suite(step_s=14.2, exposed_s=2.5, compute_s=8.0)
     assert "as fast as the best of the others" in shortfalls(
@@ -231,17 +231,17 @@ def test_steps_for_one_chip_share_their_kernels_in_each_lane():
     assert sorted(lanes[0] + lanes[1]) == sorted(wanted)
     of = [{step for step, _ in lane} for lane in lanes]
     assert not of[0] & of[1] and abs(len(lanes[0]) - len(lanes[1])) <= 2
-    found = kernels(lanes, {name: step.pod for name, step in STEPS.items()})
+    kernels_of = kernels(lanes, {name: step.pod for name, step in STEPS.items()})
     for one, other in itertools.combinations(STEPS, 2):
         alike = parse_cluster(STEPS[one].pod).chip == parse_cluster(STEPS[other].pod).chip
         together = any({one, other} <= lane for lane in of)
-        assert (found[one] is found[other]) == (alike and together)
+        assert (kernels_of[one] is kernels_of[other]) == (alike and together)
 
 
 def test_rows_come_as_they_are_finished():
     wanted = [("one", PLAIN), ("two", PLAIN), ("three", PLAIN)]
-    found = dict(done(wanted, 2, lambda job: {"error": job[0]}))
-    assert found == {job: {"error": job[0]} for job in wanted}
+    row_of = dict(done(wanted, 2, lambda job: {"error": job[0]}))
+    assert row_of == {job: {"error": job[0]} for job in wanted}
 
 
 # -- a step ---------------------------------------------------------------------------------------
@@ -274,13 +274,13 @@ SMALL = Step(
 @marked(pods)
 @pytest.mark.parametrize("name", [PLAIN, SCHEDULED])
 def test_a_small_step_becomes_a_row(name: str):
-    found = measure(SMALL, name)
-    assert found["step_s"] >= found["bound_s"] > 0 and not found["unknown"]
-    parts = found["compute_s"] + found["slowdown_s"] + found["exposed_s"]
-    assert found["step_s"] == pytest.approx(parts)
-    assert 0 < found["temp_bytes"] < found["peak_bytes"] < found["chip_bytes"]
-    assert ("pass_s" in found) == (name == SCHEDULED)
-    assert bool(found["by_line"]) == (name == PLAIN)
+    measured_row = measure(SMALL, name)
+    assert measured_row["step_s"] >= measured_row["bound_s"] > 0 and not measured_row["unknown"]
+    parts = measured_row["compute_s"] + measured_row["slowdown_s"] + measured_row["exposed_s"]
+    assert measured_row["step_s"] == pytest.approx(parts)
+    assert 0 < measured_row["temp_bytes"] < measured_row["peak_bytes"] < measured_row["chip_bytes"]
+    assert ("pass_s" in measured_row) == (name == SCHEDULED)
+    assert bool(measured_row["by_line"]) == (name == PLAIN)
 
 
 @marked(pods)

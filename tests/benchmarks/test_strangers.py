@@ -48,13 +48,13 @@ def test_differences_are_of_norms():
 def test_gradients_are_adams_first_moments():
     plain = {".mu['a']": [1.0], ".mu['b']": [0.0], "['mul']['a']": [2.0]}
     other = {".mu['a']": [1.5], ".mu['b']": [0.0], "['mul']['a']": [2.5]}
-    found = rows.compare(
+    comparison = rows.compare(
         {"losses": [1.0, 2.0], "state": plain}, {"losses": [1.0, 2.2], "state": other}
     )
-    assert found["loss_difference"] == pytest.approx(0.1)
-    assert (found["gradient_difference"], found["worst_gradient"]) == (0.5, ".mu['a']")
-    assert (found["gradients"], found["gradients_zero"]) == (2, 1)
-    assert (found["state_difference"], found["worst_state"]) == (0.25, "['mul']['a']")
+    assert comparison["loss_difference"] == pytest.approx(0.1)
+    assert (comparison["gradient_difference"], comparison["worst_gradient"]) == (0.5, ".mu['a']")
+    assert (comparison["gradients"], comparison["gradients_zero"]) == (2, 1)
+    assert (comparison["state_difference"], comparison["worst_state"]) == (0.25, "['mul']['a']")
 
 
 @pytest.mark.parametrize(
