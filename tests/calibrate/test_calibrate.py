@@ -53,17 +53,17 @@ def test_permutes_are_found():
         rate = fit.nccl.permute_rate(moved, fit.nccl.permute_channels(moved, 8), 20e9)
         seconds = 10e-6 + moved / min(rate, 300e9)
         rows.append(fit.CollectiveRow("collective-permute", 8, moved, seconds))
-    found = fit.fit_permutes(rows, "made up")
-    assert found.latency_s == pytest.approx(10e-6, rel=0.01)
-    assert found.channel_bytes_per_s == pytest.approx(20e9, rel=0.01)
-    assert found.bytes_per_s == pytest.approx(300e9, rel=0.01)
-    assert found.error is not None and found.error.worst < 0.01
+    permutes = fit.fit_permutes(rows, "made up")
+    assert permutes.latency_s == pytest.approx(10e-6, rel=0.01)
+    assert permutes.channel_bytes_per_s == pytest.approx(20e9, rel=0.01)
+    assert permutes.bytes_per_s == pytest.approx(300e9, rel=0.01)
+    assert permutes.error is not None and permutes.error.worst < 0.01
 
 
 def test_held_back_rows_have_no_part_in_a_curve():
     rows = [fit.CollectiveRow("all-gather", 2, 2.0**p, 1e-6 * 2**p) for p in range(20)]
-    found = fit.fit_collectives(rows, "made up")
-    assert found.error_new_sizes.worst < 1e-3  # a straight line: interpolation has nothing to lose
+    curves = fit.fit_collectives(rows, "made up")
+    assert curves.error_new_sizes.worst < 1e-3  # a straight line: interpolation has nothing to lose
     out = fit.held_back(len(rows))
     out[[0, -1]] = False
     rows = [
@@ -85,8 +85,8 @@ def test_a_file_keeps_its_date_where_nothing_else_changed(tmp_path):
 
 
 def _installed(*packages):
-    found = {d.name for d in importlib.metadata.distributions()}
-    return found.issuperset(packages)
+    distributions = {d.name for d in importlib.metadata.distributions()}
+    return distributions.issuperset(packages)
 
 
 @pytest.mark.skipif(
@@ -144,10 +144,14 @@ def test_attention_is_fitted_and_a_kernel_without_a_mask_only_tested():
     seconds = 5e-6 + 2.0 * heads * length**2 * size / 5e14
     rows = fit.MatmulRows(length.astype(float), heads.astype(float), size.astype(float), seconds)
     twice = fit.MatmulRows(rows.m, rows.n, rows.k, 5e-6 + 2 * (seconds - 5e-6))
-    found = fit.fit_attention(rows, twice, 3e12, "made up")
-    assert found.error.mean < 0.05
-    assert found.error_full and found.error_full.rows == 2000 and found.error_full.mean < 0.15
-    assert found.seconds(1024, 64, 128) == pytest.approx(
+    attention = fit.fit_attention(rows, twice, 3e12, "made up")
+    assert attention.error.mean < 0.05
+    assert (
+        attention.error_full
+        and attention.error_full.rows == 2000
+        and attention.error_full.mean < 0.15
+    )
+    assert attention.seconds(1024, 64, 128) == pytest.approx(
         5e-6 + 2 * 64 * 1024**2 * 128 / 5e14, rel=0.05
     )
 
@@ -202,8 +206,8 @@ def test_what_takes_longer_in_a_step_is_found_from_steps_that_do():
     taken = {key: replay(step_factors.module(*key), longer).step_s for key in steps}
     got = step_factors.in_a_step(taken, loops).here
     assert got
-    found = got.in_a_step.memory, got.in_a_step.matmuls, got.in_a_step.collectives
-    assert found == pytest.approx((3.0, 1.25, 0.75), rel=1e-6)
+    factors = got.in_a_step.memory, got.in_a_step.matmuls, got.in_a_step.collectives
+    assert factors == pytest.approx((3.0, 1.25, 0.75), rel=1e-6)
     with pytest.raises(ValueError, match=r"steps of alone took less.*measure again"):
         step_factors.in_a_step({**taken, steps[1]: 1e-9}, loops)
 
