@@ -31,13 +31,13 @@ def test_a_preset_is_a_table_with_reasons_and_sources():
 
 
 def test_a_preset_in_the_forms_that_machines_take():
-    found = preset("h200:2x8")
-    assert json.loads(run("flags", "h200:2x8", "--as", "options")) == found.options
-    assert run("flags", "h200:2x8", "--as", "xla-flags").strip() == found.xla_flags
-    assert run("flags", "h200:2x8", "--as", "env") == found.env_file
+    h200 = preset("h200:2x8")
+    assert json.loads(run("flags", "h200:2x8", "--as", "options")) == h200.options
+    assert run("flags", "h200:2x8", "--as", "xla-flags").strip() == h200.xla_flags
+    assert run("flags", "h200:2x8", "--as", "env") == h200.env_file
     whole = run_json("flags", "h200:2x8")
     assert whole["name"] == "dgx-h200"
-    assert {s["name"]: s["value"] for s in whole["settings"]} == found.options | found.variables
+    assert {s["name"]: s["value"] for s in whole["settings"]} == h200.options | h200.variables
     assert whole["conflicts"][0]["said"]
 
 

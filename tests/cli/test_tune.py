@@ -82,11 +82,11 @@ class TestPods:
             app, ["tune", "tests.support.build_step", *POD, "--budget", "0.1", *where]
         )
         assert again.exit_code == done.exit_code and again.stderr.strip() == done.stderr.strip()
-        plan, found = Plan.read(folder / "mine.json"), json.loads(again.stdout)
+        plan, printed = Plan.read(folder / "mine.json"), json.loads(again.stdout)
         assert Plan.read(folder / "again.json") == plan
-        assert found["plan"] == f"{folder}/again.json"
-        assert found["predictions"] == msgspec.to_builtins(plan.predictions)
-        assert found["tried"] == list(msgspec.to_builtins(plan.tried))
+        assert printed["plan"] == f"{folder}/again.json"
+        assert printed["predictions"] == msgspec.to_builtins(plan.predictions)
+        assert printed["tried"] == list(msgspec.to_builtins(plan.tried))
 
     def test_the_file_is_followed(self, tuned):
         step, args = build_step.build(jaxoverlap.pod_mesh("h100-sxm:1x8", {"tp": 8}))
@@ -210,19 +210,19 @@ def other() -> Plan:
 
 
 def test_each_thing_that_differs_is_named_with_both_sides():
-    found = {(d.part, d.name): (d.a, d.b) for d in differences(FULL, other())}
-    assert found.pop(("matmul", "3")) == (
+    sides = {(d.part, d.name): (d.a, d.b) for d in differences(FULL, other())}
+    assert sides.pop(("matmul", "3")) == (
         "abc,cd->abd, 4 times: all_gather_matmul over model, one_way, 8 chunks",
         "abc,cd->abd, 4 times: left alone",
     )
-    assert found.pop(("compile", "schedule")) == ({"slack": 0.05, "in_flight": 8}, None)
+    assert sides.pop(("compile", "schedule")) == ({"slack": 0.05, "in_flight": 8}, None)
     option = "xla_gpu_enable_latency_hiding_scheduler"
-    assert found.pop(("option", option)) == ("True", None)
-    rows = found.pop(("nccl", "all_gather 0 to 1048576 bytes, 16 GPUs on 2 hosts"))
+    assert sides.pop(("option", option)) == ("True", None)
+    rows = sides.pop(("nccl", "all_gather 0 to 1048576 bytes, 16 GPUs on 2 hosts"))
     assert [row["channels"] for row in rows] == [4, 2]
-    assert found.pop(("predicted", "step_s")) == (0.7575, 0.8)
-    assert found.pop(("made for", "versions jaxlib")) == ("0.12.0", "0.12.1")
-    assert not found
+    assert sides.pop(("predicted", "step_s")) == (0.7575, 0.8)
+    assert sides.pop(("made for", "versions jaxlib")) == ("0.12.0", "0.12.1")
+    assert not sides
 
 
 def test_a_difference_is_code_1(file: str, tmp_path: Path):
@@ -236,10 +236,10 @@ def test_a_difference_is_code_1(file: str, tmp_path: Path):
 def test_what_only_one_plan_says_differs():
     row = ChannelRow(kind="all_reduce", min_bytes=0, max_bytes=9, channels=None)
     bare = msgspec.structs.replace(FULL, predictions=None, nccl=jaxoverlap.Nccl(channels=(row,)))
-    found = {(d.part, d.name): d for d in differences(bare, FULL)}
-    assert found["nccl", "NCCL_MAX_NCHANNELS"].a is None
-    assert found["predicted", "step_s"].b == 0.7575
-    assert found["nccl", "all_reduce 0 to 9 bytes, any GPUs on any hosts"].b is None
+    differing = {(d.part, d.name): d for d in differences(bare, FULL)}
+    assert differing["nccl", "NCCL_MAX_NCHANNELS"].a is None
+    assert differing["predicted", "step_s"].b == 0.7575
+    assert differing["nccl", "all_reduce 0 to 9 bytes, any GPUs on any hosts"].b is None
 
 
 def test_as_a_process(tmp_path: Path):
