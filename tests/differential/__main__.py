@@ -43,16 +43,16 @@ def main() -> int:
 
 def _one(seed: int, always: bool) -> int:
     case = draw(seed)
-    found = compared(case, always=always)
+    comparison = compared(case, always=always)
     print(case)
-    print(f"  {found.ringed} matmuls ringed")
-    for note in found.notes:
+    print(f"  {comparison.ringed} matmuls ringed")
+    for note in comparison.notes:
         print(f"note: {note}")
-    for text in found.differences:
+    for text in comparison.differences:
         print(f"differs: {text}")
-    if found.error is not None:
-        traceback.print_exception(found.error)
-    return 1 if found.differences else 0
+    if comparison.error is not None:
+        traceback.print_exception(comparison.error)
+    return 1 if comparison.differences else 0
 
 
 def _many(seeds: range, always: bool) -> int:
@@ -61,13 +61,15 @@ def _many(seeds: range, always: bool) -> int:
     for n, seed in enumerate(seeds):
         print(f"{n + 1}/{len(seeds)} seed {seed}", end=" ", flush=True)
         start = time.process_time()
-        found = _tried(seed, always)
-        ringed += found.ringed
-        print(f"{time.process_time() - start:.1f} s of CPU, {found.ringed} ringed", end="")
-        print(f", {found.differences[0]}" if found.differences else "", flush=True)
-        if found.differences:
+        comparison = _tried(seed, always)
+        ringed += comparison.ringed
+        print(f"{time.process_time() - start:.1f} s of CPU, {comparison.ringed} ringed", end="")
+        print(f", {comparison.differences[0]}" if comparison.differences else "", flush=True)
+        if comparison.differences:
             failed.append(seed)
-        for text in {kind(t) for t in [*found.differences, *(f"note: {n}" for n in found.notes)]}:
+        for text in {
+            kind(t) for t in [*comparison.differences, *(f"note: {n}" for n in comparison.notes)]
+        }:
             kinds[text].append(seed)
         if n % 20 == 19:
             jax.clear_caches()

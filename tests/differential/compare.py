@@ -79,13 +79,13 @@ def compared(case: Case, *, always: bool = False) -> Found:
     ours = _run(again, overlapped)
     ringed = _ringed(overlapped)
     if ours.error is not None:
-        found = [
+        texts = [
             f"call {n + 1}: {text}"
             for n, (a, b) in enumerate(zip(plain.calls, ours.calls, strict=False))
             for text in _facts_apart(a, b)
         ]
-        return Found([*found, f"raises {_first(ours.error)}"], [], ringed, ours.error)
-    found = [f"warns: {text}" for text in ours.warned if text not in plain.warned]
+        return Found([*texts, f"raises {_first(ours.error)}"], [], ringed, ours.error)
+    texts = [f"warns: {text}" for text in ours.warned if text not in plain.warned]
     notes: list[str] = []
     half = case.computes_in_half
     apart = any(
@@ -94,17 +94,17 @@ def compared(case: Case, *, always: bool = False) -> Found:
     )
     reference = _reference(case).calls if always or apart else ours.calls
     for n, (a, b, exact) in enumerate(zip(plain.calls, ours.calls, reference, strict=True)):
-        found += [f"call {n + 1}: {text}" for text in _facts_apart(a, b)]
+        texts += [f"call {n + 1}: {text}" for text in _facts_apart(a, b)]
         if a.tree == b.tree:
             off, theirs = _wrong(exact, b, half), _wrong(exact, a, half)
-            found += [
+            texts += [
                 f"call {n + 1}: {at} off by {by}" for at, by in off.items() if at not in theirs
             ]
             notes += [
                 f"call {n + 1}: plain is wrong: {at} off by {by}, overlapped by {off.get(at, 'nothing')}"
                 for at, by in theirs.items()
             ]
-    return Found(found, notes, ringed)
+    return Found(texts, notes, ringed)
 
 
 def _overlapped(case: Case) -> jaxoverlap.Overlapped:
@@ -114,7 +114,7 @@ def _overlapped(case: Case) -> jaxoverlap.Overlapped:
 def _ringed(overlapped: jaxoverlap.Overlapped) -> int:
     """Count the matmuls that were put into rings, in all signatures."""
     seen = [overlapped._seen.get(key) for key in overlapped._seen.cache_keys()]
-    return sum(len(found.plan.decisions) for found in seen if found and found.plan)
+    return sum(len(program.plan.decisions) for program in seen if program and program.plan)
 
 
 def _reference(case: Case) -> Run:
@@ -197,7 +197,7 @@ def _facts(leaf: Any) -> dict[str, Any]:
 def _facts_apart(plain: Call, ours: Call) -> list[str]:
     if plain.tree != ours.tree:
         return [f"tree {ours.tree}, plain {plain.tree}"]
-    found = [
+    texts = [
         f"{what} {theirs}, plain {own}"
         for what, own, theirs in (
             ("traces", plain.traces, ours.traces),
@@ -208,15 +208,15 @@ def _facts_apart(plain: Call, ours: Call) -> list[str]:
     if plain.deleted != ours.deleted:
         kept = sum(a and not b for a, b in zip(plain.deleted, ours.deleted, strict=True))
         more = sum(b and not a for a, b in zip(plain.deleted, ours.deleted, strict=True))
-        found.append(f"donation: {kept} kept that plain deletes, {more} deleted that plain keeps")
+        texts.append(f"donation: {kept} kept that plain deletes, {more} deleted that plain keeps")
     names = [jax.tree_util.keystr(path) for path in _paths(plain.tree)]
     for name, a, b, at, here in zip(
         names, plain.facts, ours.facts, plain.shardings, ours.shardings, strict=True
     ):
-        found += [f"{name} {key} {b.get(key)}, plain {a[key]}" for key in a if a[key] != b.get(key)]
+        texts += [f"{name} {key} {b.get(key)}, plain {a[key]}" for key in a if a[key] != b.get(key)]
         if a == b and at is not None and not _alike(at, here, len(a["shape"])):
-            found.append(f"{name} sharding {_said(here)}, plain {_said(at)}")
-    return found
+            texts.append(f"{name} sharding {_said(here)}, plain {_said(at)}")
+    return texts
 
 
 def _paths(tree: Any) -> list[Any]:
@@ -250,17 +250,17 @@ def _wrong(exact: Call, call: Call, half: bool, *, strict: bool = False) -> dict
     scales = [_size(v) for v in exact.values if _is_floating(v)]
     # A gradient that is zero but for rounding is as large as the rounding of what it is summed of.
     floor = (1e-3 if half else 1e-6) * max(scales, default=0.0) / (4 if strict else 1)
-    found = {}
+    errors = {}
     for path, e, value in zip(_paths(exact.tree), exact.values, call.values, strict=True):
         name = jax.tree_util.keystr(path)
         if e.shape != value.shape:
             continue  # `_facts_apart` reports it
         if not _is_floating(e):
             if not np.array_equal(e, value):
-                found[name] = "whole numbers"
+                errors[name] = "whole numbers"
         elif not (off := _size(np.float64(value) - np.float64(e))) <= tolerance * _size(e) + floor:
-            found[name] = f"{off / (_size(e) or 1.0):.1e}"
-    return found
+            errors[name] = f"{off / (_size(e) or 1.0):.1e}"
+    return errors
 
 
 def _is_floating(value: np.ndarray) -> bool:

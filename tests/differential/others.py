@@ -132,8 +132,8 @@ def vocabulary_parallel(w: World) -> Program:
 
     def embed(table, ids):
         at, has = own(table, ids)
-        found = jnp.take(table, at, axis=0) if taken else table[at]
-        return jax.lax.psum(jnp.where(has[..., None], found, 0), tp)
+        embeddings = jnp.take(table, at, axis=0) if taken else table[at]
+        return jax.lax.psum(jnp.where(has[..., None], embeddings, 0), tp)
 
     def entropy(table, x, targets):
         logits = x @ table.T

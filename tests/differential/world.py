@@ -82,16 +82,16 @@ class World:
         return np.random.default_rng([self.seed, zlib.crc32(label.encode())])
 
     def pick(self, label: str, options: Sequence[Any], *, quiet: bool = False) -> Any:
-        found = options[self.rng(label).integers(len(options))]
+        picked = options[self.rng(label).integers(len(options))]
         if not quiet:
-            self.said[label] = str(getattr(found, "__name__", found))
-        return found
+            self.said[label] = str(getattr(picked, "__name__", picked))
+        return picked
 
     def chance(self, label: str, probability: float) -> bool:
-        found = bool(self.rng(label).random() < probability)
-        if found:
+        happens = bool(self.rng(label).random() < probability)
+        if happens:
             self.said[label] = "yes"
-        return found
+        return happens
 
     def size(self, letter: str) -> int:
         odd = self.odd and letter in ODD and self.rng(f"odd {letter}").random() < 0.4
