@@ -36,15 +36,15 @@ def test_every_planted_dead_flag_is_found_and_nothing_else():
     planted = [f"--{name}={'0' if name.endswith('level') else 'true'}" for name in DEAD]
     mixed = [flag for pair in zip(LIVE * 2, planted, strict=False) for flag in pair]
     assert set(planted) <= set(mixed)
-    found = {f.text for f in check(" ".join(mixed)) if f.dead}
-    assert found == set(planted)
+    dead = {f.text for f in check(" ".join(mixed)) if f.dead}
+    assert dead == set(planted)
 
 
 def test_a_dead_flag_says_until_when_and_what_instead():
-    (found,) = check("--xla_gpu_graph_level=0")
-    assert found.status == "rejected"
-    assert "last seen in jaxlib 0.6.2" in found.note
-    assert "xla_gpu_enable_command_buffer" in found.note
+    (finding,) = check("--xla_gpu_graph_level=0")
+    assert finding.status == "rejected"
+    assert "last seen in jaxlib 0.6.2" in finding.note
+    assert "xla_gpu_enable_command_buffer" in finding.note
 
 
 def test_our_own_presets_do_what_they_say():
@@ -168,9 +168,9 @@ def test_yaml_and_python_are_read():
 
 def test_a_file_is_checked_variables_too(tmp_path):
     (tmp_path / "run.sh").write_text(SHELL)
-    found = check(str(tmp_path / "run.sh"))
-    assert [f.text for f in found if f.dead] == ["--xla_gpu_graph_level=0"]
-    (unread,) = [f for f in found if f.status == "unread"]
+    findings = check(str(tmp_path / "run.sh"))
+    assert [f.text for f in findings if f.dead] == ["--xla_gpu_graph_level=0"]
+    (unread,) = [f for f in findings if f.status == "unread"]
     assert unread.text == "NCCL_MIN_CHANNELS"
     assert "did you mean NCCL_MIN_NCHANNELS?" in unread.note
 

@@ -51,10 +51,10 @@ def test_a_presets_options_are_in_all_supported_versions_and_compiler_options(na
 
 @ALL
 def test_conflicts_say_who_says_what_and_take_what_the_preset_has(name: str):
-    found = PRESETS[name]
-    values = {s.name: s.value for s in found.settings}
-    assert found.conflicts
-    for c in found.conflicts:
+    chip_preset = PRESETS[name]
+    values = {s.name: s.value for s in chip_preset.settings}
+    assert chip_preset.conflicts
+    for c in chip_preset.conflicts:
         assert c.why and all(value and source for value, source in c.said)
         if c.name in VARIABLES or c.name in FLAGS:
             assert values.get(c.name, "") == c.ours
@@ -105,8 +105,8 @@ def test_variables_are_nccls_a_plugins_or_somebody_elses():
 
 def test_every_chip_has_a_preset():
     for chip in chips():
-        found = preset(f"{chip.name}:2x4")
-        assert found.chip.split("-")[0] == chip.name.split("-")[0]
+        chip_preset = preset(f"{chip.name}:2x4")
+        assert chip_preset.chip.split("-")[0] == chip.name.split("-")[0]
     assert preset("gb200:18x4").name == "gb200-nvl72"
     assert preset("gcp-a3-mega").chip == "h100-sxm"
 
@@ -142,13 +142,13 @@ def test_an_enum_has_other_values_in_xla_flags():
 
 @ALL
 def test_a_shell_reads_the_env_file(name: str):
-    found = PRESETS[name]
-    script = f"{found.env_file}env -0"
+    chip_preset = PRESETS[name]
+    script = f"{chip_preset.env_file}env -0"
     done = subprocess.run(
         ["bash", "-ec", script], capture_output=True, text=True, check=True, env={}
     )
     got = dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
-    assert {"XLA_FLAGS": found.xla_flags, **found.variables}.items() <= got.items()
+    assert {"XLA_FLAGS": chip_preset.xla_flags, **chip_preset.variables}.items() <= got.items()
 
 
 # -- the compiler that is here ----------------------------------------------------------------------
