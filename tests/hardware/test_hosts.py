@@ -86,8 +86,8 @@ def test_what_all_have_said_is_read_once(store):
     for process, host in enumerate("aabb"):
         if process != 1:
             store[f"jaxoverlap/hosts/{process}"] = host
-    found = {0: "a", 1: "a", 2: "b", 3: "b"}
-    assert hosts.hosts_of(range(4)) == found
+    host_of = {0: "a", 1: "a", 2: "b", 3: "b"}
+    assert hosts.hosts_of(range(4)) == host_of
     assert hosts.hosts_of((0, 3)) == {0: "a", 3: "b"}
     assert store.reads == 1
 
@@ -145,11 +145,11 @@ def mesh_of(shape: tuple[int, ...], gpus_of: list[int], kind: str = H100.device_
 )
 def test_hosts_make_a_cluster(monkeypatch, gpus_of, host_of, cluster):
     monkeypatch.setattr(
-        topology, "hosts_of", lambda found, within_s: {p: host_of(p) for p in found}
+        topology, "hosts_of", lambda processes, within_s: {p: host_of(p) for p in processes}
     )
     mesh = mesh_of((sum(gpus_of),), gpus_of)
-    found = cluster_of(mesh)
-    assert (found and str(found)) == cluster
+    mesh_cluster = cluster_of(mesh)
+    assert (mesh_cluster and str(mesh_cluster)) == cluster
     assert cluster_of(mesh_of((sum(gpus_of),), gpus_of, "cpu")) is None
 
 
@@ -159,7 +159,7 @@ def test_domains_are_hosts_and_copies_are_a_processs(monkeypatch):
 
     def hosts_are(how: str) -> None:
         monkeypatch.setattr(
-            topology, "hosts_of", lambda found, within_s: {p: of[how](p) for p in found}
+            topology, "hosts_of", lambda processes, within_s: {p: of[how](p) for p in processes}
         )
 
     hosts_are("block")
@@ -180,8 +180,8 @@ def test_a_named_cluster_says_what_is_a_process():
         ("h100-sxm:1x8", {"data": True, "model": True}),
         ("h100-sxm:1x8/2", {"data": False, "model": True}),
     ):
-        found = groups_of(mesh, parse_cluster(name))
-        assert {axis: group.by_copy for axis, group in found.items()} == by_copy, name
+        groups = groups_of(mesh, parse_cluster(name))
+        assert {axis: group.by_copy for axis, group in groups.items()} == by_copy, name
 
 
 def test_devices_of_a_named_cluster_count_up_whatever_their_numbers_are():
@@ -194,9 +194,10 @@ def test_devices_of_a_named_cluster_count_up_whatever_their_numbers_are():
 
 
 def test_a_cluster_cannot_have_in_one_process_what_is_in_many():
-    for name, found in (("2x4", 4), ("2x4/2", 2), ("2x4/4", 1)):
+    for name, real_processes in (("2x4", 4), ("2x4/2", 2), ("2x4/4", 1)):
         assert (
-            processes_of_one(mesh_of((2, 4), [1] * 8), parse_cluster(f"h100-sxm:{name}")) == found
+            processes_of_one(mesh_of((2, 4), [1] * 8), parse_cluster(f"h100-sxm:{name}"))
+            == real_processes
         )
     assert processes_of_one(mesh_of((2, 4), [4] * 2), parse_cluster("h100-sxm:2x4/4")) == 1
 
@@ -255,10 +256,10 @@ ON_HOSTS = ("on_hosts_as_they_are", "on_hosts_of_two", "on_hosts_in_turn")
 
 def results(processes: int, *scenarios: str) -> list[dict[str, Any]]:
     """Return for each process what each scenario gave, by its name."""
-    found = run(processes, Path(), *scenarios)
-    for code, _, err in found:
+    outcomes = run(processes, Path(), *scenarios)
+    for code, _, err in outcomes:
         assert code == 0, err[-3000:]
-    return [{name: rows[name]["result"] for name in scenarios} for _, rows, _ in found]
+    return [{name: rows[name]["result"] for name in scenarios} for _, rows, _ in outcomes]
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +283,8 @@ def four() -> list[dict[str, Any]]:
 )
 def test_processes_find_their_hosts(request, processes, scenario, cluster, domains, by_copy):
     axes = ("data", "model")
-    for found in request.getfixturevalue(processes):
-        row = found[scenario]
+    for rows in request.getfixturevalue(processes):
+        row = rows[scenario]
         assert row["cluster"] == row["plan"] == f"h100-sxm:{cluster}"
         assert f"The cluster is taken to be h100-sxm:{cluster} " in row["said"]
         assert row["domains"] == dict(zip(axes, domains, strict=True))
@@ -292,12 +293,12 @@ def test_processes_find_their_hosts(request, processes, scenario, cluster, domai
 
 def test_processes_on_two_hosts_train_as_one_does(four):
     plain = train(make_step(make_mesh()))
-    for found in four:
-        np.testing.assert_allclose(found[ON_HOSTS[1]]["losses"], plain, rtol=1e-5)
+    for rows in four:
+        np.testing.assert_allclose(rows[ON_HOSTS[1]]["losses"], plain, rtol=1e-5)
 
 
 def test_nobody_waits_for_ever_for_a_host(two):
-    waiting, late = (found["says_its_host_late"] for found in two)
+    waiting, late = (rows["says_its_host_late"] for rows in two)
     assert "process 1 did not say within 0.5 s on which host it runs" in waiting["said"]
     assert waiting["waited"] < 2.5 and waiting["hosts"] == 1
     assert late == 1
@@ -333,8 +334,8 @@ def test_hops_are_copies_inside_a_process_and_nccls_between_them(layout: str):
     compiled = jaxoverlap.overlap(step, **options).lower(*args).compile()
     assert compiled.plan is not None and compiled.plan.made_for is not None
     assert compiled.plan.made_for.cluster == cluster  # as the pod's devices say
-    found = collectives(hlo.parse(compiled.as_text() or ""))
-    hops = [c for c in found if c.ring]
+    audited = collectives(hlo.parse(compiled.as_text() or ""))
+    hops = [c for c in audited if c.ring]
     assert len(hops) == 2 * 3 and all(c.asynchronous for c in hops)
     named = parse_cluster(cluster)
     assert {c.by_copy for c in hops} == {not layout}
