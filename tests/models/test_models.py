@@ -131,7 +131,7 @@ def test_every_large_array_of_the_state_is_split_over_all_devices():
 def test_loss_and_gradients_do_not_depend_on_the_mesh():
     """The split step is compared with one device, in float64: a missing reduction would show."""
     batch = make_batch(load_text(sequence=TINY.sequence), TINY, 0)
-    found = []
+    by_mesh = []
     with jax.enable_x64(True):
         for data, model in ((1, 1), (2, 4)):
             config = dataclasses.replace(
@@ -139,8 +139,8 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh():
             )
             mesh = make_mesh(config)
             params = init_state(config, mesh, seed=0)["params"]
-            found.append(jax.device_get(make_grads(config, mesh)(params, batch)))
-    for whole, split in zip(*map(jax.tree.leaves, found), strict=True):
+            by_mesh.append(jax.device_get(make_grads(config, mesh)(params, batch)))
+    for whole, split in zip(*map(jax.tree.leaves, by_mesh), strict=True):
         assert whole.dtype == np.float64
         np.testing.assert_allclose(split, whole, rtol=1e-9, atol=1e-12)
 

@@ -43,14 +43,14 @@ def runs():
 def both_ways(recipe: Recipe, config) -> tuple[Run, Run]:
     mesh, batch_of = recipe.make_mesh(config), recipe.batches(config)
     start = jax.device_get(recipe.init_state(config, mesh, seed=0))
-    plain, found = recipe.make_step(config, mesh), []
+    plain, both = recipe.make_step(config, mesh), []
     for step in (plain, jaxoverlap.overlap(plain)):
         state, rows = jax.device_put(start, recipe.state_shardings(config, mesh)), []
         for index in range(config.steps):
             state, metrics = step(state, batch_of(index))
             rows.append({name: float(value) for name, value in metrics.items()})
-        found.append(Run(step, rows, state))
-    return found[0], found[1]
+        both.append(Run(step, rows, state))
+    return both[0], both[1]
 
 
 @each
@@ -117,7 +117,7 @@ def test_a_batch_is_as_described(model):
 @each
 @pytest.mark.nightly
 def test_loss_and_gradients_do_not_depend_on_the_mesh(model):
-    recipe, found = model.RECIPE, []
+    recipe, by_mesh = model.RECIPE, []
     with jax.enable_x64(True):
         for sizes in ((1, 1), (2, 4)):
             mesh_sizes = dict(zip(recipe.config.AXES, sizes, strict=True))
@@ -126,8 +126,8 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(model):
             mesh = recipe.make_mesh(config)
             params = recipe.init_state(config, mesh, seed=0)["params"]
             batch = recipe.batches(config)(0)
-            found.append(jax.device_get(recipe.make_grads(config, mesh)(params, batch)))
-    for whole, split in zip(*map(jax.tree.leaves, found), strict=True):
+            by_mesh.append(jax.device_get(recipe.make_grads(config, mesh)(params, batch)))
+    for whole, split in zip(*map(jax.tree.leaves, by_mesh), strict=True):
         np.testing.assert_allclose(split, whole, rtol=1e-9, atol=1e-12)
 
 
@@ -266,9 +266,9 @@ def test_heads_together_or_apart_and_no_byte_sees_a_later_one(runs):
     tokens = long_context.RECIPE.batches(config)(0)["inputs"]
     changed = tokens.copy()
     changed[:, 9] ^= 1
-    found = np.asarray(logits_of(config, params, tokens))
+    logits = np.asarray(logits_of(config, params, tokens))
     other = np.asarray(logits_of(config, params, changed))
-    np.testing.assert_array_equal(found[:, :9], other[:, :9])
-    assert (found[:, 9:] != other[:, 9:]).any(axis=(0, 2)).all()
+    np.testing.assert_array_equal(logits[:, :9], other[:, :9])
+    assert (logits[:, 9:] != other[:, 9:]).any(axis=(0, 2)).all()
     together = logits_of(dataclasses.replace(config, heads_at_once=4), params, tokens)
-    np.testing.assert_allclose(together, found, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(together, logits, rtol=1e-4, atol=1e-5)
