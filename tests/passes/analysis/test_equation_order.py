@@ -168,12 +168,12 @@ def test_the_order_respects_all_that_was_granted(eqns: list[Eqn], requests):
             (merged if merge else waits).append((one, other))
         else:
             assert order.places() == before
-    found = order.places()
+    placed = order.places()
     groups = [order.first(place) for place in range(len(eqns))]
-    assert sorted(found) == sorted(set(groups))
+    assert sorted(placed) == sorted(set(groups))
     assert all(groups[g] == g == min(p for p, q in enumerate(groups) if q == g) for g in groups)
     assert all(groups[one] == groups[other] for one, other in merged)
-    at = {place: found.index(groups[place]) for place in range(len(eqns))}
+    at = {place: placed.index(groups[place]) for place in range(len(eqns))}
     reads = [(need, place) for place, eqn in enumerate(eqns) for need in eqn.invars]
     for earlier, later in (*reads, *waits):
         assert at[earlier] < at[later] or groups[earlier] == groups[later]
@@ -191,7 +191,7 @@ class Sorted:
         self.group = list(range(len(eqns)))
 
     def places(self) -> list[int] | None:
-        found, left = [], sorted(set(self.group))
+        placed, left = [], sorted(set(self.group))
         while left:
             waits = {
                 self.group[b]
@@ -201,9 +201,9 @@ class Sorted:
             ready = [group for group in left if group not in waits]
             if not ready:
                 return None
-            found.append(ready[0])
+            placed.append(ready[0])
             left.remove(ready[0])
-        return found
+        return placed
 
     def merge(self, *places: int) -> bool:
         groups = {self.group[place] for place in places}

@@ -193,16 +193,16 @@ def test_the_matmuls_of_a_gradient_of_ones_own_are_seen():
 
 def test_a_jvp_rule_is_seen_where_it_is_used():
     tangent = partial(jax.jvp, gelu_like)
-    found = dots(traced(lambda x, w: tangent((x, w), (w, x))[1]))
-    assert len(found) == 3
-    assert all(d.inside is None for d in found)
+    matmuls = dots(traced(lambda x, w: tangent((x, w), (w, x))[1]))
+    assert len(matmuls) == 3
+    assert all(d.inside is None for d in matmuls)
 
 
 def test_what_is_manual_in_the_body_of_a_shard_map():
-    found = dots(traced(sharded))
-    assert [d.inside for d in found] == [None, "shard_map", "shard_map", None]
-    assert [d.runs for d in found] == [1, 1, 3, 1]
-    assert [d.manual and d.manual.axes for d in found] == [None, {"x": 2}, {"x": 2}, None]
+    matmuls = dots(traced(sharded))
+    assert [d.inside for d in matmuls] == [None, "shard_map", "shard_map", None]
+    assert [d.runs for d in matmuls] == [1, 1, 3, 1]
+    assert [d.manual and d.manual.axes for d in matmuls] == [None, {"x": 2}, {"x": 2}, None]
 
 
 def test_branches_and_loops_in_a_shard_map_are_looked_at_only():
@@ -218,9 +218,9 @@ def test_branches_and_loops_in_a_shard_map_are_looked_at_only():
         specs = dict(in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
         return jax.shard_map(body, mesh=mesh, **specs)(x, w)
 
-    found = dots(traced(step))
-    assert [d.inside for d in found] == ["cond in shard_map", "while in shard_map"]
-    assert [d.manual for d in found] == [None, None]
+    matmuls = dots(traced(step))
+    assert [d.inside for d in matmuls] == ["cond in shard_map", "while in shard_map"]
+    assert [d.manual for d in matmuls] == [None, None]
 
 
 def test_a_linear_solver_is_looked_at_only():
@@ -230,9 +230,9 @@ def test_a_linear_solver_is_looked_at_only():
         )
 
     jaxpr = traced(solve)
-    found = dots(jaxpr)
-    assert found
-    assert {d.inside for d in found} == {"custom_linear_solve"}
+    matmuls = dots(jaxpr)
+    assert matmuls
+    assert {d.inside for d in matmuls} == {"custom_linear_solve"}
     with pytest.raises(AssertionError, match="not ours"):
         map_dots(jaxpr, lambda dot: [dot.eqn])
     np.testing.assert_array_equal(run(map_dots(jaxpr, lambda dot: None)), run(jaxpr))

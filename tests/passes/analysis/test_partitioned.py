@@ -42,13 +42,13 @@ ROWS, COLUMNS, WHOLE = (MODEL, ()), ((), MODEL), ((), ())
 def read_all(step, *args, **options) -> list:
     """Return all that is read of each matmul, in order; None for one that was not found."""
     traced = jax.jit(step, **options).trace(*args)
-    found = partitioned(traced, traced.jaxpr, MESH).shardings
-    return [found.get(i) for i in range(max(found, default=-1) + 1)]
+    shardings = partitioned(traced, traced.jaxpr, MESH).shardings
+    return [shardings.get(i) for i in range(max(shardings, default=-1) + 1)]
 
 
 def read(step, *args, **options) -> list:
     """Return (lhs, rhs, result) of each matmul, in order; None for one that was not found."""
-    return [found and found[:3] for found in read_all(step, *args, **options)]
+    return [matmul and matmul[:3] for matmul in read_all(step, *args, **options)]
 
 
 # -- what a step pins, and what follows from it ---------------------------------------------------
@@ -71,14 +71,14 @@ def test_in_and_out_shardings_of_the_jit():
 def test_several_axes_on_a_dim_keep_their_order():
     x = struct((16, 32), ("model", "data"))
     w = struct((32, 64), "data", "model")
-    found = read(lambda x, w: pin(x @ w, ("data", "model")), x, w)
-    assert found == [(((("model", "data")), ()), (DATA, MODEL), (BOTH, ()))]
+    shardings = read(lambda x, w: pin(x @ w, ("data", "model")), x, w)
+    assert shardings == [(((("model", "data")), ()), (DATA, MODEL), (BOTH, ()))]
 
 
 def test_batch_dims():
     x, y = struct((4, 16, 32), "data", "model"), struct((4, 32, 64), "data", None, "model")
-    found = read(lambda x, y: pin(x @ y, "data", None, "model"), x, y)
-    assert found == [((DATA, MODEL, ()), (DATA, (), MODEL), (DATA, (), MODEL))]
+    shardings = read(lambda x, y: pin(x @ y, "data", None, "model"), x, y)
+    assert shardings == [((DATA, MODEL, ()), (DATA, (), MODEL), (DATA, (), MODEL))]
 
 
 def test_a_backward_pass():
@@ -103,17 +103,17 @@ def test_resharding_around_a_matmul_is_looked_through():
     def step(x, w):
         return pin(pin(pin(pin(x, "data"), None, None) @ jnp.tanh(w), None, "model"), "model")
 
-    (found,) = read_all(step, X, W)
-    assert found[:3] == (WHOLE, COLUMNS, COLUMNS)
-    assert found.lhs_sources == ((("data",), ()), ROWS)
-    assert found.rhs_sources == ()
-    assert found.out_sinks == (COLUMNS, ROWS)
+    (matmul,) = read_all(step, X, W)
+    assert matmul[:3] == (WHOLE, COLUMNS, COLUMNS)
+    assert matmul.lhs_sources == ((("data",), ()), ROWS)
+    assert matmul.rhs_sources == ()
+    assert matmul.out_sinks == (COLUMNS, ROWS)
 
 
 def test_without_resharding_there_is_nothing_beyond():
-    (found,) = read_all(lambda x, w: jnp.tanh(x) @ w, X, W, out_shardings=at(None, "model"))
-    assert found[:3] == (ROWS, COLUMNS, COLUMNS)
-    assert found[3:6] == ((), (), ())
+    (matmul,) = read_all(lambda x, w: jnp.tanh(x) @ w, X, W, out_shardings=at(None, "model"))
+    assert matmul[:3] == (ROWS, COLUMNS, COLUMNS)
+    assert matmul[3:6] == ((), (), ())
 
 
 def test_a_result_that_somebody_else_reads_is_not_followed():
@@ -123,8 +123,8 @@ def test_a_result_that_somebody_else_reads_is_not_followed():
         y = pin(x @ w, None, "model")
         return pin(y, "model"), jnp.sum(y, axis=1)
 
-    (found,) = read_all(step, X, W)
-    assert found.out_sinks == (COLUMNS,)
+    (matmul,) = read_all(step, X, W)
+    assert matmul.out_sinks == (COLUMNS,)
 
 
 # -- bodies ---------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ WRAPS = {
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_bodies_are_read_like_the_step_itself(name: str):
-    found = read(WRAPS[name](mlp), X, W, V)
-    assert found == [(ROWS, COLUMNS, COLUMNS), (COLUMNS, ROWS, ROWS)]
+    shardings = read(WRAPS[name](mlp), X, W, V)
+    assert shardings == [(ROWS, COLUMNS, COLUMNS), (COLUMNS, ROWS, ROWS)]
 
 
 @pytest.mark.parametrize("name", ["scan", "while", "cond"])
@@ -186,8 +186,8 @@ def test_each_branch_has_shardings_of_its_own():
         ]
         return lax.switch(which, branches, x, w)
 
-    found = read(step, X, W, 0)
-    assert found == [(ROWS, COLUMNS, COLUMNS), (WHOLE, COLUMNS, COLUMNS)]
+    shardings = read(step, X, W, 0)
+    assert shardings == [(ROWS, COLUMNS, COLUMNS), (WHOLE, COLUMNS, COLUMNS)]
 
 
 def test_one_function_called_twice_is_read_twice():
@@ -337,9 +337,9 @@ def test_results_lie_as_the_compiled_step_gives_them():
 
     args = (jax.device_put(np.ones(s.shape, np.float32), s.sharding) for s in (X, W))
     given = jax.tree.leaves(jax.jit(step)(*args))
-    found = picture(step, X, W).results
-    assert len(found) == len(given)
-    for spec, array in zip(found, given, strict=True):
+    specs = picture(step, X, W).results
+    assert len(specs) == len(given)
+    for spec, array in zip(specs, given, strict=True):
         assert spec is not None
         assert array.sharding.is_equivalent_to(at(*spec), array.ndim)
 
@@ -370,8 +370,8 @@ ENTRY %main (x: f32[16,32]) -> f32[SIZE,32] {
 )
 def test_an_all_reduce_that_is_only_sliced_is_a_scatter(opcode, size, kind, sent):
     text = REDUCED.replace("OPCODE", opcode).replace("SIZE", str(size))
-    (found,) = partitioner_collectives(hlo.parse_partitioned(text, 8), dict(MESH.shape))
-    assert (found.kind, found.axes, found.bytes_moved) == (kind, MODEL, sent)
+    (collective,) = partitioner_collectives(hlo.parse_partitioned(text, 8), dict(MESH.shape))
+    assert (collective.kind, collective.axes, collective.bytes_moved) == (kind, MODEL, sent)
 
 
 def test_a_loop_counts_by_its_trips():
@@ -391,8 +391,8 @@ def test_answers_count_where_the_question_changes_nothing():
         text = "  %d = f32[8,8]{1,0} dot(%x, %w)"
         changed = (0, "c") in wanted
         shape = "f32[4,8]" if changed else "f32[8,8]"
-        found = partitioner.Partitioned(text.replace("f32[8,8]", shape), ())
-        return found, {value: (MODEL,) for value in wanted}
+        answer = partitioner.Partitioned(text.replace("f32[8,8]", shape), ())
+        return answer, {value: (MODEL,) for value in wanted}
 
     unasked = partitioned_module._work(probed(frozenset())[0].text)
     wanted = [(0, name) for name in "abcd"]

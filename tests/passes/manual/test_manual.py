@@ -70,21 +70,21 @@ def test_matmuls_that_read_one_gather_share_a_ring(check: bool):
         x = gather(x)
         return x @ q, x @ k
 
-    entries, found = decided(body, X, W, W, check=check)
+    entries, count = decided(body, X, W, W, check=check)
     assert [(e.kind, e.axis, e.ring, e.num_chunks) for e in entries] == [
         ("all_gather_matmul", "model", 0, N)
     ] * 2
     assert [e.bytes_moved for e in entries] == [(N - 1) * 4 * (S // N) * D, 0]
-    assert (found["ppermute"], found["dot_general"], found["all_gather"]) == (N - 1, 2 * N, 0)
+    assert (count["ppermute"], count["dot_general"], count["all_gather"]) == (N - 1, 2 * N, 0)
 
 
 @each_check
 def test_a_scattered_sum(check: bool):
-    (entry,), found = decided(lambda h, w: scatter(h @ w), (S, F // N), V, check=check)
+    (entry,), count = decided(lambda h, w: scatter(h @ w), (S, F // N), V, check=check)
     assert (entry.kind, entry.letter, entry.bytes_moved) == (
         "matmul_reduce_scatter", "a", (N - 1) * 4 * S * D // N,
     )  # fmt: skip
-    assert (found["ppermute"], found["dot_general"], found["reduce_scatter"]) == (N - 1, N, 0)
+    assert (count["ppermute"], count["dot_general"], count["reduce_scatter"]) == (N - 1, N, 0)
 
 
 def test_matmuls_that_are_added_send_one_sum():
@@ -92,9 +92,9 @@ def test_matmuls_that_are_added_send_one_sum():
         sums = [lax.dot_general(a, w, (((1,), (1,)), ((), ()))) for a in (q, k, v)]
         return scatter(sums[0] + sums[1] + sums[2])
 
-    entries, found = decided(body, *[(S, F)] * 3, (D, F))
+    entries, count = decided(body, *[(S, F)] * 3, (D, F))
     assert [e.ring for e in entries] == [0, 0, 0]
-    assert (found["ppermute"], found["dot_general"], found["reduce_scatter"]) == (N - 1, 3 * N, 0)
+    assert (count["ppermute"], count["dot_general"], count["reduce_scatter"]) == (N - 1, 3 * N, 0)
 
 
 @each_check
@@ -102,11 +102,11 @@ def test_an_all_reduce_ends_in_a_gather_that_keeps_the_type(check: bool):
     def body(h, w):
         return lax.psum(h @ w, "model") * jnp.ones(())
 
-    (entry,), found = decided(body, (S, F // N), V, check=check)
+    (entry,), count = decided(body, (S, F // N), V, check=check)
     assert (entry.kind, entry.bytes_moved) == ("matmul_all_reduce", 2 * (N - 1) * 4 * S * D // N)
-    assert found["ppermute"] == N - 1
-    assert found["psum"] + found["psum_invariant"] == 0
-    assert found["all_gather_invariant" if check else "all_gather"] == 1
+    assert count["ppermute"] == N - 1
+    assert count["psum"] + count["psum_invariant"] == 0
+    assert count["all_gather_invariant" if check else "all_gather"] == 1
 
 
 @each_check
@@ -115,10 +115,10 @@ def test_exchanges_before_and_after(check: bool):
         y = exchange(x, split_axis=1, concat_axis=0) @ w
         return exchange(jnp.sin(y) @ v, split_axis=0, concat_axis=1)
 
-    entries, found = decided(body, X, (D // N, F), (F, D // N), check=check)
+    entries, count = decided(body, X, (D // N, F), (F, D // N), check=check)
     assert [(e.kind, str(e.variant)) for e in entries] == [("all_to_all_matmul", "direct")] * 2
     assert [e.letter for e in entries] == ["a", "a"]
-    assert (found["ppermute"], found["all_to_all"]) == (2 * (N - 1), 0)
+    assert (count["ppermute"], count["all_to_all"]) == (2 * (N - 1), 0)
 
 
 def test_what_stands_between_is_done_chunk_by_chunk():
@@ -128,13 +128,13 @@ def test_what_stands_between_is_done_chunk_by_chunk():
         out = jnp.einsum("sf,sd->df", h, x).T  # as the gradient of a weight stands
         return y, scatter(out.astype(jnp.bfloat16), scatter_dimension=1)
 
-    entries, found = decided(body, (F, D // 2), (S, D), (S, F))
+    entries, count = decided(body, (F, D // 2), (S, D), (S, F))
     assert [(e.kind, e.axis) for e in entries] == [
         ("all_gather_matmul", "data"),
         ("matmul_reduce_scatter", "model"),
     ]
     assert entries[0].bytes_moved == 2 * F * D // 2, "it travels as bfloat16"
-    assert found["all_gather"] + found["reduce_scatter"] == 0
+    assert count["all_gather"] + count["reduce_scatter"] == 0
 
 
 def test_a_value_that_others_read_too_is_kept_whole():
@@ -142,9 +142,9 @@ def test_a_value_that_others_read_too_is_kept_whole():
         x = gather(x)
         return x @ w, x, x.T
 
-    entries, found = decided(body, X, W)
+    entries, count = decided(body, X, W)
     assert isinstance(entries[0], Decision)
-    assert (found["ppermute"], found["all_gather"]) == (N - 1, 0)
+    assert (count["ppermute"], count["all_gather"]) == (N - 1, 0)
 
 
 def test_a_matmul_that_comes_later_reads_what_was_kept():
@@ -152,36 +152,36 @@ def test_a_matmul_that_comes_later_reads_what_was_kept():
         x = gather(x)
         return x.T @ jnp.sin(x @ w)
 
-    entries, found = decided(body, X, W)
+    entries, count = decided(body, X, W)
     assert [e.why for e in entries] == ["", "reads what ring 0 moved"]
-    assert (found["ppermute"], found["dot_general"]) == (N - 1, N + 1)
+    assert (count["ppermute"], count["dot_general"]) == (N - 1, N + 1)
 
 
 def test_of_two_collectives_the_larger_becomes_the_ring():
     def body(x, w):
         return scatter(x @ lax.all_gather(w, "data", axis=0, tiled=True))
 
-    (entry,), found = decided(body, (S, D), (D // 2, 8 * S))
+    (entry,), count = decided(body, (S, D), (D // 2, 8 * S))
     assert (entry.axis, entry.kind) == ("model", "matmul_reduce_scatter")
     assert entry.others == (f"data all_gather, {D // 2 * 8 * S * 4 / 1e3:.1f} kB",)
-    assert (found["all_gather"], found["reduce_scatter"]) == (1, 0)
+    assert (count["all_gather"], count["reduce_scatter"]) == (1, 0)
 
 
 def test_a_collective_that_no_ring_does_is_named_beside_one():
     def body(x, w):
         return lax.psum(gather(x) @ w, ("data", "model"))
 
-    (entry,), found = decided(body, X, W, check=False)
+    (entry,), count = decided(body, X, W, check=False)
     assert entry.others == ("psum is over data x model: a ring has one manual mesh axis",)
-    assert (found["ppermute"], found["psum"]) == (N - 1, 1)
+    assert (count["ppermute"], count["psum"]) == (N - 1, 1)
 
 
 def test_an_exchange_between_two_matmuls_is_done_once():
     def body(x, w, v):
         return exchange(x @ w, split_axis=1, concat_axis=0) @ v
 
-    entries, found = decided(body, X, (D, F), (F // N, D))
-    assert found["ppermute"] == N - 1
+    entries, count = decided(body, X, (D, F), (F // N, D))
+    assert count["ppermute"] == N - 1
     assert isinstance(entries[0], Decision)
     assert entries[1].reason == "no collective left: ring 0 does its all_to_all"
 
@@ -194,10 +194,10 @@ def test_loops_and_shard_maps_inside():
 
         return lax.scan(layer, x, length=3)[0]
 
-    entries, found = decided(body, X, (D, D))
+    entries, count = decided(body, X, (D, D))
     assert [e.kind for e in entries] == ["all_gather_matmul", "matmul_reduce_scatter"]
     assert [e.runs for e in entries] == [3, 3]
-    assert found["all_gather"] + found["reduce_scatter"] == 0
+    assert count["all_gather"] + count["reduce_scatter"] == 0
 
 
 # -- why not --------------------------------------------------------------------------------------

@@ -29,13 +29,13 @@ def found_in(fn, *shapes, dtype="float32"):
     return bodies(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)))
 
 
-def dots(found: Sequence[Body]) -> list[Dot]:
-    return [dot for body in found for dot in body.dots]
+def dots(step_bodies: Sequence[Body]) -> list[Dot]:
+    return [dot for body in step_bodies for dot in body.dots]
 
 
 def one(lhs, rhs, out, *, x=(16, 32), w=(32, 64), dtype="float32", fn=matmul, axes=AXES, **options):
-    found = found_in(fn, x, w, dtype=dtype)
-    (entry,), sharings = decide(found, {0: Read(lhs, rhs, out)}, terms_of(axes, **options))
+    step_bodies = found_in(fn, x, w, dtype=dtype)
+    (entry,), sharings = decide(step_bodies, {0: Read(lhs, rhs, out)}, terms_of(axes, **options))
     (sharing,) = sharings.values()
     ringed = [m.dot.index for ring in sharing.rings for m in ring.members]
     assert ringed == ([0] if isinstance(entry, Decision) else [])
@@ -107,9 +107,11 @@ def test_every_matmul_gets_an_entry_in_order():
     def step(x, w):
         return (x @ w) @ (w.T @ x.T)
 
-    found = found_in(step, (16, 32), (32, 64))
+    step_bodies = found_in(step, (16, 32), (32, 64))
     gather = ((M, NO), (NO, M), (NO, M))
-    entries, sharings = decide(found, {0: Read(*gather), 2: Read(*((NO, NO),) * 3)}, terms_of(AXES))
+    entries, sharings = decide(
+        step_bodies, {0: Read(*gather), 2: Read(*((NO, NO),) * 3)}, terms_of(AXES)
+    )
     assert [e.site for e in entries] == [0, 1, 2]
     assert [type(e) for e in entries] == [Decision, Skip, Skip]
     assert [getattr(e, "reason", "") for e in entries[1:]] == [
@@ -250,11 +252,11 @@ def test_sources_are_named_once_each():
     def step(x, w):
         return x @ w + x @ w, jnp.sum(x @ w)
 
-    found = found_in(step, (16, 32), (32, 64))
-    sources = [source_of(dot) for dot in dots(found)]
+    step_bodies = found_in(step, (16, 32), (32, 64))
+    sources = [source_of(dot) for dot in dots(step_bodies)]
     assert len(set(sources)) == 1 < len(sources)
     with pytest.raises(ValueError) as error:
-        decide(found, {}, terms_of(AXES, skip=("none.py:1",)))
+        decide(step_bodies, {}, terms_of(AXES, skip=("none.py:1",)))
     assert str(error.value).count(sources[0]) == 1
 
 

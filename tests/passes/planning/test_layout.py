@@ -47,8 +47,8 @@ def lay(given: ShardedMatmul, axis: str | None = None) -> Layout | str:
 
 def understood(given: ShardedMatmul) -> list[Split] | None:
     """Return the splits of all axes, or None if one is a refusal."""
-    found = given.splits
-    return None if any(isinstance(s, Refusal) for s in found) else list(found)  # type: ignore[arg-type]
+    splits = given.splits
+    return None if any(isinstance(s, Refusal) for s in splits) else list(splits)  # type: ignore[arg-type]
 
 
 def biggest(moving: Sequence[Split]) -> Split:
@@ -685,9 +685,9 @@ def _understandable(text: str, n: int) -> tuple[tuple[tuple[str | None, ...], ..
     einsum = Einsum(left, right, out, dict.fromkeys(left + right, 8))
     groups: dict[str, list[tuple[str | None, ...]]] = {}
     for held in product((None, *left), (None, *right), (None, *out)):
-        found = split(one_axis(einsum, *held, n), "x")
-        if isinstance(found, Split):
-            groups.setdefault(found.motion.kind if found.motion else "", []).append(held)
+        split_x = split(one_axis(einsum, *held, n), "x")
+        if isinstance(split_x, Split):
+            groups.setdefault(split_x.motion.kind if split_x.motion else "", []).append(held)
     return tuple(map(tuple, groups.values()))
 
 
@@ -829,13 +829,13 @@ def test_a_layout_with_three_axes_on_a_dim_computes_the_matmul(drawn: ShardedMat
 
 
 def _all_specs(letters: str) -> list[Spec]:
-    found = set()
+    specs = set()
     for axes in permutations(("x", "y")):
         for first in (None, *letters):
             for second in (None, *letters):
                 places = list(zip(axes, (first, second), strict=True))
-                found.add(tuple(tuple(a for a, at in places if at == c) for c in letters))
-    return sorted(found)
+                specs.add(tuple(tuple(a for a, at in places if at == c) for c in letters))
+    return sorted(specs)
 
 
 def test_the_games_own_rules_notice_a_wrong_layout():

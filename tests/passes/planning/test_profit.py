@@ -100,9 +100,9 @@ def of_layer(aside: int, rows: int = 16384, **options):
     """Return the layer's bodies, entries and rings; `aside`: the size of the matmul beside them."""
     wide, own = ((8192, 8192), (8192, 8192)), ((aside, aside), (aside, aside))
     shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 8192), *wide, *own)]
-    found = bodies(jax.make_jaxpr(layer)(*shapes))
-    entries, sharings = decide(found, LAYER, terms_of(AXES, prices=BY_NCCL, **options))
-    return found, entries, [ring for sharing in sharings.values() for ring in sharing.rings]
+    step_bodies = bodies(jax.make_jaxpr(layer)(*shapes))
+    entries, sharings = decide(step_bodies, LAYER, terms_of(AXES, prices=BY_NCCL, **options))
+    return step_bodies, entries, [ring for sharing in sharings.values() for ring in sharing.rings]
 
 
 def test_beside_a_collective_runs_what_neither_feeds_it_nor_waits_for_it():

@@ -457,14 +457,14 @@ def random_body(rng: random.Random) -> tuple[Body, list[Any]]:
             specs.append(specs[unread[-1]])
 
     def step(*values):
-        found = list(values)
+        made = list(values)
         for what, one, other in plan:
-            x, y = found[one], found[other]
+            x, y = made[one], made[other]
             if what == "add":
-                found.append(x + y)
+                made.append(x + y)
             else:
-                found.append(lax.dot_general(x, y, (((what == "project",), (0,)), ((), ()))))
-        return found[-2:]
+                made.append(lax.dot_general(x, y, (((what == "project",), (0,)), ((), ()))))
+        return made[-2:]
 
     body = body_of(step, *[(16, 16)] * 6)
     given = []
@@ -479,19 +479,19 @@ def random_body(rng: random.Random) -> tuple[Body, list[Any]]:
 
 
 def test_whatever_the_shardings_each_matmul_is_somewhere_once():
-    found = {"shared": 0, "summed": 0, "kept": 0, "hoisted": 0}
+    count = {"shared": 0, "summed": 0, "kept": 0, "hoisted": 0}
     for seed in range(30):
         body, given = random_body(random.Random(seed))
         entries, sharings = decide([body], reads(given), Terms(AXES))
         sharing = sharings.get(body.index) or Sharing(EquationOrder(body.eqns))
         check(sharing, body)
-        found["shared"] += any(len(r.members) > 1 and r.total is None for r in sharing.rings)
-        found["summed"] += any(r.total is not None for r in sharing.rings)
-        found["kept"] += any(r.keep for r in sharing.rings)
-        found["hoisted"] += bool(sharing.hoisted)
+        count["shared"] += any(len(r.members) > 1 and r.total is None for r in sharing.rings)
+        count["summed"] += any(r.total is not None for r in sharing.rings)
+        count["kept"] += any(r.keep for r in sharing.rings)
+        count["hoisted"] += bool(sharing.hoisted)
         leading = [e.site for e in entries if isinstance(e, Decision) and e.bytes_moved]
         assert sorted(leading) == sorted(ring.site for ring in sharing.rings)
-    assert min(found.values()) >= 3, found
+    assert min(count.values()) >= 3, count
 
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -601,8 +601,8 @@ STEPS = {
 
 def exact_of(fn: Callable[..., Any], operands: Sequence[np.ndarray]) -> list[np.ndarray]:
     with jax.enable_x64(True):
-        found = jax.jit(fn)(*(operand.astype(np.float64) for operand in operands))
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+        exact = jax.jit(fn)(*(operand.astype(np.float64) for operand in operands))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(exact)]
 
 
 def compare(got: Any, plain: Any, exact: Sequence[np.ndarray], dtype: Any) -> None:

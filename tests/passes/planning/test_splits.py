@@ -227,11 +227,11 @@ def test_heads_for_sequence_are_exchanged():
 
 def refused(a: int, b: int, c: int) -> Refusal:
     """Refuse x of 8 devices on lhs's contracted dim, rhs's columns and the result's rows."""
-    found = split(
+    refusal = split(
         one_axis(Einsum("ab", "bc", "ac", {"a": a, "b": b, "c": c}), "b", "c", "a", 8), "x"
     )
-    assert isinstance(found, Refusal)
-    return found
+    assert isinstance(refusal, Refusal)
+    return refusal
 
 
 def test_two_motions_are_refused_with_what_may_come_before():
@@ -312,18 +312,18 @@ def test_other_axes_make_less_to_move():
 # -- exactness ----------------------------------------------------------------------------------
 
 
-def simulate(matmul: ShardedMatmul, found: Split) -> tuple[dict, int]:
+def simulate(matmul: ShardedMatmul, split_x: Split) -> tuple[dict, int]:
     """Do what a split says, on numpy arrays: every device's result, and the bytes it sent."""
-    einsum, n = matmul.einsum, found.axis_size
+    einsum, n = matmul.einsum, split_x.axis_size
     lhs, rhs, _ = operands(einsum)
     sides: dict[str, dict] = {"lhs": {}, "rhs": {}}
     for device in devices(matmul.axis_sizes):
         for side, whole in (("lhs", lhs), ("rhs", rhs)):
             letters = einsum.side(side)
-            assert matmul.letter_of(side, "x") in (None, found.at(side)), "moved without a motion"
-            spec = spec_of(letters, found.at(side))
+            assert matmul.letter_of(side, "x") in (None, split_x.at(side)), "moved without a motion"
+            spec = spec_of(letters, split_x.at(side))
             sides[side][key(device)] = whole[block(whole.shape, spec, device, matmul.axis_sizes)]
-    motion, group = found.motion, along("x", {"x": 0}, n)
+    motion, group = split_x.motion, along("x", {"x": 0}, n)
     sent = 0
     if motion and motion.side != "out":
         sides[motion.side], sent = moved(matmul, motion, sides[motion.side])
@@ -373,18 +373,18 @@ def one_axis_matmuls(draw) -> ShardedMatmul:
 @example(one_axis(Einsum("ab", "ac", "abc", {"a": 8, "b": 8, "c": 8}), "a", "a", "b", 4))
 @example(one_axis(MATMUL, "b", "b", None, 2, (2, 2, 4)))
 def test_a_split_computes_the_matmul(matmul: ShardedMatmul):
-    for found in matmul.splits:
-        if isinstance(found, Refusal):
+    for split_x in matmul.splits:
+        if isinstance(split_x, Refusal):
             event("refused")
             continue
-        event(found.motion.kind if found.motion else "local")
-        check(matmul, found)
+        event(split_x.motion.kind if split_x.motion else "local")
+        check(matmul, split_x)
 
 
-def check(matmul: ShardedMatmul, found: Split) -> None:
+def check(matmul: ShardedMatmul, split_x: Split) -> None:
     """Check that a split computes the matmul, and sends as many bytes as it says."""
-    results, sent = simulate(matmul, found)
-    assert sent == (found.motion.bytes_moved if found.motion else 0)
+    results, sent = simulate(matmul, split_x)
+    assert sent == (split_x.motion.bytes_moved if split_x.motion else 0)
     _, _, whole = operands(matmul.einsum)
     for device in devices(matmul.axis_sizes):
         wanted = whole[block(whole.shape, matmul.out, device, matmul.axis_sizes)]
@@ -397,10 +397,10 @@ def check(matmul: ShardedMatmul, found: Split) -> None:
 @example(one_axis(MATMUL, "a", "c", None, 4))
 def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: ShardedMatmul):
     """Only a gather of the result itself may be left over."""
-    (found,) = matmul.splits or (None,)
-    assume(isinstance(found, Refusal))
-    assert isinstance(found, Refusal)
-    for motion in found.first:
+    (refusal,) = matmul.splits or (None,)
+    assume(isinstance(refusal, Refusal))
+    assert isinstance(refusal, Refusal)
+    for motion in refusal.first:
         assert motion.side != "out"
         held = matmul.letter_of(motion.side, "x")
         assert held == motion.letter
@@ -420,7 +420,9 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Sh
             event("the result must be gathered")
             assert "gather of out" in left.reason
         else:
-            event(f"{len(found.first)} before, then {left.motion.kind if left.motion else 'local'}")
+            event(
+                f"{len(refusal.first)} before, then {left.motion.kind if left.motion else 'local'}"
+            )
             check(matmul, left)
 
 
@@ -428,7 +430,7 @@ def test_what_may_come_before_leaves_a_split_that_computes_the_matmul(matmul: Sh
 @given(one_axis_matmuls())
 def test_no_motion_is_paid_for_where_none_is_needed(matmul: ShardedMatmul):
     """A dim that lets all devices work without communication is taken."""
-    for found in matmul.splits:
+    for split_x in matmul.splits:
         local = any(
             all(
                 matmul.letter_of(side, "x") in (None, c if c in matmul.einsum.side(side) else None)
@@ -437,4 +439,4 @@ def test_no_motion_is_paid_for_where_none_is_needed(matmul: ShardedMatmul):
             and matmul.letter_of("out", "x") == c
             for c in matmul.einsum.out
         )
-        assert local == (isinstance(found, Split) and found.motion is None)
+        assert local == (isinstance(split_x, Split) and split_x.motion is None)

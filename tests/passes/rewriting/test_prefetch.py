@@ -47,8 +47,10 @@ def step_of(fn):
 
 
 def scans(jaxpr: Any) -> list[Any]:
-    found = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-    return found + [s for e in jaxpr.eqns for inner in compat.jaxprs_in(e) for s in scans(inner)]
+    outermost = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    return outermost + [
+        s for e in jaxpr.eqns for inner in compat.jaxprs_in(e) for s in scans(inner)
+    ]
 
 
 def gathers_in(jaxpr: Any) -> int:

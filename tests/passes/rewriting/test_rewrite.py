@@ -204,25 +204,25 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def test_a_ring_is_n_matmuls_and_a_hop_less(name: str):
     eqn = rewritten(name)
     assert eqn.primitive.name == "shard_map"
-    found = counts(eqn.params["jaxpr"])
+    count = counts(eqn.params["jaxpr"])
     n = length_of(name)
-    assert (found["dot_general"], found["ppermute"]) == (n, n - 1)
+    assert (count["dot_general"], count["ppermute"]) == (n, n - 1)
     barriers = {"all_gather_matmul": n - 1}.get(kind_of(name), 2 * (n - 1))
-    rooms = found["broadcast_in_dim"]  # whose zeros wait for what is written first
-    assert found["optimization_barrier"] == barriers + rooms
+    rooms = count["broadcast_in_dim"]  # whose zeros wait for what is written first
+    assert count["optimization_barrier"] == barriers + rooms
 
 
 @pytest.mark.parametrize("name", JOINT)
 def test_a_ring_for_two_matmuls_has_as_many_hops_as_for_one(name: str):
     eqn, jaxpr = joint(name)
-    found, outside = counts(eqn.params["jaxpr"]), counts(jaxpr) - counts(eqn.params["jaxpr"])
+    count, outside = counts(eqn.params["jaxpr"]), counts(jaxpr) - counts(eqn.params["jaxpr"])
     wide = name.startswith("shared_sum")
     served = 1 if name == "shared_kept" or wide else 2  # a sum is one matmul, twice as long
-    assert (found["dot_general"], found["ppermute"]) == (served * N, N - 1)
+    assert (count["dot_general"], count["ppermute"]) == (served * N, N - 1)
     assert outside["dot_general"] == (name == "shared_kept")  # that reads what the ring keeps
     assert outside["add"] == 0, "the sum of two results is made inside"
-    rooms = found["broadcast_in_dim"] + (name == "shared_kept")  # its shard waits for the matmul
-    assert found["optimization_barrier"] == (2 if wide else 1) * (N - 1) + rooms
+    rooms = count["broadcast_in_dim"] + (name == "shared_kept")  # its shard waits for the matmul
+    assert count["optimization_barrier"] == (2 if wide else 1) * (N - 1) + rooms
 
 
 @pytest.mark.parametrize("name", JOINT)
@@ -352,8 +352,10 @@ def test_the_precision_is_kept(precision):
         out_shardings=out,
     )
     (expected,) = (e.params["precision"] for e in dots_of(plain.trace(X, W).jaxpr))
-    found = [e.params["precision"] for e in dots_of(jaxoverlap.overlap(plain).trace(X, W).jaxpr)]
-    assert found == [expected] * N
+    precisions = [
+        e.params["precision"] for e in dots_of(jaxoverlap.overlap(plain).trace(X, W).jaxpr)
+    ]
+    assert precisions == [expected] * N
 
 
 def dots_of(jaxpr: Any) -> list[Any]:
@@ -384,9 +386,9 @@ def test_only_the_matmuls_equation_changes():
                     if hasattr(value, "eqns"):
                         yield from outside(value)
 
-    found = list(outside(before))
-    assert list(outside(after))[: len(found)] == found
-    assert set(list(outside(after))[len(found) :]) == {"sharding_constraint"}, "of the results"
+    primitives = list(outside(before))
+    assert list(outside(after))[: len(primitives)] == primitives
+    assert set(list(outside(after))[len(primitives) :]) == {"sharding_constraint"}, "of the results"
     assert counts(before)["shard_map"] == 0
     assert counts(after)["shard_map"] == 2
 
@@ -405,5 +407,5 @@ def test_a_matmul_that_two_places_share_may_become_a_ring_in_one():
     overlapped = jaxoverlap.overlap(jax.jit(step, in_shardings=at))
     kinds = [type(e).__name__ for e in overlapped.explain(X, W).entries]
     assert kinds == ["Decision", "Skip"]
-    found = counts(overlapped.trace(X, W).jaxpr)
-    assert (found["shard_map"], found["dot_general"]) == (1, N + 1)
+    count = counts(overlapped.trace(X, W).jaxpr)
+    assert (count["shard_map"], count["dot_general"]) == (1, N + 1)

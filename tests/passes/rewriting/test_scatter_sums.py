@@ -37,9 +37,9 @@ def sharings_of(spec: str, lhs, rhs, out, *, sizes=None, fn=None):
         jax.ShapeDtypeStruct(tuple(sizes[c] for c in letters), np.float32)
         for letters in spec.split("->")[0].split(",")
     ]
-    found = bodies(jax.make_jaxpr(fn or (lambda x, w: jnp.einsum(spec, x, w)))(*structs))
-    assert sum(len(body.dots) for body in found) == 1
-    return decide(found, {0: Read(lhs, rhs, out)}, terms_of(AXES))[1].values()
+    step_bodies = bodies(jax.make_jaxpr(fn or (lambda x, w: jnp.einsum(spec, x, w)))(*structs))
+    assert sum(len(body.dots) for body in step_bodies) == 1
+    return decide(step_bodies, {0: Read(lhs, rhs, out)}, terms_of(AXES))[1].values()
 
 
 TP = (D, NO, M), (M, NO), (D, NO, NO)
@@ -67,8 +67,8 @@ POINTS = {
 @pytest.mark.parametrize("name", POINTS)
 def test_points(name: str):
     spec, lhs, rhs, out, sizes, expected = POINTS[name]
-    found = points(sharings_of(spec, lhs, rhs, out, sizes=sizes))
-    assert found == ({} if expected is None else {0: expected})
+    point_of = points(sharings_of(spec, lhs, rhs, out, sizes=sizes))
+    assert point_of == ({} if expected is None else {0: expected})
 
 
 # -- which is better ------------------------------------------------------------------------------

@@ -118,8 +118,8 @@ def cpus(n: int) -> Mesh:
 
 def scope(op_name: str) -> int:
     """Return the number of the variant whose scope an operation stands in."""
-    (found,) = set(re.findall(r"variant(\d+)_", op_name))
-    return int(found)
+    (number,) = set(re.findall(r"variant(\d+)_", op_name))
+    return int(number)
 
 
 # -- what is sent ---------------------------------------------------------------------------------
@@ -155,12 +155,12 @@ def check_compiled(name: str, mesh: Mesh, options: dict[str, Any]) -> None:
     text = jax.jit(mapped, compiler_options=options).lower(*args).compile().as_text()
     assert text
     module = hlo.parse(text)
-    found: dict[tuple[int, str], list[Collective]] = {}
+    collectives: dict[tuple[int, str], list[Collective]] = {}
     for collective in audit(text).collectives:
         at = scope(op_name(module, collective))
-        found.setdefault((at, collective.kind), []).append(collective)
+        collectives.setdefault((at, collective.kind), []).append(collective)
     for i, variant in enumerate(variants):
-        mine = {kind: of for (at, kind), of in found.items() if at == i}
+        mine = {kind: of for (at, kind), of in collectives.items() if at == i}
         got = {kind: (len(of), sum(c.bytes_moved for c in of)) for kind, of in mine.items()}
         assert got == expected(name, variant, N), variant
         assert {c.runs for of in mine.values() for c in of} == {1}
@@ -307,9 +307,9 @@ def peak(name: str, variant: Variant, n: int) -> int:
         e for e in equations(jax.make_jaxpr(mapped)(*args).jaxpr) if e.primitive.name == "shard_map"
     )
     program = Program(mapped_eqn.params["jaxpr"])
-    found = list(lives(program))
+    lifetimes = list(lives(program))
     matmuls = [place for place, op in enumerate(program.ops) if op.name == "dot_general"]
-    return max(sum(b for first, last, b in found if first <= at <= last) for at in matmuls)
+    return max(sum(b for first, last, b in lifetimes if first <= at <= last) for at in matmuls)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -41,8 +41,8 @@ def exactly(n: int, whole: list[np.ndarray], causal: bool, scale: float) -> list
     with jax.enable_x64(True):
         *args, cotangent = (np.asarray(a, np.float64) for a in whole)
         y, transpose = jax.vjp(projected, *args)
-        found = [np.asarray(g) for g in transpose(cotangent)]
-        return [shards(np.asarray(y), 1, n), *split(n, found)]
+        gradients = [np.asarray(g) for g in transpose(cotangent)]
+        return [shards(np.asarray(y), 1, n), *split(n, gradients)]
 
 
 def ringed(n: int, whole: list[np.ndarray], variants: list[str], **options) -> list[list]:
@@ -50,15 +50,15 @@ def ringed(n: int, whole: list[np.ndarray], variants: list[str], **options) -> l
 
     def body(*args):
         *mine, cotangent = args
-        found = []
+        by_variant = []
         for variant in variants:
 
             def attention(*a, variant=variant):
                 return ring.query_split_attention(*a, AXIS, variant=variant, **options)
 
             y, transpose = jax.vjp(attention, *mine)
-            found.append((y, *transpose(cotangent)))
-        return found
+            by_variant.append((y, *transpose(cotangent)))
+        return by_variant
 
     return per_device(n, body, *split(n, whole))
 
@@ -128,9 +128,9 @@ def test_between_projections_under_shard_map(check_vma: bool):
         return jnp.vdot(y, cotangent)
 
     whole = [q, k, v, wo]
-    found = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*whole)
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*whole)
     expected = exactly(n, [*whole, cotangent], True, HEAD**-0.5)[1:]
-    check(split(n, [np.asarray(g) for g in found]), expected)
+    check(split(n, [np.asarray(g) for g in gradients]), expected)
 
 
 @pytest.mark.parametrize("variant", [str(v) for v in RINGS])
@@ -161,8 +161,8 @@ def test_backward_keeps_only_its_operands():
         _, transpose = jax.vjp(lambda *a: ring.query_split_attention(*a, AXIS), *mine)
         return jax.tree.leaves(transpose)
 
-    found = per_device(n, kept, *mine)
-    assert sum(f[0].nbytes for f in found) == sum(m[0].nbytes for m in mine)
+    residuals = per_device(n, kept, *mine)
+    assert sum(f[0].nbytes for f in residuals) == sum(m[0].nbytes for m in mine)
 
 
 Q = np.ones((4, 2, 8, 4, 5), np.float32)

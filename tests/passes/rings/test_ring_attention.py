@@ -33,15 +33,15 @@ def ringed(n: int, whole: list[np.ndarray], variants: list[str], **options) -> l
     """Return, by variant, the result and the gradients of every device."""
 
     def body(q, k, v, cotangent):
-        found = []
+        by_variant = []
         for variant in variants:
 
             def attention(q, k, v, variant=variant):
                 return ring.ring_attention(q, k, v, AXIS, variant=variant, **options)
 
             y, transpose = jax.vjp(attention, q, k, v)
-            found.append((y, *transpose(cotangent)))
-        return found
+            by_variant.append((y, *transpose(cotangent)))
+        return by_variant
 
     return per_device(n, body, *(shards(a, 1, n) for a in whole))
 

@@ -56,10 +56,10 @@ def compiled(body: Callable, *shapes: tuple[int, ...], n: int = N, pod: str = ""
 
 def coverage(body: Callable, *shapes: tuple[int, ...]) -> list[bool]:
     """Say of each permute, or of each collective if there is none, whether a matmul hides it."""
-    found = jaxoverlap.audit(compiled(body, *shapes).as_text()).collectives
-    hops = [c for c in found if c.kind == "collective-permute"]
+    collectives = jaxoverlap.audit(compiled(body, *shapes).as_text()).collectives
+    hops = [c for c in collectives if c.kind == "collective-permute"]
     assert all(c.asynchronous for c in hops)
-    return [c.covered for c in hops or found]
+    return [c.covered for c in hops or collectives]
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
@@ -68,10 +68,10 @@ def test_every_hop_is_covered_there_and_back(name: str, variant: str):
         y, transpose = jax.vjp(lambda x, w: getattr(ring, name)(x, w, AXIS, variant=variant), x, w)
         return transpose(y)
 
-    found = coverage(body, *SHAPES[name])
+    covered = coverage(body, *SHAPES[name])
     # XLA sends the first piece of x once for both rings that read it.
-    assert len(found) >= 2 * (N - 1)
-    assert all(found)
+    assert len(covered) >= 2 * (N - 1)
+    assert all(covered)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -79,10 +79,10 @@ def test_only_the_last_slice_is_bare(name: str):
     def body(x, w):
         return getattr(ring, name)(x, w, AXIS, variant="sliced x 4")
 
-    found = coverage(body, *SHAPES[name])
+    covered = coverage(body, *SHAPES[name])
     bare = 2 if name == "matmul_all_reduce" else 1  # and the gather after the slices
-    assert found.count(False) == bare
-    assert found.count(True) == 3
+    assert covered.count(False) == bare
+    assert covered.count(True) == 3
 
 
 @pytest.mark.parametrize("variant", ["one_way", "two_way x 2"])
@@ -92,10 +92,10 @@ def test_attention_hides_every_hop_there_and_back(variant: str):
         y, transpose = jax.vjp(attention, q, k, v)
         return transpose(y)
 
-    found = coverage(body, *[(1, 1024, 16, 128)] * 3)
+    covered = coverage(body, *[(1, 1024, 16, 128)] * 3)
     slices = 2 if "x 2" in variant else 1
-    assert len(found) == 6 * (N - 1) * slices
-    assert all(found)
+    assert len(covered) == 6 * (N - 1) * slices
+    assert all(covered)
 
 
 @pytest.mark.parametrize("variant", ["one_way", "direct"])

@@ -76,8 +76,8 @@ def test_one_gather_serves_every_reader(n: int, outer: int):
     def body(shard):
         return [read(shard, others, v, n, outer, keep=True) for v in variants]
 
-    found = per_device(n, body, shards(x, 1, n, outer))
-    for results, whole in found:
+    by_variant = per_device(n, body, shards(x, 1, n, outer))
+    for results, whole in by_variant:
         for device in range(n):
             np.testing.assert_array_equal(whole[device], x)
             for got, (spec, side), other in zip(results, READERS.items(), others, strict=True):
@@ -280,11 +280,11 @@ def test_gradients(kind: str):
         wanted = jax.grad(loss, (0, 1))(x.astype(np.float64), w.astype(np.float64))
 
     def gradients(x, w, cotangent):
-        found = []
+        by_variant = []
         for variant in variants_of(kind):
             result, transpose = jax.vjp(matmul(kind, n, variant), x, w)
-            found.append((result, *transpose(cotangent)))
-        return found
+            by_variant.append((result, *transpose(cotangent)))
+        return by_variant
 
     for result, *got in per_device(n, gradients, x, w, cotangent):
         assert_close(result, expected)

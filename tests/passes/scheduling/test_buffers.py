@@ -45,8 +45,10 @@ ENTRY %main (x: f32[8,4]) -> f32[8,4] {
 
 def held() -> tuple[dict[str, tuple[int, ...]], list[int]]:
     module = hlo.parse(TEXT)
-    found = buffers(module, module.entry)
-    return {name: tuple(leaves(value)) for name, value in found.values.items()}, found.bytes
+    entry_buffers = buffers(module, module.entry)
+    return {
+        name: tuple(leaves(value)) for name, value in entry_buffers.values.items()
+    }, entry_buffers.bytes
 
 
 def test_a_result_is_a_buffer_and_an_argument_none():
@@ -70,16 +72,16 @@ def test_updates_in_place_bitcasts_and_loops_make_no_buffer():
 
 def test_an_instruction_holds_operands_and_result():
     module = hlo.parse(TEXT)
-    found = buffers(module, module.entry)
+    entry_buffers = buffers(module, module.entry)
     body = {i.name: i for i in module.body(module.entry)}
-    row = found.held(body["row"])
-    assert set(row) == {*leaves(found.values["y"]), *leaves(found.values["row"])}
+    row = entry_buffers.held(body["row"])
+    assert set(row) == {*leaves(entry_buffers.values["y"]), *leaves(entry_buffers.values["row"])}
 
 
 def test_results_in_the_memory_of_arguments_are_not_counted():
     donating = TEXT.replace("num_part", "input_output_alias={ {}: (0, {}, may-alias) }, num_part")
     module = hlo.parse(donating)
-    found = buffers(module, module.entry)
+    entry_buffers = buffers(module, module.entry)
     assert hlo.parse(TEXT).donated == frozenset() and module.donated == {0}
-    assert [found.bytes[b] for b in leaves(found.values["out"])] == [0]
-    assert sum(found.bytes) == sum(held()[1]) - 8 * 4 * 4
+    assert [entry_buffers.bytes[b] for b in leaves(entry_buffers.values["out"])] == [0]
+    assert sum(entry_buffers.bytes) == sum(held()[1]) - 8 * 4 * 4

@@ -33,24 +33,26 @@ ARGUMENTS = (f"%x = {X} parameter(0)", f"%w = {W} parameter(1)")
 
 
 def test_a_matmul():
-    found = estimated(*ARGUMENTS, f"ROOT %y = {X} dot(%x, %w), {DOT}")
-    assert found.step_s == found.compute_s == MATMUL_S
+    step_estimate = estimated(*ARGUMENTS, f"ROOT %y = {X} dot(%x, %w), {DOT}")
+    assert step_estimate.step_s == step_estimate.compute_s == MATMUL_S
 
 
 def test_what_reads_element_by_element_is_one_kernel():
-    found = estimated(
+    step_estimate = estimated(
         *ARGUMENTS,
         f"%a = {X} tanh(%x)",
         f"%b = {X} multiply(%a, %w)",
         f"%c = {X} add(%b, %b)",
         f"ROOT %y = {X} dot(%c, %w), {DOT}",
     )
-    assert found.step_s == pytest.approx(MATMUL_S + COST.memory_s(3 * BYTES))
+    assert step_estimate.step_s == pytest.approx(MATMUL_S + COST.memory_s(3 * BYTES))
 
 
 def test_what_cublas_adds_takes_no_time():
-    found = estimated(*ARGUMENTS, f"%y = {X} dot(%x, %w), {DOT}", f"ROOT %z = {X} add(%y, %w)")
-    assert found.step_s == MATMUL_S
+    step_estimate = estimated(
+        *ARGUMENTS, f"%y = {X} dot(%x, %w), {DOT}", f"ROOT %z = {X} add(%y, %w)"
+    )
+    assert step_estimate.step_s == MATMUL_S
 
 
 GATHER_S = COST.collective_s("all-gather", 7 * BYTES // 8, Group(8))
@@ -58,20 +60,20 @@ GATHER_S = COST.collective_s("all-gather", 7 * BYTES // 8, Group(8))
 
 @pytest.mark.parametrize(("dim", "shard"), [(0, "bf16[512,4096]"), (1, "bf16[4096,512]")])
 def test_a_gather_is_waited_for_and_turned_where_its_blocks_lie_apart(dim: int, shard: str):
-    found = estimated(
+    step_estimate = estimated(
         f"%x = {shard}{{1,0}} parameter(0)",
         f"%w = {W} parameter(1)",
         f"%g = {X} all-gather(%x), replica_groups={{}}, dimensions={{{dim}}}",
         f"ROOT %y = {X} dot(%g, %w), {DOT}",
     )
     turned_s = COST.memory_s(2 * BYTES) if dim else 0.0
-    assert found.step_s == pytest.approx(GATHER_S + turned_s + MATMUL_S)
-    assert found.waited_s == {("main", "g"): pytest.approx(GATHER_S)}
-    assert found.bytes_moved == {"NVLink": 7 * BYTES // 8}
+    assert step_estimate.step_s == pytest.approx(GATHER_S + turned_s + MATMUL_S)
+    assert step_estimate.waited_s == {("main", "g"): pytest.approx(GATHER_S)}
+    assert step_estimate.bytes_moved == {"NVLink": 7 * BYTES // 8}
 
 
 def test_a_gather_hides_behind_a_matmul_that_does_not_read_it():
-    found = estimated(
+    step_estimate = estimated(
         "%s = bf16[512,4096]{1,0} parameter(2)",
         *ARGUMENTS,
         f"%g = {X} all-gather(%s), replica_groups={{}}, dimensions={{0}}",
@@ -79,8 +81,8 @@ def test_a_gather_hides_behind_a_matmul_that_does_not_read_it():
         f"ROOT %z = {X} dot(%g, %y), {DOT}",
     )
     waits_s = max(GATHER_S - MATMUL_S, 0.0)
-    assert found.waited_s == {("main", "g"): pytest.approx(waits_s)}
-    assert found.step_s >= 2 * MATMUL_S + waits_s
+    assert step_estimate.waited_s == {("main", "g"): pytest.approx(waits_s)}
+    assert step_estimate.step_s >= 2 * MATMUL_S + waits_s
 
 
 REDUCE = "replica_groups={}, to_apply=%sum"
@@ -96,38 +98,38 @@ def test_two_sums_that_are_added_are_sent_once():
         f"%r = {X} all-reduce(%p), {REDUCE}",
         f"%s = {X} all-reduce(%q), {REDUCE}",
     )
-    found = estimated(*sums, f"ROOT %z = {X} add(%r, %s)")
-    assert found.communication_s == {"NVLink": pytest.approx(SUM_S)}
+    step_estimate = estimated(*sums, f"ROOT %z = {X} add(%r, %s)")
+    assert step_estimate.communication_s == {"NVLink": pytest.approx(SUM_S)}
     read = estimated(*sums, f"%z = {X} add(%r, %s)", f"ROOT %y = {X} dot(%r, %z), {DOT}")
     assert read.communication_s == {"NVLink": pytest.approx(2 * SUM_S)}
 
 
 def test_sums_over_other_devices_are_not_joined():
-    found = estimated(
+    step_estimate = estimated(
         *ARGUMENTS,
         f"%r = {X} all-reduce(%x), replica_groups={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}, to_apply=%sum",
         f"%s = {X} all-reduce(%w), {REDUCE}",
         f"ROOT %z = {X} add(%r, %s)",
     )
-    assert found.bytes_moved == {"NVLink": BYTES + 7 * BYTES // 4}
+    assert step_estimate.bytes_moved == {"NVLink": BYTES + 7 * BYTES // 4}
 
 
 def test_a_buffer_is_written_before_chunks_are_put_into_it():
     half = "bf16[2048,4096]{1,0}"
-    found = estimated(
+    step_estimate = estimated(
         f"%h = {half} parameter(2)",
         "%zero = bf16[] constant(0)",
         "%at = s32[] constant(0)",
         f"%b = {X} broadcast(%zero), dimensions={{}}",
         f"ROOT %u = {X} dynamic-update-slice(%b, %h, %at, %at)",
     )
-    assert found.step_s == pytest.approx(COST.memory_s(BYTES) + COST.memory_s(BYTES))
+    assert step_estimate.step_s == pytest.approx(COST.memory_s(BYTES) + COST.memory_s(BYTES))
 
 
 def test_a_fixed_layout_is_no_kernel():
-    found = estimated(
+    step_estimate = estimated(
         *ARGUMENTS,
         f'%f = {X} custom-call(%x), custom_call_target="LayoutConstraint"',
         f"ROOT %y = {X} dot(%f, %w), {DOT}",
     )
-    assert found.step_s == MATMUL_S
+    assert step_estimate.step_s == MATMUL_S

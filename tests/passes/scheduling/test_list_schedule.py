@@ -90,11 +90,11 @@ def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
     rule = Rule(rule.leads, rule.turn, rule.in_flight, ceiling)
     order = list_schedule(problem, rule)
     assert is_order(problem, order)
-    found = order_outcome(problem, order)
+    outcome = order_outcome(problem, order)
     compute_s = sum(task.seconds for task in problem.tasks)
-    assert found.seconds >= compute_s
-    assert found.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
-    assert all(is_order(problem, earlier(problem, order, bare)) for bare in found.bare)
+    assert outcome.seconds >= compute_s
+    assert outcome.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
+    assert all(is_order(problem, earlier(problem, order, bare)) for bare in outcome.bare)
 
 
 def test_a_start_comes_before_the_matmul_that_can_hide_it():

@@ -49,13 +49,13 @@ ENTRY %main (x: s32[]) -> s32[] {{
 @pytest.mark.parametrize("slack", [0.0, 0.1])
 def test_where_little_is_live_there_is_room_up_to_the_steps_peak(slack: float):
     module = hlo.parse(STEP)
-    found = rooms(module, functools.partial(buffers, module), slack)
-    mb = {name: round(room / MB) for name, room in found.items()}
+    room_of = rooms(module, functools.partial(buffers, module), slack)
+    mb = {name: round(room / MB) for name, room in room_of.items()}
     peak = round(70 * (1 + slack))
     assert (mb["main"], mb["forward"], mb["backward"]) == (peak, peak, peak - 30)
 
 
 def test_a_computation_called_twice_has_the_room_that_it_has_everywhere():
     module = hlo.parse(STEP.replace("body=%forward\n", "body=%backward\n"))
-    found = rooms(module, functools.partial(buffers, module))
-    assert round(found["backward"] / MB) == 40 and "forward" not in found
+    room_of = rooms(module, functools.partial(buffers, module))
+    assert round(room_of["backward"] / MB) == 40 and "forward" not in room_of

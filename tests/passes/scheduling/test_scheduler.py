@@ -111,8 +111,8 @@ def test_a_slower_order_is_not_taken(monkeypatch):
     """Seconds are inverted here, as if collectives cost more beside matmuls than they hide."""
 
     def swapped(module, cost):
-        found = replay(module, cost)
-        return replace(found, step_s=1 / found.step_s)
+        timeline = replay(module, cost)
+        return replace(timeline, step_s=1 / timeline.step_s)
 
     replay = scheduler.replay
     monkeypatch.setattr(scheduler, "replay", swapped)
@@ -131,8 +131,8 @@ def test_an_order_that_costs_more_than_it_gains_is_left_out(monkeypatch):
 
     monkeypatch.setattr(scheduler, "reordered", lambda module, orders: tuple(orders))
     monkeypatch.setattr(scheduler, "replay", replayed)
-    found: Any = dict.fromkeys(slower, "an order")
-    kept, step, _ = scheduler._faster((), found, replayed((), None), None)  # type: ignore[arg-type]
+    orders: Any = dict.fromkeys(slower, "an order")
+    kept, step, _ = scheduler._faster((), orders, replayed((), None), None)  # type: ignore[arg-type]
     assert list(kept) == ["b", "c", "d"] and step.step_s == pytest.approx(0.995)
 
 
@@ -161,10 +161,10 @@ def test_an_order_that_does_not_verify_leaves_xlas(monkeypatch, plain, wrong: st
 
 
 def test_two_compilations_at_once_each_get_their_order(ordered):
-    names, found = ("one", "two"), {}
+    names, executables = ("one", "two"), {}
 
     def work(name: str) -> None:
-        found[name] = compiled(name=name)
+        executables[name] = compiled(name=name)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in names]
     for thread in threads:
@@ -172,9 +172,9 @@ def test_two_compilations_at_once_each_get_their_order(ordered):
     for thread in threads:
         thread.join()
     for name in names:
-        report = report_of(found[name])
+        report = report_of(executables[name])
         assert report.xla and report.xla.module.startswith(f"jit_{name}_")
-        assert covered(found[name]) == covered(ordered)
+        assert covered(executables[name]) == covered(ordered)
     assert not xla_schedule._wanted
 
 
