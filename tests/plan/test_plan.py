@@ -80,8 +80,8 @@ def test_a_field_that_no_plan_has_is_refused():
 
 def rows(plan: Plan) -> dict[int, str]:
     """Return the lines of the table that start with a site's number, by that number."""
-    found = re.findall(r"^ +(\d+)  (.*)$", str(plan), re.MULTILINE)
-    return {int(site): line for site, line in found}
+    lines = re.findall(r"^ +(\d+)  (.*)$", str(plan), re.MULTILINE)
+    return {int(site): line for site, line in lines}
 
 
 def test_every_ring_and_every_waiting_matmul_has_a_row():
