@@ -41,8 +41,8 @@ def module(*lines: str, before: str = NEGATE + ADD, root: str = "") -> str:
 
 
 def only(*lines: str, before: str = NEGATE + ADD, root: str = "") -> Collective:
-    (found,) = audit(module(*lines, before=before, root=root)).collectives
-    return found
+    (collective,) = audit(module(*lines, before=before, root=root)).collectives
+    return collective
 
 
 def computation(name: str, *lines: str) -> str:
@@ -92,8 +92,8 @@ def test_one_matmul_may_cover_two():
     start, done = (
         t.replace("-start.8", "-start.9").replace("-done.8", "-done.9") for t in (START, DONE)
     )
-    found = audit(module(START, start, GEMM, DONE, LOOP, done)).collectives
-    assert [(c.name, c.matmuls) for c in found] == [
+    audited = audit(module(START, start, GEMM, DONE, LOOP, done)).collectives
+    assert [(c.name, c.matmuls) for c in audited] == [
         ("all-gather-start.8", ("gemm",)),
         ("all-gather-start.9", ("gemm",)),
     ]
@@ -233,13 +233,13 @@ def test_loops_in_loops_multiply():
 
 
 def test_a_body_that_two_loops_share_is_counted_in_both():
-    found = audit(module(loop(2), loop(3, name="while.2"), before=ADD + COND + BODY)).collectives
-    assert [c.runs for c in found] == [2, 3]
+    audited = audit(module(loop(2), loop(3, name="while.2"), before=ADD + COND + BODY)).collectives
+    assert [c.runs for c in audited] == [2, 3]
 
 
 def test_a_loop_s_condition_runs_too():
     cond = COND.replace("  ROOT", f"  {P}\n  {REDUCE}\n  ROOT")
-    (found,) = audit(
+    (collective,) = audit(
         module(
             loop(3),
             before=NEGATE
@@ -248,7 +248,7 @@ def test_a_loop_s_condition_runs_too():
             + BODY.replace(REDUCE, "%all-reduce.5 = bf16[512,4096]{1,0} copy(%p)"),
         )
     ).collectives
-    assert (found.computation, found.runs) == ("cond.1", 3)
+    assert (collective.computation, collective.runs) == ("cond.1", 3)
 
 
 @pytest.mark.parametrize(
@@ -274,13 +274,13 @@ def test_collectives_come_in_schedule_order():
     start, done = (
         t.replace("-start.8", "-start.9").replace("-done.8", "-done.9") for t in (START, DONE)
     )
-    found = audit(module(START, DONE, loop(2), start, done, before=ADD + COND + BODY)).collectives
-    assert sorted(c.name for c in found) == [
+    audited = audit(module(START, DONE, loop(2), start, done, before=ADD + COND + BODY)).collectives
+    assert sorted(c.name for c in audited) == [
         "all-gather-start.8",
         "all-gather-start.9",
         "all-reduce.5",
     ]
-    entry = [c.name for c in found if c.computation == "main.1_spmd"]
+    entry = [c.name for c in audited if c.computation == "main.1_spmd"]
     assert entry == ["all-gather-start.8", "all-gather-start.9"]
 
 
@@ -523,14 +523,14 @@ def collectives(draw) -> Collective:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(collectives(), max_size=6))
-def test_coverage_is_a_sum_over_runs(found: list[Collective]):
-    unrolled = [c for c in found for _ in range(c.runs)]
+def test_coverage_is_a_sum_over_runs(drawn: list[Collective]):
+    unrolled = [c for c in drawn for _ in range(c.runs)]
 
     def total(what: Callable[[Collective], int]) -> int:
         return sum(what(c) for c in unrolled)
 
     covers = [bool(c.matmuls) and c.asynchronous for c in unrolled]
-    assert Coverage.of(iter(found)) == Coverage(
+    assert Coverage.of(iter(drawn)) == Coverage(
         count=len(unrolled),
         covered=sum(covers),
         bytes_moved=total(lambda c: c.bytes_moved),
@@ -543,12 +543,12 @@ def test_coverage_is_a_sum_over_runs(found: list[Collective]):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(collectives(), max_size=6))
-def test_hops_and_the_rest_are_all(found: list[Collective]):
-    whole = Audit("jit_f", tuple(found))
+def test_hops_and_the_rest_are_all(drawn: list[Collective]):
+    whole = Audit("jit_f", tuple(drawn))
     for field in Coverage.__dataclass_fields__:
         parts = getattr(whole.hops, field) + getattr(whole.rest, field)
         assert getattr(whole.total, field) == parts
-    assert whole.hops.count == sum(c.runs for c in found if c.ring)
+    assert whole.hops.count == sum(c.runs for c in drawn if c.ring)
 
 
 # -- how it reads -----------------------------------------------------------------------------------
@@ -576,13 +576,13 @@ def rows(text: str) -> list[list[str]]:
 
 def test_a_ring_has_a_row_with_its_sums():
     ring = "all_gather_matmul.3"
-    found = (
+    hops = (
         hop(ring),
         hop(ring, matmuls=("g", "h")),
         hop(ring, matmuls=()),
         hop(ring, asynchronous=False),
     )
-    text = str(Audit("jit_train_step", found))
+    text = str(Audit("jit_train_step", hops))
     # 4 hops of 4 runs: 24 MB, 12 of 16 asynchronous, 8 covered, by 0 to 2 matmuls
     assert rows(text) == [
         ["collective-permute", ring, "gpt.py:88", "8", "16", "24.0", "MB", "12", "8", "0-2"]
@@ -591,8 +591,8 @@ def test_a_ring_has_a_row_with_its_sums():
 
 
 def test_the_last_lines_are_the_sums():
-    found = (hop("all_gather_matmul.3"), hop(None, runs=1, moved=500, asynchronous=False))
-    assert str(Audit("jit_f", found)).splitlines()[-3:] == [
+    audited = (hop("all_gather_matmul.3"), hop(None, runs=1, moved=500, asynchronous=False))
+    assert str(Audit("jit_f", audited)).splitlines()[-3:] == [
         "all collectives: 4 of 5 covered, 6.0 MB of 6.0 MB, 1 synchronous",
         "  ring hops:     4 of 4 covered, 6.0 MB of 6.0 MB, 0 synchronous",
         "  XLA's own:     0 of 1 covered, 0 B of 500 B, 1 synchronous",
@@ -600,13 +600,13 @@ def test_the_last_lines_are_the_sums():
 
 
 def test_rings_and_lines_have_rows_of_their_own():
-    found = (
+    audited = (
         hop("all_gather_matmul.3"),
         hop("all_gather_matmul.4"),
         hop(None),
         hop("all_gather_matmul.3"),
     )
-    assert [cells[1] for cells in rows(str(Audit("jit_f", found)))] == [
+    assert [cells[1] for cells in rows(str(Audit("jit_f", audited)))] == [
         "all_gather_matmul.3", "all_gather_matmul.4", "gpt.py:88",
     ]  # fmt: skip
 
@@ -631,12 +631,14 @@ def test_a_step_compiled_here_is_audited():
 
     step = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
-    found = audit(jax.jit(step).lower(x).compile()).collectives
-    assert sorted((c.kind, c.bytes_moved, c.group_size, c.runs, c.asynchronous) for c in found) == [
+    audited = audit(jax.jit(step).lower(x).compile()).collectives
+    assert sorted(
+        (c.kind, c.bytes_moved, c.group_size, c.runs, c.asynchronous) for c in audited
+    ) == [
         ("all-reduce", 2 * 16 * 16 * 4 * 3 // 4, 4, 3, False),
         ("collective-permute", 16 * 16 * 4, 2, 1, False),
     ]
-    assert all(c.source.startswith("simulation/test_audit.py:") for c in found)
+    assert all(c.source.startswith("simulation/test_audit.py:") for c in audited)
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,9 @@ def test_an_svg_draws_every_event_of_both_steps(timeline: Timeline, tmp_path: Pa
 
 
 def page_data(path: Path) -> dict:
-    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text())
-    assert found
-    return json.loads(found.group(1))
+    tag = re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text())
+    assert tag
+    return json.loads(tag.group(1))
 
 
 def played(items: list, later: float = 0.0) -> list[list]:
