@@ -49,18 +49,18 @@ ARGS = put((16, 32), "model"), put((32, 64), None, "model")
 @contextlib.contextmanager
 def compiles(name: str) -> Iterator[list[str]]:
     """Collect XLA's compilations of steps of a name, as jax logs them."""
-    found: list[str] = []
+    compilations: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if f"Finished XLA compilation of jit({name})" in record.getMessage():
-                found.append(record.getMessage())
+                compilations.append(record.getMessage())
 
     handler, logger = Handler(), logging.getLogger("jax")
     logger.addHandler(handler)
     jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
     try:
-        yield found
+        yield compilations
     finally:
         jax.config.update("jax_log_compiles", False)
         logger.removeHandler(handler)
@@ -101,10 +101,14 @@ def trained(wrap: Callable[[Any], Any], specs: dict[str, P]) -> tuple[int, int, 
     shapes = {"w": (32, 64), "v": (64, 32), "b": (32,)}
     params = {name: put(shape, *specs[name]) for name, shape in shapes.items()}
     step, x = wrap(train_step), put((16, 32), "data", None)
-    with compiles("train_step") as found:
+    with compiles("train_step") as compilations:
         for _ in range(3):
             params, _ = step(params, x)
-    return len(traces), len(found), jax.tree.leaves(jax.tree.map(lambda a: a.sharding, params))
+    return (
+        len(traces),
+        len(compilations),
+        jax.tree.leaves(jax.tree.map(lambda a: a.sharding, params)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,12 +173,12 @@ def test_six_threads_trace_decide_and_compile_once(decisions):
         results.append(overlapped(*ARGS))
 
     threads = [threading.Thread(target=call) for _ in range(6)]
-    with compiles("step") as found:
+    with compiles("step") as compilations:
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=120)
-    assert (len(traces), len(decisions), len(found)) == (1, 1, 1)
+    assert (len(traces), len(decisions), len(compilations)) == (1, 1, 1)
     assert len(results) == 6
     for result in results:
         np.testing.assert_array_equal(result, results[0])
@@ -213,10 +217,10 @@ def test_cleared_caches_keep_nothing(how: str, decisions):
     overlapped = overlap(step)
     clear = overlapped.clear_cache if how == "the step's" else jax.clear_caches
     for times in (1, 2):
-        with compiles("step") as found:
+        with compiles("step") as compilations:
             for _ in range(2):
                 overlapped(*ARGS)
-        assert (len(traces), len(decisions), len(found)) == (times, times, 1)
+        assert (len(traces), len(decisions), len(compilations)) == (times, times, 1)
         jaxpr = weakref.ref(jits.traced_params(overlapped.trace(*ARGS))["jaxpr"])
         assert "ppermute" in str(jaxpr())
         clear()

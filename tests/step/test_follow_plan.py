@@ -341,9 +341,9 @@ def with_made_for(plan: Plan, **fields: Any) -> Plan:
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
 def test_other_versions_and_devices_are_refused(plan, fields, said):
-    found = refused(with_made_for(plan, **fields), train_step(), *arguments())
-    assert said in found
-    assert "matmul" not in found, "it is the same step"
+    message = refused(with_made_for(plan, **fields), train_step(), *arguments())
+    assert said in message
+    assert "matmul" not in message, "it is the same step"
 
 
 @pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
@@ -374,13 +374,13 @@ def test_a_plan_that_cannot_be_followed_is_refused(plan):
         entries = list(plan.entries)
         entries[site] = msgspec.structs.replace(entries[site], **change)
         other = msgspec.structs.replace(plan, entries=tuple(entries))
-        found = refused(other, train_step(), *arguments())
-        assert "the plan cannot be followed on loss; this came out otherwise:" in found
-        assert f"matmul {site}: " in found and said in found
-    found = refused(msgspec.structs.replace(plan, prefetched=99), train_step(), *arguments())
-    assert "prefetched: the plan's 99, here" in found
-    found = refused(msgspec.structs.replace(plan, made_for=None), train_step(), *arguments())
-    assert "does not say which step it was made for" in found
+        message = refused(other, train_step(), *arguments())
+        assert "the plan cannot be followed on loss; this came out otherwise:" in message
+        assert f"matmul {site}: " in message and said in message
+    message = refused(msgspec.structs.replace(plan, prefetched=99), train_step(), *arguments())
+    assert "prefetched: the plan's 99, here" in message
+    message = refused(msgspec.structs.replace(plan, made_for=None), train_step(), *arguments())
+    assert "does not say which step it was made for" in message
 
 
 def test_what_a_plan_says_is_not_said_twice(plan):
@@ -418,7 +418,7 @@ print(overlap(train_step()).explain(*arguments()).to_json())
 
 def test_a_plan_is_the_same_in_every_process(tmp_path, plan):
     """A plan depends neither on Python's hash seed nor on the process that made it."""
-    found = []
+    children = []
     for seed in ("1", "2"):
         path = [str(Path(__file__).parents[2]), *sys.path]
         environment = os.environ | {
@@ -426,8 +426,10 @@ def test_a_plan_is_the_same_in_every_process(tmp_path, plan):
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
         }
         command = [sys.executable, "-c", CHILD]
-        found.append(subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=-1, text=True))
-    for child in found:
+        children.append(
+            subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=-1, text=True)
+        )
+    for child in children:
         out, _ = child.communicate(timeout=60)
         assert Plan.from_json(out) == plan
 
@@ -470,10 +472,10 @@ def test_what_a_fingerprint_tells_apart():
         lambda x: (x, x + 1),
         lambda x: (x + 1, x),
     ]
-    found = [digest(fn, (2, 4)) for fn in functions]
-    assert len(set(found)) == len(functions)
-    assert found == [digest(fn, (2, 4)) for fn in functions], "each is traced anew"
-    assert digest(functions[0], (4, 2)) not in found
+    digests = [digest(fn, (2, 4)) for fn in functions]
+    assert len(set(digests)) == len(functions)
+    assert digests == [digest(fn, (2, 4)) for fn in functions], "each is traced anew"
+    assert digest(functions[0], (4, 2)) not in digests
 
 
 def test_what_a_fingerprint_leaves_out():
@@ -533,8 +535,8 @@ def test_a_pods_plan_is_for_the_gpus_of_that_cluster(tmp_path, monkeypatch):
 
 def test_the_cluster_that_a_plan_went_by(plan):
     """A plan's cluster is used, unless the devices are another or already say the same of links."""
-    found: MadeFor | None = plan.made_for
-    assert found is not None
+    made_for: MadeFor | None = plan.made_for
+    assert made_for is not None
     assert made.cluster_for(plan, MESH) is None
     named = with_made_for(plan, cluster="h100-sxm:2x4", domains={"data": 2, "model": 1})
     assert str(made.cluster_for(named, MESH)) == "h100-sxm:2x4"

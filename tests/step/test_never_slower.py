@@ -97,10 +97,10 @@ CHOICES = {
     ("plain", "rings", "other", "taken", "step_s"), CHOICES.values(), ids=CHOICES
 )
 def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s: float | None):
-    found = chosen(plain, rings, other)
-    assert (found.taken, found.step_s) == (taken, step_s)
+    speedup = chosen(plain, rings, other)
+    assert (speedup.taken, speedup.step_s) == (taken, step_s)
     if isinstance(plain, CompiledStep) and step_s:
-        assert found.plain_s == plain.step_s
+        assert speedup.plain_s == plain.step_s
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s:
     ],
 )
 def test_what_cannot_be_compared_keeps_its_rings_and_says_so(plain, rings, why: str):
-    found = chosen(plain, rings)
-    assert found.taken == "overlapped" and found.plain_s is None
-    assert found.why.startswith(why) and why in str(found)
+    speedup = chosen(plain, rings)
+    assert speedup.taken == "overlapped" and speedup.plain_s is None
+    assert speedup.why.startswith(why) and why in str(speedup)
 
 
 # -- what is said ---------------------------------------------------------------------------------
@@ -136,17 +136,17 @@ SAID = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "found"), SAID.items(), ids=map(str, range(len(SAID))))
-def test_one_sentence(said: str, found: Speedup):
-    assert str(found) == said
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Speedup) == found
+@pytest.mark.parametrize(("said", "speedup"), SAID.items(), ids=map(str, range(len(SAID))))
+def test_one_sentence(said: str, speedup: Speedup):
+    assert str(speedup) == said
+    assert msgspec.json.decode(msgspec.json.encode(speedup), type=Speedup) == speedup
 
 
 def test_the_warning_names_what_lost():
-    found = msgspec.structs.replace(
+    speedup = msgspec.structs.replace(
         chosen(made(0.0102), made(0.0121), made(0.0099)), lost="12 rings (+1.9 ms of compute)"
     )
-    assert found.warning("train_step") == (
+    assert speedup.warning("train_step") == (
         "overlap() of train_step loses by simulation (plain 10.2 ms, with rings 12.1 ms): the step "
         "runs without rings, in the scheduler pass's order (9.9 ms). What lost: 12 rings (+1.9 ms "
         "of compute). overlap(never_slower=False) keeps the rings"
@@ -155,11 +155,11 @@ def test_the_warning_names_what_lost():
 
 def timeline(*events: tuple[str, str, float]) -> Timeline:
     """Return a timeline of events of a kind, from a line, for so long."""
-    found = [
+    kernels = [
         Event("compute", kind, "i", "main", 0.0, seconds, seconds, 1, source)
         for kind, source, seconds in events
     ]
-    return Timeline("step", 1.0, tuple(found), ())
+    return Timeline("step", 1.0, tuple(kernels), ())
 
 
 def test_rules_that_lost_are_named_with_what_they_cost():
@@ -232,9 +232,9 @@ def test_what_a_child_finds_is_kept_where_it_can_be(monkeypatch, tmp_path):
 
     monkeypatch.setattr(never_slower, "attempt", attempted)
     request: Any = None
-    found = never_slower._attempt(request)
-    assert isinstance(found, CompiledStep)
-    assert (found.step_s, found.peak_bytes, found.loops) == (1.0, 7, 3)
+    compiled = never_slower._attempt(request)
+    assert isinstance(compiled, CompiledStep)
+    assert (compiled.step_s, compiled.peak_bytes, compiled.loops) == (1.0, 7, 3)
     assert where[0] == tmp_path / "cache" / "jaxoverlap" / "trials" and where[0].is_dir()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     never_slower._attempt(request)
@@ -287,19 +287,19 @@ def on_gpus(function: Any = product, **options: Any) -> jaxoverlap.Overlapped:
 @pytest.fixture
 def children(monkeypatch) -> tuple[dict[str, CompiledStep | Failure], list[str]]:
     """Stand in for children: return their seconds, to be filled in, and what they compiled."""
-    found: dict[str, CompiledStep | Failure] = {}
+    by_way: dict[str, CompiledStep | Failure] = {}
     asked: list[str] = []
 
     def attempted(request: trial.Request) -> CompiledStep | Failure:
         way = "overlapped" if b"permute" in request.job.module else "plain"
         asked.append(way)
-        return found[way]
+        return by_way[way]
 
     monkeypatch.setattr("jaxoverlap.step.program.is_gpu", lambda mesh: True)
     monkeypatch.setattr("jaxoverlap.hardware.pods.compiler_options", dict)
     monkeypatch.setattr(never_slower, "_attempt", attempted)
     monkeypatch.setattr(never_slower, "_lost", lambda *_: "1 ring")
-    return found, asked
+    return by_way, asked
 
 
 def is_ringed(step: Any) -> bool:
@@ -308,8 +308,8 @@ def is_ringed(step: Any) -> bool:
 
 @pytest.mark.parametrize("first", ["call", "lower"])
 def test_a_step_that_loses_is_left_alone_once_and_for_all(children, first: str):
-    found, asked = children
-    found |= dict(plain=made(1), overlapped=made(2))
+    by_way, asked = children
+    by_way |= dict(plain=made(1), overlapped=made(2))
     step = on_gpus()
     with pytest.warns(UserWarning, match="overlap.. of product loses by simulation") as warned:
         got = step(X, W) if first == "call" else step.lower(X, W).compile()(X, W)
@@ -330,8 +330,8 @@ def test_a_step_that_loses_is_left_alone_once_and_for_all(children, first: str):
 
 
 def test_a_step_that_wins_keeps_its_rings(children):
-    found, asked = children
-    found |= dict(plain=made(2), overlapped=made(1))
+    by_way, asked = children
+    by_way |= dict(plain=made(2), overlapped=made(1))
     step = on_gpus()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

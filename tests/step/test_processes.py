@@ -27,11 +27,11 @@ def folder(tmp_path_factory) -> Path:
         plan = step.explain(*abstract(make_mesh()))
         assert len(plan.decisions) >= 4
         plan.write(folder / f"{name}.json")
-    found = jaxoverlap.tune(
+    tuned_plan = jaxoverlap.tune(
         *(make_step(make_mesh()), abstract(make_mesh())),
         **{"measure": True, "show": False, "cache": folder / "cache"},
     )
-    found.write(folder / "tuned.json")
+    tuned_plan.write(folder / "tuned.json")
     return folder
 
 
@@ -60,8 +60,8 @@ def four(folder):
     return run(4, folder, "of_file", "of_tuned_file", "two_plans")
 
 
-def rows(found, scenario: str, what: str) -> list:
-    return [row[scenario].get(what) for _, row, _ in found]
+def rows(outcomes, scenario: str, what: str) -> list:
+    return [row[scenario].get(what) for _, row, _ in outcomes]
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -76,9 +76,9 @@ def test_two_processes_train_as_one_does(two, plain, scenario):
 
 
 def test_process_0_tunes_for_all(two, plain):
-    found = rows(two, "tuned", "result")
-    assert [row["calls"] for row in found] == [[0], []]
-    for row in found:
+    results = rows(two, "tuned", "result")
+    assert [row["calls"] for row in results] == [[0], []]
+    for row in results:
         np.testing.assert_allclose(row["losses"], plain, rtol=1e-5)
     for error in rows(two, "timed", "error"):
         assert "measure=True in several processes" in error
@@ -95,13 +95,13 @@ def test_four_processes_train_as_one_does(four, plain, scenario):
 
 @pytest.mark.parametrize("processes", ["two", "four"])
 def test_two_plans_stop_every_process(request, processes):
-    found = request.getfixturevalue(processes)
-    for code, _, err in found:
+    outcomes = request.getfixturevalue(processes)
+    for code, _, err in outcomes:
         assert code == 1, err[-3000:]
         said = err[err.rindex("DisagreementError: ") :]
         assert "train_step is not the same program in all processes, and was not compiled" in said
-        half = len(found) // 2
-        for group in (range(half), range(half, len(found))):
+        half = len(outcomes) // 2
+        for group in (range(half), range(half, len(outcomes))):
             who = ", ".join(rf"process {rank} \({HOST}\)" for rank in group)
             assert re.search(rf"  [0-9a-f]{{12}}: {who}\n", said), said
         assert f"process {half}, where process 0 has the other:" in said

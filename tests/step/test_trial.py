@@ -42,24 +42,27 @@ class TestPods:
     pytestmark = pods
 
     def test_a_child_finds_what_this_process_does(self, request_, tmp_path):
-        found = attempt(request_, tmp_path, 300)
+        outcome = attempt(request_, tmp_path, 300)
         step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
         overlapped = jaxoverlap.overlap(step, cluster=POD, never_slower=False)
         here = overlapped.lower(*args).compile()
-        assert isinstance(found, Trial)
-        assert found.step_s == pytest.approx(here.simulate().step_s)
+        assert isinstance(outcome, Trial)
+        assert outcome.step_s == pytest.approx(here.simulate().step_s)
         hops = here.audit().hops
-        assert (found.hops, found.hops_covered) == (hops.count, hops.covered) == (14, 14)
+        assert (outcome.hops, outcome.hops_covered) == (hops.count, hops.covered) == (14, 14)
         memory = here.memory_analysis()
-        assert found.peak_bytes == (
+        assert outcome.peak_bytes == (
             memory.argument_size_in_bytes
             + memory.temp_size_in_bytes
             + memory.output_size_in_bytes
             - memory.alias_size_in_bytes
         )
-        assert {w.ring for w in found.waited} == {"all_gather_matmul.0", "matmul_reduce_scatter.1"}
+        assert {w.ring for w in outcome.waited} == {
+            "all_gather_matmul.0",
+            "matmul_reduce_scatter.1",
+        }
         text = trial.schedule_of(request_, tmp_path)
-        assert jaxoverlap.simulate(text, POD).step_s == found.step_s
+        assert jaxoverlap.simulate(text, POD).step_s == outcome.step_s
 
     def test_kernels_that_are_there_change_nothing(self, request_, tmp_path):
         kernels = Kernels()
@@ -93,13 +96,13 @@ class TestPods:
         assert attempt(request_, tmp_path, 300) == Failure(why="anew")
 
     def test_a_child_that_fails_says_why(self, request_, tmp_path):
-        found = attempt(broken(request_), tmp_path, 300)
-        assert isinstance(found, Failure) and not found.again
-        assert found.why.startswith("exit 1: ") and "MLIRError" in found.why
+        outcome = attempt(broken(request_), tmp_path, 300)
+        assert isinstance(outcome, Failure) and not outcome.again
+        assert outcome.why.startswith("exit 1: ") and "MLIRError" in outcome.why
 
     def test_a_child_that_takes_too_long_may_be_tried_again(self, request_, tmp_path):
-        found = attempt(request_, tmp_path, 0.5)
-        assert found == Failure(why="stopped after 0 s", again=True)
+        outcome = attempt(request_, tmp_path, 0.5)
+        assert outcome == Failure(why="stopped after 0 s", again=True)
         assert not list(tmp_path.glob("*.json"))
 
 
@@ -117,8 +120,8 @@ def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp
     with kernels.lent() as loan:
         loan.file.write_bytes(b"kernels")
         loan.ended_well = True
-    found = attempt(Request(job, cost_model(POD), None), tmp_path, 60, kernels)
-    assert (found, lent) == ((refused, [True]) if again else (fine, [True, False]))
+    outcome = attempt(Request(job, cost_model(POD), None), tmp_path, 60, kernels)
+    assert (outcome, lent) == ((refused, [True]) if again else (fine, [True, False]))
 
 
 @pytest.mark.parametrize("ends", ["os.abort()", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -133,9 +136,9 @@ def test_a_child_that_is_killed_is_a_result(monkeypatch, tmp_path, ends: str):
         "Popen",
         lambda _, **given: popen([sys.executable, "-c", program], **given),
     )
-    found = attempt(request, tmp_path, 60)
-    assert isinstance(found, Failure) and found.again == ("SIGKILL" in ends)
-    assert found.why == f"{'SIGKILL' if found.again else 'SIGABRT'}: F1121 the check"
+    outcome = attempt(request, tmp_path, 60)
+    assert isinstance(outcome, Failure) and outcome.again == ("SIGKILL" in ends)
+    assert outcome.why == f"{'SIGKILL' if outcome.again else 'SIGABRT'}: F1121 the check"
 
 
 def test_children_end_with_their_parent(tmp_path):
