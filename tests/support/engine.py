@@ -92,9 +92,9 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def sent(n: int, body: Callable, *stacked: np.ndarray) -> tuple[int, int]:
     """Count the permutes in the jaxpr of a body, and the bytes that they carry."""
-    found = [
+    permuted = [
         eqn.invars[0].aval
         for eqn in equations(jitted(n, body).trace(*stacked).jaxpr.jaxpr)
         if eqn.primitive.name == "ppermute"
     ]
-    return len(found), sum(a.size * a.dtype.itemsize for a in found)
+    return len(permuted), sum(a.size * a.dtype.itemsize for a in permuted)

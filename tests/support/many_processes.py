@@ -183,8 +183,8 @@ def tuned(folder: Path, rank: int) -> Any:
     try:
         step = jaxoverlap.overlap(make_step(make_mesh()), tune=True)
         losses = train(step)
-        found = step.explain(*abstract(make_mesh()))
-        assert found.choices == Plan.read(folder / "other.json").choices
+        plan = step.explain(*abstract(make_mesh()))
+        assert plan.choices == Plan.read(folder / "other.json").choices
     finally:
         overlapped.tuned = real
     return {"calls": calls, "losses": losses}
@@ -212,8 +212,8 @@ def on_hosts_as_they_are(folder: Path, rank: int) -> Any:
 
 def on_hosts_of_two(folder: Path, rank: int) -> Any:
     """Processes 0 and 1 seem to be on one host, 2 and 3 on another; and they train."""
-    found = on_hosts(f"host {rank // 2}")
-    return found | {"losses": train(jaxoverlap.overlap(make_step(make_mesh())))}
+    row = on_hosts(f"host {rank // 2}")
+    return row | {"losses": train(jaxoverlap.overlap(make_step(make_mesh())))}
 
 
 def on_hosts_in_turn(folder: Path, rank: int) -> Any:

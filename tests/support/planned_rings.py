@@ -44,8 +44,10 @@ def decided(
 ):
     inner = inner or width
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, inner), (inner, width))]
-    found = bodies(jax.make_jaxpr(matmul)(*shapes))
-    (entry,), sharings = decide(found, {0: Read(*specs)}, terms_of(AXES, prices=prices, **options))
+    step_bodies = bodies(jax.make_jaxpr(matmul)(*shapes))
+    (entry,), sharings = decide(
+        step_bodies, {0: Read(*specs)}, terms_of(AXES, prices=prices, **options)
+    )
     return entry, [ring for sharing in sharings.values() for ring in sharing.rings]
 
 

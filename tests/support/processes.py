@@ -36,18 +36,18 @@ def run(processes: int, folder: Path, *scenarios: str) -> list[tuple[int, dict[s
         )
         for rank in range(processes)
     ]
-    began, found = time.monotonic(), []
+    began, outcomes = time.monotonic(), []
     try:
         for child in children:
             out, err = child.communicate(timeout=60 - (time.monotonic() - began))
             lines = [line for line in out.splitlines() if line.startswith("{")]  # gloo talks too
             rows = {row["scenario"]: row for row in map(json.loads, lines)}
-            found.append((child.returncode, rows, err))
+            outcomes.append((child.returncode, rows, err))
     finally:
         for child in children:
             child.kill()
             child.wait()
     print(f"{processes} processes: {time.monotonic() - began:.1f} s", {
-        name: round(row["seconds"], 1) for name, row in found[0][1].items()
+        name: round(row["seconds"], 1) for name, row in outcomes[0][1].items()
     })  # fmt: skip
-    return found
+    return outcomes

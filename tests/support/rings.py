@@ -104,12 +104,12 @@ def check_gradients(ring: Ring, kind: str, axis_size: int, dtype=np.float32) -> 
         return jax.jit(jax.grad(lambda x, y: jnp.sum(f(x, y) * cotangent), (0, 1)))
 
     assert "ppermute" in str(jax.make_jaxpr(gradients(step))(x, y))
-    found = zip(
+    triples = zip(
         gradients(step)(x, y),
         gradients(plain)(x, y),
         ring.exact_gradients(x, y, cotangent),
         strict=True,
     )
     rounding = float(jnp.finfo(dtype).eps) / 2
-    for got, expected, exact in found:
+    for got, expected, exact in triples:
         assert error(got, exact) <= 2 * error(expected, exact) + rounding
