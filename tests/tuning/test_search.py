@@ -101,25 +101,25 @@ def search(
     return Search(lower, BASE, tmp_path, memory_bytes, deadline, workers=2)
 
 
-def names(found: Search) -> list[str]:
-    return [t.candidate.name for t in found.tried]
+def names(searcher: Search) -> list[str]:
+    return [t.candidate.name for t in searcher.tried]
 
 
 def test_moves_that_help_are_put_together(tmp_path):
     step = Step({1: WAYS | {"two_way": 1.0}, 2: WAYS | {"sliced x 2": 2.0}})
-    found = search(step.lower, tmp_path)
-    best = found.run()
+    searcher = search(step.lower, tmp_path)
+    best = searcher.run()
     assert best.plan and best.plan.choices == {1: Variant("two_way"), 2: Variant("sliced", 2)}
-    assert isinstance(best.result, Trial) and best.result.step_s == 13.0 and found.complete
+    assert isinstance(best.result, Trial) and best.result.step_s == 13.0 and searcher.complete
 
 
 def test_one_ring_is_tried_in_each_way_at_most_once(tmp_path):
     step = Step({site: WAYS for site in range(1, 6)})
-    found = search(step.lower, tmp_path)
-    found.run()
-    assert found.best.candidate.name == RULES
-    assert len(names(found)) == len(set(names(found)))
-    assert len(found.tried) <= 8 + 5 * 4  # seeds, settings, and the other ways of each ring
+    searcher = search(step.lower, tmp_path)
+    searcher.run()
+    assert searcher.best.candidate.name == RULES
+    assert len(names(searcher)) == len(set(names(searcher)))
+    assert len(searcher.tried) <= 8 + 5 * 4  # seeds, settings, and the other ways of each ring
 
 
 def test_the_same_again(tmp_path):
@@ -129,8 +129,8 @@ def test_the_same_again(tmp_path):
 
 
 def test_the_step_as_it_is_wins_where_nothing_is_faster(tmp_path):
-    found = search(Step({1: WAYS}, plain_s=9.0).lower, tmp_path)
-    assert found.run().candidate.name == PLAIN
+    searcher = search(Step({1: WAYS}, plain_s=9.0).lower, tmp_path)
+    assert searcher.run().candidate.name == PLAIN
 
 
 def test_what_does_not_fit_is_not_taken(tmp_path):
@@ -140,8 +140,8 @@ def test_what_does_not_fit_is_not_taken(tmp_path):
         result = trial(1.0, peak_bytes=79 * GB) if roomy else ready.request.result
         return Ready(SimpleNamespace(result=result), ready.plan)  # type: ignore[arg-type]
 
-    found = search(lower, tmp_path)
-    assert found.run().candidate.name == RULES and "rules, slack 0.05" in names(found)
+    searcher = search(lower, tmp_path)
+    assert searcher.run().candidate.name == RULES and "rules, slack 0.05" in names(searcher)
 
 
 @pytest.mark.parametrize("broken", [PLAIN, "two_way"])
@@ -152,10 +152,10 @@ def test_a_candidate_that_fails_is_a_result(tmp_path, broken: str):
         failed = Failure(why="SIGABRT: Check failed") if chosen == broken else ready.request.result
         return Ready(SimpleNamespace(result=failed), ready.plan)  # type: ignore[arg-type]
 
-    found = search(lower, tmp_path)
-    best = found.run()
+    searcher = search(lower, tmp_path)
+    best = searcher.run()
     assert best.plan and best.plan.choices == {1: Variant("sliced", 2)}
-    assert any(isinstance(t.result, Failure) for t in found.tried)
+    assert any(isinstance(t.result, Failure) for t in searcher.tried)
 
 
 def test_a_rewrite_that_fails_is_a_result_but_not_the_users_own(tmp_path):
@@ -164,9 +164,9 @@ def test_a_rewrite_that_fails_is_a_result_but_not_the_users_own(tmp_path):
             raise RewriteError("no")
         return Step({1: WAYS}).lower(options)
 
-    found = search(lambda o: lower(o, Scheduler(slack=0.05)), tmp_path)
-    found.run()
-    assert [t.result for t in found.tried if t.candidate.name == "rules, slack 0.05"] == [
+    searcher = search(lambda o: lower(o, Scheduler(slack=0.05)), tmp_path)
+    searcher.run()
+    assert [t.result for t in searcher.tried if t.candidate.name == "rules, slack 0.05"] == [
         Failure(why="RewriteError: no")
     ]
     with pytest.raises(RewriteError):
@@ -182,9 +182,9 @@ def test_nothing_compiles(tmp_path):
 
 
 def test_out_of_time_the_first_two_are_still_tried(tmp_path):
-    found = search(Step({1: WAYS | {"two_way": 1.0}}).lower, tmp_path, deadline=time.monotonic())
-    assert found.run().candidate.name == RULES
-    assert names(found) == [PLAIN, RULES] and not found.complete
+    searcher = search(Step({1: WAYS | {"two_way": 1.0}}).lower, tmp_path, deadline=time.monotonic())
+    assert searcher.run().candidate.name == RULES
+    assert names(searcher) == [PLAIN, RULES] and not searcher.complete
 
 
 def test_what_was_stopped_leaves_the_search_incomplete(tmp_path):
@@ -194,9 +194,9 @@ def test_what_was_stopped_leaves_the_search_incomplete(tmp_path):
         result = Failure(why="stopped", again=True) if slow else ready.request.result
         return Ready(SimpleNamespace(result=result), ready.plan)  # type: ignore[arg-type]
 
-    found = search(lower, tmp_path)
-    found.run()
-    assert not found.complete
+    searcher = search(lower, tmp_path)
+    searcher.run()
+    assert not searcher.complete
 
 
 # -- candidates -----------------------------------------------------------------------------------
@@ -204,12 +204,12 @@ def test_what_was_stopped_leaves_the_search_incomplete(tmp_path):
 
 def test_seeds_are_what_the_rules_leave_open():
     rules = plan(ring(1), left(2), left(3, "no collective"), prefetched=2, xla_options={"a": "1"})
-    found = {c.name: c.options for c in seeds(BASE, rules)}
-    assert set(found) == {
+    options_of = {c.name: c.options for c in seeds(BASE, rules)}
+    assert set(options_of) == {
         *("no rings", "all rings", "others sliced x 2", "others sliced x 4"),
         "fsdp in rings",
     }
-    every = found["all rings"]
+    every = options_of["all rings"]
     assert every and every.choices == {2: Variant("one_way")}
     assert {c.name for c in seeds(Options(), plan(ring(1)))} == {"no rings"}
 
@@ -219,25 +219,25 @@ def test_seeds_for_what_nothing_waits_for_come_last():
     for waits, first in ((0.5, "all rings"), (0.001, "no rings")):
         own = Waited("all-gather", "", "gpt.py:2", 0.5, waits)
         given = {n: getattr(trial(1.0), n) for n in Trial.__struct_fields__} | {"waited": (own,)}
-        found = [c.name for c in seeds(BASE, rules, Trial(**given))]
-        assert found[0] == first and len(found) == 4
+        order = [c.name for c in seeds(BASE, rules, Trial(**given))]
+        assert order[0] == first and len(order) == 4
 
 
 def test_the_models_plans_are_tried_before_others():
     cuts = [{1: Variant("sliced", 2)}, {1: Variant("one_way", 2)}]
-    found = seeds(BASE, plan(ring(1)), trial(1.0), cuts)
-    assert [c.name for c in found] == ["lagom 1", "lagom 2", "no rings"]
-    assert [c.options and c.options.choices for c in found[:2]] == cuts
+    candidates = seeds(BASE, plan(ring(1)), trial(1.0), cuts)
+    assert [c.name for c in candidates] == ["lagom 1", "lagom 2", "no rings"]
+    assert [c.options and c.options.choices for c in candidates[:2]] == cuts
 
 
 def test_settings_are_memory_and_what_xla_merges():
     merges = "xla_gpu_all_gather_combine_threshold_bytes"
     at = Candidate("rules", BASE, {})
-    found = {
+    options_of = {
         c.name: c.options for c in settings(at, plan(ring(1), xla_options={"a": "1", merges: "1"}))
     }
-    assert set(found) == {"rules, slack 0.05", "rules, XLA merges", "rules, merges to 1 GiB"}
-    options = [found[n] for n in ("rules, XLA merges", "rules, merges to 1 GiB")]
+    assert set(options_of) == {"rules, slack 0.05", "rules, XLA merges", "rules, merges to 1 GiB"}
+    options = [options_of[n] for n in ("rules, XLA merges", "rules, merges to 1 GiB")]
     assert options[0] and options[0].xla_options == {"a": "1"}
     assert options[1] and options[1].xla_options and options[1].xla_options[merges] == str(1 << 30)
     assert settings(Candidate(PLAIN, None, {}), plan()) == []
@@ -245,9 +245,12 @@ def test_settings_are_memory_and_what_xla_merges():
 
 
 def test_the_best_two_plans_are_tried_with_other_settings(tmp_path):
-    found = search(Step({1: WAYS | {"plain": 5.0}}).lower, tmp_path)
-    found.run()
-    assert [n for n in names(found) if ", " in n] == ["rules, slack 0.05", "no rings, slack 0.05"]
+    searcher = search(Step({1: WAYS | {"plain": 5.0}}).lower, tmp_path)
+    searcher.run()
+    assert [n for n in names(searcher) if ", " in n] == [
+        "rules, slack 0.05",
+        "no rings, slack 0.05",
+    ]
 
 
 class Model(GranularityModel):
@@ -264,8 +267,8 @@ def test_moves_begin_with_the_smallest_h_then_where_the_step_waits_longest(model
     result = trial(1.0, {1: 0.1, 2: 0.3, 3: 0.0})
     ways = {1: ("two_way", "one_way x 2"), 2: ("direct", "two_way")}
     order = [first, 3 - first]
-    found = moves(at, rules, result, set(), model)
-    assert [dict(c.changes) for c in found] == [{n: Variant.parse(ways[n][0])} for n in order]
+    candidates = moves(at, rules, result, set(), model)
+    assert [dict(c.changes) for c in candidates] == [{n: Variant.parse(ways[n][0])} for n in order]
     later = moves(at, rules, result, {(2, "direct"), (1, "two_way")}, model)
     assert [dict(c.changes) for c in later] == [{n: Variant.parse(ways[n][1])} for n in order]
     assert later[0].options and later[0].options.choices == later[0].changes

@@ -38,7 +38,7 @@ def tuned(cache: Path, **given: Any) -> jaxoverlap.Plan:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[jaxoverlap.Plan, Path]:
+def plan_and_cache(tmp_path_factory) -> tuple[jaxoverlap.Plan, Path]:
     cache = tmp_path_factory.mktemp("cache")
     return tuned(cache), cache
 
@@ -46,42 +46,42 @@ def found(tmp_path_factory) -> tuple[jaxoverlap.Plan, Path]:
 class TestPods:
     pytestmark = pods
 
-    def test_the_plan_is_what_compiles_as_predicted(self, found):
-        plan, _ = found
+    def test_the_plan_is_what_compiles_as_predicted(self, plan_and_cache):
+        plan, _ = plan_and_cache
         step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
         compiled = jaxoverlap.overlap(step, plan=plan).lower(*args).compile()
         assert not plan.nccl.channels  # with channels of NCCL's own
         assert compiled.simulate().step_s == pytest.approx(plan.predictions.step_s)
         assert plan.predictions.step_s <= plan.predictions.plain_step_s
 
-    def test_it_is_no_slower_than_what_overlap_does_unasked(self, found):
-        plan, _ = found
+    def test_it_is_no_slower_than_what_overlap_does_unasked(self, plan_and_cache):
+        plan, _ = plan_and_cache
         step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
         unasked = jaxoverlap.overlap(step, cluster=POD, never_slower=False)
         rules = unasked.lower(*args).compile().simulate()
         assert plan.predictions.step_s <= rules.step_s
 
-    def test_the_second_time_nothing_is_lowered(self, found, monkeypatch):
-        plan, cache = found
+    def test_the_second_time_nothing_is_lowered(self, plan_and_cache, monkeypatch):
+        plan, cache = plan_and_cache
         monkeypatch.setattr(program, "run_passes", None)
         assert tuned(cache) == plan
 
-    def test_more_time_goes_on_from_what_was_tried(self, found, capfd):
-        _, cache = found
+    def test_more_time_goes_on_from_what_was_tried(self, plan_and_cache, capfd):
+        _, cache = plan_and_cache
         before = {p.name: p.stat().st_mtime_ns for p in (cache / "trials").glob("*.json")}
         tuned(cache, budget_s=6, show=True)
         after = {p.name: p.stat().st_mtime_ns for p in (cache / "trials").glob("*.json")}
         assert before.items() <= after.items()
         assert "plain" in (shown := capfd.readouterr().err) and "rules" in shown
 
-    def test_a_damaged_plan_is_made_anew(self, found):
-        plan, cache = found
+    def test_a_damaged_plan_is_made_anew(self, plan_and_cache):
+        plan, cache = plan_and_cache
         for path in (cache / "plans").iterdir():
             path.write_bytes(path.read_bytes()[:-40])
         assert tuned(cache).entries == plan.entries
 
-    def test_overlap_tunes_at_the_first_call(self, found):
-        plan, cache = found
+    def test_overlap_tunes_at_the_first_call(self, plan_and_cache):
+        plan, cache = plan_and_cache
         step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
         tuning = jaxoverlap.Tuning(budget_s=5, show=False, cache=str(cache))
         lowered = jaxoverlap.overlap(step, cluster=POD, tune=tuning).lower(*args)

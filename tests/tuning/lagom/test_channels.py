@@ -49,9 +49,9 @@ EXPOSED = module(START, DONE, MATMUL)
 
 
 def test_a_gather_with_time_to_spare_leaves_sms_to_the_matmul_beside_it():
-    found = co_tune(HIDDEN, HOST)
-    assert found.step.step_s < simulate(HIDDEN, HOST).step_s
-    (row,) = found.rows
+    co_tuned = co_tune(HIDDEN, HOST)
+    assert co_tuned.step.step_s < simulate(HIDDEN, HOST).step_s
+    (row,) = co_tuned.rows
     own = HOST.share("all-gather", 56 * MIB, Group(8)).sms
     assert row.channels is not None and row.channels < own
     assert row == ChannelRow(
@@ -66,18 +66,18 @@ def test_a_gather_with_time_to_spare_leaves_sms_to_the_matmul_beside_it():
 
 
 def test_the_step_is_what_the_rows_give():
-    found = co_tune(HIDDEN, HOST)
-    assert found.rows[0].channels is not None
+    co_tuned = co_tune(HIDDEN, HOST)
+    assert co_tuned.rows[0].channels is not None
     sent = ("all-gather", 56 * MIB, Group(8))
-    cost = dataclasses.replace(HOST, given=((sent, Channels(found.rows[0].channels, 2 * MIB)),))
-    assert found.step.step_s == pytest.approx(simulate(HIDDEN, cost).step_s, rel=1e-12)
+    cost = dataclasses.replace(HOST, given=((sent, Channels(co_tuned.rows[0].channels, 2 * MIB)),))
+    assert co_tuned.step.step_s == pytest.approx(simulate(HIDDEN, cost).step_s, rel=1e-12)
 
 
 def test_what_only_the_models_lanes_hide_has_no_row():
     """In the model all runs beside all; in the schedule the gather is waited for at once."""
-    found = co_tune(EXPOSED, HOST)
-    assert found.evaluations > 1 and found.rows == ()
-    assert found.step.step_s == simulate(EXPOSED, HOST).step_s
+    co_tuned = co_tune(EXPOSED, HOST)
+    assert co_tuned.evaluations > 1 and co_tuned.rows == ()
+    assert co_tuned.step.step_s == simulate(EXPOSED, HOST).step_s
 
 
 def test_nothing_is_searched_where_nccl_asks_no_tuner():
@@ -87,14 +87,14 @@ def test_nothing_is_searched_where_nccl_asks_no_tuner():
         MATMUL,
         "%g.done = bf16[{part}]{{0}} collective-permute-done(%g)",
     )
-    found = co_tune(module(*permute), HOST)
-    assert (found.evaluations, found.rows) == (0, ())
+    co_tuned = co_tune(module(*permute), HOST)
+    assert (co_tuned.evaluations, co_tuned.rows) == (0, ())
 
 
 def rows(text: str, cost: CostModel) -> tuple[ChannelRow, ...]:
-    found = co_tune(text, cost).rows
-    assert found
-    return found
+    tuner_rows = co_tune(text, cost).rows
+    assert tuner_rows
+    return tuner_rows
 
 
 def test_a_row_names_the_communicator_by_hosts_and_ranks():

@@ -68,8 +68,8 @@ def test_large_matmuls_are_cut_and_small_ones_are_not():
 def test_plans_differ_and_the_best_is_the_searchs():
     model = modelled(32768, 65536, 8192, compute_s=2e-3)
     assert model.problem
-    found, plans = search(model.problem), model.plans(3)
-    places = found.config[: len(model.sites)]
+    solution, plans = search(model.problem), model.plans(3)
+    places = solution.config[: len(model.sites)]
     assert plans[0] == {
         site.number: site.ways[site.communication.space.setting(place)[1]]
         for site, place in zip(model.sites, places, strict=True)

@@ -81,9 +81,9 @@ def test_the_yardstick_knows_the_best_of_all(p):
     every = itertools.product(*map(places, p.axes))
     best_s = min(p.measure(config).step_s for config in every)
     assert exhaustive(p) == pytest.approx(best_s)
-    found = search(p)
-    assert best_s * (1 - 1e-9) <= found.outcome.step_s <= p.measure(p.default).step_s
-    assert search(p) == found
+    solution = search(p)
+    assert best_s * (1 - 1e-9) <= solution.outcome.step_s <= p.measure(p.default).step_s
+    assert search(p) == solution
     descended, tried = whole_step(p)
     assert best_s * (1 - 1e-9) <= p.measure(descended).step_s
     assert tried <= math.prod(math.prod(axes) for axes in p.axes)
@@ -129,9 +129,9 @@ def test_lagoms_patterns_have_their_directions(tokens):
     assert lagom.speedup(gather, most) < 0.95
     for p in (gather, both):
         assert not p.measure(p.default).exposed
-        found = search(p).config
-        assert lagom.speedup(p, found) > 1.05
-        for place in found:
+        best = search(p).config
+        assert lagom.speedup(p, best) > 1.05
+        for place in best:
             channels, _ = lagom.SPACE.setting(place)
             assert channels.count < 8 and channels.chunk_bytes < 2 << 20
 

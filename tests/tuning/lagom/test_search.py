@@ -51,32 +51,32 @@ def tables(draw, most=4):
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.integers(0, 3))
 def test_it_is_never_worse_than_its_starts_nor_better_than_the_best(problem, passes):
-    found = search(problem, passes=passes)
+    solution = search(problem, passes=passes)
     least = problem.measure(tuple((0,) for _ in problem.axes))
-    assert found.outcome == problem.measure(found.config)
-    assert found.outcome.step_s <= min(least.step_s, problem.measure(problem.default).step_s)
+    assert solution.outcome == problem.measure(solution.config)
+    assert solution.outcome.step_s <= min(least.step_s, problem.measure(problem.default).step_s)
     every = itertools.product(*([(p,) for p in range(n)] for (n,) in problem.axes))
-    assert found.outcome.step_s >= min(problem.measure(config).step_s for config in every)
+    assert solution.outcome.step_s >= min(problem.measure(config).step_s for config in every)
 
 
 @settings(max_examples=100, deadline=None)
 @given(tables(most=8), st.integers(0, 3))
 def test_its_measurements_are_few_and_none_is_made_twice(problem, passes):
-    found = search(problem, passes=passes)
-    configs = [tried.config for tried in found.trace]
-    assert len(set(configs)) == len(configs) == found.evaluations
+    solution = search(problem, passes=passes)
+    configs = [tried.config for tried in solution.trace]
+    assert len(set(configs)) == len(configs) == solution.evaluations
     n, most = len(problem.axes), max(n for (n,) in problem.axes)
-    assert found.evaluations <= 2 + n * (2 + 2 * most + passes * (most - 1))
-    assert search(problem, passes=passes) == found
+    assert solution.evaluations <= 2 + n * (2 + 2 * most + passes * (most - 1))
+    assert search(problem, passes=passes) == solution
 
 
 def test_the_cheapest_second_is_bought_first():
     """Both save four seconds; the second costs less computation, and is enough."""
     problem = Table(((8.0, 4.0), (8.0, 4.0)), ((0.0, 3.0), (0.0, 1.0)), (0, 0), 11.9)
-    found = search(problem, passes=0)
-    assert found.config == ((0,), (1,))
-    assert found.outcome.step_s == pytest.approx(12.9)
-    assert [t.config for t in found.trace] == [
+    solution = search(problem, passes=0)
+    assert solution.config == ((0,), (1,))
+    assert solution.outcome.step_s == pytest.approx(12.9)
+    assert [t.config for t in solution.trace] == [
         ((0,), (0,)),
         ((1,), (0,)),  # what each would cost
         ((0,), (1,)),
@@ -91,9 +91,9 @@ def test_it_stops_where_communication_is_hidden():
 def test_from_a_compute_bound_default_it_walks_down():
     """The least is too slow to climb from past the bump; the default's side is better."""
     problem = Table(((30.0, 29.0, 31.0, 9.0, 8.0),), ((0.0, 0.0, 0.0, 1.0, 2.0),), (4,))
-    found = search(problem, passes=0)
-    assert found.config == ((3,),)
-    assert found.outcome.step_s == 11.0
+    solution = search(problem, passes=0)
+    assert solution.config == ((3,),)
+    assert solution.outcome.step_s == 11.0
 
 
 def test_a_pass_sees_past_a_step_that_does_not_pay():
@@ -112,11 +112,11 @@ def test_of_equal_steps_the_one_that_slows_computation_less():
 @given(tables(), st.integers(0, 20))
 def test_whoever_stops_it_has_the_best_so_far(problem, most):
     budget = iter(range(most))
-    found = search(problem, stop=lambda: next(budget, None) is None)
+    solution = search(problem, stop=lambda: next(budget, None) is None)
     whole = search(problem)
-    assert found.trace == whole.trace[: most + 1]
-    assert found.trace[0].config == problem.default
-    assert found.outcome.step_s == min(t.outcome.step_s for t in found.trace)
+    assert solution.trace == whole.trace[: most + 1]
+    assert solution.trace[0].config == problem.default
+    assert solution.outcome.step_s == min(t.outcome.step_s for t in solution.trace)
 
 
 def test_bad_problems_are_named():
