@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[1]
 
 def folders() -> set[str]:
     """Return the folders that hold modules, as packages; `passes` stands beside the package."""
-    found = set()
+    packages = set()
     for top in ("jaxoverlap", "passes"):
         for file in (ROOT / top).rglob("*.py"):
             name = ".".join(file.parent.relative_to(ROOT).parts)
-            found.add(name if top == "jaxoverlap" else f"jaxoverlap.{name}")
-    return found
+            packages.add(name if top == "jaxoverlap" else f"jaxoverlap.{name}")
+    return packages
 
 
 def test_every_folder_of_modules_is_built():
@@ -126,8 +126,8 @@ COMMANDS = """
 
 def commands(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
     """Yield each command with its options and arguments."""
-    for inner, found in getattr(command, "commands", {}).items():
-        yield from commands(found, f"{name} {inner}".strip())
+    for inner, subcommand in getattr(command, "commands", {}).items():
+        yield from commands(subcommand, f"{name} {inner}".strip())
     if not hasattr(command, "commands"):
         options = [
             p.opts if p.param_type_name == "option" else [p.name.upper()] for p in command.params

@@ -87,8 +87,8 @@ def test_numbers_and_gradients(row):
     with jax.enable_x64(True):
         wanted, _ = per_device(N, body, x, w, cotangent)
     wanted = [np.asarray(a) for a in wanted]
-    _, found = per_device(N, body, *(a.astype(np.float32) for a in (x, w, cotangent)))
-    for got in found:
+    _, by_variant = per_device(N, body, *(a.astype(np.float32) for a in (x, w, cotangent)))
+    for got in by_variant:
         for g, exactly in zip(got, wanted, strict=True):
             assert g.dtype == np.float32
             assert_close(g, exactly)
