@@ -19,7 +19,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 
 from tests.differential.case import draw  # noqa: E402 - after the devices
-from tests.differential.compare import Found, compared  # noqa: E402
+from tests.differential.compare import Comparison, compared  # noqa: E402
 
 
 def main() -> int:
@@ -82,13 +82,13 @@ def _many(seeds: range, always: bool) -> int:
     return 1 if failed else 0
 
 
-def _tried(seed: int, always: bool) -> Found:
+def _tried(seed: int, always: bool) -> Comparison:
     try:
         case = draw(seed)
         print(case.name, end=" ", flush=True)
         return compared(case, always=always)
     except Exception as error:
-        return Found([f"harness: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], [])
+        return Comparison([f"harness: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], [])
 
 
 def kind(text: str) -> str:

@@ -45,7 +45,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """Differences and notes that were found in a case.
 
     Attributes:
@@ -66,14 +66,14 @@ def differences(case: Case) -> list[str]:
     return compared(case).differences
 
 
-def compared(case: Case, *, always: bool = False) -> Found:
+def compared(case: Case, *, always: bool = False) -> Comparison:
     """Compare a case's two steps; the reference is run where values differ, or `always`.
 
     Where overlapped and plain agree on a value, the overlapped step is as right as the plain one.
     """
     plain = _run(case, case.fn)
     if plain.error is not None:
-        return Found(_same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"])
+        return Comparison(_same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"])
     again = case.built(False)
     overlapped = _overlapped(again)
     ours = _run(again, overlapped)
@@ -84,7 +84,7 @@ def compared(case: Case, *, always: bool = False) -> Found:
             for n, (a, b) in enumerate(zip(plain.calls, ours.calls, strict=False))
             for text in _facts_apart(a, b)
         ]
-        return Found([*texts, f"raises {_first(ours.error)}"], [], ringed, ours.error)
+        return Comparison([*texts, f"raises {_first(ours.error)}"], [], ringed, ours.error)
     texts = [f"warns: {text}" for text in ours.warned if text not in plain.warned]
     notes: list[str] = []
     half = case.computes_in_half
@@ -104,7 +104,7 @@ def compared(case: Case, *, always: bool = False) -> Found:
                 f"call {n + 1}: plain is wrong: {at} off by {by}, overlapped by {off.get(at, 'nothing')}"
                 for at, by in theirs.items()
             ]
-    return Found(texts, notes, ringed)
+    return Comparison(texts, notes, ringed)
 
 
 def _overlapped(case: Case) -> jaxoverlap.Overlapped:
