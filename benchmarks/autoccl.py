@@ -67,11 +67,11 @@ class _Descent:
             self.ask(self.point(at))
 
     def point(self, at: int) -> Point:
-        found = []
+        coordinates = []
         for n in reversed(self.axes):
             at, p = divmod(at, n)
-            found.append(p)
-        return tuple(reversed(found))
+            coordinates.append(p)
+        return tuple(reversed(coordinates))
 
     def walk(self, point: Point, steps: int) -> int:
         """Descend from a point until every axis and direction has failed in a row."""

@@ -48,8 +48,8 @@ def main(
     print_presets(rows)
     print_published(rows)
     for row in rows:
-        found, planted = len(row["found"]), len(row["planted"])
-        console.print(f"jax {row['jax']}: {found} of {planted} planted dead flags found, "
+        detected, planted = len(row["found"]), len(row["planted"])
+        console.print(f"jax {row['jax']}: {detected} of {planted} planted dead flags found, "
                       f"{len(row['accused'])} live ones taken for dead")  # fmt: skip
     if problems := [*failed, *shortfalls(rows)]:
         console.print("\n".join(problems))

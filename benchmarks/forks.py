@@ -37,14 +37,14 @@ def in_fork(work: Callable[..., Row], *arguments: Any, timeout_s: float, xla_fla
         fork.start()
         theirs.close()
         try:
-            found = mine.recv() if mine.poll(timeout_s) else None
+            row = mine.recv() if mine.poll(timeout_s) else None
         except EOFError:  # it ended without a word
             fork.join()
             return {"error": how_it_ended(fork.exitcode or 0, stderr.read())}
-        if found is None:
+        if row is None:
             fork.kill()
         fork.join()
-        return {"error": f"stopped after {timeout_s:.0f} s"} if found is None else found
+        return {"error": f"stopped after {timeout_s:.0f} s"} if row is None else row
 
 
 def _run(

@@ -157,11 +157,11 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
     keeps", which names some of the former again), and as the schedule has them, less the whole
     collectives that sliced rings are made of.
     """
-    found: dict[tuple[str, tuple[str, ...]], Row] = {}
+    by_kind: dict[tuple[str, tuple[str, ...]], Row] = {}
 
     def row(kind: str, axes: tuple[str, ...]) -> Row:
         new = {"kind": kind, "axes": axes, "listed": 0, "kept": 0, "scheduled": 0}
-        return found.setdefault((kind, axes), new)
+        return by_kind.setdefault((kind, axes), new)
 
     for r in plan.remaining:
         row(r.kind, r.axes)["listed"] += r.bytes_moved
@@ -177,7 +177,7 @@ def accounts(compiled: Compiled, plan: jaxoverlap.Plan) -> list[Row]:
             row(kind, axes_of(c.groups, devices, dict(plan.mesh)))["scheduled"] += (
                 c.runs * c.bytes_moved
             )
-    rows = sorted(found.values(), key=lambda r: -max(r["listed"], r["kept"], r["scheduled"]))
+    rows = sorted(by_kind.values(), key=lambda r: -max(r["listed"], r["kept"], r["scheduled"]))
     return [r | {"verdict": verdict(r)} for r in rows]
 
 

@@ -29,7 +29,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for gpt7b.html and gpt7b.svg.")] = Path("docs"),
 ) -> None:
     """Compile, simulate, print and draw."""
-    found = {}
+    simulations = {}
     for pod in (POD, f"{POD}/{GPUS_PER_HOST}"):
         for step in ("plain", "overlapped"):
             with console.status(f"{step}, {pod}"), tempfile.NamedTemporaryFile() as file:
@@ -37,9 +37,9 @@ def main(
                 if "error" in row:
                     console.print(f"{step}: {row['error']}")
                     raise typer.Exit(1)
-                found[pod, step] = jaxoverlap.simulate(Path(file.name).read_text(), pod)
-            print(f"\n{step}\n{found[pod, step]}")
-    overlapped, plain = found[POD, "overlapped"], found[POD, "plain"]
+                simulations[pod, step] = jaxoverlap.simulate(Path(file.name).read_text(), pod)
+            print(f"\n{step}\n{simulations[pod, step]}")
+    overlapped, plain = simulations[POD, "overlapped"], simulations[POD, "plain"]
     overlapped.to_html(out / "gpt7b.html", plain=plain)
     overlapped.to_svg(out / "gpt7b.svg", plain=plain)
 

@@ -111,9 +111,9 @@ def contention() -> str:
         )
     ]
     for name in ("a100-sxm-80:1x4", "h100-sxm:1x4"):
-        found = [_full_slowdown(cost_model(name), hidden) - 1 for hidden in (2048, 4096, 5120)]
+        slowdowns = [_full_slowdown(cost_model(name), hidden) - 1 for hidden in (2048, 4096, 5120)]
         what = f"{name}, gathers beside all matmuls (not fitted)"
-        seen = f"{min(found):.1%} to {max(found):.1%}"
+        seen = f"{min(slowdowns):.1%} to {max(slowdowns):.1%}"
         rows.append((what, seen, "18.9% in the mean, 40.0% at most (2507.03114)"))
     return table(
         "How much matmuls take longer beside communication",
@@ -168,10 +168,10 @@ def _pattern_rows() -> Iterator[Row]:
                 what = ", ".join(map(_short, channels))
                 gain = f"{speedup(problem, config):.2f}"
                 yield (name, str(tokens), exposed, what, gain, published)
-            found = search(problem)
-            what = ", ".join(_short(SPACE.setting(place)[0]) for place in found.config)
-            gain = f"{speedup(problem, found.config):.2f}"
-            how = f"found in {found.evaluations}: {what}"
+            searched = search(problem)
+            what = ", ".join(_short(SPACE.setting(place)[0]) for place in searched.config)
+            gain = f"{speedup(problem, searched.config):.2f}"
+            how = f"found in {searched.evaluations}: {what}"
             yield (name, str(tokens), exposed, how, gain, "")
 
 

@@ -21,10 +21,10 @@ def dealt(wanted: list[Job], lanes: int) -> list[list[Job]]:
     Jobs side by side then have few kernels in common, and the next job of a list reuses those that
     one finds.
     """
-    found: list[list[Job]] = [[] for _ in range(lanes)]
+    jobs_by_lane: list[list[Job]] = [[] for _ in range(lanes)]
     for _, jobs in groupby(wanted, key=lambda job: job[0]):
-        min(found, key=len).extend(jobs)
-    return found
+        min(jobs_by_lane, key=len).extend(jobs)
+    return jobs_by_lane
 
 
 def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterator[tuple[Job, Row]]:
@@ -42,9 +42,9 @@ def kernels(lanes: list[list[Job]], pods: Mapping[str, str]) -> dict[str, Kernel
         lanes: lists of jobs, all of a step in one.
         pods: the pod of each step, as `parse_cluster` takes it.
     """
-    found: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
+    by_lane_and_chip: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
     return {
-        step: found[lane, parse_cluster(pods[step]).chip.name]
+        step: by_lane_and_chip[lane, parse_cluster(pods[step]).chip.name]
         for lane, jobs in enumerate(lanes)
         for step, _ in jobs
     }

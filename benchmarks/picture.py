@@ -78,12 +78,12 @@ def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
         elif dot.index not in products:
             joined += 1
         else:
-            found = _sent(
+            sent_beside = _sent(
                 (KIND_OF[c.kind], axes_of(c.groups, mesh.size, dict(mesh.shape)))
                 for place in beside.get(dot.index, ())
                 if (c := sent.get(place))
             )
-            if text := _difference(matmul, products[dot.index], found):
+            if text := _difference(matmul, products[dot.index], sent_beside):
                 otherwise.append(f"{dot.index} {compat.source_line(dot.eqn)[:2]}: {text}")
             else:
                 same += 1
@@ -118,12 +118,12 @@ def _products(module: hlo.Module) -> dict[int, int]:
 
     A matmul that XLA does twice has those of both. One that XLA has joined with another is missing.
     """
-    found: dict[int, int] = {}
+    products: dict[int, int] = {}
     for body in module.computations.values():
         shapes = {i.name: i.shape for i in body}
         for i in body:
             if i.opcode == "dot" and (tag := TAGGED.search(i.line)):
                 (matmul,) = work(module, i, shapes).matmuls
                 number = int(tag.group(1))
-                found[number] = found.get(number, 0) + matmul.flops // 2
-    return found
+                products[number] = products.get(number, 0) + matmul.flops // 2
+    return products

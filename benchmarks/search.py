@@ -164,8 +164,8 @@ def exhaustive(p: Makespan) -> float:
 
 def _searched(passes: int) -> Way:
     def way(p: Makespan) -> tuple[Config, int]:
-        found = search(p, passes=passes)
-        return found.config, found.evaluations
+        searched = search(p, passes=passes)
+        return searched.config, searched.evaluations
 
     return way
 
@@ -212,8 +212,8 @@ class _Least:
 
 
 def _from_the_least(p: Makespan) -> tuple[Config, int]:
-    found = search(_Least(p), passes=0)
-    return found.config, found.evaluations
+    searched = search(_Least(p), passes=0)
+    return searched.config, searched.evaluations
 
 
 WAYS: dict[str, Way] = {
@@ -244,20 +244,20 @@ def measure(head: Row, p: Makespan) -> Row:
 
 def grid_table(rows: Sequence[Row], title: str) -> str:
     """Tabulate how close each way comes to the best, over all problems."""
-    found = []
+    lines = []
     for name in WAYS:
         ratios = np.array([row["ways"][name]["ratio"] for row in rows])
         evaluations = [row["ways"][name]["evaluations"] for row in rows]
         share = f"{(ratios <= WITHIN).mean():.1%}"
         mean, worst = f"{ratios.mean():.4f}", f"{ratios.max():.4f}"
-        found.append(
+        lines.append(
             (name, share, mean, worst, f"{np.mean(evaluations):.0f}", str(max(evaluations)))
         )
     every = [row["combinations"] for row in rows]
-    found.append(("exhaustive", "100.0%", "1", "1", f"{np.mean(every):.0f}", str(max(every))))
+    lines.append(("exhaustive", "100.0%", "1", "1", f"{np.mean(every):.0f}", str(max(every))))
     columns = ("way", "within 2% of the best", "mean", "worst", "evaluations", "at most")
     title = f"{len(rows)} {title}: step over the best step of the same model"
-    return table(title, columns, found, right=columns[1:])
+    return table(title, columns, lines, right=columns[1:])
 
 
 def growth() -> list[Row]:
@@ -267,15 +267,15 @@ def growth() -> list[Row]:
         p = problem("h100-sxm:2x8", "channels x chunk", balance, count, seed=count)
         default_s = p.measure(p.default).step_s
         began = time.process_time()
-        found = search(p)
+        searched = search(p)
         cpu_s = time.process_time() - began
         descended, tried = whole_step(p)
         rows.append(
             {
                 "communications": count,
                 "balance": balance,
-                "evaluations": found.evaluations,
-                "over_default": round(found.outcome.step_s / default_s, 4),
+                "evaluations": searched.evaluations,
+                "over_default": round(searched.outcome.step_s / default_s, 4),
                 "cpu_s": round(cpu_s, 3),
                 "descent_evaluations": tried,
                 "descent_over_default": round(p.measure(descended).step_s / default_s, 4),

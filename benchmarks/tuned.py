@@ -123,13 +123,13 @@ def report(rows: list[Row], suite: list[Row]) -> None:
 
 def compare(row: Row, suite: list[Row]) -> Row:
     """A tuned step beside the suite's rows of it; plain counts among the presets."""
-    found = of_step(suite, row["step"])
-    plain, preset = found[PLAIN], best_preset(found) or found[PLAIN]
+    rows = of_step(suite, row["step"])
+    plain, preset = rows[PLAIN], best_preset(rows) or rows[PLAIN]
     best = min(plain, preset, key=lambda r: r["step_s"])
     return row | {
         "heavy": plain["communication_s"] / plain["compute_s"],
         "best": best,
-        "rules_s": known(found)[SCHEDULED]["step_s"],
+        "rules_s": known(rows)[SCHEDULED]["step_s"],
         "over_preset": best["step_s"] / row["step_s"],
         "over_plain": row["plain_step_s"] / row["step_s"],
     }

@@ -166,9 +166,9 @@ class _Walk:
     """A module, read in the order in which it runs."""
 
     def __init__(
-        self, module: hlo.Module, found: dict[tuple[str, str], Collective], gpus_per_host: int
+        self, module: hlo.Module, collectives: dict[tuple[str, str], Collective], gpus_per_host: int
     ):
-        self.module, self.found, self.gpus_per_host = module, found, gpus_per_host
+        self.module, self.collectives, self.gpus_per_host = module, collectives, gpus_per_host
         self.waits: dict[tuple[str, str], float] = {}  # by collective: in one run of it
 
     def computation(self, name: str) -> Seconds:
@@ -177,7 +177,7 @@ class _Walk:
         shapes = {i.name: i.shape for i in instructions}
         counted = set()
         for i in instructions:
-            collective = self.found.get((name, i.name))
+            collective = self.collectives.get((name, i.name))
             if i.opcode in ("while", "conditional", "call"):
                 trips = i.trip_count or 1 if i.opcode == "while" else 1
                 for called in i.called:
@@ -210,7 +210,10 @@ class _Walk:
     def check(self, computation: str, counted: set[str]) -> None:
         """Raise an error for a matmul that the audit sees and this walk would count as no time."""
         seen = {
-            m for (c, _), found in self.found.items() if c == computation for m in found.matmuls
+            m
+            for (c, _), collective in self.collectives.items()
+            if c == computation
+            for m in collective.matmuls
         }
         missed = [name for name in seen - counted if not self.runs_more(computation, name)]
         if missed:
@@ -218,8 +221,8 @@ class _Walk:
 
     def runs_more(self, computation: str, name: str) -> bool:
         """Return whether an instruction is a loop or a call, whose matmuls are counted inside."""
-        found = next(i for i in self.module.body(computation) if i.name == name)
-        return found.opcode in ("while", "conditional", "call")
+        instruction = next(i for i in self.module.body(computation) if i.name == name)
+        return instruction.opcode in ("while", "conditional", "call")
 
 
 # -- matmuls --------------------------------------------------------------------------------------

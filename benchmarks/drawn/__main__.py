@@ -65,14 +65,14 @@ def main(
     import_first(["benchmarks.drawn.child"])
     pythons = {name: _python(step) for name, step in steps.items() if step.stranger}
     turns = [job for together in zip_longest(*lanes) for job in together if job]
-    found = rows_in(out)
+    row_of = rows_in(out)
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
         for job, made in done(turns, jobs, partial(compile_in_child, known, pythons)):
-            found[job] = _of_step(steps[job[0]]) | {"row": job[1], **made}
+            row_of[job] = _of_step(steps[job[0]]) | {"row": job[1], **made}
             progress.update(bar, advance=1, description=", ".join(job))
-            write_rows(out, found.values())
-    together = compared([row for (name, _), row in found.items() if name in steps])
+            write_rows(out, row_of.values())
+    together = compared([row for (name, _), row in row_of.items() if name in steps])
     console.print(table(together))
     said, short = verdicts(together)
     console.print("\n".join(said))

@@ -110,16 +110,16 @@ WORDS = ("taken", "decided", "notes")
 
 def table(steps: Sequence[Compared]) -> Table:
     """Make a table with a line a step; "a → b" is of plain and overlapped."""
-    found = Table(title="steps by simulation of XLA's schedules; ms and GB a GPU")
+    grid = Table(title="steps by simulation of XLA's schedules; ms and GB a GPU")
     for name in ("step", "pod", "mesh"):
-        found.add_column(name)
+        grid.add_column(name)
     for name in COLUMNS:
-        found.add_column(name, justify="left" if name in WORDS else "right")
+        grid.add_column(name, justify="left" if name in WORDS else "right")
     for step in steps:
         row = next(iter(step.rows.values()))
         mesh = " x ".join(f"{axis} {size}" for axis, size in row["mesh"].items())
-        found.add_row(step.name, row["pod"], mesh, *_cells(step))
-    return found
+        grid.add_row(step.name, row["pod"], mesh, *_cells(step))
+    return grid
 
 
 def _cells(step: Compared) -> tuple[str, ...]:

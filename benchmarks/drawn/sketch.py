@@ -113,8 +113,8 @@ def spec(sketch: Sketch, *dims: str) -> P:
         dims: "data", "fsdp", "tp", "both" (fsdp and tp), or "" for nothing.
     """
     groups = {"data": sketch.data, "fsdp": ("fsdp",), "tp": ("tp",), "both": ("fsdp", "tp"), "": ()}
-    found = [tuple(axis for axis in groups[dim] if axis in sketch.axes) for dim in dims]
-    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in found))
+    axes_of_dims = [tuple(axis for axis in groups[dim] if axis in sketch.axes) for dim in dims]
+    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in axes_of_dims))
 
 
 def place_spec(sketch: Sketch, place: str) -> P:

@@ -163,13 +163,13 @@ def attention(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: 
     """Causal attention with its projections."""
     q, k, v = projected(x, weights, sketch, pin)
     if sketch.attention == "library":
-        found = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     else:
-        found = written_out(q, k, v)
-    found = pin(found, "attended")
+        attended = written_out(q, k, v)
+    attended = pin(attended, "attended")
     if sketch.projection == "headwise":
-        return jnp.einsum("bsnh,nhd->bsd", found, weights["out"])
-    return found.reshape(x.shape) @ weights["out"]
+        return jnp.einsum("bsnh,nhd->bsd", attended, weights["out"])
+    return attended.reshape(x.shape) @ weights["out"]
 
 
 def projected(

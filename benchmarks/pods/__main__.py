@@ -70,14 +70,14 @@ def main(
     known = kernels(lanes, {name: step.pod for name, step in ALL.items()})
     turns = [job for together in zip_longest(*lanes) for job in together if job]
     import_first(["benchmarks.pods.__main__"])
-    found: dict[Job, Row] = {}
+    row_of: dict[Job, Row] = {}
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
         for job, row in done(turns, jobs, partial(compile_in_child, known)):
-            found[job] = {"step": job[0], "row": job[1], "pod": ALL[job[0]].pod, **row}
+            row_of[job] = {"step": job[0], "row": job[1], "pod": ALL[job[0]].pod, **row}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
-            write_rows(out, [found[job] for job in wanted if job in found])
-    rows = [found[job] for job in wanted]
+            write_rows(out, [row_of[job] for job in wanted if job in row_of])
+    rows = [row_of[job] for job in wanted]
     console.print(table(rows))
     said, short = verdicts(rows)
     console.print("\n".join([*refused(rows), *said]))

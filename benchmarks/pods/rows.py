@@ -22,16 +22,16 @@ COLUMNS = (
 
 def table(rows: Sequence[Row]) -> Table:
     """All rows, step by step; of the presets only the best."""
-    found = Table(title="train steps on pods, by simulation of XLA's schedules; ms and GB a GPU")
+    grid = Table(title="train steps on pods, by simulation of XLA's schedules; ms and GB a GPU")
     for name in ("step", "row"):
-        found.add_column(name)
+        grid.add_column(name)
     for name in COLUMNS:
-        found.add_column(name, justify="left" if name == "notes" else "right")
+        grid.add_column(name, justify="left" if name == "notes" else "right")
     for step in steps(rows):
         for row in shown(of_step(rows, step)):
-            found.add_row(step, row["row"], *cells(row))
-        found.add_section()
-    return found
+            grid.add_row(step, row["row"], *cells(row))
+        grid.add_section()
+    return grid
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -50,14 +50,14 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def notes(row: Row) -> list[str]:
     """List what a reader has to know of a row beside its numbers."""
-    found = [row["preset"]] if "preset" in row else []
+    remarks = [row["preset"]] if "preset" in row else []
     if row["peak_bytes"] > row["chip_bytes"]:
-        found.append(f"does not fit in {row['chip_bytes'] / 1e9:.0f} GB")
+        remarks.append(f"does not fit in {row['chip_bytes'] / 1e9:.0f} GB")
     if row["unknown"]:
-        found.append("unknown: " + ", ".join(row["unknown"]))
+        remarks.append("unknown: " + ", ".join(row["unknown"]))
     if row.get("order_kept"):
-        found.append(f"XLA's order: {row['order_kept']}")
-    return found
+        remarks.append(f"XLA's order: {row['order_kept']}")
+    return remarks
 
 
 def steps(rows: Iterable[Row]) -> list[str]:
@@ -71,11 +71,11 @@ def of_step(rows: Iterable[Row], step: str) -> dict[str, Row]:
 
 def shown(rows: dict[str, Row]) -> list[Row]:
     """A step's rows, with the best preset in place of all that have seconds."""
-    found = [row for name, row in rows.items() if name not in PRESET_ROWS or unfinished(row)]
+    listed = [row for name, row in rows.items() if name not in PRESET_ROWS or unfinished(row)]
     if best := best_preset(rows):
         name = best["row"].removeprefix("plain, ")
-        found.insert(1, {**best, "row": BEST_PRESET, "preset": name})
-    return found
+        listed.insert(1, {**best, "row": BEST_PRESET, "preset": name})
+    return listed
 
 
 def best_preset(rows: dict[str, Row]) -> Row | None:

@@ -60,13 +60,13 @@ def main(name: str, what: str) -> Row:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _VERSIONS:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 # -- numbers, on the CPU --------------------------------------------------------------------------
@@ -115,10 +115,10 @@ def _on_pod(stranger: Stranger, mesh: Mesh, what: str) -> Row:
 
 def picture(stranger: Stranger, mesh: Mesh) -> Row:
     """Check whether XLA does with each matmul what its shardings say."""
-    found = find_jit(stranger.step)
-    assert found is not None
+    wrapped_jit = find_jit(stranger.step)
+    assert wrapped_jit is not None
     with stranger.context():
-        traced = arguments_reach(found, found.jitted.trace, stranger.args, {})
+        traced = arguments_reach(wrapped_jit, wrapped_jit.jitted.trace, stranger.args, {})
         return agreement(traced, mesh)._asdict()
 
 

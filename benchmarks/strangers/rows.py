@@ -35,7 +35,7 @@ def compare(plain: Row, ringed: Row) -> Row:
     # Adam's first moments after one step are the gradients, a tenth of each.
     gradients = {p: d for p, d in apart.items() if re.search(r"\bmu\b", p)}
     others = {p: d for p, d in apart.items() if p not in gradients}
-    worst, worst_state = (max(found, key=found.__getitem__) for found in (gradients, others))
+    worst, worst_state = (max(by_path, key=by_path.__getitem__) for by_path in (gradients, others))
     return {
         "losses": plain["losses"],
         "loss_difference": max(map(difference, plain["losses"], ringed["losses"])),

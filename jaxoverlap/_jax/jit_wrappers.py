@@ -33,11 +33,11 @@ def find_jit(fn: Any) -> Found | None:
     if jits.is_jitted(fn):
         return Found(fn, lambda new: new)
     if isinstance(fn, functools.partial):
-        found = find_jit(fn.func)
-        if found is None:
+        wrapped_jit = find_jit(fn.func)
+        if wrapped_jit is None:
             return None
-        bind = functools.partial(_bound, found.around, fn)
-        return Found(found.jitted, bind)
+        bind = functools.partial(_bound, wrapped_jit.around, fn)
+        return Found(wrapped_jit.jitted, bind)
     # A function may carry the name too, copied by functools.wraps, and would not look it up.
     inside = getattr(fn, "jitted_fn", None)
     if jits.is_jitted(inside) and not isinstance(fn, types.FunctionType):
@@ -46,7 +46,7 @@ def find_jit(fn: Any) -> Found | None:
 
 
 def arguments_reach(
-    found: Found, work: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    wrapped_jit: Found, work: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Call `work` with the arguments that reach the jit in a call with `args` and `kwargs`.
 
@@ -58,7 +58,7 @@ def arguments_reach(
         raise _Reached(work(*args, **kwargs))
 
     try:
-        found.around(stop)(*args, **kwargs)
+        wrapped_jit.around(stop)(*args, **kwargs)
     except _Reached as reached:
         return reached.result
     raise AssertionError("the callable did not call the jit that was found in it")

@@ -85,11 +85,11 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh) -> Partitioned:
         if not _modules[name]:
             raise NoAnswerError(str(error)) from error
     finally:
-        found = _modules.pop(name)
-    if not found:
+        modules = _modules.pop(name)
+    if not modules:
         raise NoAnswerError(f"XLA compiled {name} without calling the pass after its partitioner")
     avals = lowering.compile_args["global_out_avals"]
-    return Partitioned(found[0].to_string(), _results(found[0], avals, mesh))
+    return Partitioned(modules[0].to_string(), _results(modules[0], avals, mesh))
 
 
 def _register(platform: str) -> None:
@@ -143,10 +143,10 @@ def _results(module: Any, avals: Sequence[Any], mesh: Mesh) -> tuple[Spec | str,
     if said is None:
         return ("",) * len(avals)
     sharding = xla_client.HloSharding.from_proto(said)
-    found = sharding.tuple_elements() or [sharding]
-    if len(found) == 1:  # XLA says once what holds for all
-        found = found * len(avals)
-    last = found[len(found) - len(avals) :]
+    shardings = sharding.tuple_elements() or [sharding]
+    if len(shardings) == 1:  # XLA says once what holds for all
+        shardings = shardings * len(avals)
+    last = shardings[len(shardings) - len(avals) :]
     specs = [_spec(s, aval, mesh.shape) for s, aval in zip(last, avals, strict=True)]
     return tuple(
         s.to_string() if spec is None else spec for s, spec in zip(last, specs, strict=True)

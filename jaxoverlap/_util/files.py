@@ -77,17 +77,17 @@ def opened(kind: str, raw: bytes) -> bytes:
     if not raw.strip():
         raise ValueError("the file is empty")
     try:
-        found = msgspec.json.decode(raw)
+        document = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         # Cut within a number, its JSON is malformed and not truncated.
         begun = raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
         if begun or "truncated" in str(error):
             raise ValueError(f"the file is truncated, after {len(raw)} bytes") from error
         raise ValueError(f"not JSON, as a {kind} is: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != kind:
+    if not isinstance(document, dict) or document.get("format") != kind:
         raise ValueError(f'JSON, but no {kind}: there is no "format": "{kind}" in it')
     try:
-        file = msgspec.convert(found, _Sealed)
+        file = msgspec.convert(document, _Sealed)
     except msgspec.ValidationError as error:
         raise ValueError(f"edited since it was written: {error}") from error
     compact = msgspec.json.encode(file.content)

@@ -17,9 +17,9 @@ def source_hash() -> bytes:
 
 def hash_of(root: Path) -> bytes:
     """A hash of every Python file under a folder, by its place there; links are followed."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     folders = root.walk(follow_symlinks=True)
     files = (folder / name for folder, _, names in folders for name in names)
     for path in sorted(file for file in files if file.suffix == ".py"):
-        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return found.digest()
+        hasher.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return hasher.digest()

@@ -195,7 +195,7 @@ def tune(
     tuning = Tuning(budget_s=budget_s, measure=measure, cache=folder, show=show)
     step = overlap(fn, cluster=cluster)
     return arguments_reach(
-        step._found, functools.partial(step._tune, tuning), tuple(args), dict(kwargs or {})
+        step._wrapped_jit, functools.partial(step._tune, tuning), tuple(args), dict(kwargs or {})
     )
 
 

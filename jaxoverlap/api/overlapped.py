@@ -45,8 +45,8 @@ class Overlapped:
             raise ValueError(f"overlap() was given {fn!r}; expected a function, jitted or not")
         if isinstance(fn, Overlapped):
             fn = fn._fn  # overlapped twice is overlapped once, with the outer options
-        found = find_jit(fn)
-        if found is None and (hasattr(fn, "lower") or hasattr(fn, "jitted_fn")):
+        wrapped_jit = find_jit(fn)
+        if wrapped_jit is None and (hasattr(fn, "lower") or hasattr(fn, "jitted_fn")):
             raise ValueError(
                 f"overlap() was given {type(fn).__module__}.{type(fn).__qualname__}: expected a "
                 "function from jax.jit or nnx.jit, a functools.partial of one, or a plain "
@@ -55,8 +55,8 @@ class Overlapped:
             )
         hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
-        self._found = found or Found(jax.jit(fn), lambda new: new)
-        self._jitted: Any = self._found.jitted
+        self._wrapped_jit = wrapped_jit or Found(jax.jit(fn), lambda new: new)
+        self._jitted: Any = self._wrapped_jit.jitted
         self._options = options
         self._tuning = tuning
         self._seen: jits.Cache[StepProgram] = jits.Cache()
@@ -80,7 +80,7 @@ class Overlapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
-        return self._found.around(self._run)(*args, **kwargs)
+        return self._wrapped_jit.around(self._run)(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Plan:
         """Return the plan for each matmul, for arguments like these; print it.
@@ -94,18 +94,18 @@ class Overlapped:
             ValueError: if the step has no mesh, or one that does not fit.
             RewriteError: if the rewrite fails, whatever `on_error` says.
         """
-        return arguments_reach(self._found, self._explain, args, kwargs)
+        return arguments_reach(self._wrapped_jit, self._explain, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the rewritten step as `jax.jit(...).trace` does; processes do not agree on it."""
-        return arguments_reach(self._found, self._trace, args, kwargs)
+        return arguments_reach(self._wrapped_jit, self._trace, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the rewritten step; it takes arrays or ShapeDtypeStructs, as in `jax.stages`.
 
         Where the mesh spans processes, all have to come here or call the step.
         """
-        return arguments_reach(self._found, self._lower, args, kwargs)
+        return arguments_reach(self._wrapped_jit, self._lower, args, kwargs)
 
     def clear_cache(self) -> None:
         """Forget all that was traced, decided and compiled, as `clear_cache` of a jit does."""
@@ -122,104 +122,104 @@ class Overlapped:
             return self._jitted(*args, **kwargs)
         call = jits.infer(self._jitted, args, kwargs)
         outermost = jits.at_top_level()
-        found = (self._decided if outermost else self._agreed)(call, args, kwargs)
-        if found.params is found.source:  # the step as it is: jit's own errors are its best
+        program = (self._decided if outermost else self._agreed)(call, args, kwargs)
+        if program.params is program.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
         if not outermost:
-            flat = jits.bind_jit(call.flat, found.inner)
-        elif found.ordering is None:
-            flat = jits.bind_jit(call.flat, found.params)
+            flat = jits.bind_jit(call.flat, program.inner)
+        elif program.ordering is None:
+            flat = jits.bind_jit(call.flat, program.params)
         else:
-            with found.ordering.compiling():
-                flat = jits.bind_jit(call.flat, found.ordering.named(found.params))
+            with program.ordering.compiling():
+                flat = jits.bind_jit(call.flat, program.ordering.named(program.params))
         return jax.tree.unflatten(call.out_tree, flat)
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call = jits.infer(self._jitted, args, kwargs)
-        found = self._rewritten(call, args, kwargs)
-        if found.error is not None:
-            raise found.error
-        plan = found.plan or pass_result(self._jitted, call, args, kwargs, self._options).plan
+        program = self._rewritten(call, args, kwargs)
+        if program.error is not None:
+            raise program.error
+        plan = program.plan or pass_result(self._jitted, call, args, kwargs, self._options).plan
         traced = self._jitted.trace(*args, **kwargs)
         with own_faults(plan.step):
-            after = partitioned(traced, found.inner["jaxpr"], mesh_of(call), ask=False)
+            after = partitioned(traced, program.inner["jaxpr"], mesh_of(call), ask=False)
             return msgspec.structs.replace(
                 plan, remaining=partitioner_collectives(after.module, plan.mesh)
             )
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = jits.infer(self._jitted, args, kwargs)
-        found = self._rewritten(call, args, kwargs)
-        return jits.traced_with(self._jitted.trace(*args, **kwargs), found.params)
+        program = self._rewritten(call, args, kwargs)
+        return jits.traced_with(self._jitted.trace(*args, **kwargs), program.params)
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = jits.infer(self._jitted, args, kwargs)
-        found = self._decided(call, args, kwargs)
-        ordering, params = found.ordering, found.params
+        program = self._decided(call, args, kwargs)
+        ordering, params = program.ordering, program.params
         if ordering:
             params = ordering.named(params)
         lowered = jits.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
         rival = None
-        if found.undecided and not any(map(jits.is_tracer, call.flat)):
-            rival = rival_of(self._jitted, call, args, kwargs, found, self._options)
+        if program.undecided and not any(map(jits.is_tracer, call.flat)):
+            rival = rival_of(self._jitted, call, args, kwargs, program, self._options)
         return Lowered(
             lowered,
-            found.plan,
-            self._found,
-            found.cluster,
+            program.plan,
+            self._wrapped_jit,
+            program.cluster,
             ordering,
             rival=rival,
-            speedup=found.speedup or predicted(found.plan),
+            speedup=program.speedup or predicted(program.plan),
         )
 
     def _rewritten(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """Rewrite the step for arguments like these; later calls with such get the same program."""
         key = _key(call)
-        if (found := self._seen.get(key)) is not None:
-            return found
+        if (program := self._seen.get(key)) is not None:
+            return program
         with self._lock:
-            if (found := self._seen.get(key)) is not None:
-                return found
+            if (program := self._seen.get(key)) is not None:
+                return program
             find_plan = None
             if self._tuning is not None:
                 find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
-            found = step_program(self._jitted, call, args, kwargs, self._options, find_plan)
-            self._seen.put(key, found, at_most=_MAX_SEEN)
-            if found.notice and found.notice.topic not in self._told:
-                self._told.add(found.notice.topic)
-                warn(found.notice.text)
-        return found
+            program = step_program(self._jitted, call, args, kwargs, self._options, find_plan)
+            self._seen.put(key, program, at_most=_MAX_SEEN)
+            if program.notice and program.notice.topic not in self._told:
+                self._told.add(program.notice.topic)
+                warn(program.notice.text)
+        return program
 
     def _agreed(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """Return the rewritten step once all processes are about to compile the same."""
-        found = self._seen.get(_key(call))
-        if found is not None and found.stand is None:
-            return found
+        program = self._seen.get(_key(call))
+        if program is not None and program.stand is None:
+            return program
         with self._lock:
             try:
-                found = self._rewritten(call, args, kwargs)
+                program = self._rewritten(call, args, kwargs)
             except Exception as error:
                 tell(call, error, self._options)
                 raise
-            if found.stand is not None:
-                found = agree(found, self._options)
-                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
-        return found
+            if program.stand is not None:
+                program = agree(program, self._options)
+                self._seen.put(_key(call), program, at_most=_MAX_SEEN)
+        return program
 
     def _decided(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """Return the agreed step with rings or without, whichever is faster on the GPUs here.
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
-        found = self._agreed(call, args, kwargs)
-        if not found.undecided or any(map(jits.is_tracer, call.flat)) or is_pod(mesh_of(call)):
-            return found
+        program = self._agreed(call, args, kwargs)
+        if not program.undecided or any(map(jits.is_tracer, call.flat)) or is_pod(mesh_of(call)):
+            return program
         with self._lock:
-            found = self._agreed(call, args, kwargs)
-            if found.undecided:
-                found = decided(self._jitted, call, args, kwargs, found, self._options)
-                self._seen.put(_key(call), found, at_most=_MAX_SEEN)
-            return found
+            program = self._agreed(call, args, kwargs)
+            if program.undecided:
+                program = decided(self._jitted, call, args, kwargs, program, self._options)
+                self._seen.put(_key(call), program, at_most=_MAX_SEEN)
+            return program
 
     def _tuned(self, call: jits.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""

@@ -167,10 +167,10 @@ def _origin() -> str:
 def matmul_rows(source: Source, dtype: str) -> fit.MatmulRows:
     """Read the measured matmuls of one dtype."""
     theirs, _ = _DTYPE_NAMES[dtype]
-    found = _parquet(source, "gemm", getattr(source, dtype), "gemm_perf.parquet")
-    mine = found["gemm_dtype"] == theirs
-    m, n, k = (found[dim][mine].astype(float) for dim in "mnk")
-    return fit.MatmulRows(m, n, k, found["latency"][mine] * 1e-3)
+    columns = _parquet(source, "gemm", getattr(source, dtype), "gemm_perf.parquet")
+    mine = columns["gemm_dtype"] == theirs
+    m, n, k = (columns[dim][mine].astype(float) for dim in "mnk")
+    return fit.MatmulRows(m, n, k, columns["latency"][mine] * 1e-3)
 
 
 def attention_rows(source: Source, folder: str, file: str) -> fit.MatmulRows:
@@ -179,24 +179,24 @@ def attention_rows(source: Source, folder: str, file: str) -> fit.MatmulRows:
     Whole sequences of 64 and more, no window, no keys from before, heads of 64 to 256. Rows are
     length, heads of all the batch, and their size.
     """
-    found = _parquet(source, folder, source.attention, file)
-    mine = (found["attn_dtype"] == "bfloat16") & (found["isl"] >= 64)
-    mine &= (found["head_dim"] >= 64) & (found["head_dim"] <= 256)
-    if "num_key_value_heads" in found:
-        mine &= found["num_heads"] == found["num_key_value_heads"]
-        mine &= (found["kv_cache_dtype"] == "bfloat16") & (found["step"] == 0)
-        mine &= found["window_size"] == 0
+    columns = _parquet(source, folder, source.attention, file)
+    mine = (columns["attn_dtype"] == "bfloat16") & (columns["isl"] >= 64)
+    mine &= (columns["head_dim"] >= 64) & (columns["head_dim"] <= 256)
+    if "num_key_value_heads" in columns:
+        mine &= columns["num_heads"] == columns["num_key_value_heads"]
+        mine &= (columns["kv_cache_dtype"] == "bfloat16") & (columns["step"] == 0)
+        mine &= columns["window_size"] == 0
     names = ("isl", "batch_size", "num_heads", "head_dim")
-    length, batch, heads, size = (found[name][mine].astype(float) for name in names)
-    return fit.MatmulRows(length, batch * heads, size, found["latency"][mine] * 1e-3)
+    length, batch, heads, size = (columns[name][mine].astype(float) for name in names)
+    return fit.MatmulRows(length, batch * heads, size, columns["latency"][mine] * 1e-3)
 
 
 def collective_rows(source: Source) -> list[fit.CollectiveRow]:
     """Read the measured collectives; bytes become what each device sends by a ring."""
-    found = _parquet(source, "comm", f"nccl/{source.nccl}", "nccl_perf.parquet")
+    columns = _parquet(source, "comm", f"nccl/{source.nccl}", "nccl_perf.parquet")
     names = ("op_name", "num_gpus", "message_size", "nccl_dtype", "latency")
     rows = []
-    for name, size, elements, dtype, ms in zip(*(found[n] for n in names), strict=True):
+    for name, size, elements, dtype, ms in zip(*(columns[n] for n in names), strict=True):
         kind, n = _KINDS[name], int(size)
         passes = 2 if kind == "all-reduce" else 1
         moved = passes * int(elements) * _NCCL_BYTES[dtype] * (n - 1) // n
@@ -231,7 +231,7 @@ def write(tables: Tables, path: Path) -> None:
         if tables == before:
             return
     text = msgspec.json.format(msgspec.json.encode(tables), indent=1).decode()
-    text = re.sub(r"\[[^\[\]{}]*\]", lambda found: re.sub(r"\s+", " ", found.group()), text)
+    text = re.sub(r"\[[^\[\]{}]*\]", lambda match: re.sub(r"\s+", " ", match.group()), text)
     part = path.with_name(f"{path.name}.part{os.getpid()}")
     part.write_text(text + "\n")
     os.replace(part, path)
@@ -278,16 +278,16 @@ def _errors(made: Sequence[Tables]) -> Table:
     for column in ("chip", "rows of", "held back", "mean", "median", "worst"):
         grid.add_column(column, justify="left" if column in ("chip", "rows of") else "right")
     for tables in made:
-        found: dict[str, FitError | None] = {
+        errors: dict[str, FitError | None] = {
             f"{dtype} matmuls": table.error for dtype, table in tables.matmuls.items()
         }
         if tables.attention:
-            found["attention"] = tables.attention.error
-            found["attention without a mask (not fitted)"] = tables.attention.error_full
-        found["collectives"] = tables.collectives.error
-        found["collectives of other sizes"] = tables.collectives.error_new_sizes
-        found["permutes (all fitted)"] = tables.permutes.error
-        for name, error in found.items():
+            errors["attention"] = tables.attention.error
+            errors["attention without a mask (not fitted)"] = tables.attention.error_full
+        errors["collectives"] = tables.collectives.error
+        errors["collectives of other sizes"] = tables.collectives.error_new_sizes
+        errors["permutes (all fitted)"] = tables.permutes.error
+        for name, error in errors.items():
             if error:
                 parts = (f"{part:.1%}" for part in (error.mean, error.median, error.worst))
                 grid.add_row(tables.chip, name, str(error.rows), *parts)

@@ -181,7 +181,7 @@ def _places(x: np.ndarray, knots: Sequence[int]) -> tuple[np.ndarray, np.ndarray
 
 def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
     """Return the second differences of a table along each of its dims."""
-    found = []
+    bends = []
     for dim, grid in enumerate(knots):
         step = np.diff(np.log(np.asarray(grid, float)))
         left, right = 1 / step[:-1], 1 / step[1:]
@@ -190,8 +190,8 @@ def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
         parts = [
             sp.csr_array(bend) if d == dim else sp.eye_array(len(k)) for d, k in enumerate(knots)
         ]
-        found.append(sp.kron(sp.kron(parts[0], parts[1]), parts[2]))
-    return sp.csr_array(sp.vstack(found))
+        bends.append(sp.kron(sp.kron(parts[0], parts[1]), parts[2]))
+    return sp.csr_array(sp.vstack(bends))
 
 
 # -- attention ------------------------------------------------------------------------------------
@@ -303,9 +303,9 @@ def fit_permutes(rows: Sequence[CollectiveRow], source: str) -> Permutes:
 
     link = float((moved / seconds).max())
     start = np.log([seconds.min(), link / 20, link])
-    found = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
-    latency_s, channel, link = (_short(x) for x in np.exp(found.x))
-    return Permutes(latency_s, channel, link, source, error(predicted(found.x), seconds))
+    optimum = minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
+    latency_s, channel, link = (_short(x) for x in np.exp(optimum.x))
+    return Permutes(latency_s, channel, link, source, error(predicted(optimum.x), seconds))
 
 
 def fit_skew(
@@ -329,8 +329,8 @@ def fit_skew(
         return np.maximum(waited_s @ share / (share @ share), 0.0)
 
     def loss(slice_s: float) -> float:
-        found = np.outer(most_s(slice_s), shares(slice_s))
-        return float(np.square(found - waited_s).sum())
+        predicted_s = np.outer(most_s(slice_s), shares(slice_s))
+        return float(np.square(predicted_s - waited_s).sum())
 
     slice_s = min(np.geomspace(computed_s[0], computed_s[-1], _SLICES).tolist(), key=loss)
     most = {size: _short(s) for size, s in zip(sizes, most_s(slice_s), strict=True)}

@@ -98,8 +98,8 @@ def _fit(date: str, taken: Taken) -> Tables:
     devices = jax.devices()
     matmuls = {}
     for dtype in DTYPES:
-        found = [(*key[1:], np.median(s)) for key, s in taken.items() if key[0] == dtype]
-        rows, width = fit.MatmulRows(*np.array(found, float).T), np.dtype(_NAMES[dtype]).itemsize
+        timings = [(*key[1:], np.median(s)) for key, s in taken.items() if key[0] == dtype]
+        rows, width = fit.MatmulRows(*np.array(timings, float).T), np.dtype(_NAMES[dtype]).itemsize
         rates = fit.fit_rates(rows, float(width), float(width))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, M_SIZES, NK_SIZES)
     rows = list(_collective_rows(taken))

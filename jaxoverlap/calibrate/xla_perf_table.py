@@ -91,8 +91,8 @@ def _table(key: str) -> bytes:
         raise ImportError(f"XLA's table of collectives is in {PACKAGE}: {_INSTALL}")
     library = Path(spec.submodule_search_locations[0], "xla_cuda_plugin.so").read_bytes()
     name = key.encode()
-    for found in re.finditer(re.escape(b"\n" + bytes([len(name)]) + name + b"\x12"), library):
-        size, start = _varint(library, found.end())
+    for match in re.finditer(re.escape(b"\n" + bytes([len(name)]) + name + b"\x12"), library):
+        size, start = _varint(library, match.end())
         if b"collective-permute" in (table := library[start : start + size]):
             return table
     raise ValueError(f"{version()} has no collectives of {key!r}: its format has changed")
@@ -121,10 +121,10 @@ def _fields(text: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _collected(text: bytes) -> dict[int, list]:
-    found: dict[int, list] = {}
+    fields: dict[int, list] = {}
     for number, value in _fields(text):
-        found.setdefault(number, []).append(value)
-    return found
+        fields.setdefault(number, []).append(value)
+    return fields
 
 
 def _repeated(text: bytes, number: int) -> Iterator[bytes]:

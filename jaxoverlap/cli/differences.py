@@ -54,11 +54,11 @@ def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
     for name, value in plan.nccl.env.items():
         yield ("nccl", name), value
     for row in plan.nccl.channels:
-        found = msgspec.to_builtins(row)
-        sizes = f"{found.pop('kind')} {found.pop('min_bytes')} to {found.pop('max_bytes')} bytes"
-        ranks, nodes = (found.pop(name) or "any" for name in ("ranks", "nodes"))
+        fields = msgspec.to_builtins(row)
+        sizes = f"{fields.pop('kind')} {fields.pop('min_bytes')} to {fields.pop('max_bytes')} bytes"
+        ranks, nodes = (fields.pop(name) or "any" for name in ("ranks", "nodes"))
         where = f"{ranks} GPUs on {nodes} hosts"
-        yield ("nccl", f"{sizes}, {where}"), found
+        yield ("nccl", f"{sizes}, {where}"), fields
     for part, said in (
         ("predicted", plan.predictions),
         ("measured", plan.measured),

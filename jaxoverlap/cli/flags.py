@@ -72,34 +72,34 @@ def flags(
     return OK
 
 
-def _print(found: Preset, form: Form | None, json: bool) -> None:
+def _print(chosen_preset: Preset, form: Form | None, json: bool) -> None:
     if form is Form.XLA_FLAGS:
-        say(found.xla_flags)
+        say(chosen_preset.xla_flags)
     elif form is Form.ENV:
-        say(found.env_file.rstrip("\n"))
+        say(chosen_preset.env_file.rstrip("\n"))
     elif form is Form.OPTIONS:
-        show_json(found.options)
+        show_json(chosen_preset.options)
     elif json:
-        show_json({**msgspec.to_builtins(found), "xla_flags": found.xla_flags})
+        show_json({**msgspec.to_builtins(chosen_preset), "xla_flags": chosen_preset.xla_flags})
     else:
-        _tables(found)
+        _tables(chosen_preset)
 
 
-def _tables(found: Preset) -> None:
+def _tables(chosen_preset: Preset) -> None:
     """Show the preset, with the numbers of its sources, which are listed at the end."""
     sources: dict[str, int] = {}
 
     def cite(source: str) -> str:
         return ", ".join(str(sources.setdefault(s, len(sources) + 1)) for s in source.split("; "))
 
-    for title, variables in ((f"{found.name}: XLA options", False), ("environment", True)):
+    for title, variables in ((f"{chosen_preset.name}: XLA options", False), ("environment", True)):
         rows = [
             (s.name, s.value, s.reason, cite(s.source))
-            for s in found.settings
+            for s in chosen_preset.settings
             if s.is_variable == variables
         ]
         show_table(title, ("name", "value", "why", "source"), rows)
-    _conflicts(found.conflicts, cite)
+    _conflicts(chosen_preset.conflicts, cite)
     for source, number in sources.items():
         say(f" {number:2}  {source}")
 

@@ -52,19 +52,19 @@ def show(
     json: Json = False,
 ) -> int:
     """What a plan says: matmuls, options, NCCL's settings, predictions, what it is made for."""
-    found = Plan.read(file)
+    saved_plan = Plan.read(file)
     if form is Form.OPTIONS:
-        show_json(found.xla_options)
+        show_json(saved_plan.xla_options)
     elif form is Form.XLA_FLAGS:
-        say(_xla_flags(found))
+        say(_xla_flags(saved_plan))
     elif form is Form.ENV:
-        say(_env(found, file))
+        say(_env(saved_plan, file))
     elif form is Form.CSV:
-        say(_csv(found, file).rstrip("\n"))
+        say(_csv(saved_plan, file).rstrip("\n"))
     elif json:
-        say(found.to_json())
+        say(saved_plan.to_json())
     else:
-        _tables(found)
+        _tables(saved_plan)
     return OK
 
 
@@ -75,34 +75,34 @@ def diff(a: _File, b: _File, *, json: Json = False) -> int:
 
     Source lines, reasons and what a tuning tried are not compared.
     """
-    found = differences(Plan.read(a), Plan.read(b))
+    mismatches = differences(Plan.read(a), Plan.read(b))
     if json:
-        show_json(found)
-    elif found:
-        rows = [(d.part, d.name, _said(d.a), _said(d.b)) for d in found]
+        show_json(mismatches)
+    elif mismatches:
+        rows = [(d.part, d.name, _said(d.a), _said(d.b)) for d in mismatches]
         show_table("what differs", ("", "", str(a), str(b)), rows)
     else:
         say(f"{a} and {b} do, promise and are for the same")
-    return NO if found else OK
+    return NO if mismatches else OK
 
 
 def _said(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _xla_flags(found: Plan) -> str:
+def _xla_flags(saved_plan: Plan) -> str:
     return " ".join(
         f"--{name}={FLAGS[name].in_xla_flags(value) if name in FLAGS else value}"
-        for name, value in found.xla_options.items()
+        for name, value in saved_plan.xla_options.items()
     )
 
 
-def _env(found: Plan, file: Path) -> str:
+def _env(saved_plan: Plan, file: Path) -> str:
     """Write NCCL's variables; where channels need a tuner plugin, a comment says how to load it."""
-    rows = found.nccl.channels
+    rows = saved_plan.nccl.channels
     lines = [
         f"export {name}={shlex.quote(value)}"
-        for name, value in {**found.nccl.env, **variables(rows)}.items()
+        for name, value in {**saved_plan.nccl.env, **variables(rows)}.items()
     ]
     if rows:
         lines += [
@@ -113,27 +113,27 @@ def _env(found: Plan, file: Path) -> str:
     return "\n".join(lines or ["# NCCL has no settings in this plan"])
 
 
-def _csv(found: Plan, file: Path) -> str:
-    if not found.nccl.channels:
+def _csv(saved_plan: Plan, file: Path) -> str:
+    if not saved_plan.nccl.channels:
         raise ValueError(f"{file}: the plan leaves all channels to NCCL; run without a tuner file")
-    return tuner_csv(found.nccl.channels)
+    return tuner_csv(saved_plan.nccl.channels)
 
 
-def _tables(found: Plan) -> None:
-    say(f"{found}\n")
-    if found.xla_options:
-        show_table("XLA's options", ("name", "value"), found.xla_options.items())
-    if found.nccl.env:
-        show_table("NCCL's variables", ("name", "value"), found.nccl.env.items())
-    if found.nccl.channels:
+def _tables(saved_plan: Plan) -> None:
+    say(f"{saved_plan}\n")
+    if saved_plan.xla_options:
+        show_table("XLA's options", ("name", "value"), saved_plan.xla_options.items())
+    if saved_plan.nccl.env:
+        show_table("NCCL's variables", ("name", "value"), saved_plan.nccl.env.items())
+    if saved_plan.nccl.channels:
         numbers = ("from", "to", "channels", "hosts", "GPUs")
         columns = ("collective", *numbers, "by")
-        rows = map(_channels, found.nccl.channels)
+        rows = map(_channels, saved_plan.nccl.channels)
         show_table("channels of NCCL's collectives", columns, rows, right=numbers)
-    if found.made_for:
-        show_table("made for", ("", ""), _made_for(found.made_for))
-    if found.tried:
-        say(tried_table("tried", found.tried))
+    if saved_plan.made_for:
+        show_table("made for", ("", ""), _made_for(saved_plan.made_for))
+    if saved_plan.tried:
+        say(tried_table("tried", saved_plan.tried))
 
 
 def _channels(row: ChannelRow) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _function(named: str) -> Callable[[Mesh], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it: the user's modules lie here
     try:
-        found = importlib.import_module(module)
+        loaded_module = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # it is there, and something that it needs is not
@@ -156,7 +156,7 @@ def _function(named: str) -> Callable[[Mesh], Any]:
             f"no module {error.name!r}, as {named!r} asks for: run the command where Python finds "
             "it, and write MODULE:FUNCTION with dots, as in models.gpt:build"
         ) from error
-    function = getattr(found, name or "build", None)
+    function = getattr(loaded_module, name or "build", None)
     if not callable(function):
         raise ValueError(
             f"{module} has no function {name or 'build'!r}: expected one that takes a mesh and "

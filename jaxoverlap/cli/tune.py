@@ -60,8 +60,8 @@ def tune(
     plan = api.tune(of.step, of.args, cluster=of.pod, budget_s=budget, measure=measure, cache=cache)
     plan.write(out)
     if json:
-        found = ("plain", "predictions", "measured", "nccl", "tried")
-        show_json({"plan": str(out), **{name: getattr(plan, name) for name in found}})
+        fields = ("plain", "predictions", "measured", "nccl", "tried")
+        show_json({"plan": str(out), **{name: getattr(plan, name) for name in fields}})
     else:
         say(f"{plan.summary}\n\nwritten to {out}: jaxoverlap.overlap(step, plan={str(out)!r})")
     return NO if plan.plain else OK

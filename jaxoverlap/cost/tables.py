@@ -127,15 +127,15 @@ def _factor(
     """Look a factor up in a table of its logarithms over three dims, the first slowest."""
     places = [_place(grid, x) for grid, x in zip(knots, at, strict=True)]
     strides = (len(knots[1]) * len(knots[2]), len(knots[2]), 1)
-    found = 0.0
+    interpolated = 0.0
     for corner in itertools.product((0, 1), repeat=3):
         weight, index = 1.0, 0
         for (low, share), up, stride in zip(places, corner, strides, strict=True):
             weight *= share if up else 1 - share
             index += (low + up) * stride
         if weight:
-            found += weight * log_factor[index]
-    return math.exp(found)
+            interpolated += weight * log_factor[index]
+    return math.exp(interpolated)
 
 
 def _place(knots: Sequence[float], x: float) -> tuple[int, float]:

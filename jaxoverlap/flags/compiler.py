@@ -84,10 +84,10 @@ def _answer(text: str, log: str) -> Answer:
 
 def _fields(text: str) -> dict[str, tuple[str, ...]]:
     """A printed proto's fields; an entry of a map is a value "key=value"."""
-    found: dict[str, tuple[str, ...]] = {}
+    fields: dict[str, tuple[str, ...]] = {}
     for name, key, value in _IN_MAP.findall(text):
-        found[name] = (*found.get(name, ()), f"{key}={value}")
+        fields[name] = (*fields.get(name, ()), f"{key}={value}")
     for name, value in _FIELD.findall(text):
         if name not in ("key", "value") and value:
-            found[name] = (*found.get(name, ()), value.strip('"'))
-    return found
+            fields[name] = (*fields.get(name, ()), value.strip('"'))
+    return fields

@@ -33,24 +33,24 @@ class Given:
 
 def flags_in(text: str) -> list[Given]:
     """XLA's flags in a text, each once; comments are left out."""
-    found = {}
+    flags = {}
     for match in _FLAG.finditer(_COMMENT.sub("", text)):
         value = match[2]
         if value is not None:
             quoted = value[:1] in ("'", '"')
             value = value[1:-1] if quoted else value.rstrip(",.")
         unknown = value is None or _PLACEHOLDER.search(value)
-        found[match[0]] = Given(match[1], None if unknown else value, match[0].rstrip(",."))
-    return list(found.values())
+        flags[match[0]] = Given(match[1], None if unknown else value, match[0].rstrip(",."))
+    return list(flags.values())
 
 
 def variables_in(text: str) -> list[Given]:
     """NCCL's variables that a text sets, each once; comments are left out."""
-    found = {}
+    variables = {}
     for match in _VARIABLE.finditer(_COMMENT.sub("", text)):
         name, value = match[1] or match[3], match[2] if match[1] else match[4]
-        found.setdefault(name, Given(name, value, f"{name}={value}"))
-    return list(found.values())
+        variables.setdefault(name, Given(name, value, f"{name}={value}"))
+    return list(variables.values())
 
 
 def strays_in(line: str) -> list[str]:

@@ -88,13 +88,13 @@ def channel_options(rows: Sequence[ChannelRow]) -> dict[str, str]:
         "xla_gpu_nccl_collective_max_nchannels": TUNED,
         "xla_gpu_nccl_p2p_max_nchannels": SENDS,
     }
-    found = {}
+    options = {}
     for name, of in kinds.items():
         counts = [row.channels for row in rows if row.kind in of]
         given = [count for count in counts if count is not None]
         if given and len(given) == len(counts):
-            found[name] = str(max(given))
-    return found
+            options[name] = str(max(given))
+    return options
 
 
 def variables(rows: Sequence[ChannelRow]) -> dict[str, str]:

@@ -251,7 +251,9 @@ def preset(pod: str) -> Preset:
             "'h100-sxm:8x8'"
         )
     cluster = parse_cluster(pod)
-    found = PRESETS[_OF_CHIP[cluster.chip.name]]
+    chip_preset = PRESETS[_OF_CHIP[cluster.chip.name]]
     if cluster.gpus_per_process > 1:
-        return found
-    return replace(found, settings=tuple(s for s in found.settings if s.name != BY_COPY))
+        return chip_preset
+    return replace(
+        chip_preset, settings=tuple(s for s in chip_preset.settings if s.name != BY_COPY)
+    )

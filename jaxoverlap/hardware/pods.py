@@ -119,9 +119,9 @@ def devices(pod: Cluster) -> tuple[Any, ...]:
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
     described = replace(pod, nvlink=pod.chip.nvlink, network=pod.chip.network)
-    found = _devices(described)
-    _described[found[0].client] = described
-    return found
+    gpus = _devices(described)
+    _described[gpus[0].client] = described
+    return gpus
 
 
 _described: dict[Any, Cluster] = {}  # by the client of its devices: each pod has one of its own

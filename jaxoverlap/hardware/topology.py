@@ -97,10 +97,10 @@ def axis_processes(mesh: Mesh, cluster: Cluster | None) -> dict[str, int]:
 def processes_of_one(mesh: Mesh, cluster: Cluster) -> int:
     """Count the real processes within one process of the cluster, at most: 1 if it is right."""
     block = _block(mesh, cluster.gpus_per_process)
-    found: dict[int, set[int]] = {}
+    processes_by_block: dict[int, set[int]] = {}
     for device in mesh.devices.flat:
-        found.setdefault(block(device), set()).add(device.process_index)
-    return max(map(len, found.values()))
+        processes_by_block.setdefault(block(device), set()).add(device.process_index)
+    return max(map(len, processes_by_block.values()))
 
 
 def _chip_of(mesh: Mesh) -> Chip | None:
@@ -126,10 +126,12 @@ def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
 
 def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
     """Return the most different values of `of` that any line of devices along each axis has."""
-    found = np.empty(mesh.devices.shape, object)
+    per_device = np.empty(mesh.devices.shape, object)
     for place, device in np.ndenumerate(mesh.devices):
-        found[place] = of(device)
+        per_device[place] = of(device)
     return {
-        axis: max(len(set(line)) for line in np.moveaxis(found, i, -1).reshape(-1, size).tolist())
+        axis: max(
+            len(set(line)) for line in np.moveaxis(per_device, i, -1).reshape(-1, size).tolist()
+        )
         for i, (axis, size) in enumerate(mesh.shape.items())
     }

@@ -334,29 +334,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"  NCCL is to be started with {', '.join(said)}." if said else ""
 
     def _predicted(self) -> str:
-        if (found := self.predictions) is None:
+        if (predictions := self.predictions) is None:
             return ""
-        plain_s, plain_bytes = found.plain_step_s, found.plain_peak_bytes
+        plain_s, plain_bytes = predictions.plain_step_s, predictions.plain_peak_bytes
         return (
-            f"  Simulated: {found.step_s * 1e3:.1f} ms a step"
+            f"  Simulated: {predictions.step_s * 1e3:.1f} ms a step"
             f"{f', plain {plain_s * 1e3:.1f}' if plain_s is not None else ''}"
-            f"; exposed {found.exposed_s * 1e3:.1f}; the bound {found.bound_s * 1e3:.1f}; "
-            f"{human_bytes(found.peak_bytes)}"
+            f"; exposed {predictions.exposed_s * 1e3:.1f}"
+            f"; the bound {predictions.bound_s * 1e3:.1f}; "
+            f"{human_bytes(predictions.peak_bytes)}"
             f"{f', plain {human_bytes(plain_bytes)}' if plain_bytes is not None else ''}."
         )
 
     def _measured(self) -> str:
-        if (found := self.measured) is None:
+        if (measured := self.measured) is None:
             return ""
         off = ""
-        if found.compute_factor is not None:
-            off = (
-                f"; computing {found.compute_factor:.2f}, waiting {found.exposed_factor:.2f} times "
-            )
-            off += "as long as simulated"
+        if measured.compute_factor is not None:
+            off = f"; computing {measured.compute_factor:.2f}"
+            off += f", waiting {measured.exposed_factor:.2f} times as long as simulated"
         return (
-            f"  Measured: {found.step_s * 1e3:.1f} ms a step, plain "
-            f"{found.plain_step_s * 1e3:.1f}; medians of {found.runs}, {found.devices}{off}."
+            f"  Measured: {measured.step_s * 1e3:.1f} ms a step, plain "
+            f"{measured.plain_step_s * 1e3:.1f}; medians of {measured.runs}"
+            f", {measured.devices}{off}."
         )
 
 

@@ -74,8 +74,8 @@ def strays(module: hlo.Module, timeline: Timeline) -> tuple[Stray, ...]:
         if c.ring is None:
             key = (c.kind, c.source, _backward(c), c.group_size, spent.lane)
             groups.setdefault(key, []).append(spent)
-    found = [_stray(module, group) for group in groups.values()]
-    return tuple(sorted(found, key=lambda s: (-s.exposed_s, -s.seconds)))
+    ringless = [_stray(module, group) for group in groups.values()]
+    return tuple(sorted(ringless, key=lambda s: (-s.exposed_s, -s.seconds)))
 
 
 def _stray(module: hlo.Module, group: list[Spent]) -> Stray:

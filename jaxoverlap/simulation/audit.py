@@ -88,13 +88,13 @@ class Coverage:
     @classmethod
     def of(cls, collectives: Iterator[Collective]) -> Coverage:
         """Add collectives up."""
-        found = list(collectives)
+        listed = list(collectives)
         return cls(
-            count=sum(c.runs for c in found),
-            covered=sum(c.runs for c in found if c.covered),
-            bytes_moved=sum(c.runs * c.bytes_moved for c in found),
-            bytes_covered=sum(c.runs * c.bytes_moved for c in found if c.covered),
-            synchronous=sum(c.runs for c in found if not c.asynchronous),
+            count=sum(c.runs for c in listed),
+            covered=sum(c.runs for c in listed if c.covered),
+            bytes_moved=sum(c.runs * c.bytes_moved for c in listed),
+            bytes_covered=sum(c.runs * c.bytes_moved for c in listed if c.covered),
+            synchronous=sum(c.runs for c in listed if not c.asynchronous),
         )
 
     def __str__(self) -> str:
@@ -303,11 +303,11 @@ def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mappin
 
 def _groups(collective: hlo.Instruction) -> str:
     if "replica_groups=mesh[" in collective.line and (
-        found := _MESH_GROUPS.search(collective.line)
+        match := _MESH_GROUPS.search(collective.line)
     ):
-        return found.group().removeprefix("replica_groups=")
-    found = _GROUPS.search(collective.line)
-    return found.group(2) if found else ""
+        return match.group().removeprefix("replica_groups=")
+    match = _GROUPS.search(collective.line)
+    return match.group(2) if match else ""
 
 
 def group_size(collective: hlo.Instruction, num_devices: int) -> int:

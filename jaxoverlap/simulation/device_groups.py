@@ -30,10 +30,10 @@ def parties(groups: str, num_devices: int) -> Groups:
         return tuple(
             tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", groups)
         )
-    if found := _MESH.fullmatch(groups):
-        return _mesh_groups(*found.groups())
-    if (found := _IOTA.fullmatch(groups)) and found.group(2):
-        shape, source, order = map(_numbers, found.groups())
+    if match := _MESH.fullmatch(groups):
+        return _mesh_groups(*match.groups())
+    if (match := _IOTA.fullmatch(groups)) and match.group(2):
+        shape, source, order = map(_numbers, match.groups())
         return _rows(_iota(source, order), shape[-1])
     raise ValueError(f"groups in an unknown form: {groups}")
 
@@ -88,8 +88,8 @@ def _device_ids(text: str | None, num_devices: int) -> list[int]:
     """The devices of a mesh, flat: counted up, or as written: 0,2,1,3 or [2,2]T(1,0)."""
     if not text:
         return list(range(num_devices))
-    if found := _IOTA.fullmatch(text):
-        shape, source, order = map(_numbers, found.groups())
+    if match := _IOTA.fullmatch(text):
+        shape, source, order = map(_numbers, match.groups())
         return _iota(source or shape, order)
     return _numbers(text)
 

@@ -72,14 +72,14 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The path of names above the JAX operation it came from; empty if there is none."""
-        found = _OP_NAME.search(self.line)
-        return found.group(1) if found else ""
+        match = _OP_NAME.search(self.line)
+        return match.group(1) if match else ""
 
     @property
     def trip_count(self) -> int | None:
         """Return how often a while runs its body; None if XLA does not know."""
-        found = _TRIPS.search(self.line)
-        return int(found.group(1)) if found else None
+        match = _TRIPS.search(self.line)
+        return int(match.group(1)) if match else None
 
     def attribute(self, name: str) -> str:
         """An attribute's text up to the next top-level comma; empty if there is none."""
@@ -119,10 +119,10 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """The "folder/file.py:line" an instruction came from; empty if the module does not say."""
-        if found := _FRAME.search(instruction.line):
-            return self.frames.get(int(found.group(1)), "")
-        if found := _SOURCE.search(instruction.line):
-            return f"{_short(found.group(1))}:{found.group(2) or 0}"
+        if match := _FRAME.search(instruction.line):
+            return self.frames.get(int(match.group(1)), "")
+        if match := _SOURCE.search(instruction.line):
+            return f"{_short(match.group(1))}:{match.group(2) or 0}"
         return ""
 
 
@@ -198,11 +198,11 @@ def _parsed(text: str) -> Module:
     computations: dict[str, list[Instruction]] = {}
     entry, body, closed = "", [], True
     for line in text.splitlines():
-        if line.startswith("  ") and (found := _INSTRUCTION.match(line)):
-            body.append(_instruction(found.group(1), found.group(2), line))
-        elif line.endswith("{") and (found := _COMPUTATION.match(line)):
-            body, closed = computations.setdefault(found.group(2), []), False
-            entry = found.group(2) if found.group(1) else entry
+        if line.startswith("  ") and (match := _INSTRUCTION.match(line)):
+            body.append(_instruction(match.group(1), match.group(2), line))
+        elif line.endswith("{") and (match := _COMPUTATION.match(line)):
+            body, closed = computations.setdefault(match.group(2), []), False
+            entry = match.group(2) if match.group(1) else entry
         elif line.startswith("}"):
             closed = True
     name = head.split()[1].rstrip(",")
@@ -331,8 +331,8 @@ def _frames(text: str) -> dict[int, str]:
     files = {k: v.strip('"') for k, v in tables["FileNames"].items()}
 
     def field(text: str, name: str) -> int:
-        found = re.search(rf"\b{name}=(\d+)", text)
-        return int(found.group(1)) if found else 0
+        match = re.search(rf"\b{name}=(\d+)", text)
+        return int(match.group(1)) if match else 0
 
     locations = {
         k: f"{_short(files.get(field(v, 'file_name_id'), ''))}:{field(v, 'line')}"

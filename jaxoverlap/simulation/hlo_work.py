@@ -192,18 +192,18 @@ def _results(
     """The arrays that a fused computation returns."""
     if root.opcode != "tuple":
         return [root]
-    return [found for name in root.operands for found in _results(by_name[name], by_name)]
+    return [array for name in root.operands for array in _results(by_name[name], by_name)]
 
 
 def _updated_in_place(result: hlo.Instruction, by_name: Mapping[str, hlo.Instruction]) -> list[str]:
     """Shapes of the updates of a parameter that a value is; none if it is something else."""
-    found: list[str] = []
+    shapes: list[str] = []
     while True:
         if result.opcode in _UPDATES:
             last = 1 if result.opcode == "dynamic-update-slice" else -1
-            found.append(by_name[result.operands[last]].shape)
+            shapes.append(by_name[result.operands[last]].shape)
         elif result.opcode != "bitcast":
-            return found if result.opcode == "parameter" else []
+            return shapes if result.opcode == "parameter" else []
         result = by_name[result.operands[0]]
 
 
@@ -216,8 +216,8 @@ def _elements(shape: str) -> int:
 
 
 def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> KernelWork:
-    found = _TARGET.search(instruction.line)
-    target = found.group(1) if found else "custom-call"
+    match = _TARGET.search(instruction.line)
+    target = match.group(1) if match else "custom-call"
     if target in _FREE_CALLS:
         return FREE
     if target.startswith("__cublas$") and _DIMS.search(instruction.line):
@@ -257,12 +257,12 @@ def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: s
 
     Forward: output positions x (filter taps and input features) x output features.
     """
-    found = _LABELS.search(instruction.line)
-    assert found
+    match = _LABELS.search(instruction.line)
+    assert match
     arrays = [operand_shape(shapes, name) for name in instruction.operands[:2]]
     arrays = [hlo.array_shapes(shape)[0] for shape in (*arrays, instruction.shape)]
     _, taps, output = (hlo.dims(arrays[place]) for place in _ROLES[way])
-    features = taps[found.group(2).index("o")]
+    features = taps[match.group(2).index("o")]
     positions, depth = math.prod(output) // features, math.prod(taps) // features
     sizes = {
         "forward": (positions, features, depth),

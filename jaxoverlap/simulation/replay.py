@@ -75,13 +75,13 @@ class ModuleCosts:
         """The kernels of a computation by instruction: work, source, the JAX operation's name."""
         body = self._module.body(computation)
         shapes = {i.name: i.shape for i in body}
-        found = {}
+        kernels = {}
         for i in body:
             if i.opcode not in _STEPS and (computation, i.name) not in self.collectives:
                 asked = self._cost.known(work(self._module, i, shapes))
                 if asked != FREE:
-                    found[i.name] = asked, self._module.source(i), short_op(i.op_name)
-        return found
+                    kernels[i.name] = asked, self._module.source(i), short_op(i.op_name)
+        return kernels
 
     def skew_s(self, c: Collective, computed_s: float) -> float:
         """Return the seconds that a collective waits for the last device."""
@@ -157,12 +157,12 @@ class _Replay:
             self.instruction(name, i, due)
 
     def instruction(self, computation: str, i: hlo.Instruction, due: _Due) -> None:
-        found = self.prices.collectives.get((computation, i.name))
+        collective = self.prices.collectives.get((computation, i.name))
         if i.opcode in _STEPS:
             _STEPS[i.opcode](self, computation, i)
-        elif found:
-            flight = self.start(found)
-            if found.asynchronous:
+        elif collective:
+            flight = self.start(collective)
+            if collective.asynchronous:
                 due[i.name] = flight
             else:
                 self.wait(*flight)

@@ -34,12 +34,12 @@ class _Loss:
 
 def lost(plan: Plan, overlapped: Timeline, plain: Timeline) -> str:
     """The rules that lost most, with what each costs more than plain; empty if none does."""
-    found = sorted(_losses(plan, overlapped, plain).items(), key=lambda item: -item[1].seconds)
-    least = _LEAST * sum(max(loss.seconds, 0.0) for _, loss in found)
+    losses = sorted(_losses(plan, overlapped, plain).items(), key=lambda item: -item[1].seconds)
+    least = _LEAST * sum(max(loss.seconds, 0.0) for _, loss in losses)
     said = [
         f"{_name(rule, plan, loss)} ({_ms(loss.compute_s)} of compute, "
         f"{_ms(loss.exposed_s)} exposed)"
-        for rule, loss in found
+        for rule, loss in losses
         if loss.seconds > least
     ]
     return "; ".join(said[:_SHOWN])
@@ -47,14 +47,14 @@ def lost(plan: Plan, overlapped: Timeline, plain: Timeline) -> str:
 
 def _losses(plan: Plan, overlapped: Timeline, plain: Timeline) -> dict[_Rule, _Loss]:
     rules = _rules(plan)
-    found: defaultdict[_Rule, _Loss] = defaultdict(_Loss)
+    losses: defaultdict[_Rule, _Loss] = defaultdict(_Loss)
     for sign, timeline in ((1, overlapped), (-1, plain)):
         for line, compute_s, exposed_s in _spent(timeline):
-            loss = found[rules.get(line, ())]
+            loss = losses[rules.get(line, ())]
             loss.compute_s += sign * compute_s
             loss.exposed_s += sign * exposed_s
             loss.lines[line] = loss.lines.get(line, 0.0) + sign * (compute_s + exposed_s)
-    return found
+    return losses
 
 
 def _rules(plan: Plan) -> dict[str, _Rule]:
@@ -62,7 +62,7 @@ def _rules(plan: Plan) -> dict[str, _Rule]:
     kinds: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
     for d in plan.decisions:
         kinds[d.source].add((d.kind, d.axis))
-    return {line: tuple(sorted(found)) for line, found in kinds.items()}
+    return {line: tuple(sorted(pairs)) for line, pairs in kinds.items()}
 
 
 def _spent(timeline: Timeline) -> Iterator[tuple[str, float, float]]:

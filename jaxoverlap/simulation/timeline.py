@@ -143,20 +143,20 @@ class Timeline:
     @functools.cached_property
     def unknown(self) -> dict[str, int]:
         """Map each op that the simulation does not know to how often a step runs it."""
-        found: Counter[str] = Counter()
+        runs: Counter[str] = Counter()
         for e in self.events:
             if e.work.unknown:
-                found[e.work.unknown] += e.runs
-        return dict(found)
+                runs[e.work.unknown] += e.runs
+        return dict(runs)
 
     @functools.cached_property
     def spent(self) -> tuple[Spent, ...]:
         """Every collective's seconds, longest exposed first."""
-        found: dict[tuple[str, str], list[Event]] = {}
+        events_of: dict[tuple[str, str], list[Event]] = {}
         for e in self.events:
             if e.collective:
-                found.setdefault((e.collective.computation, e.collective.name), []).append(e)
-        return tuple(sorted(map(_spent, found.values()), key=lambda s: -s.exposed_s))
+                events_of.setdefault((e.collective.computation, e.collective.name), []).append(e)
+        return tuple(sorted(map(_spent, events_of.values()), key=lambda s: -s.exposed_s))
 
     @property
     def _kernels(self) -> Iterator[Event]:

@@ -102,13 +102,13 @@ def cluster_for(plan: Plan, mesh: Mesh) -> Cluster | None:
         return named if named.num_devices == mesh.size else None
 
 
-def check(plan: Plan, name: str, found: MadeFor, mesh: Mesh, call: jits.Call, jaxpr: Any) -> None:
+def check(plan: Plan, name: str, origin: MadeFor, mesh: Mesh, call: jits.Call, jaxpr: Any) -> None:
     """Refuse a plan that was made for something else.
 
     Args:
         plan: the plan.
         name: the step's name.
-        found: what a plan for this step is made for.
+        origin: what a plan for this step is made for.
         mesh, call: the step's mesh and its call.
         jaxpr: the step, flattened.
 
@@ -120,10 +120,10 @@ def check(plan: Plan, name: str, found: MadeFor, mesh: Mesh, call: jits.Call, ja
             "the plan does not say which step it was made for: take one that explain() or tune() "
             "gave, and change that"
         )
-    differ = [*_around(plan, found, mesh)]
-    if plan.made_for.step != found.step:
-        inside = [*_matmuls(plan, jaxpr), *_values(plan.made_for, found, call)]
-        short = plan.made_for.step[:12], found.step[:12]
+    differ = [*_around(plan, origin, mesh)]
+    if plan.made_for.step != origin.step:
+        inside = [*_matmuls(plan, jaxpr), *_values(plan.made_for, origin, call)]
+        short = plan.made_for.step[:12], origin.step[:12]
         what = "the step" if inside else "the step, though not its matmuls, arguments or results"
         differ += [f"{what}: {_two(*short)}", *inside]
     if differ:
@@ -138,27 +138,27 @@ def _two(planned: object, here: object) -> str:
     return f"the plan's {planned}, here {here}"
 
 
-def _around(plan: Plan, found: MadeFor, mesh: Mesh) -> Iterator[str]:
+def _around(plan: Plan, origin: MadeFor, mesh: Mesh) -> Iterator[str]:
     """Yield a line for each difference in versions, mesh and cluster."""
     wanted = plan.made_for
     assert wanted is not None
-    for package in {**wanted.versions, **found.versions}:
-        then, now = (made.versions.get(package, "absent") for made in (wanted, found))
+    for package in {**wanted.versions, **origin.versions}:
+        then, now = (made.versions.get(package, "absent") for made in (wanted, origin))
         if then != now:
             yield f"version of {package}: {_two(then, now)}"
     if list(plan.mesh.items()) != list(mesh.shape.items()):
         yield f"mesh: {_two(mesh_text(plan.mesh), mesh_text(mesh.shape))}"
-    elif wanted.axis_types != found.axis_types:
-        yield f"types of the mesh's axes: {_two(wanted.axis_types, found.axis_types)}"
-    if wanted.devices != found.devices:
-        yield f"devices: {_two(wanted.devices, found.devices)}"
-    if wanted.cluster != found.cluster:
-        line = f"cluster: {_two(wanted.cluster or 'not known', found.cluster or 'not known')}"
-        if wanted.cluster and wanted.devices == found.devices:
+    elif wanted.axis_types != origin.axis_types:
+        yield f"types of the mesh's axes: {_two(wanted.axis_types, origin.axis_types)}"
+    if wanted.devices != origin.devices:
+        yield f"devices: {_two(wanted.devices, origin.devices)}"
+    if wanted.cluster != origin.cluster:
+        line = f"cluster: {_two(wanted.cluster or 'not known', origin.cluster or 'not known')}"
+        if wanted.cluster and wanted.devices == origin.devices:
             line += "; if it is that one, name it in overlap(cluster=)"
         yield line
-    elif wanted.domains != found.domains and plan.mesh.keys() == mesh.shape.keys():
-        yield f"NVLink domains along each axis: {_two(wanted.domains, found.domains)}"
+    elif wanted.domains != origin.domains and plan.mesh.keys() == mesh.shape.keys():
+        yield f"NVLink domains along each axis: {_two(wanted.domains, origin.domains)}"
 
 
 def _matmuls(plan: Plan, jaxpr: Any) -> list[str]:
@@ -174,12 +174,12 @@ def _matmuls(plan: Plan, jaxpr: Any) -> list[str]:
     return _first(lines, "matmuls")
 
 
-def _values(wanted: MadeFor, found: MadeFor, call: jits.Call) -> list[str]:
+def _values(wanted: MadeFor, origin: MadeFor, call: jits.Call) -> list[str]:
     """List the first arguments and results that differ."""
-    names = call.params["jaxpr"].debug_info.safe_arg_names(len(found.arguments))
+    names = call.params["jaxpr"].debug_info.safe_arg_names(len(origin.arguments))
     lines = []
     for kind, labels in (("argument", names), ("result", None)):
-        then, now = getattr(wanted, f"{kind}s"), getattr(found, f"{kind}s")
+        then, now = getattr(wanted, f"{kind}s"), getattr(origin, f"{kind}s")
         for i, (was, is_) in enumerate(itertools.zip_longest(then, now, fillvalue="none")):
             if was != is_:
                 label = labels[i] if labels and i < len(labels) and labels[i] else str(i)
@@ -267,12 +267,14 @@ def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:
     return ", ".join(f"{name} {_two(getattr(a, name), getattr(b, name))}" for name in names)
 
 
-def _unsourced(found: Any) -> Any:
+def _unsourced(plan_part: Any) -> Any:
     """Drop source lines and reasons: a line may move, and a reason may be worded otherwise."""
-    if not isinstance(found, Sequence):
-        return found
+    if not isinstance(plan_part, Sequence):
+        return plan_part
     texts = ("source", "why", "reason")
-    return [msgspec.structs.replace(e, **{t: "" for t in texts if hasattr(e, t)}) for e in found]
+    return [
+        msgspec.structs.replace(e, **{t: "" for t in texts if hasattr(e, t)}) for e in plan_part
+    ]
 
 
 def _does(entry: Decision | Skip) -> str:

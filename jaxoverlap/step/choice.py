@@ -26,22 +26,22 @@ from jaxoverlap.step.trial import Request
 
 
 def rival_of(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, program: StepProgram, options: Options
 ) -> Rival:
     """Return the ways to compile an undecided step, with rings and without, to compare.
 
     Args:
         jitted, call, args, kwargs, options: the arguments that it was rewritten with.
     """
-    assert found.plan is not None and found.cost is not None
-    rings, cost, traced = found.plan, found.cost, jitted.trace(*args, **kwargs)
+    assert program.plan is not None and program.cost is not None
+    rings, cost, traced = program.plan, program.cost, jitted.trace(*args, **kwargs)
 
     @functools.cache
     def made(way: Way) -> StepProgram:
         return _without_rings(jitted, call, args, kwargs, rings, way, options)
 
     def lowered(way: Way) -> tuple[jax.stages.Lowered, StepProgram]:
-        new = found if way == "overlapped" else made(way)
+        new = program if way == "overlapped" else made(way)
         return lowered_as(traced, new), new
 
     def request(way: Way, compiler_options: Mapping[str, Any] | None) -> Request:
@@ -51,14 +51,14 @@ def rival_of(
 
 
 def decided(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, found: StepProgram, options: Options
+    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, program: StepProgram, options: Options
 ) -> StepProgram:
     """Return the faster of an undecided step with rings and without, for GPUs that are here.
 
     Children compile both for the GPUs' description before this process compiles either; if there
     are many processes, the children of process 0 do so for all.
     """
-    rival = rival_of(jitted, call, args, kwargs, found, options)
+    rival = rival_of(jitted, call, args, kwargs, program, options)
     said = handed(
         lambda: msgspec.json.encode(rival.decided_in_children()).decode(),
         "choice between rings and none",
@@ -67,7 +67,7 @@ def decided(
     )
     speedup = msgspec.json.decode(said, type=Speedup)
     if speedup.taken == "overlapped":
-        return replace(found, undecided=False, speedup=speedup)
+        return replace(program, undecided=False, speedup=speedup)
     warn(speedup.warning(rival.step))
     new = _without_rings(jitted, call, args, kwargs, rival.plan, speedup.taken, options)
     return replace(new, stand=None, speedup=speedup)

@@ -96,10 +96,14 @@ def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:
             f"{cluster} has {cluster.num_devices}: make the mesh of the cluster's "
             "size, or name the cluster that the mesh is for"
         )
-    if cluster is not None and is_gpu(mesh) and (found := processes_of_one(mesh, cluster)) > 1:
+    if (
+        cluster is not None
+        and is_gpu(mesh)
+        and (num_processes := processes_of_one(mesh, cluster)) > 1
+    ):
         raise UserError(
             f"{name} runs on a mesh where {cluster.gpus_per_process} GPUs that cluster {cluster} "
-            f"has in one process are in {found}, which cannot copy from each other: say after a "
-            "slash how many processes a host runs, as in 'h100-sxm:8x8/8', or in "
-            f"Cluster(processes_per_host=); here {cluster.processes_per_host * found}"
+            f"has in one process are in {num_processes}, which cannot copy from each other: say "
+            "after a slash how many processes a host runs, as in 'h100-sxm:8x8/8', or in "
+            f"Cluster(processes_per_host=); here {cluster.processes_per_host * num_processes}"
         )

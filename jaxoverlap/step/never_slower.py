@@ -54,11 +54,11 @@ class CompiledStep:
     def of(cls, text: str, peak_bytes: int, cost: CostModel) -> CompiledStep | Unpriced:
         """Simulate a step that was compiled here."""
         try:
-            found = simulate(text, cost)
+            simulation = simulate(text, cost)
         except ValueError as error:
             return Unpriced(str(error))
-        loops = found.unknown.get(UNKNOWN_TRIPS, 0)
-        return cls(found.step_s, peak_bytes, loops, lambda: text)
+        loops = simulation.unknown.get(UNKNOWN_TRIPS, 0)
+        return cls(simulation.step_s, peak_bytes, loops, lambda: text)
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,11 @@ def _against(rings: CompiledStep | Failure, plain: CompiledStep, memory_bytes: i
     """Say why the rings lose: they do not compile, are slower, or do not fit."""
     if isinstance(rings, Failure):
         return f"with rings it does not compile: {rings.why}"
-    found = f"with rings {milliseconds(rings.step_s)}"
+    rings_time = f"with rings {milliseconds(rings.step_s)}"
     if rings.peak_bytes > memory_bytes >= plain.peak_bytes:
         need, there = human_bytes(rings.peak_bytes), human_bytes(memory_bytes)
-        return f"{found} and {need} of a device's {there}"
-    return found
+        return f"{rings_time} and {need} of a device's {there}"
+    return rings_time
 
 
 def _lost(rival: Rival, rings: CompiledStep | Failure, plain: CompiledStep) -> str:
@@ -226,14 +226,14 @@ def _attempt(request: Request) -> CompiledStep | Failure:
     """Compile a request in a child, or read the result of a child that did so before."""
     try:
         folder = _folder(kept_folder() / "trials")
-        found = attempt(request, folder, _TIMEOUT_S)
+        result = attempt(request, folder, _TIMEOUT_S)
     except OSError as error:  # no room for a child, or for what it found
         return Failure(why=f"{type(error).__name__}: {error}", again=True)
-    if isinstance(found, Failure):
-        return found
-    loops = found.unknown.get(UNKNOWN_TRIPS, 0)
+    if isinstance(result, Failure):
+        return result
+    loops = result.unknown.get(UNKNOWN_TRIPS, 0)
     text = functools.partial(schedule_of, request, folder)
-    return CompiledStep(found.step_s, found.peak_bytes, loops, text)
+    return CompiledStep(result.step_s, result.peak_bytes, loops, text)
 
 
 def _folder(kept: Path) -> Path:

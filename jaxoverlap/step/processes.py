@@ -62,8 +62,8 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     """List the processes that have to agree on a step on a mesh; none where there is but one."""
     if jax.process_count() == 1 or is_pod(mesh):
         return ()
-    found = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    return found if len(found) > 1 and jax.process_index() in found else ()
+    processes = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    return processes if len(processes) > 1 and jax.process_index() in processes else ()
 
 
 def meet(stand: Stand, within_s: float) -> bool:
@@ -101,10 +101,10 @@ def meet(stand: Stand, within_s: float) -> bool:
 
 
 def _heads(store: Store, where: str) -> list[_Head]:
-    found = [
+    heads = [
         msgspec.json.decode(v, type=_Head) for _, v in store.key_value_dir_get(f"{where}/heads/")
     ]
-    return sorted(found, key=lambda h: h.process)
+    return sorted(heads, key=lambda h: h.process)
 
 
 # -- what to say ----------------------------------------------------------------------------------

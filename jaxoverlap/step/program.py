@@ -305,17 +305,17 @@ def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Stand | None:
     return Stand(call.params["name"], processes, failed=said, plain=plain) if processes else None
 
 
-def agree(found: StepProgram, options: Options) -> StepProgram:
+def agree(program: StepProgram, options: Options) -> StepProgram:
     """Wait until all processes agree on a rewritten step; return a plain one if one of them failed.
 
     Raises:
         DisagreementError: as `meet`.
     """
-    assert found.stand is not None
-    if meet(found.stand, options.agree_within_s):
-        return replace(found, stand=None)
-    warn(f"{found.stand.step} runs without overlap in all processes: one could not rewrite it")
-    return _plain(found.source)
+    assert program.stand is not None
+    if meet(program.stand, options.agree_within_s):
+        return replace(program, stand=None)
+    warn(f"{program.stand.step} runs without overlap in all processes: one could not rewrite it")
+    return _plain(program.source)
 
 
 def tell(call: jits.Call, error: Exception, options: Options) -> None:

@@ -31,7 +31,7 @@ class Lowered:
         self,
         lowered: jax.stages.Lowered,
         plan: Plan | None,
-        found: Found,
+        wrapped_jit: Found,
         cluster: Cluster | None,
         ordering: SchedulerPass | None,
         *,
@@ -39,7 +39,7 @@ class Lowered:
         speedup: Speedup | None = None,
     ):
         self._lowered = lowered
-        self._found = found
+        self._wrapped_jit = wrapped_jit
         self._cluster = cluster
         self._ordering = ordering
         self._rival = rival
@@ -80,7 +80,7 @@ class Lowered:
         if way == "overlapped":
             return self
         lowered, new = rival.lowered(way)
-        return Lowered(lowered, new.plan, self._found, self._cluster, new.ordering)
+        return Lowered(lowered, new.plan, self._wrapped_jit, self._cluster, new.ordering)
 
     def _compiled(self, compiler_options: dict[str, Any] | None) -> Compiled:
         if self._ordering is None:
@@ -89,7 +89,9 @@ class Lowered:
             with self._ordering.compiling() as scheduling:
                 compiled = self._lowered.compile(compiler_options)
             report = scheduling.report
-        return Compiled(compiled, self.plan, self._found, self._cluster, report, self._speedup)
+        return Compiled(
+            compiled, self.plan, self._wrapped_jit, self._cluster, report, self._speedup
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -110,13 +112,13 @@ class Compiled:
         self,
         compiled: jax.stages.Compiled,
         plan: Plan | None,
-        found: Found,
+        wrapped_jit: Found,
         cluster: Cluster | None,
         schedule: Scheduled | None,
         speedup: Speedup | None = None,
     ):
         self._compiled = compiled
-        self._found = found
+        self._wrapped_jit = wrapped_jit
         self._cluster = cluster
         self.plan = plan
         self.schedule = schedule
@@ -129,7 +131,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled step."""
-        return self._found.around(self._compiled)(*args, **kwargs)
+        return self._wrapped_jit.around(self._compiled)(*args, **kwargs)
 
     def as_text(self) -> str | None:
         """Return the scheduled module, with source lines that XLA loses when a pass reorders it."""
@@ -158,8 +160,8 @@ class Compiled:
                 "simulate() knows no cluster: name the GPUs, as in "
                 "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
             )
-        found = simulate(self.as_text() or "", cluster)
-        return replace(found, speedup=self.speedup) if cluster == self._cluster else found
+        simulation = simulate(self.as_text() or "", cluster)
+        return replace(simulation, speedup=self.speedup) if cluster == self._cluster else simulation
 
     def __getattr__(self, name: str) -> Any:
         # JAX asks stages for private parts of theirs: jax.experimental.serialize_executable does.

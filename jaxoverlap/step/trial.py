@@ -110,9 +110,9 @@ class Request:
         """Hash of all that the result depends on."""
         name = self.ordering.name if self.ordering else ""
         versions = (jax.__version__, version("jaxlib"), os.environ.get("XLA_FLAGS", ""))
-        found = hashlib.sha256(repr((self.job, self.cost, name, versions)).encode())
-        found.update(source_hash())
-        return found.hexdigest()[:24]
+        hasher = hashlib.sha256(repr((self.job, self.cost, name, versions)).encode())
+        hasher.update(source_hash())
+        return hasher.hexdigest()[:24]
 
 
 def attempt(
@@ -264,13 +264,13 @@ def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure
 
 
 def _waited(step: Timeline) -> tuple[Waited, ...]:
-    found: dict[tuple[str, str, str], list[float]] = {}
+    totals: dict[tuple[str, str, str], list[float]] = {}
     for spent in step.spent:
         c = spent.collective
-        sums = found.setdefault((c.kind, c.ring or "", c.source), [0.0, 0.0])
+        sums = totals.setdefault((c.kind, c.ring or "", c.source), [0.0, 0.0])
         sums[0] += spent.seconds
         sums[1] += spent.exposed_s
-    waited = [Waited(*key, *sums) for key, sums in found.items()]
+    waited = [Waited(*key, *sums) for key, sums in totals.items()]
     return tuple(sorted(waited, key=lambda w: -w.exposed_s))
 
 

@@ -185,10 +185,10 @@ class _Ways:
         beside = collectives_of_sites(picture.module)
 
         def bare_s(ring: Ring) -> float | None:
-            found = {place for m in ring.members for place in beside.get(m.dot.index, ())}
-            if not found:
+            places = {place for m in ring.members for place in beside.get(m.dot.index, ())}
+            if not places:
                 return None
-            waited_s = sum(estimated.waited_s.get(place, 0.0) for place in found)
+            waited_s = sum(estimated.waited_s.get(place, 0.0) for place in places)
             return waited_s / ring.members[0].dot.runs
 
         prices = replace(self._terms.prices, bare=bare_s)
@@ -255,12 +255,12 @@ def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
 
 def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
     """Decide on every matmul of a jaxpr, given the shardings, and rewrite it."""
-    found = bodies(jaxpr)
-    entries, sharings = decide(found, shardings, terms)
-    inside, manual = decide_manual(found, shardings, terms.requests)
+    all_bodies = bodies(jaxpr)
+    entries, sharings = decide(all_bodies, shardings, terms)
+    inside, manual = decide_manual(all_bodies, shardings, terms.requests)
     entries = tuple(inside.get(entry.site, entry) for entry in entries)
     rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
-    known = [] if terms.explicit else lookups(found, shardings, mesh, terms.costs)
+    known = [] if terms.explicit else lookups(all_bodies, shardings, mesh, terms.costs)
     return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
 

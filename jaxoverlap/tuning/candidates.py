@@ -67,18 +67,18 @@ def seeds(
             rules leave whole, those are tried in other ways last.
         cuts: how to cut all rings, from `granularity.GranularityModel`, best first.
     """
-    found = [
+    for_all_rings = [
         Candidate(f"lagom {place}", replace(base, choices=choices), {})
         for place, choices in enumerate(cuts, 1)
     ]
     none = dict.fromkeys((d.site for d in rules.decisions), Variant("plain"))
-    found += [Candidate("no rings", replace(base, choices=none), {})] if none else []
+    for_all_rings += [Candidate("no rings", replace(base, choices=none), {})] if none else []
     if rules.prefetched:
-        found.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
+        for_all_rings.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
     dear = [s for s in rules.skips if s.left_plain]
     others = list(_others(base, [s.site for s in dear]))
     waits = trial is None or sum(exposed_s(s, trial) for s in dear) > _WORTH * trial.step_s
-    return [*others, *found] if waits else [*found, *others]
+    return [*others, *for_all_rings] if waits else [*for_all_rings, *others]
 
 
 def settings(at: Candidate, plan: Plan) -> list[Candidate]:
@@ -90,16 +90,16 @@ def settings(at: Candidate, plan: Plan) -> list[Candidate]:
     options = at.options
     if options is None:
         return []
-    found = []
+    variations = []
     if options.schedule:
         roomy = Scheduler(slack=_SLACK, in_flight=options.schedule.in_flight)
-        found.append((f"slack {_SLACK}", replace(options, schedule=roomy)))
+        variations.append((f"slack {_SLACK}", replace(options, schedule=roomy)))
     rest = {k: v for k, v in plan.xla_options.items() if k not in _MERGES}
     if rest != plan.xla_options:
-        found.append(("XLA merges", replace(options, xla_options=rest)))
+        variations.append(("XLA merges", replace(options, xla_options=rest)))
         most = dict.fromkeys(_MERGES, str(_MOST_MERGED))
-        found.append(("merges to 1 GiB", replace(options, xla_options=rest | most)))
-    return [Candidate(f"{at.name}, {name}", changed, {}) for name, changed in found]
+        variations.append(("merges to 1 GiB", replace(options, xla_options=rest | most)))
+    return [Candidate(f"{at.name}, {name}", changed, {}) for name, changed in variations]
 
 
 def _others(base: Options, dear: Sequence[int]) -> Iterator[Candidate]:
@@ -136,7 +136,7 @@ def moves(
     options = at.options
     if options is None:
         return []
-    found: list[tuple[float, float, Candidate]] = []
+    priced: list[tuple[float, float, Candidate]] = []
     for entry, ways in _movable(plan):
         waited = exposed_s(entry, trial)
         way = next((w for w in ways if (entry.site, w) not in tried), None)
@@ -146,8 +146,8 @@ def moves(
             lost = model.lost_per_second(entry.site, now, to, waited)
             name = f"{entry.source} ({entry.site}) {way}"
             changes = {entry.site: to}
-            found.append((lost, -waited, Candidate(name, changed(options, changes), changes)))
-    return [candidate for _, _, candidate in sorted(found, key=lambda one: one[:2])]
+            priced.append((lost, -waited, Candidate(name, changed(options, changes), changes)))
+    return [candidate for _, _, candidate in sorted(priced, key=lambda one: one[:2])]
 
 
 _WORTH = 0.002  # of a step: what waits for less is left as it is

@@ -153,11 +153,11 @@ class Search:
 
     def _fastest_plans(self) -> list[tuple[Candidate, Plan]]:
         """List the fastest candidates with different plans; the step as it is has no plan."""
-        found: list[tuple[Candidate, Plan]] = []
+        fastest: list[tuple[Candidate, Plan]] = []
         for one in sorted(self.tried, key=self._key):
-            if one.plan is not None and all(one.plan != plan for _, plan in found):
-                found.append((one.candidate, one.plan))
-        return found[:_WITH_SETTINGS]
+            if one.plan is not None and all(one.plan != plan for _, plan in fastest):
+                fastest.append((one.candidate, one.plan))
+        return fastest[:_WITH_SETTINGS]
 
     def _refine(self, model: GranularityModel) -> bool:
         """Move ring after ring, until nothing is left to try; False if time ran out before."""
@@ -188,19 +188,19 @@ class Search:
 
         Moves that are slower than the best so far are noted in `seen` and never compiled.
         """
-        here_s, found = self._look(at), list[tuple[float, Candidate]]()
+        here_s, promising = self._look(at), list[tuple[float, Candidate]]()
         for candidate in following:
             known = _choices(candidate) in self.looked
-            if len(found) >= self.workers and not known:
+            if len(promising) >= self.workers and not known:
                 continue
             step_s = self._look(candidate)
             if here_s and step_s and step_s > here_s * _SLOWER:
                 seen |= {(site, str(way)) for site, way in candidate.changes.items()}
             else:
-                found.append((step_s or math.inf, candidate))
+                promising.append((step_s or math.inf, candidate))
             if time.monotonic() >= self.deadline:
                 break
-        return [c for _, c in sorted(found, key=lambda one: one[0])][: self.workers]
+        return [c for _, c in sorted(promising, key=lambda one: one[0])][: self.workers]
 
     def _look(self, candidate: Candidate) -> float | None:
         """Return the estimated seconds of a candidate; XLA is asked once about each."""

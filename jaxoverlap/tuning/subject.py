@@ -124,9 +124,9 @@ def sites_of(
     assert done.cost is not None
     groups = groups_of(done.mesh, options.cluster)
     prices = RingCosts(done.cost, groups)
-    found = [
+    sites = [
         site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
         for ring in done.rings
         if prices.knows(ring)
     ]
-    return tuple(sorted(found, key=lambda site: site.number))
+    return tuple(sorted(sites, key=lambda site: site.number))

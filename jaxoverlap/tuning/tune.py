@@ -155,18 +155,18 @@ def _model(subject: Subject, rules: Tried, trials: Path) -> GranularityModel:
 
 def _attempt(tried: Tried, *, taken: bool) -> Attempt:
     """Return a plan's record of a candidate that was tried."""
-    name, found = tried.candidate.name, tried.result
-    if isinstance(found, Failure):
-        return Attempt(name=name, why=found.why)
+    name, result = tried.candidate.name, tried.result
+    if isinstance(result, Failure):
+        return Attempt(name=name, why=result.why)
     return Attempt(
         name=name,
         taken=taken,
-        step_s=found.step_s,
-        compute_s=found.compute_s,
-        exposed_s=found.exposed_s,
-        peak_bytes=found.peak_bytes,
-        hops=found.hops,
-        hops_covered=found.hops_covered,
+        step_s=result.step_s,
+        compute_s=result.compute_s,
+        exposed_s=result.exposed_s,
+        peak_bytes=result.peak_bytes,
+        hops=result.hops,
+        hops_covered=result.hops_covered,
     )
 
 
@@ -194,7 +194,7 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
     """Return the plan with its channels and its predictions by simulation."""
     assert isinstance(best.result, Trial)
     step, reference = chosen.step, plain.result
-    found = Predictions(
+    predictions = Predictions(
         step_s=step.step_s,
         compute_s=step.compute_s,
         communication_s=step.communication_s,
@@ -204,7 +204,7 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
         plain_step_s=reference.step_s if isinstance(reference, Trial) else None,
         plain_peak_bytes=reference.peak_bytes if isinstance(reference, Trial) else None,
     )
-    return msgspec.structs.replace(plan, predictions=found, nccl=Nccl(channels=chosen.rows))
+    return msgspec.structs.replace(plan, predictions=predictions, nccl=Nccl(channels=chosen.rows))
 
 
 # -- by the clock ---------------------------------------------------------------------------------
@@ -238,12 +238,12 @@ def _corrected(
     while True:
         timed = steps.time([candidates[name] for name in chosen])
         known = [(simulated[n], t.seconds) for n, t in timed.items() if n in simulated]
-        found = correction(known) if known else None
+        factors = correction(known) if known else None
         best_s = min(t.seconds for t in timed.values())
-        said = {n: found.step_s(simulated[n]) for n in fastest if found and n not in timed}
+        said = {n: factors.step_s(simulated[n]) for n in fastest if factors and n not in timed}
         more = sorted((n for n in said if said[n] < best_s), key=lambda n: (said[n], n))
         if not more or len(chosen) >= _MOST_TIMED:
-            return _report(timed, tried, found)
+            return _report(timed, tried, factors)
         chosen += more[: _MOST_TIMED - len(chosen)]
 
 
@@ -280,14 +280,14 @@ class _Steps:
 def _report(
     timed: Mapping[str, _Timed],
     tried: Sequence[Attempt],
-    found: Correction | None,
+    factors: Correction | None,
 ) -> Plan:
     """Return the plan of the fastest candidate, with what was measured.
 
     Args:
         timed: the timed candidates by name, the step as it is and the rules among them.
         tried: all candidates to report on, the timed ones among them.
-        found: how far the simulation was off, if there was one.
+        factors: how far the simulation was off, if there was one.
     """
     best = min(timed, key=lambda name: timed[name].seconds)
     plan, rules = timed[best].plan, timed[RULES].plan
@@ -300,8 +300,8 @@ def _report(
         plain_step_s=timed[PLAIN].seconds,
         runs=clock.REPEATS,
         devices=f"{len(devices)} x {devices[0].device_kind}",
-        compute_factor=found and found.compute,
-        exposed_factor=found and found.exposed,
+        compute_factor=factors and factors.compute,
+        exposed_factor=factors and factors.exposed,
     )
     reported = tuple(
         msgspec.structs.replace(

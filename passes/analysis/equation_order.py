@@ -45,12 +45,12 @@ class EquationOrder:
         if len(groups) == 1:
             return True
         numbers = [self._number[group] for group in groups]
-        found = self._apart(
+        sides = self._apart(
             self._beside(groups, self._after),
             self._beside(groups, self._before),
             (min(numbers), max(numbers)),
         )
-        if found is None:
+        if sides is None:
             return False
         first = min(groups)
         for group in groups - {first}:
@@ -58,7 +58,7 @@ class EquationOrder:
                 self._first[place] = first
             self._places[first] += self._places[group]
             self._places[group] = []
-        needed, waiting = found
+        needed, waiting = sides
         self._renumber(needed, [first], waiting, numbers)
         return True
 
@@ -69,10 +69,10 @@ class EquationOrder:
             return False
         low, high = self._number[waiting], self._number[needed]
         if low < high:
-            found = self._apart({waiting}, {needed}, (low, high))
-            if found is None:
+            sides = self._apart({waiting}, {needed}, (low, high))
+            if sides is None:
                 return False
-            self._renumber(found[0], [], found[1], [])
+            self._renumber(sides[0], [], sides[1], [])
         self._before[later].add(place)
         self._after[place].add(later)
         return True
@@ -93,15 +93,15 @@ class EquationOrder:
             for later in after[group]:
                 waits[later] += 1
         ready = [group for group in groups if not waits[group]]  # sorted, so it is a heap
-        found = []
+        order = []
         while ready:
-            found.append(heapq.heappop(ready))
-            for later in after[found[-1]]:
+            order.append(heapq.heappop(ready))
+            for later in after[order[-1]]:
                 waits[later] -= 1
                 if not waits[later]:
                     heapq.heappush(ready, later)
-        assert len(found) == len(groups), "merge and put_after refuse circles"
-        return found
+        assert len(order) == len(groups), "merge and put_after refuse circles"
+        return order
 
     def _beside(self, groups: Iterable[int], edges: Sequence[set[int]]) -> set[int]:
         """Return the groups one edge away from `groups`, without these."""
@@ -130,17 +130,17 @@ class EquationOrder:
 
         sides = (inside(waiting), self._after), (inside(needed), self._before)
         (late, _), (early, _) = sides
-        queues = [deque(found) for found, _ in sides]
+        queues = [deque(reached) for reached, _ in sides]
         if not late.isdisjoint(early):
             return None
         while any(queues):
-            for queue, (found, edges), (other, _) in zip(queues, sides, sides[::-1], strict=True):
+            for queue, (reached, edges), (other, _) in zip(queues, sides, sides[::-1], strict=True):
                 if not queue:
                     continue
-                new = inside(self._beside([queue.popleft()], edges)) - found
+                new = inside(self._beside([queue.popleft()], edges)) - reached
                 if not new.isdisjoint(other):
                     return None
-                found |= new
+                reached |= new
                 queue.extend(new)
         return early, late
 

@@ -140,9 +140,9 @@ def map_bodies(jaxpr: Any, visit: Visit) -> Any:
 
 def bodies(jaxpr: Any) -> tuple[Body, ...]:
     """Return every body of a jaxpr, outer ones first."""
-    found: list[Body] = []
-    map_bodies(jaxpr, found.append)
-    return tuple(sorted(found, key=lambda body: body.index))
+    visited: list[Body] = []
+    map_bodies(jaxpr, visited.append)
+    return tuple(sorted(visited, key=lambda body: body.index))
 
 
 def has_matmul(eqn: Any) -> bool:
@@ -154,8 +154,8 @@ def has_matmul(eqn: Any) -> bool:
 
 def dots(jaxpr: Any) -> tuple[Dot, ...]:
     """Return every `dot_general` of a jaxpr, at any depth, in the order they are written."""
-    found = (dot for body in bodies(jaxpr) for dot in body.dots)
-    return tuple(sorted(found, key=lambda dot: dot.index))
+    every_dot = (dot for body in bodies(jaxpr) for dot in body.dots)
+    return tuple(sorted(every_dot, key=lambda dot: dot.index))
 
 
 _MOVES = frozenset(
@@ -225,18 +225,18 @@ class _Walk:
         index = self.num_bodies
         self.num_bodies += 1
         eqns: list[Any] = []
-        found: list[Dot] = []
+        own_dots: list[Dot] = []
         for place, eqn in enumerate(jaxpr.eqns):
             known.follow(eqn)
             if eqn.primitive.name in MATMULS:
-                found.append(Dot(self.num_dots, eqn, runs, inside, place, manual))
+                own_dots.append(Dot(self.num_dots, eqn, runs, inside, place, manual))
                 self.num_dots += 1
                 eqns.append(eqn)
             else:
                 eqns.append(self.eqn(eqn, known, runs=runs, inside=inside, manual=manual))
         ahead = frozenset(known.ahead)
         ours = inside is None or manual is not None
-        body = Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(found), ahead, not ours)
+        body = Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(own_dots), ahead, not ours)
         new = self.visit(body)
         assert new is None or ours, "the body of an opaque primitive is not ours"
         if not ours or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):

@@ -95,16 +95,16 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
         RewriteError: if XLA does not partition the step.
     """
     if not ask:
-        found = _partition(traced, jaxpr, mesh)
-        return Picture({}, found.results, found.text, mesh.size)
+        spmd_program = _partition(traced, jaxpr, mesh)
+        return Picture({}, spmd_program.results, spmd_program.text, mesh.size)
     asked = {key: (body.index, one) for body in bodies(jaxpr) for key, one in _asked(body)}
     probed = functools.partial(_probed, traced, jaxpr, mesh, asked)
     wanted = [(body, v) for body, one in asked.values() for v in _variables(one.variables())]
-    found, _ = probed(frozenset())
+    spmd_program, _ = probed(frozenset())
     if mesh.devices.flat[0].platform == "cpu":  # its programs come fused, and cannot be compared
         _, answers = probed(frozenset(wanted))
     else:
-        answers = _answers([*dict.fromkeys(wanted)], _work(found.text), probed)
+        answers = _answers([*dict.fromkeys(wanted)], _work(spmd_program.text), probed)
     told: dict[int, dict[Any, Spec | None]] = {}
     for (body, v), spec in answers.items():
         told.setdefault(body, {})[v] = spec
@@ -113,7 +113,7 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
         for key, (body, one) in asked.items()
         if (body, one.out) in answers
     }
-    return Picture(known, found.results, found.text, mesh.size)
+    return Picture(known, spmd_program.results, spmd_program.text, mesh.size)
 
 
 _Value = tuple[int, Any]  # a body's number, as two bodies may share their variables, and a variable
@@ -148,8 +148,10 @@ def _probed(
         answers = told.setdefault(body.index, {})
         return _with_probes(body, here, variables, answers, mesh) if here else None
 
-    found = _partition(traced, map_bodies(jaxpr, visit), mesh)
-    return found, {(at, v): spec for at, answers in told.items() for v, spec in answers.items()}
+    spmd_program = _partition(traced, map_bodies(jaxpr, visit), mesh)
+    return spmd_program, {
+        (at, v): spec for at, answers in told.items() for v, spec in answers.items()
+    }
 
 
 _MOST_QUESTIONS = 24  # about one step
@@ -177,8 +179,8 @@ def _answers(
         if not groups:
             break
         group = groups.popleft()
-        found, told = probed(frozenset(group))
-        if _work(found.text) == unasked:
+        spmd_program, told = probed(frozenset(group))
+        if _work(spmd_program.text) == unasked:
             answers |= told
         elif len(group) > 1:
             groups += (group[: len(group) // 2], group[len(group) // 2 :])
@@ -258,17 +260,17 @@ class _Around:
 
     def _sources(self, var: Any) -> tuple[Any, ...]:
         """Return the values before each of the reshards that made one, the last reshard first."""
-        found: list[Any] = []
+        sources: list[Any] = []
         while not compat.is_literal(var) and (eqn := self.made.get(var)) is not None:
             if eqn.primitive.name not in _RESHARDS:
                 break
             var = eqn.invars[0]
-            found.append(var)
-        return tuple(found)
+            sources.append(var)
+        return tuple(sources)
 
     def _sinks(self, var: Any) -> tuple[tuple[Any, tuple[int, ...]], ...]:
         """Return the values after each reshard of a result, with the result's dim of each dim."""
-        dims, found = tuple(range(var.aval.ndim)), []
+        dims, sinks = tuple(range(var.aval.ndim)), []
         while len(readers := self.readers.get(var, [])) == 1 and readers[0] is not None:
             eqn = readers[0]
             if eqn.primitive.name == "transpose":
@@ -277,8 +279,8 @@ class _Around:
                 break
             var = eqn.outvars[0]
             if eqn.primitive.name in _RESHARDS:
-                found.append((var, dims))
-        return tuple(found)
+                sinks.append((var, dims))
+        return tuple(sinks)
 
 
 def _live(body: Body) -> set[Any]:
@@ -363,7 +365,7 @@ def collectives_of_sites(
         module: the partitioned one.
         between: opcodes that may stand between the two: views, converts and sums.
     """
-    found: dict[int, set[Place]] = {}
+    collectives: dict[int, set[Place]] = {}
     for name, body in module.computations.items():
         made = {i.name: i for i in body}
         users: dict[str, list[hlo.Instruction]] = {}
@@ -376,8 +378,8 @@ def collectives_of_sites(
             if tag is None:
                 continue
             beside = {(name, c.name) for way in (read, users) for c in _beside(i, way, between)}
-            found.setdefault(int(tag.group(1)), set()).update(beside)
-    return found
+            collectives.setdefault(int(tag.group(1)), set()).update(beside)
+    return collectives
 
 
 def _beside(

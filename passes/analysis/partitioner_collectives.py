@@ -38,12 +38,12 @@ def partitioner_collectives(
             total = sums[KIND_OF[c.kind], axes, c.source or _last(c.op_name)]
             total[0] += c.runs
             total[1] += c.runs * c.bytes_moved
-    found = [
+    remaining = [
         Remaining(kind=kind, axes=axes, source=source, runs=runs, bytes_moved=sent)
         for (kind, axes, source), (runs, sent) in sums.items()
         if sent
     ]
-    return tuple(sorted(found, key=lambda r: (-r.bytes_moved, r.source)))
+    return tuple(sorted(remaining, key=lambda r: (-r.bytes_moved, r.source)))
 
 
 def _last(op_name: str) -> str:

@@ -58,12 +58,12 @@ class ManualSharing:
 
 
 def decide_manual(
-    found: Sequence[Body], shardings: Mapping[int, Shardings], requests: Requests
+    bodies: Sequence[Body], shardings: Mapping[int, Shardings], requests: Requests
 ) -> tuple[dict[int, Decision | Skip], dict[int, ManualSharing]]:
     """Decide on every matmul in the manual bodies of a step.
 
     Args:
-        found: the step's bodies, from `jaxprs.bodies`.
+        bodies: the step's bodies, from `jaxprs.bodies`.
         shardings: from `partitioned`: how its matmuls lie on axes that are automatic beside.
         requests: for single matmuls.
 
@@ -72,7 +72,7 @@ def decide_manual(
     """
     entries: dict[int, Decision | Skip] = {}
     sharings: dict[int, ManualSharing] = {}
-    for body in found:
+    for body in bodies:
         dots = {dot.index: dot for dot in body.dots if dot.manual}
         if not dots:
             continue
@@ -166,10 +166,10 @@ def _leave(
     """Note each other collective beside the first matmul there that has a ring."""
     done = {ring.collective.place for ring in sharing.rings}
     beside = {ring.collective.place: (str(ring.collective), ring.sites) for ring in possible}
-    for place, found in sites.collectives.items():
-        if isinstance(found, str) and not found.startswith("no collective"):
+    for place, collective in sites.collectives.items():
+        if isinstance(collective, str) and not collective.startswith("no collective"):
             summed = sites.summed(place)
-            beside[place] = (found, [*sites.reading(place)[0], *(summed[0] if summed else [])])
+            beside[place] = (collective, [*sites.reading(place)[0], *(summed[0] if summed else [])])
     for place, (text, met) in beside.items():
         first = next((s.dot.index for s in met if s.dot.index in taken), None)
         if first is not None and place not in done:

@@ -227,8 +227,8 @@ class Sites:
 
     def summed(self, place: int) -> tuple[list[ManualSite], set[int]] | None:
         """Return the matmuls whose sum a collective reads, and the places in between, or None."""
-        found = self._terms(self.eqns[place].invars[0])
-        return found and (sorted(found[0], key=lambda site: site.dot.index), found[1])
+        terms = self._terms(self.eqns[place].invars[0])
+        return terms and (sorted(terms[0], key=lambda site: site.dot.index), terms[1])
 
     def _terms(self, var: Any) -> tuple[list[ManualSite], set[int]] | None:
         if compat.is_literal(var) or len(self.readers[var]) != 1 or var not in self.made:
@@ -242,7 +242,7 @@ class Sites:
         parts = [part for v in eqn.invars if (part := self._terms(v))]
         if len(parts) != len(eqn.invars):
             return None
-        sites = [site for found, _ in parts for site in found]
+        sites = [site for summands, _ in parts for site in summands]
         if is_view(eqn):
             sites = [site._replace(views=(*site.views, eqn)) for site in sites]
         return sites, {place}.union(*(places for _, places in parts))
@@ -262,25 +262,29 @@ class Sites:
 
 def possible_rings(sites: Sites) -> Iterator[ManualRing]:
     """Yield each collective with all matmuls that read it, and with those whose sum it reads."""
-    for place, found in sites.collectives.items():
-        if isinstance(found, str):
+    for place, this_collective in sites.collectives.items():
+        if isinstance(this_collective, str):
             continue
-        if found.kind in ("all_gather", "all_to_all"):
+        if this_collective.kind in ("all_gather", "all_to_all"):
             reading, views = sites.reading(place)
             met = [site.dot.index for site in reading]
             once = [site for site in reading if met.count(site.dot.index) == 1]  # not x @ x.T
-            assert found.dim is not None
+            assert this_collective.dim is not None
             if once:
-                yield ManualRing(found, once, found.dim, views)
-        if found.kind != "all_gather" and (summed := sites.summed(place)):
-            dim = found.dim if found.kind == "reduce_scatter" else found.wanted
-            dim = dim_of_sum(found) if dim is None else dim
+                yield ManualRing(this_collective, once, this_collective.dim, views)
+        if this_collective.kind != "all_gather" and (summed := sites.summed(place)):
+            dim = (
+                this_collective.dim
+                if this_collective.kind == "reduce_scatter"
+                else this_collective.wanted
+            )
+            dim = dim_of_sum(this_collective) if dim is None else dim
             if dim is not None:
-                yield ManualRing(found, summed[0], dim, summed[1])
+                yield ManualRing(this_collective, summed[0], dim, summed[1])
 
 
-def dim_of_sum(found: Collective) -> int | None:
+def dim_of_sum(all_reduce: Collective) -> int | None:
     """Choose the dim of an all-reduce to cut into chunks: the largest that divides."""
-    shape = found.eqn.invars[0].aval.shape
-    fits = [d for d, size in enumerate(shape) if size % found.axis_size == 0]
+    shape = all_reduce.eqn.invars[0].aval.shape
+    fits = [d for d, size in enumerate(shape) if size % all_reduce.axis_size == 0]
     return max(fits, key=lambda d: shape[d], default=None)

@@ -80,12 +80,12 @@ def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> str:
     """Return why a matmul that none of the rings takes is left alone."""
     done = {ring.collective.place: ring.site for ring in rings}
     lhs, rhs = dot.eqn.invars
-    found = [
+    reasons = [
         _above(sites, lhs, done),
         _above(sites, rhs, done),
         _below(sites, dot.eqn.outvars[0], done),
     ]
-    whys = dict.fromkeys(why for why in found if why)
+    whys = dict.fromkeys(why for why in reasons if why)
     waiting = [why for why in whys if not why.startswith("no collective")]
     return "; ".join(waiting or whys) or "no collective beside it inside shard_map"
 
@@ -95,14 +95,14 @@ def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
     through = ""
     while not compat.is_literal(var) and (place := sites.made.get(var)) is not None:
         eqn = sites.eqns[place]
-        found = sites.collectives.get(place)
-        if found is not None:
+        collective = sites.collectives.get(place)
+        if collective is not None:
             if RINGED.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
                 return None  # a sum that it waits for
             if place in done:
                 return f"no collective left: ring {done[place]} does its {eqn.primitive.name}"
             what = f"reads the result of {eqn.primitive.name}"
-            return found if isinstance(found, str) else _left(what, through)
+            return collective if isinstance(collective, str) else _left(what, through)
         if not is_view(eqn):
             if through or len(eqn.invars) != 1:
                 return None
@@ -116,18 +116,20 @@ def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
     through = ""
     while readers := [place for place in sites.readers[var] if place is not None]:
         for place in readers:
-            found, name = sites.collectives.get(place), sites.eqns[place].primitive.name
-            if found is not None:
-                if isinstance(found, str):
-                    return found
+            collective, name = sites.collectives.get(place), sites.eqns[place].primitive.name
+            if collective is not None:
+                if isinstance(collective, str):
+                    return collective
                 if place in done:
                     return f"no collective left: ring {done[place]} does its {name}"
                 if len(sites.readers[var]) > 1:
                     return f"its result is read by {name} and by others"
-                if found.kind == "all_reduce" and dim_of_sum(found) is None:
-                    shape = found.eqn.invars[0].aval.shape
-                    return f"no dim of the result {shape} divides into {found.axis_size} chunks"
-                known = found.kind in _AFTER
+                if collective.kind == "all_reduce" and dim_of_sum(collective) is None:
+                    shape = collective.eqn.invars[0].aval.shape
+                    return (
+                        f"no dim of the result {shape} divides into {collective.axis_size} chunks"
+                    )
+                known = collective.kind in _AFTER
                 return _left(f"its result is read by {name}", through if known else "")
         eqn = sites.eqns[readers[0]]
         opaque = len(eqn.outvars) != 1 or readers[0] in sites.dots

@@ -59,12 +59,12 @@ def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> 
 
 
 def decide(
-    found: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms
+    bodies: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms
 ) -> tuple[tuple[Decision | Skip, ...], Mapping[int, Sharing]]:
     """Decide on every matmul of a step.
 
     Args:
-        found: the step's bodies, from `jaxprs.bodies`.
+        bodies: the step's bodies, from `jaxprs.bodies`.
         shardings: its matmuls' shardings, from `partitioned`.
         terms: to decide by.
 
@@ -74,8 +74,8 @@ def decide(
     Raises:
         ValueError: if a request names a line without a matmul, or a site that is none.
     """
-    step = _Step(found, shardings, terms)
-    sharings = {body.index: _shared(body, step) for body in found if body.dots}
+    step = _Step(bodies, shardings, terms)
+    sharings = {body.index: _shared(body, step) for body in bodies if body.dots}
     entries: dict[int, Decision | Skip] = {}
     for sharing in sharings.values():
         skipped = sharing.skipped.items()
@@ -109,12 +109,12 @@ def _shared(body: Body, step: _Step) -> Sharing:
 class _Step:
     """The matmuls of a step and their shardings, each read once."""
 
-    def __init__(self, found: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms):
-        self.matmuls = {dot.index: dot for body in found for dot in body.dots}
+    def __init__(self, bodies: Sequence[Body], shardings: Mapping[int, Shardings], terms: Terms):
+        self.matmuls = {dot.index: dot for body in bodies for dot in body.dots}
         self.terms, self._shardings = terms, shardings
         self._known = functools.cache(self._matmul)
         self._seconds = functools.cache(self._local_s)
-        self._bodies = {body.index: body for body in found}
+        self._bodies = {body.index: body for body in bodies}
         self._independent = functools.cache(self._independent_matmuls)
         sources = {index: source_of(self.matmuls[index]) for index in sorted(self.matmuls)}
         terms.requests.check(sources)

@@ -49,10 +49,10 @@ class IndependentMatmuls:
 
 
 def _union(sets: Mapping[Any, int], values: Iterable[Any]) -> int:
-    found = 0
+    union = 0
     for v in values:
-        found |= sets.get(v, 0)
-    return found
+        union |= sets.get(v, 0)
+    return union
 
 
 def _read(eqn: Any) -> list[Any]:

@@ -291,13 +291,13 @@ def _strides(
     matmul: ShardedMatmul, specs: dict[Side, Spec], letter: str
 ) -> dict[str, dict[Side, int]]:
     """Return the stride of every axis on one dim, in elements, by the side that has it."""
-    found: dict[str, dict[Side, int]] = {}
+    strides: dict[str, dict[Side, int]] = {}
     for side in SIDES:
         stride = matmul.einsum.sizes[letter]
         for axis in _on(matmul, side, letter, specs[side]):
             stride //= matmul.axis_sizes[axis]
-            found.setdefault(axis, {})[side] = stride
-    return found
+            strides.setdefault(axis, {})[side] = stride
+    return strides
 
 
 def hoistable(matmul: ShardedMatmul, axis: str, motion: Motion) -> bool:

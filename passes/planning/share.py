@@ -190,21 +190,21 @@ def _add(sharing: Sharing, member: Member) -> None:
 
 def _motions(matmul: ShardedMatmul) -> list[tuple[str, Motion | None]]:
     """List the motions of each mesh axis; None stands for one that no pass knows."""
-    found: list[tuple[str, Motion | None]] = []
+    motions: list[tuple[str, Motion | None]] = []
     for split in matmul.splits:
         if isinstance(split, Refusal):
-            found += [(split.axis, motion) for motion in split.first or (None,)]
+            motions += [(split.axis, motion) for motion in split.first or (None,)]
         elif split.motion is not None:
-            found.append((split.axis, split.motion))
-    return found
+            motions.append((split.axis, split.motion))
+    return motions
 
 
 def _candidate(sharing: Sharing, member: Member, matmul: ShardedMatmul, axis: str) -> Member | str:
     """Lay a matmul out with its ring on one axis, and hoist all other motions that allow it."""
     while True:
-        found = matmul.splits
-        refused = [s for s in found if isinstance(s, Refusal)]
-        shared = [s for s in found if isinstance(s, Split)]
+        splits = matmul.splits
+        refused = [s for s in splits if isinstance(s, Refusal)]
+        shared = [s for s in splits if isinstance(s, Split)]
         ring = next((s for s in shared if s.axis == axis and s.motion), None)
         before = [(s.axis, m) for s in refused for m in s.first]
         before += [(s.axis, s.motion) for s in shared if s.motion and s is not ring]

@@ -66,7 +66,7 @@ class Lookup:
 
 
 def lookups(
-    found: Sequence[Body],
+    bodies: Sequence[Body],
     shardings: Mapping[Any, Any],
     mesh: Mesh,
     costs: Mapping[str, float],
@@ -74,13 +74,13 @@ def lookups(
     """List the lookups of a step whose gradients are sums over devices, to be scattered.
 
     Args:
-        found: the step's bodies.
+        bodies: the step's bodies.
         shardings: from `partitioned`, by (body, place).
         mesh: its mesh.
         costs: the cost of a byte along each axis.
     """
     known = []
-    for body in found:
+    for body in bodies:
         zeros = {v for eqn in body.eqns if _is_zeros(eqn) for v in eqn.outvars}
         for place, eqn in enumerate(body.eqns):
             read = shardings.get((body.index, place))

@@ -26,17 +26,17 @@ from jaxoverlap.passes.analysis.mesh import explicit_axes
 
 
 def open_results(
-    params: dict[str, Any], found: Sequence[Spec | str], mesh: Mesh
+    params: dict[str, Any], specs: Sequence[Spec | str], mesh: Mesh
 ) -> list[Spec | None]:
     """List the shardings of the results that a jit leaves open; None where no constraint is needed.
 
     Args:
         params: the jit equation's parameters.
-        found: how each result of the plain step lies, from `partitioned`.
+        specs: how each result of the plain step lies, from `partitioned`.
         mesh: the step's mesh.
     """
     if explicit_axes(mesh):  # there a result's type says how it lies
-        return [None] * len(found)
+        return [None] * len(specs)
     outvars = params["jaxpr"].outvars
     return [
         None
@@ -44,7 +44,7 @@ def open_results(
         or isinstance(spec, str)
         or not is_even(v.aval.shape, spec, mesh)
         else spec
-        for v, said, spec in zip(outvars, params["out_shardings"], found, strict=True)
+        for v, said, spec in zip(outvars, params["out_shardings"], specs, strict=True)
     ]
 
 

@@ -168,13 +168,13 @@ class _Slices:
     def eqns(self, var: Any) -> dict[int, Any]:
         """Return the equations that a value is made by, in order, by their identity."""
         if var not in self._eqns:
-            found: dict[int, Any] = {}
+            eqns: dict[int, Any] = {}
             if (eqn := self.made.get(var)) is not None:
                 for atom in eqn.invars:
                     if not compat.is_literal(atom):
-                        found |= self.eqns(atom)
-                found[id(eqn)] = eqn
-            self._eqns[var] = found
+                        eqns |= self.eqns(atom)
+                eqns[id(eqn)] = eqn
+            self._eqns[var] = eqns
         return self._eqns[var]
 
     def leaves(self, var: Any) -> set[Any]:
@@ -185,12 +185,12 @@ class _Slices:
 
     def bare(self, gathers: Collection[Any]) -> list[Any]:
         """List the gathers read no later than the first matmul: they have none to hide behind."""
-        found, wanted = [], {v for v in gathers if v in self.made}
+        bare, wanted = [], {v for v in gathers if v in self.made}
         for eqn in self.body.eqns:
             if has_matmul(eqn):
-                return found + [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
-            found += [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
-        return found
+                return bare + [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
+            bare += [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
+        return bare
 
     def function(self, leaves: Sequence[Any], value: Any) -> Callable[..., list[Any]]:
         """Return the function that makes a value of its leaves."""

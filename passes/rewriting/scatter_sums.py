@@ -135,8 +135,8 @@ def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
     """
     rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
     members = (member for ring in rings for member in ring.members if not member.end.places)
-    found = {m.dot.index: _point(m.layout) for m in members if m.layout is not None}
-    return {index: point for index, point in found.items() if point is not None}
+    point_of = {m.dot.index: _point(m.layout) for m in members if m.layout is not None}
+    return {index: point for index, point in point_of.items() if point is not None}
 
 
 def _point(layout: Layout) -> Point | None:
@@ -216,7 +216,7 @@ def partitioned_scattered(
             eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
         return eqns if wanted else None
 
-    found = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
+    picture = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
     # The first sink of each result is our own constraint, which the step does not have.
     shardings = {
         (key[0], places[key]) if isinstance(key, tuple) else key: (
@@ -224,9 +224,9 @@ def partitioned_scattered(
             if key in dims and read.out_sinks
             else read
         )
-        for key, read in found.shardings.items()
+        for key, read in picture.shardings.items()
     }
-    return dataclasses.replace(found, shardings=shardings)
+    return dataclasses.replace(picture, shardings=shardings)
 
 
 def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:

@@ -80,8 +80,8 @@ def attend_and_project_backward(
     """Compute the gradients of q, k, v and wo from those of this device's rows of the result."""
     gradients = _Gradients(_Slices(how, q, k, v, wo))
     gather_under(gradients, to_result, how.axis, how.variant)
-    found = zip((q, k, v, wo), gradients.found, strict=True)
-    to_q, to_k, to_v, to_wo = (gradient.astype(x.dtype) for x, gradient in found)
+    pairs = zip((q, k, v, wo), gradients.accumulated, strict=True)
+    to_q, to_k, to_v, to_wo = (gradient.astype(x.dtype) for x, gradient in pairs)
     return to_q, to_k, to_v, to_wo
 
 
@@ -128,24 +128,24 @@ class _Gradients:
 
     def __init__(self, slices: _Slices):
         self.slices, self.dim, self.cut = slices, slices.dim, slices.cut
-        self.found: tuple[Array, ...] = ()  # of q, k, v and wo, once the first piece is read
+        self.accumulated: tuple[Array, ...] = ()  # of q, k, v and wo, once the first piece is read
 
     def tie(self, held: dict[Any, Array]) -> dict[Any, Array]:
         """Tie what is read next: neither it nor the scores beside it start before the last read."""
-        if not self.found:
+        if not self.accumulated:
             return held
-        (held, self.found) = self.slices.tie((held, self.found))
+        (held, self.accumulated) = self.slices.tie((held, self.accumulated))
         return held
 
     def read(self, to_result: Array, chunk: Any, piece: int) -> None:
         """Add what one piece of one slice gives; of all slices, if None."""
         to_q, *sums = _backward(self.slices, to_result, chunk, piece)
-        if self.found:
-            whole, *before = self.found
+        if self.accumulated:
+            whole, *before = self.accumulated
             sums = [a + b for a, b in zip(before, sums, strict=True)]
         else:
             whole = chunks.room(to_q, _SEQUENCE, self.cut, chunk)
-        self.found = (chunks.put(whole, to_q, _SEQUENCE, self.cut, chunk, piece), *sums)
+        self.accumulated = (chunks.put(whole, to_q, _SEQUENCE, self.cut, chunk, piece), *sums)
 
 
 def _backward(

@@ -58,16 +58,18 @@ def leaves(value: Value) -> Iterator[int]:
 
 def buffers(module: hlo.Module, computation: str) -> Buffers:
     """Find the buffers of a computation."""
-    found = Buffers()
+    own_buffers = Buffers()
     for instruction in module.body(computation):
-        operands = [found.values.get(name) for name in instruction.operands]
-        found.values[instruction.name] = _value(module, instruction, operands, found.make)
+        operands = [own_buffers.values.get(name) for name in instruction.operands]
+        own_buffers.values[instruction.name] = _value(
+            module, instruction, operands, own_buffers.make
+        )
     if computation == module.entry:
-        results = found.values[root(module, computation).name]
+        results = own_buffers.values[root(module, computation).name]
         for number in module.donated:
             for buffer in leaves(results[number] if isinstance(results, tuple) else results):
-                found.bytes[buffer] = 0
-    return found
+                own_buffers.bytes[buffer] = 0
+    return own_buffers
 
 
 def root(module: hlo.Module, computation: str) -> hlo.Instruction:

@@ -80,11 +80,11 @@ class Problem:
     @functools.cached_property
     def users(self) -> list[list[int]]:
         """The tasks that need each task."""
-        found: list[list[int]] = [[] for _ in self.tasks]
+        users: list[list[int]] = [[] for _ in self.tasks]
         for index, task in enumerate(self.tasks):
             for need in set(task.needs):
-                found[need].append(index)
-        return found
+                users[need].append(index)
+        return users
 
     @functools.cached_property
     def deadlines(self) -> list[float]:

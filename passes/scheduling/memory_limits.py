@@ -37,20 +37,20 @@ def rooms(
             inner = _called(instruction)
             around[name] += [(other, live) for other in inner]
             peaks[name] = max(peaks[name], live + max((peaks[i] for i in inner), default=0))
-    found = dict.fromkeys(around, int(peaks[module.entry] * (1 + slack)))
+    limits = dict.fromkeys(around, int(peaks[module.entry] * (1 + slack)))
     for name in reversed(around):  # callers first
         for other, live in around[name]:
-            found[other] = min(found[other], found[name] - live)
-    return found
+            limits[other] = min(limits[other], limits[name] - live)
+    return limits
 
 
 def _innermost_first(module: hlo.Module, computation: str) -> dict[str, None]:
     """List a computation after all that it calls, each once."""
-    found: dict[str, None] = {}
+    callees: dict[str, None] = {}
     for instruction in module.body(computation):
         for other in _called(instruction):
-            found |= {n: None for n in _innermost_first(module, other) if n not in found}
-    return {**found, computation: None}
+            callees |= {n: None for n in _innermost_first(module, other) if n not in callees}
+    return {**callees, computation: None}
 
 
 def _called(instruction: hlo.Instruction) -> tuple[str, ...]:
@@ -58,11 +58,11 @@ def _called(instruction: hlo.Instruction) -> tuple[str, ...]:
 
 
 def _live(
-    module: hlo.Module, computation: str, found: Buffers
+    module: hlo.Module, computation: str, own_buffers: Buffers
 ) -> Iterator[tuple[hlo.Instruction, int]]:
     """Yield each instruction with the bytes that are live while it runs."""
     body = module.body(computation)
-    kept = frozenset(leaves(found.values[root(module, computation).name]))
-    tasks = tuple(Task(holds=found.held(instruction)) for instruction in body)
-    problem = Problem(tasks, tuple(found.bytes), kept)
+    kept = frozenset(leaves(own_buffers.values[root(module, computation).name]))
+    tasks = tuple(Task(holds=own_buffers.held(instruction)) for instruction in body)
+    problem = Problem(tasks, tuple(own_buffers.bytes), kept)
     return zip(body, live_bytes(problem, range(len(tasks))), strict=True)

@@ -107,20 +107,20 @@ class _Walk:
     def _problem(self, computation: str) -> Problem:
         body = self._module.body(computation)
         place = {i.name: n for n, i in enumerate(body)}
-        found = self._buffers(computation)
+        own_buffers = self._buffers(computation)
         tasks: list[Task] = []
         for instruction in body:
             needs = [place[name.partition("#")[0]] for name in _needs(instruction)]
             task = replace(
                 self._task(computation, instruction),
                 needs=tuple(dict.fromkeys(needs)),
-                holds=found.held(instruction),
+                holds=own_buffers.held(instruction),
             )
             if instruction.opcode.endswith("-done") and tasks[needs[0]].flight:
                 task = replace(task, awaits=needs[0])
             tasks.append(task)
-        kept = frozenset(leaves(found.values[root(self._module, computation).name]))
-        return Problem(tuple(tasks), tuple(found.bytes), kept)
+        kept = frozenset(leaves(own_buffers.values[root(self._module, computation).name]))
+        return Problem(tuple(tasks), tuple(own_buffers.bytes), kept)
 
     def _task(self, computation: str, instruction: hlo.Instruction) -> Task:
         """Make the task of an instruction, but for what it needs and holds."""
@@ -130,9 +130,9 @@ class _Walk:
             most = sum if instruction.opcode == "while" else max
             seconds = times * most(o.seconds for o in inner)
             return Task(seconds=seconds, extra_bytes=max(o.peak_bytes for o in inner))
-        if found := self._prices.collectives.get((computation, instruction.name)):
-            lane, seconds, _ = self._prices.link(found)
-            if found.asynchronous:
+        if collective := self._prices.collectives.get((computation, instruction.name)):
+            lane, seconds, _ = self._prices.link(collective)
+            if collective.asynchronous:
                 return Task(flight=Flight(lane, seconds))
             return Task(seconds=seconds)
         if kernel := self._prices.works(computation).get(instruction.name):
@@ -155,14 +155,14 @@ def best(
     before a matmul already, where that costs no time.
     """
     xla = range(len(problem.tasks))
-    found: list[_Found] = [(xla, order_outcome(problem, xla))]
+    orders: list[_Found] = [(xla, order_outcome(problem, xla))]
     lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
     for turn in get_args(Turn):
         for leads in itertools.product(_LEADS, repeat=len(lanes)):
             rule = Rule(dict(zip(lanes, leads, strict=True)), turn, in_flight, ceiling_bytes)
             order = list_schedule(problem, rule)
-            found.append((order, order_outcome(problem, order)))
-    unit = found[0][1].seconds * SAME or 1.0
+            orders.append((order, order_outcome(problem, order)))
+    unit = orders[0][1].seconds * SAME or 1.0
 
     def cost(one: _Found) -> tuple[int, int, int]:
         return round(one[1].seconds / unit), len(one[1].bare), one[1].peak_bytes
@@ -171,7 +171,7 @@ def best(
         allowed = [one for one in several if one[1].peak_bytes <= ceiling_bytes]
         return min(allowed or several[:1], key=cost)
 
-    chosen = cheapest(found)
+    chosen = cheapest(orders)
     for start in chosen[1].bare:
         order = earlier(problem, chosen[0], start)
         if on_the_way(problem, order) <= in_flight:

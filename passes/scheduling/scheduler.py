@@ -126,9 +126,9 @@ class SchedulerCallback:
         began = time.perf_counter()
         options, cost = self._options, self._cost
         module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
-        found = schedule(module, cost, slack=options.slack, in_flight=options.in_flight)
+        new_orders = schedule(module, cost, slack=options.slack, in_flight=options.in_flight)
         xla = replay(module, cost)
-        kept, step, reason = _faster(module, found, xla, cost)
+        kept, step, reason = _faster(module, new_orders, xla, cost)
         taken = time.perf_counter() - began
         frames = SourceLines.of(text) if kept else None
         self.report = Scheduled(str(cost.cluster), kept, xla, step, reason, taken, frames)
@@ -144,7 +144,7 @@ class SchedulerCallback:
 
 
 def _faster(
-    module: hlo.Module, found: Mapping[str, NewOrder], xla: Timeline, cost: CostModel
+    module: hlo.Module, new_orders: Mapping[str, NewOrder], xla: Timeline, cost: CostModel
 ) -> tuple[dict[str, NewOrder], Timeline, str]:
     """Drop each order whose removal makes the step faster; return the rest, the step and why none.
 
@@ -155,11 +155,11 @@ def _faster(
     def replayed(orders: Mapping[str, NewOrder]) -> Timeline:
         return replay(reordered(module, orders), cost) if orders else xla
 
-    if not found:
+    if not new_orders:
         return {}, xla, "no order is faster"
-    kept = dict(found)
+    kept = dict(new_orders)
     step = together = replayed(kept)
-    for name in found:
+    for name in new_orders:
         rest = {other: order for other, order in kept.items() if other != name}
         without = replayed(rest)
         if without.step_s < step.step_s * (1 - SAME):

@@ -49,12 +49,12 @@ class SourceLines:
 
     def _with_ids(self, lines: list[str]) -> Iterator[str]:
         for line in lines:
-            if not (found := _ID.search(line)):
+            if not (match := _ID.search(line)):
                 yield line
                 continue
             name = _NAME.match(line)
             frame = self.ids.get(name.group(1), "") if name else ""
-            yield line.replace(found.group(), f" stack_frame_id={frame}" if frame else "", 1)
+            yield line.replace(match.group(), f" stack_frame_id={frame}" if frame else "", 1)
 
 
 def _first_computation(lines: list[str]) -> int:

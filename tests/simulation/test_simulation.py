@@ -162,6 +162,6 @@ class TestCompiled:
 
     def test_without_a_cluster(self, mlp):
         _, overlapped = mlp
-        bare = jaxoverlap.Compiled(overlapped._compiled, None, overlapped._found, None, None)
+        bare = jaxoverlap.Compiled(overlapped._compiled, None, overlapped._wrapped_jit, None, None)
         with pytest.raises(ValueError, match=r"simulate\(\) knows no cluster: name the GPUs"):
             bare.simulate()

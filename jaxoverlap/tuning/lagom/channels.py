@@ -64,19 +64,19 @@ def co_tune(text: str, cost: CostModel) -> CoTuned:
         tuple(Communication(*one, runs=runs, space=SPACE) for one, (runs, _) in sent.items()),
         _computations(step),
     )
-    found = search.search(problem)
+    searched = search.search(problem)
     chosen = [
         (one, SPACE.setting(place)[0], nodes)
         for (one, (_, nodes)), place, usual in zip(
-            sent.items(), found.config, problem.default, strict=True
+            sent.items(), searched.config, problem.default, strict=True
         )
         if place != usual
     ]
     given = tuple((one, channels) for one, channels, _ in chosen)
     tuned = replay(module, replace(cost, given=given))
     if tuned.step_s >= step.step_s * (1 - SAME):
-        return CoTuned((), step, found.evaluations)
-    return CoTuned(tuple(_row(*one) for one in chosen), tuned, found.evaluations)
+        return CoTuned((), step, searched.evaluations)
+    return CoTuned(tuple(_row(*one) for one in chosen), tuned, searched.evaluations)
 
 
 def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int | None]]:
@@ -99,11 +99,11 @@ def _sent(step: Timeline, cost: CostModel) -> dict[Sent, tuple[int, int | None]]
 
 
 def _computations(step: Timeline) -> tuple[Computation, ...]:
-    found = Counter()
+    runs_of = Counter()
     for event in step.events:
         if event.kind in ("matmul", "memory"):
-            found[event.work] += event.runs
-    return tuple(Computation(work, runs) for work, runs in found.items())
+            runs_of[event.work] += event.runs
+    return tuple(Computation(work, runs) for work, runs in runs_of.items())
 
 
 def _row(one: Sent, channels: Channels, nodes: int | None) -> ChannelRow:

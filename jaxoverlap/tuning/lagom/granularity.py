@@ -117,13 +117,13 @@ class GranularityModel:
         """
         if self.problem is None:
             return []
-        found: list[dict[int, Variant]] = []
+        plans: list[dict[int, Variant]] = []
         for tried in sorted(search(self.problem).trace, key=lambda t: t.outcome.step_s):
             ways = self._ways(tried.config)
-            apart = (sum(ways[n] != other[n] for n in ways) for other in found)
+            apart = (sum(ways[n] != other[n] for n in ways) for other in plans)
             if all(10 * differ >= len(ways) and differ for differ in apart):
-                found.append(ways)
-        return found[:count]
+                plans.append(ways)
+        return plans[:count]
 
     def _ways(self, config: Config) -> dict[int, Variant]:
         places = zip(self.sites, config, strict=False)  # what follows is no site's
