@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DEMO ?= models.demo
 # One worker a core of a small machine: each test process simulates 8 devices with threads of its own.
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Compiling for a GPU that is not there needs JAX itself to run on the CPU.
 JAX_PLATFORMS ?= cpu

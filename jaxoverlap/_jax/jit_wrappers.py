@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxoverlap._jax import jits
 
 
-class Found(NamedTuple):
+class WrappedJit(NamedTuple):
     """A function from `jax.jit`, and the callable that it was found in.
 
     Attributes:
@@ -26,27 +26,27 @@ class Found(NamedTuple):
     around: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def find_jit(fn: Any) -> Found | None:
+def find_jit(fn: Any) -> WrappedJit | None:
     """The function from `jax.jit` that `fn` is or holds; None if there is none to be found."""
     if isinstance(fn, types.MethodType):  # shows its function's attributes as its own
         fn = functools.partial(fn.__func__, fn.__self__)
     if jits.is_jitted(fn):
-        return Found(fn, lambda new: new)
+        return WrappedJit(fn, lambda new: new)
     if isinstance(fn, functools.partial):
         wrapped_jit = find_jit(fn.func)
         if wrapped_jit is None:
             return None
         bind = functools.partial(_bound, wrapped_jit.around, fn)
-        return Found(wrapped_jit.jitted, bind)
+        return WrappedJit(wrapped_jit.jitted, bind)
     # A function may carry the name too, copied by functools.wraps, and would not look it up.
     inside = getattr(fn, "jitted_fn", None)
     if jits.is_jitted(inside) and not isinstance(fn, types.FunctionType):
-        return Found(inside, functools.partial(_twin, fn, _twin_class(fn)))
+        return WrappedJit(inside, functools.partial(_twin, fn, _twin_class(fn)))
     return None
 
 
 def arguments_reach(
-    wrapped_jit: Found, work: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    wrapped_jit: WrappedJit, work: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Call `work` with the arguments that reach the jit in a call with `args` and `kwargs`.
 

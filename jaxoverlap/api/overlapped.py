@@ -12,7 +12,7 @@ import jax
 import msgspec
 
 from jaxoverlap._jax import jits
-from jaxoverlap._jax.jit_wrappers import Found, arguments_reach, find_jit
+from jaxoverlap._jax.jit_wrappers import WrappedJit, arguments_reach, find_jit
 from jaxoverlap._util.text import warn
 from jaxoverlap.hardware import hosts
 from jaxoverlap.hardware.pods import is_pod
@@ -55,7 +55,7 @@ class Overlapped:
             )
         hosts.announce()  # so that one process may explain a step before the others come to it
         self._fn = fn
-        self._wrapped_jit = wrapped_jit or Found(jax.jit(fn), lambda new: new)
+        self._wrapped_jit = wrapped_jit or WrappedJit(jax.jit(fn), lambda new: new)
         self._jitted: Any = self._wrapped_jit.jitted
         self._options = options
         self._tuning = tuning

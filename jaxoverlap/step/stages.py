@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxoverlap._jax.jit_wrappers import Found
+from jaxoverlap._jax.jit_wrappers import WrappedJit
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.text import warn
 from jaxoverlap.cost.model import CostModel
@@ -31,7 +31,7 @@ class Lowered:
         self,
         lowered: jax.stages.Lowered,
         plan: Plan | None,
-        wrapped_jit: Found,
+        wrapped_jit: WrappedJit,
         cluster: Cluster | None,
         ordering: SchedulerPass | None,
         *,
@@ -112,7 +112,7 @@ class Compiled:
         self,
         compiled: jax.stages.Compiled,
         plan: Plan | None,
-        wrapped_jit: Found,
+        wrapped_jit: WrappedJit,
         cluster: Cluster | None,
         schedule: Scheduled | None,
         speedup: Speedup | None = None,

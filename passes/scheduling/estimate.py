@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import joined, moved
+from jaxoverlap.passes.scheduling.kernels import LOOPS, Kernels, turned_bytes
 from jaxoverlap.passes.scheduling.list_schedule import (
     Flight,
     Problem,
@@ -29,32 +29,14 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     list_schedule,
     order_outcome,
 )
-from jaxoverlap.plan.collectives import OPCODES, PERMUTE
+from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective
-from jaxoverlap.simulation.hlo_work import work
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
 
 _LEADS: tuple[tuple[float, Turn], ...] = ((2.0, "path"), (math.inf, "path"), (2.0, "first"))
 _RULES = tuple(Rule({NVLINK: a, NETWORK: a}, turn, 8, 1 << 62) for a, turn in _LEADS)
-_LOOPS = ("while", "call", "conditional")
-_FREE = (
-    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "reshape", "opt-barrier"),
-    *("partition-id", "replica-id", "after-all", "iota", "add-dependency"),
-)
-_OWN_KERNELS = (
-    "dot",
-    "convolution",
-    "custom-call",
-    "scatter",
-    "sort",
-    "fusion",
-    "rng-bit-generator",
-)
-_LAYOUT = 'custom_call_target="LayoutConstraint"'
-_RENAMES = ("bitcast", "reshape", "opt-barrier")
-_SLICES = ("dynamic-slice", "slice", "gather")
 
 
 @dataclass(frozen=True)
@@ -120,7 +102,7 @@ class _Estimator:
     def _computation(self, name: str) -> Estimate:
         """Estimate a computation, with those that it runs."""
         body = self._module.body(name)
-        kernels = _Kernels(self._module, body)
+        kernels = Kernels(self._module, body)
         tasks: list[Task] = []
         places: dict[str, int] = {}
         flights: dict[int, str] = {}
@@ -132,12 +114,12 @@ class _Estimator:
                 flights[len(tasks)] = i.name
                 tasks.append(Task(needs, flight=Flight(lane, seconds)))
                 tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
-                if turned := _turned_bytes(i, kernels):
+                if turned := turned_bytes(i, kernels):
                     tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(turned)))
                 own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
                 total = _added(total, own)
                 slowed_s += seconds * sms / self._cost.cluster.chip.num_sms
-            elif i.opcode in _LOOPS:
+            elif i.opcode in LOOPS:
                 inner = self._called(i)
                 total = _added(total, replace(inner, step_s=0.0, compute_s=0.0))
                 tasks.append(Task(needs, seconds=inner.step_s))
@@ -226,116 +208,3 @@ def _waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
             now = max(now, until)
         now += task.seconds
     return waited
-
-
-class _Kernels:
-    """The kernels that a computation will have, once XLA has fused it."""
-
-    def __init__(self, module: hlo.Module, body: Sequence[hlo.Instruction]):
-        self._module, self._body = module, body
-        self._by_name = {i.name: i for i in body}
-        self._shapes = {i.name: i.shape for i in body}
-        self._users: dict[str, list[hlo.Instruction]] = defaultdict(list)
-        for i in body:
-            for operand in i.operands:
-                self._users[operand.partition("#")[0]].append(i)
-
-    def work(self, i: hlo.Instruction) -> KernelWork:
-        """Return the work of an instruction's kernel; none where it is part of another's."""
-        if i.opcode in _FREE or _LAYOUT in i.line:
-            return KernelWork()
-        if i.opcode in _OWN_KERNELS:
-            return work(self._module, i, self._shapes)
-        if not self._ends(i) or self._adds_to_matmul(i):
-            return KernelWork()
-        return KernelWork(memory_bytes=self._written(i) + sum(self._read(i)))
-
-    def _adds_to_matmul(self, i: hlo.Instruction) -> bool:
-        """Return whether an instruction adds to a matmul that only it reads, as cuBLAS can."""
-        if i.opcode != "add":
-            return False
-        for operand in i.operands:
-            made = self._maker(operand, ("bitcast", "reshape"))
-            if made is not None and made.opcode == "dot" and len(self._users[made.name]) == 1:
-                return True
-        return False
-
-    def part_of(self, i: hlo.Instruction) -> hlo.Instruction | None:
-        """Return the one slice of a value that anybody reads; None where more is read."""
-        readers = list(self._readers(i))
-        slices = [user for user in readers if user.opcode == "dynamic-slice"]
-        return slices[0] if slices and len(slices) == len(readers) else None
-
-    def _fuses(self, i: hlo.Instruction) -> bool:
-        return i.opcode not in (*_FREE, *_OWN_KERNELS, *_LOOPS) and i.opcode not in OPCODES
-
-    def _ends(self, i: hlo.Instruction) -> bool:
-        """Return whether a kernel ends at an instruction: somebody reads its value from memory."""
-        if not self._fuses(i):
-            return False
-        if i.opcode == "reduce" or i.is_root:
-            return True
-        return any(not self._fuses(user) or self._is_updated(i, user) for user in self._readers(i))
-
-    def _is_updated(self, i: hlo.Instruction, user: hlo.Instruction) -> bool:
-        """Return whether a user writes into a value that some kernel must have written before."""
-        if user.opcode != "dynamic-update-slice" or i.opcode == "dynamic-update-slice":
-            return False
-        return self._maker(user.operands[0], _RENAMES) is i
-
-    def _maker(self, operand: str, renames: Sequence[str]) -> hlo.Instruction | None:
-        """Return the instruction that makes an operand's value, through those that rename it."""
-        made = self._by_name.get(operand.partition("#")[0])
-        while made is not None and made.opcode in renames:
-            made = self._by_name.get(made.operands[0].partition("#")[0])
-        return made
-
-    def _readers(self, i: hlo.Instruction) -> Iterator[hlo.Instruction]:
-        """Yield the readers of a value, through what only renames it."""
-        for user in self._users[i.name]:
-            if user.opcode in _RENAMES:
-                yield from self._readers(user) if not user.is_root else iter((user,))
-            else:
-                yield user
-
-    def _written(self, i: hlo.Instruction) -> int:
-        if i.opcode == "dynamic-update-slice":
-            return hlo.shape_bytes(self._shapes[i.operands[1]])
-        return hlo.shape_bytes(i.shape)
-
-    def _read(self, i: hlo.Instruction) -> Iterator[int]:
-        """Yield the bytes of what a kernel reads, from the instruction at which it ends."""
-        seen, stack = {i.name}, [i]
-        while stack:
-            at = stack.pop()
-            if at.opcode in _SLICES:
-                yield hlo.shape_bytes(at.shape)
-                continue
-            skipped = 1 if at.opcode == "dynamic-update-slice" else 0
-            for operand in at.operands[skipped:]:
-                made = self._by_name.get(operand.partition("#")[0])
-                if made is None or made.name in seen:
-                    continue
-                seen.add(made.name)
-                if made.opcode in ("bitcast", "reshape") or (
-                    self._fuses(made) and not self._ends(made)
-                ):
-                    stack.append(made)
-                elif made.opcode not in ("constant", "iota", "partition-id"):
-                    yield hlo.shape_bytes(made.shape)
-
-
-def _turned_bytes(i: hlo.Instruction, kernels: _Kernels) -> int:
-    """Return the bytes of the copy beside a collective whose blocks do not lie one after the other.
-
-    NCCL's blocks do. Along another dim than the first XLA:GPU turns what was gathered after it, and
-    what is to be scattered before it.
-    """
-    sizes = hlo.dims(hlo.array_shapes(i.shape)[0]) if not i.shape.startswith("(") else ()
-    dim = 0
-    if i.opcode == "all-gather":
-        dim = int(i.attribute("dimensions").strip("{}"))
-    elif i.opcode == "all-reduce" and (part := kernels.part_of(i)) is not None:
-        pairs = zip(sizes, hlo.dims(hlo.array_shapes(part.shape)[0]), strict=False)
-        dim = next((d for d, (whole, cut) in enumerate(pairs) if whole != cut), 0)
-    return 2 * hlo.shape_bytes(i.shape) if math.prod(sizes[:dim]) > 1 else 0

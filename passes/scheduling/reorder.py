@@ -142,7 +142,7 @@ class _Walk:
         return Task()
 
 
-_Found = tuple[Sequence[int], OrderOutcome]
+_Ordered = tuple[Sequence[int], OrderOutcome]
 
 
 def best(
@@ -155,7 +155,7 @@ def best(
     before a matmul already, where that costs no time.
     """
     xla = range(len(problem.tasks))
-    orders: list[_Found] = [(xla, order_outcome(problem, xla))]
+    orders: list[_Ordered] = [(xla, order_outcome(problem, xla))]
     lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
     for turn in get_args(Turn):
         for leads in itertools.product(_LEADS, repeat=len(lanes)):
@@ -164,10 +164,10 @@ def best(
             orders.append((order, order_outcome(problem, order)))
     unit = orders[0][1].seconds * SAME or 1.0
 
-    def cost(one: _Found) -> tuple[int, int, int]:
+    def cost(one: _Ordered) -> tuple[int, int, int]:
         return round(one[1].seconds / unit), len(one[1].bare), one[1].peak_bytes
 
-    def cheapest(several: Sequence[_Found]) -> _Found:
+    def cheapest(several: Sequence[_Ordered]) -> _Ordered:
         allowed = [one for one in several if one[1].peak_bytes <= ceiling_bytes]
         return min(allowed or several[:1], key=cost)
 

@@ -88,7 +88,9 @@ def _tried(seed: int, always: bool) -> Comparison:
         print(case.name, end=" ", flush=True)
         return compared(case, always=always)
     except Exception as error:
-        return Comparison([f"harness: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], [])
+        return Comparison(
+            [f"harness: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], []
+        )
 
 
 def kind(text: str) -> str:

@@ -73,7 +73,9 @@ def compared(case: Case, *, always: bool = False) -> Comparison:
     """
     plain = _run(case, case.fn)
     if plain.error is not None:
-        return Comparison(_same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"])
+        return Comparison(
+            _same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"]
+        )
     again = case.built(False)
     overlapped = _overlapped(again)
     ours = _run(again, overlapped)

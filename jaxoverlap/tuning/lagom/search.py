@@ -92,7 +92,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """The result of a search.
 
     Attributes:
@@ -110,7 +110,9 @@ class Found:
         return len(self.trace)
 
 
-def search(problem: Problem, *, passes: int = 2, stop: Callable[[], bool] = lambda: False) -> Found:
+def search(
+    problem: Problem, *, passes: int = 2, stop: Callable[[], bool] = lambda: False
+) -> Solution:
     """Find the settings under which a step is shortest, by Lagom's walk.
 
     Deterministic. Measures no config twice, the default among them, so the outcome is never worse
@@ -136,7 +138,7 @@ def search(problem: Problem, *, passes: int = 2, stop: Callable[[], bool] = lamb
         for _ in range(passes):
             if not walk.turn():
                 break
-    return Found(walk.best, walk.seen[walk.best], tuple(walk.trace))
+    return Solution(walk.best, walk.seen[walk.best], tuple(walk.trace))
 
 
 class _Stopped(Exception):
