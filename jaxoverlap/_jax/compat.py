@@ -154,6 +154,11 @@ def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def while_parts(loop: JaxprEqn) -> tuple[Jaxpr, int, int]:
+    """Return a while loop's body, and how many operands its condition and its body alone have."""
+    return loop.params["body_jaxpr"], loop.params["cond_nconsts"], loop.params["body_nconsts"]
+
+
 def new_scan(
     scan: JaxprEqn,
     body: Jaxpr,

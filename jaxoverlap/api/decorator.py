@@ -12,7 +12,7 @@ from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
-from jaxoverlap.step.options import OnError, Options
+from jaxoverlap.step.options import LayoutMode, OnError, Options
 from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
@@ -28,6 +28,7 @@ def overlap(
     on_error: OnError = ...,
     granularity: Granularity = ...,
     fsdp: FSDP | None = ...,
+    layouts: LayoutMode | None = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
@@ -43,6 +44,7 @@ def overlap(
     on_error: OnError = ...,
     granularity: Granularity = ...,
     fsdp: FSDP | None = ...,
+    layouts: LayoutMode | None = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
@@ -57,6 +59,7 @@ def overlap(
     on_error: OnError = "raise",
     granularity: Granularity = None,
     fsdp: FSDP | None = None,
+    layouts: LayoutMode | None = "repair",
     schedule: Scheduler | None = _SCHEDULER,
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
@@ -96,6 +99,10 @@ def overlap(
         fsdp: what becomes of the gathers of sharded weights in a scan over layers: "prefetch", the
             default, runs them one step ahead, through the scan's carry, at the price of a second
             buffer; "ring" takes them into the matmuls, where no other collective is there already.
+        layouts: whether to pin the results of matmuls where XLA's choice costs more, by price,
+            and memory allows it: "repair", the default, asks XLA's partitioner about a few layouts
+            (some seconds); "complete" asks about many, for steps without constraints of their own;
+            None keeps XLA's choice. Your own constraints stay. Needs GPUs whose prices are known.
         schedule: how the scheduler pass may order the compiled step on GPUs; None for XLA's order.
         plan: a plan, or its file. It says all that skip, granularity, fsdp and schedule say, and
             is for one step, mesh, cluster and version: the first call refuses any other.
@@ -126,6 +133,8 @@ def overlap(
         )
     if fsdp not in ("prefetch", "ring", None):
         raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
+    if layouts not in ("repair", "complete", None):
+        raise ValueError(f"layouts={layouts!r}: expected 'repair', 'complete' or None")
     if not isinstance(schedule, Scheduler | None):
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
     if not isinstance(tune, bool | Tuning):
@@ -144,6 +153,8 @@ def overlap(
             raise ValueError(_said_twice(twice))
         if schedule is not _SCHEDULER:
             raise ValueError(_said_twice(["schedule"]))
+        if layouts != "repair":
+            raise ValueError(_said_twice(["layouts"]))
         options = Options.of(
             _read(plan), cluster=named, on_error=on_error, agree_within_s=agree_within_s
         )
@@ -154,6 +165,7 @@ def overlap(
             on_error=on_error,
             granularity=_variants(granularity),
             fsdp=fsdp or "prefetch",
+            layouts=layouts,
             schedule=schedule,
             agree_within_s=agree_within_s,
             never_slower=never_slower,

@@ -25,6 +25,7 @@ from jaxoverlap.plan.decisions import (
     Style,
     Variant,
 )
+from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.table import (
     cluster_lines,
     count_lines,
@@ -57,7 +58,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 2  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 3  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +180,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         prefetched: gathers of scanned weights that run one step of their scan ahead.
         scattered: the gradients of embedding lookups that are scattered.
         sums: the sums of activations that stay scattered.
+        layouts: the results of matmuls that are pinned; None if none are.
         fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
         schedule: the scheduler pass; None where there is none.
         xla_options: compiler options, beyond the user's own and those that a pod needs.
@@ -199,6 +201,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prefetched: int = 0
     scattered: tuple[Scattered, ...] = ()
     sums: tuple[ScatteredSum, ...] = ()
+    layouts: Layouts | None = None
     fsdp: FSDP = "prefetch"
     schedule: Schedule | None = None
     xla_options: Mapping[str, str] = {}
@@ -217,8 +220,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """The changes that passes make to the step: rings, scattered lookups, scattered sums."""
-        return self.decisions, self.scattered, self.sums
+        """The changes that passes make to the step: rings, scattered lookups and sums, layouts."""
+        pins = self.layouts.pins if self.layouts else ()
+        return self.decisions, self.scattered, self.sums, pins
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether anything but the layout of results changes."""
+        return bool(self.decisions or self.scattered or self.sums)
 
     @property
     def skips(self) -> tuple[Skip, ...]:
@@ -238,10 +247,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             schedule: the scheduler pass that it is compiled with all the same.
         """
         plan = self.without_rings("left alone: the step as it is is faster")
-        return msgspec.structs.replace(plan, plain=True, schedule=schedule, xla_options={})
+        return msgspec.structs.replace(
+            plan, plain=True, layouts=None, schedule=schedule, xla_options={}
+        )
 
     def without_rings(self, why: str) -> Plan:
-        """The plan that rewrites nothing; matmuls without a ring keep their reasons.
+        """The plan that rewrites no matmul; matmuls without a ring keep their reasons.
 
         Args:
             why: the reason why the other matmuls have none.
@@ -306,6 +317,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 *count_lines(self.entries),
                 *prefetched_lines(self.prefetched),
                 *map(scattered_line, self.scattered),
+                *(self.layouts.lines if self.layouts else ()),
                 *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),
             )

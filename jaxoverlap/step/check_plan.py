@@ -40,9 +40,7 @@ def made_for(call: jits.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
         cluster: the mesh's GPUs, if named.
     """
     params, jaxpr = call.params, call.params["jaxpr"]
-    bound = zip(params["in_shardings"], map(jits.bound_sharding, call.flat), strict=True)
-    given = [own if isinstance(own, jax.sharding.Sharding) else at for own, at in bound]
-    arguments = tuple(map(_lies, jaxpr.invars, given))
+    arguments = tuple(map(_lies, jaxpr.invars, argument_shardings(call)))
     results = tuple(map(_lies, jaxpr.outvars, params["out_shardings"]))
     step = (fingerprint(jaxpr), arguments, results, params["donated_invars"], params["keep_unused"])
     known = cluster or cluster_of(mesh)
@@ -57,6 +55,12 @@ def made_for(call: jits.Call, mesh: Mesh, cluster: Cluster | None) -> MadeFor:
         cluster=str(known) if known else None,
         versions={package: _version(package) for package in _PACKAGES},
     )
+
+
+def argument_shardings(call: jits.Call) -> list[Any]:
+    """List the shardings of a step's arguments: the jit's own, or what they are bound to."""
+    bound = zip(call.params["in_shardings"], map(jits.bound_sharding, call.flat), strict=True)
+    return [own if isinstance(own, jax.sharding.Sharding) else at for own, at in bound]
 
 
 def _version(package: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._jax import jits
 from jaxoverlap.cost.find import cost_model, has_cost_model
@@ -14,11 +14,12 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import axis_domains, axis_processes, cluster_of, processes_of_one
+from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
-from jaxoverlap.passes.analysis.mesh import find_mesh
+from jaxoverlap.passes.analysis.mesh import explicit_axes, find_mesh
 from jaxoverlap.plan.plan import MadeFor
-from jaxoverlap.step.check_plan import check, cluster_for, made_for
+from jaxoverlap.step.check_plan import argument_shardings, check, cluster_for, made_for
 from jaxoverlap.step.options import Options
 
 
@@ -33,6 +34,7 @@ class StepContext:
         cluster, cost: the mesh's GPUs, and their cost model; None where not known.
         named: the cluster, where the user or the plan names it.
         origin: what a plan for the step is made for.
+        arguments: how each of its arguments lies; None where that is not known.
     """
 
     params: dict[str, Any]
@@ -42,6 +44,12 @@ class StepContext:
     cost: CostModel | None
     named: Cluster | None
     origin: MadeFor
+    arguments: tuple[Spec | None, ...] = ()
+
+    @property
+    def explicit(self) -> tuple[str, ...]:
+        """The axes whose shardings are part of the arrays' types."""
+        return explicit_axes(self.mesh)
 
 
 def prepare(call: jits.Call, options: Options) -> StepContext:
@@ -64,7 +72,16 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
         check(options.plan, params["name"], origin, mesh, call, jaxpr)
     cluster = named or cluster_of(mesh)
     cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
-    return StepContext(params, jaxpr, mesh, cluster, cost, named, origin)
+    arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
+    return StepContext(params, jaxpr, mesh, cluster, cost, named, origin, arguments)
+
+
+def _spec(var: Any, sharding: Any) -> Spec | None:
+    """Return the mesh axes on each dim of an argument; None where its sharding does not say it."""
+    if not isinstance(sharding, NamedSharding) or not hasattr(var.aval, "ndim"):
+        return None
+    dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in sharding.spec]
+    return (*dims, *((),) * (var.aval.ndim - len(dims)))
 
 
 def mesh_of(call: jits.Call) -> Mesh:

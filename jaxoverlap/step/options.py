@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.plan import FSDP, Plan, ScatteredSum, Variant
 
 OnError = Literal["raise", "plain"]
+LayoutMode = Literal["repair", "complete"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,8 @@ class Options:
         choices: how the pieces of single rings travel, by the site that a ring is named after;
             "plain" leaves all the matmuls of a ring alone. Other rings go by the rules.
         alone: the sites of matmuls that have no part in any ring.
+        layouts: as in `overlap`.
+        pins: the results of matmuls to pin; None to search for them, if `layouts` says so.
         sums: the sums of activations that stay scattered; None to take what leaves less exposed.
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
@@ -37,6 +41,8 @@ class Options:
     schedule: Scheduler | None = None
     choices: Mapping[int, Variant] = field(default_factory=dict)
     alone: frozenset[int] = frozenset()
+    layouts: LayoutMode | None = "repair"
+    pins: Layouts | None = None
     sums: tuple[ScatteredSum, ...] | None = None
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
@@ -59,6 +65,8 @@ class Options:
             choices=plan.choices,
             alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
             sums=plan.sums,
+            layouts=None,
+            pins=plan.layouts,
             xla_options=plan.xla_options,
             plan=plan,
             **others,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.jaxprs import bodies
@@ -29,7 +30,6 @@ from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
-from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
 from jaxoverlap.passes.rewriting.prefetch import prefetch
 from jaxoverlap.passes.rewriting.rewrite import rewrite
 from jaxoverlap.passes.rewriting.rewriting import Point, Rewriting
@@ -43,6 +43,7 @@ from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
+from jaxoverlap.step.layouts import changed, lay_out
 from jaxoverlap.step.options import Options
 
 _GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
@@ -94,8 +95,7 @@ class _Ways:
     ):
         self._step, self._traced, self._terms, self._options = step, traced, terms, options
         self._plain = partitioned(traced, step.jaxpr, step.mesh)
-        left_open = open_results(step.params, self._plain.results, step.mesh)
-        self._pinned = pin_results(step.jaxpr, left_open, step.mesh)
+        self._laid = lay_out(step, traced, self._plain, options)
 
     # -- by bytes -----------------------------------------------------------------------------
 
@@ -105,8 +105,8 @@ class _Ways:
         if not any(way.plan.changes):
             return replace(way, jaxpr=self._step.jaxpr)
         after = self._partitioned(way.jaxpr)
-        if changed := _changed(self._plain, after):
-            return _left_alone(way, self._step.jaxpr, changed)
+        if why := changed(self._plain, after):
+            return self._without_rings(way, why)
         if self._terms.prices is None:
             return way
         return replace(way, step_s=estimate(after.module, self._terms.prices.cost).step_s)
@@ -129,17 +129,17 @@ class _Ways:
         """Take the way with the least estimated time; of ways that are about equal, the first."""
         assert self._terms.prices is not None
         cost = self._terms.prices.cost
-        plain_s, priced = self._knowing(self._plain)
-        first, best, best_s, rings_s = None, None, plain_s * (1 - _GAIN), math.inf
+        base_s, priced = self._knowing(self._laid.picture)
+        first, best, best_s, rings_s = None, None, base_s * (1 - _GAIN), math.inf
         tried: list[tuple[Any, ...]] = []
         for rewriting in self._all(priced):
             way = self._finished(rewriting)
             first = first or way
-            if not any(way.plan.changes) or way.plan.changes in tried:
-                continue  # plain and these have their price
+            if not way.plan.rewrites or way.plan.changes in tried:
+                continue  # the step without rings and these have their price
             tried.append(way.plan.changes)
             after = self._partitioned(way.jaxpr)
-            if _changed(self._plain, after):
+            if changed(self._plain, after):
                 continue
             way_s = estimate(after.module, cost).step_s
             rings_s = min(rings_s, way_s) if way.plan.decisions else rings_s
@@ -148,9 +148,9 @@ class _Ways:
         if best is not None:
             return best
         assert first is not None
-        why = f"by price the step takes {plain_s * 1e3:.4g} ms without rings"
+        why = f"by price the step takes {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-        return replace(_left_alone(first, self._step.jaxpr, why), step_s=plain_s)
+        return replace(self._without_rings(first, why), step_s=base_s)
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
         """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.
@@ -199,14 +199,28 @@ class _Ways:
     def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Rewriting:
         if rejected:
             terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
-        return _decided(self._pinned, self._plain.shardings, self._step.mesh, terms)
+        laid = self._laid
+        return _decided(laid.jaxpr, laid.picture.shardings, self._step.mesh, terms)
 
     def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Rewriting:
-        jaxpr, shardings, mesh = self._pinned, self._plain.shardings, self._step.mesh
+        jaxpr, shardings = self._laid.jaxpr, self._laid.picture.shardings
+        mesh = self._step.mesh
         return with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
 
     def _finished(self, rewriting: Rewriting) -> Way:
-        return _finished(self._step, rewriting, self._options)
+        way = _finished(self._step, rewriting, self._options)
+        plan = msgspec.structs.replace(way.plan, layouts=self._laid.layouts)
+        return replace(way, plan=plan)
+
+    def _without_rings(self, way: Way, why: str) -> Way:
+        """Return the step without rings, laid out all the same, in the place of a way.
+
+        Args:
+            way: the way.
+            why: the reason why no matmul gets a ring.
+        """
+        jaxpr = self._laid.jaxpr if self._laid.layouts else self._step.jaxpr
+        return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
 
     def _partitioned(self, jaxpr: Any) -> Picture:
         """Partition a rewritten step with XLA, and return the picture."""
@@ -224,30 +238,6 @@ def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
             if ring.first.ring.axis == axis
             for m in ring.members
         }
-
-
-# -- what stays as it is --------------------------------------------------------------------------
-
-
-def _changed(plain: Picture, after: Picture) -> str:
-    """Say how sharding or donation differ from the plain step's; empty if they do not."""
-    pairs = zip(plain.results, after.results, strict=True)
-    moved = [str(place) for place, (one, other) in enumerate(pairs) if one != other]
-    if moved:
-        return f"XLA would give result {', '.join(moved[:3])} another sharding"
-    lost = {argument for _, argument in plain.donated - after.donated}
-    return f"XLA would not donate argument {', '.join(sorted(lost)[:3])}" if lost else ""
-
-
-def _left_alone(way: Way, jaxpr: Any, why: str) -> Way:
-    """Return the step as it is, in the place of a way.
-
-    Args:
-        way: the way.
-        jaxpr: the step.
-        why: the reason why no matmul gets a ring.
-    """
-    return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
 
 
 # -- one way --------------------------------------------------------------------------------------

@@ -72,6 +72,10 @@ class Kernels:
         slices = [user for user in readers if user.opcode == "dynamic-slice"]
         return slices[0] if slices and len(slices) == len(readers) else None
 
+    def is_fused(self, i: hlo.Instruction) -> bool:
+        """Return whether an instruction's value never comes to memory: its reader computes it."""
+        return self._fuses(i) and not self._ends(i)
+
     def _fuses(self, i: hlo.Instruction) -> bool:
         return i.opcode not in (*_FREE, *_OWN_KERNELS, *LOOPS) and i.opcode not in OPCODES
 
@@ -123,9 +127,7 @@ class Kernels:
                 if made is None or made.name in seen:
                     continue
                 seen.add(made.name)
-                if made.opcode in ("bitcast", "reshape") or (
-                    self._fuses(made) and not self._ends(made)
-                ):
+                if made.opcode in ("bitcast", "reshape") or self.is_fused(made):
                     stack.append(made)
                 elif made.opcode not in ("constant", "iota", "partition-id"):
                     yield hlo.shape_bytes(made.shape)

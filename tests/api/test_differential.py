@@ -15,19 +15,36 @@ from tests.differential.compare import compared
 TOGETHER = 10  # seeds a test
 
 
-def differing(seeds: range, *, always: bool) -> dict[int, list[str]]:
+def differing(
+    seeds: range, *, always: bool = False, laid_out: bool = False, graph: bool = False
+) -> dict[int, list[str]]:
     """Return the differences by seed; run `python -m tests.differential --seed N` for one."""
-    differences = {seed: compared(draw(seed), always=always).differences for seed in seeds}
+    differences = {
+        seed: compared(draw(seed, graph=graph), always=always, laid_out=laid_out).differences
+        for seed in seeds
+    }
     jax.clear_caches()
     return {seed: texts for seed, texts in differences.items() if texts}
 
 
 @pytest.mark.parametrize("first", range(0, 150, TOGETHER))
 def test_drawn_steps_live_as_under_jit(first: int):
-    assert differing(range(first, first + TOGETHER), always=False) == {}
+    assert differing(range(first, first + TOGETHER)) == {}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(150, 3150, TOGETHER))
 def test_three_thousand_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER), always=True) == {}
+
+
+@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+def test_a_drawn_layout_changes_nothing_but_where_values_lie(first: int):
+    seeds = range(first, first + TOGETHER)
+    assert differing(seeds, laid_out=True, graph=True) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 2000, TOGETHER))
+def test_two_thousand_drawn_layouts_change_nothing(first: int):
+    assert differing(range(first, first + TOGETHER), always=True, laid_out=True) == {}

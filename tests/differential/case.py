@@ -128,12 +128,19 @@ class Case:
         return jax.tree.map(lambda leaf: leaf.placed(self.mesh), trees)
 
 
-def draw(seed: int, *, alone: bool = False) -> Case:
-    """Draw the step of a seed; `alone` on one device, with the same axes, all of size 1."""
+def draw(seed: int, *, alone: bool = False, graph: bool = False) -> Case:
+    """Draw the step of a seed; `alone` on one device, with the same axes, all of size 1.
+
+    Args:
+        seed: the seed.
+        alone: whether it runs on one device.
+        graph: whether it is one of the graphs of matmuls, which compile soonest.
+    """
     w = World(seed, alone=alone)
     makers, weights = zip(*PROGRAMS, strict=True)
     chances = [n / sum(weights) for n in weights]
     maker = makers[int(w.rng("program").choice(len(makers), p=chances))]
+    maker = others.graph if graph else maker
     if maker in MAY_BE_EXPLICIT and w.rng("explicit").random() < 0.2:
         w.explicit, w.said["explicit"] = True, "yes"
     mesh = w.mesh()
@@ -145,7 +152,7 @@ def draw(seed: int, *, alone: bool = False) -> Case:
         mesh=mesh,
         program=program,
         settings=settings,
-        built=lambda alone: draw(seed, alone=alone),
+        built=lambda alone: draw(seed, alone=alone, graph=graph),
         said=w.said,
         ambient=w.ambient,
         by_keyword=not stated and w.chance("last input by name", 0.15),

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxoverlap
+from jaxoverlap.step.options import Options
 from tests.differential.case import CALLS, Case
+from tests.differential.layouts import drawn_layouts
 
 HARMLESS = ("overlap() changes nothing",)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -66,10 +68,15 @@ def differences(case: Case) -> list[str]:
     return compared(case).differences
 
 
-def compared(case: Case, *, always: bool = False) -> Comparison:
+def compared(case: Case, *, always: bool = False, laid_out: bool = False) -> Comparison:
     """Compare a case's two steps; the reference is run where values differ, or `always`.
 
     Where overlapped and plain agree on a value, the overlapped step is as right as the plain one.
+
+    Args:
+        case: the case.
+        always: whether to run the reference in any case.
+        laid_out: whether the overlapped step gets layouts drawn from the case's name.
     """
     plain = _run(case, case.fn)
     if plain.error is not None:
@@ -77,7 +84,7 @@ def compared(case: Case, *, always: bool = False) -> Comparison:
             _same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"]
         )
     again = case.built(False)
-    overlapped = _overlapped(again)
+    overlapped = _overlapped(again, laid_out=laid_out)
     ours = _run(again, overlapped)
     ringed = _ringed(overlapped)
     if ours.error is not None:
@@ -109,8 +116,11 @@ def compared(case: Case, *, always: bool = False) -> Comparison:
     return Comparison(texts, notes, ringed)
 
 
-def _overlapped(case: Case) -> jaxoverlap.Overlapped:
-    return jaxoverlap.overlap(case.step if case.bare else case.fn, on_error="raise")
+def _overlapped(case: Case, *, laid_out: bool = False) -> jaxoverlap.Overlapped:
+    fn = case.step if case.bare else case.fn
+    if laid_out:
+        return jaxoverlap.Overlapped(fn, Options(pins=drawn_layouts(case)))
+    return jaxoverlap.overlap(fn, on_error="raise")
 
 
 def _ringed(overlapped: jaxoverlap.Overlapped) -> int:

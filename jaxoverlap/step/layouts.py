@@ -1,0 +1,155 @@
+"""Lay out a step: pin the results of its matmuls where XLA's own choice costs more, by price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxoverlap._jax import compat, jits
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
+from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.passes.layouts.layout import starts
+from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
+from jaxoverlap.passes.layouts.pins import Pins, pinnable, pinned
+from jaxoverlap.passes.layouts.search import Answer, LayoutSearch
+from jaxoverlap.passes.planning.entries import source_of
+from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
+from jaxoverlap.passes.scheduling.estimate import estimate
+from jaxoverlap.plan.layouts import Layouts, PinnedResult
+from jaxoverlap.step.context import StepContext
+from jaxoverlap.step.options import LayoutMode, Options
+
+# A question takes the longer the more equations a step has: 0.5 s for a 7B step of 530. These are
+# for about 6 and 30 seconds. Seconds themselves would differ between the processes of a step.
+_EQUATIONS: dict[LayoutMode, int] = {"repair": 7_000, "complete": 30_000}
+_MAX_REMEMBERED = 64
+_remembered: jits.Cache[Layouts | None] = jits.Cache()  # a tuner asks about one step many times
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A step whose results lie as in the plain one, with pins or without.
+
+    Attributes:
+        jaxpr: the step, its own results pinned too.
+        picture: what XLA's partitioner makes of it.
+        layouts: what is pinned; None if nothing is.
+    """
+
+    jaxpr: Any
+    picture: Picture
+    layouts: Layouts | None = None
+
+
+def lay_out(
+    step: StepContext, traced: jax.stages.Traced, plain: Picture, options: Options
+) -> LaidOut:
+    """Pin the results that a plan names, or that are found to be better off pinned.
+
+    Args:
+        step: the step.
+        traced: the traced step.
+        plain: what XLA's partitioner makes of it as it is.
+        options: what was asked for.
+    """
+    asker = _Asker(step, traced, plain)
+    layouts = options.pins
+    if step.explicit:  # there the types say how values lie
+        layouts = None
+    elif layouts is None and options.layouts and step.cost:
+        layouts = _found(asker, step.cost, options.layouts)
+    if layouts is None:
+        return LaidOut(asker.with_pins({}), plain)
+    jaxpr = asker.with_pins({pin.site: pin.spec for pin in layouts.pins})
+    picture = partitioned(traced, jaxpr, step.mesh)
+    if changed(plain, picture):
+        return LaidOut(asker.with_pins({}), plain)
+    return LaidOut(jaxpr, picture, layouts)
+
+
+class _Asker:
+    """Asks XLA's partitioner about one step with pins."""
+
+    def __init__(self, step: StepContext, traced: jax.stages.Traced, plain: Picture):
+        self.step, self.plain, self._traced = step, plain, traced
+        self._open = open_results(step.params, plain.results, step.mesh)
+
+    def with_pins(self, pins: Pins) -> Any:
+        """Return the step with pins, its results lying as in the plain one."""
+        jaxpr = pinned(self.step.jaxpr, pins, self.step.mesh)
+        return pin_results(jaxpr, self._open, self.step.mesh)
+
+    def answer(self, pins: Pins, cost: CostModel) -> Answer:
+        """Partition the step with pins, and estimate it."""
+        picture = partitioned(self._traced, self.with_pins(pins), self.step.mesh, ask=False)
+        return _answer(picture, cost, changed(self.plain, picture))
+
+
+def _answer(picture: Picture, cost: CostModel, why_not: str = "") -> Answer:
+    step_s = estimate(picture.module, cost).step_s
+    return Answer(step_s, estimated_peak_bytes(picture.module), why_not)
+
+
+def _found(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts | None:
+    """Search for the layout of a step, unless that was done before."""
+    step = asker.step
+    key = (step.params["jaxpr"], step.mesh, step.arguments, repr(cost), mode)
+    if _remembered.holds(key):
+        return _remembered.get(key)
+    layouts = _searched(asker, cost, mode)
+    _remembered.put(key, layouts, at_most=_MAX_REMEMBERED)
+    return layouts
+
+
+def _searched(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts | None:
+    step, plain = asker.step, asker.plain
+    matmuls = {dot.index: dot for dot in pinnable(step.jaxpr)}
+    dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
+    search = LayoutSearch(
+        matmuls=tuple(matmuls.values()),
+        dims=dims,
+        sizes=sizes,
+        ask=lambda pins: asker.answer(pins, cost),
+        plain=_answer(plain, cost),
+        most=_EQUATIONS[mode] // _num_equations(step.jaxpr),
+        thorough=mode == "complete",
+    )
+    unasked = {site: plain.shardings[site].out for site in matmuls if site in plain.shardings}
+    search.run(starts(step.jaxpr, step.arguments, dims, sizes), unasked)
+    if not search.pins:
+        return None
+    dots = [(matmuls[site], spec) for site, spec in search.pins.items()]
+    return Layouts(
+        pins=tuple(
+            PinnedResult(
+                site=dot.index,
+                source=source_of(dot),
+                type=compat.type_text(dot.eqn.outvars[0]),
+                spec=spec,
+            )
+            for dot, spec in dots
+        ),
+        plain_s=search.plain.step_s,
+        step_s=search.best.step_s,
+        plain_peak_bytes=search.plain.peak_bytes,
+        peak_bytes=search.best.peak_bytes,
+        questions=search.asked,
+    )
+
+
+def _num_equations(jaxpr: Any) -> int:
+    return sum(len(body.eqns) for body in bodies(jaxpr)) or 1
+
+
+def changed(plain: Picture, after: Picture) -> str:
+    """Say how sharding or donation differ from the plain step's; empty if they do not."""
+    pairs = zip(plain.results, after.results, strict=True)
+    moved = [str(place) for place, (one, other) in enumerate(pairs) if one != other]
+    if moved:
+        return f"XLA would give result {', '.join(moved[:3])} another sharding"
+    lost = {argument for _, argument in plain.donated - after.donated}
+    return f"XLA would not donate argument {', '.join(sorted(lost)[:3])}" if lost else ""

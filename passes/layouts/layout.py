@@ -1,0 +1,133 @@
+"""Put mesh axes on named dims: one layout for all values of a step.
+
+    {"fsdp": (batch, hidden), "tp": (heads, inner, vocab, sequence)}
+
+    scores:     [batch, heads, sequence, sequence]   ->   (fsdp, tp, None, None)
+    residual:   [batch, sequence, hidden]            ->   (fsdp, tp, None)
+    a gradient: [hidden, inner]                      ->   (fsdp, tp)
+
+Each axis has the names that it may shard, in order of preference; in a value it shards the first of
+them that the value has. So a layout says of every value how it lies, and there are few layouts:
+Megatron's sequence parallelism is `sequence` at the end of a list.
+
+The first layouts come from the shardings that the step's arguments have. Then one axis at a time
+prefers another name, or gives one up. Alpa (arXiv:2201.12023, section 4) and TOAST
+(arXiv:2508.15010) search more: a strategy for each operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import Spec
+from jaxoverlap.passes.layouts.dims import DimNames, Name
+
+Layout = Mapping[str, tuple[Name, ...]]
+"""For each mesh axis the names of dims that it may shard, in order of preference."""
+
+
+def spec_of(
+    names: Sequence[Name], shape: Sequence[int], layout: Layout, sizes: Mapping[str, int]
+) -> Spec:
+    """Return the mesh axes on each dim of a value, major to minor.
+
+    Args:
+        names: the names of its dims.
+        shape: its shape; an axis shards a dim only if it divides it evenly.
+        layout: the layout.
+        sizes: devices along each mesh axis.
+    """
+    parts: list[tuple[str, ...]] = [()] * len(names)
+    left = list(shape)
+    for axis, preferred in layout.items():
+        dims = (names.index(name) for name in preferred if name in names)
+        for d in dims:
+            if left[d] % sizes[axis] == 0:
+                parts[d], left[d] = (*parts[d], axis), left[d] // sizes[axis]
+                break
+    return tuple(parts)
+
+
+def starts(
+    jaxpr: Any, arguments: Sequence[Spec | None], dims: DimNames, sizes: Mapping[str, int]
+) -> Iterator[Layout]:
+    """Yield the layouts that the shardings of a step's arguments suggest.
+
+    The batch has its names, the weights have theirs, and a value may have one of each: axis by axis
+    either may come first.
+
+    Args:
+        jaxpr: the step.
+        arguments: how each of its arguments lies; None where that is not known.
+        dims: its named dims.
+        sizes: devices along each mesh axis.
+    """
+    weights, batch = _given(jaxpr, arguments, dims)
+    orders = []
+    for axis, size in sizes.items():
+        one, other = weights.get(axis, ()), batch.get(axis, ())
+        both = (_unique((*other, *one)), _unique((*one, *other))) if size > 1 else ()
+        orders.append([(axis, names) for names in dict.fromkeys(both) if names])
+    for chosen in itertools.product(*filter(None, orders)):
+        yield dict(chosen)
+
+
+def _given(
+    jaxpr: Any, arguments: Sequence[Spec | None], dims: DimNames
+) -> tuple[dict[str, tuple[Name, ...]], dict[str, tuple[Name, ...]]]:
+    """Return for each axis the names that it shards in the weights, and in the other arguments.
+
+    An argument is a weight (or a part of an optimizer's state) if the step gives back an array of
+    its type. The names with most bytes come first.
+    """
+    returned = {_type(v) for v in jaxpr.outvars}
+    weights: dict[str, Counter[Name]] = {}
+    batch: dict[str, Counter[Name]] = {}
+    for var, spec in zip(jaxpr.invars, arguments, strict=True):
+        side = weights if _type(var) in returned else batch
+        for name, axes in zip(dims.of(var), spec or (), strict=False):
+            for axis in axes:
+                counted = side.setdefault(axis, Counter())
+                counted[name] += math.prod(var.aval.shape)
+    return _ranked(weights), _ranked(batch)
+
+
+def _type(var: Any) -> tuple[Any, ...]:
+    return var.aval.shape, var.aval.dtype
+
+
+def _ranked(counts: Mapping[str, Counter[Name]]) -> dict[str, tuple[Name, ...]]:
+    return {axis: tuple(n for n, _ in names.most_common()) for axis, names in counts.items()}
+
+
+def _unique(names: Sequence[Name]) -> tuple[Name, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def neighbours(layout: Layout, names: Sequence[Name]) -> Iterator[Layout]:
+    """Yield the layouts in which one axis has one name first, last or not at all.
+
+    Args:
+        layout: the layout.
+        names: the names to try, the most important first.
+    """
+    for name, axis in itertools.product(names, layout):
+        others = tuple(n for n in layout[axis] if n != name)
+        for changed in ((*others, name), (name, *others), others):
+            if changed != layout[axis]:
+                yield {**layout, axis: changed}
+
+
+def by_size(values: Sequence[Any], dims: DimNames) -> list[Name]:
+    """Return the names of the dims of values, those that stand in most elements first."""
+    counted = Counter[Name]()
+    for var in values:
+        if not compat.is_literal(var):
+            for name in set(dims.of(var)):
+                counted[name] += math.prod(var.aval.shape)
+    return [name for name, _ in counted.most_common()]

@@ -1,0 +1,67 @@
+"""Pin the results of matmuls to a layout, by constraints that the user did not write.
+
+    scores = dot_general q k
+
+->  s = dot_general q k ;  scores = sharding_constraint[fsdp, tp, None, None] s
+
+The step is differentiated already: the matmuls of the backward pass, and those that it computes
+again, are pinned like the others, and no user can reach them. A result that the user constrains
+himself stays as he said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import Spec
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, map_bodies
+from jaxoverlap.passes.analysis.reshards import Reshards
+from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
+
+Pins = Mapping[int, Spec]
+"""The mesh axes on each dim of matmuls' results, by the number of the matmul."""
+
+
+def pinnable(jaxpr: Any) -> Iterator[Dot]:
+    """Yield the matmuls of a step whose results may be pinned: those that the partitioner splits.
+
+    Those in manual code are not among them, nor those that the user constrains.
+    """
+    for body in bodies(jaxpr):
+        if not body.opaque and body.dots:
+            reshards = Reshards(body)
+            for dot in body.dots:
+                free = dot.inside is None and not compat.states_some(dot.eqn.outvars[0])
+                if free and not reshards.end(dot.eqn.outvars[0]).reshards:
+                    yield dot
+
+
+def pinned(jaxpr: Any, pins: Pins, mesh: Mesh) -> Any:
+    """Constrain the results of matmuls.
+
+    Args:
+        jaxpr: the step.
+        pins: how each of the results lies; others are left to the partitioner.
+        mesh: the step's mesh.
+    """
+
+    def visit(body: Body) -> list[Any] | None:
+        here = {dot.place: pins[dot.index] for dot in body.dots if dot.index in pins}
+        if not here:
+            return None
+        eqns: list[Any] = []
+        for place, eqn in enumerate(body.eqns):
+            if place not in here:
+                eqns.append(eqn)
+                continue
+            (out,) = eqn.outvars
+            made = compat.like_var(out)
+            eqns.append(eqn.replace(outvars=[made]))
+            eqns += constrained(made, out, dims_of(here[place]), mesh, eqn)
+        return eqns
+
+    return map_bodies(jaxpr, visit)

@@ -1,0 +1,107 @@
+"""overlap() pins results where XLA's own layout costs more, by price."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
+
+POD, AXES = "h100-sxm:2x4", {"fsdp": 2, "tp": 4}
+"""Two hosts: what goes over fsdp goes over the network."""
+
+B, S, D, N, H = 8, 1024, 1024, 16, 64
+
+
+def attention(x, q, k, v, out):
+    q, k, v = (jnp.einsum("bsd,de->bse", x, w).reshape(B, S, N, H) for w in (q, k, v))
+    scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(jnp.float32)
+    attended = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores).astype(x.dtype), v)
+    return jnp.einsum("bse,ed->bsd", attended.reshape(B, S, N * H), out)
+
+
+def loss_of(weights, x):
+    def layer(x, w):
+        return x + attention(x, *w), None
+
+    x = jax.lax.scan(jax.checkpoint(layer), x, weights)[0]
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def step(weights, x):
+    """Train weights that are sharded over both axes, without a single constraint."""
+    loss, gradients = jax.value_and_grad(loss_of)(weights, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jaxoverlap.pod_mesh(POD, AXES)
+
+
+@pytest.fixture(scope="module")
+def args(mesh):
+    def shape(*dims, spec):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    into, back = P(None, "fsdp", "tp"), P(None, "tp", "fsdp")
+    weights = tuple(shape(4, D, N * H, spec=into) for _ in range(3))
+    return (*weights, shape(4, N * H, D, spec=back)), shape(B, S, D, spec=P("fsdp", "tp"))
+
+
+@pytest.fixture(scope="module")
+def plan(args):
+    return jaxoverlap.overlap(jax.jit(step), cluster=POD).explain(*args)
+
+
+def test_a_step_without_constraints_is_repaired(plan):
+    assert plan.layouts.step_s < 0.9 * plan.layouts.plain_s
+    assert plan.layouts.peak_bytes <= 1.05 * plan.layouts.plain_peak_bytes
+    assert f"{len(plan.layouts.pins)} results are pinned" in str(plan)
+    scores = [pin for pin in plan.layouts.pins if f"{N}, {S}, {S}]" in pin.type]
+    assert scores, str(plan)
+    assert all(pin.spec == (("fsdp",), ("tp",), (), ()) for pin in scores)
+
+
+def test_a_plan_keeps_the_layouts_and_is_followed_without_a_search(plan, args, monkeypatch):
+    again = jaxoverlap.Plan.from_json(plan.to_json())
+    assert again.layouts == plan.layouts
+    monkeypatch.setattr("jaxoverlap.step.layouts._found", pytest.fail)
+    followed = jaxoverlap.overlap(jax.jit(step), plan=again, cluster=POD).explain(*args)
+    assert followed.layouts == plan.layouts
+
+
+def test_layouts_can_be_left_to_xla(args):
+    left = jaxoverlap.overlap(jax.jit(step), cluster=POD, layouts=None).explain(*args)
+    assert left.layouts is None
+
+
+def test_results_lie_as_in_the_plain_step(args):
+    plain = jax.jit(step).lower(*args)
+    ours = jaxoverlap.overlap(jax.jit(step), cluster=POD, never_slower=False).lower(*args)
+    options = jaxoverlap.hardware.pods.compiler_options()
+    theirs = plain.compile(compiler_options=options).output_shardings
+    same = jax.tree.map(
+        lambda a, b, aval: a.is_equivalent_to(b, len(aval.shape)),
+        ours.compile().output_shardings,
+        theirs,
+        jax.eval_shape(step, *args),
+    )
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("layouts", ["fix", True, 3])
+def test_other_layouts_are_refused(layouts):
+    with pytest.raises(ValueError, match=re.escape("expected 'repair', 'complete' or None")):
+        jaxoverlap.overlap(step, layouts=layouts)
+
+
+def test_a_plan_says_the_layouts_already(plan):
+    with pytest.raises(ValueError, match="layouts beside plan="):
+        jaxoverlap.overlap(jax.jit(step), plan=plan, layouts=None)
