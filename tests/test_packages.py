@@ -112,6 +112,7 @@ PUBLIC = [
 
 
 COMMANDS = """
+    advise: --debug --json --mesh --pod --processes-per-host STEP
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
     explain: --debug --json --mesh --pod --processes-per-host STEP
     flags: --as --check --debug --json POD

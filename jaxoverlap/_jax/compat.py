@@ -383,6 +383,14 @@ def in_no_context(eqn: JaxprEqn) -> JaxprEqn:
     return eqn.replace(ctx=core.JaxprEqnContext())
 
 
+def argument_names(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """The names of a traced function's arguments, as in "weights['up']"; numbers if lost."""
+    names = jaxpr.debug_info.arg_names or ()
+    if len(names) != len(jaxpr.invars):
+        return tuple(f"argument {n}" for n in range(len(jaxpr.invars)))
+    return tuple(name or f"argument {n}" for n, name in enumerate(names))
+
+
 def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
     """(file, line, function) of the user's code that made `eqn`; ("<unknown>", 0, "") if lost."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)

@@ -64,10 +64,6 @@ class Cache[V]:
         """The value of a key, if there is one."""
         return self._values.get(key)
 
-    def holds(self, key: Hashable) -> bool:
-        """Return whether a key has a value, be it None."""
-        return key in self._values
-
     def put(self, key: Hashable, value: V, *, at_most: int) -> None:
         """Remember a value, and forget the oldest beyond `at_most` of them."""
         self._values[key] = value

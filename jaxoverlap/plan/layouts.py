@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 import msgspec
 
 from jaxoverlap._util.text import human_bytes
@@ -14,13 +17,18 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         site: the matmul's number in the step.
         source: its source line.
         type: the type of the result.
+        part: which value of that line has this type in the forward pass, where a user can reach it:
+            the matmul's result, or an operand, whose cotangent the pinned result then is.
         spec: the mesh axes on each of its dims, major to minor.
+        gain_s: seconds that this pin saves beside the others, by price; None if not asked.
     """
 
     site: int
     source: str
     type: str
+    part: Literal["result", "operand"] = "result"
     spec: tuple[tuple[str, ...], ...]
+    gain_s: float | None = None
 
     @property
     def layout(self) -> str:
@@ -29,9 +37,14 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         shown = [dim if axes else "None" for dim, axes in zip(dims, self.spec, strict=True)]
         return f"({', '.join(shown)})"
 
+    @property
+    def gain(self) -> str:
+        """What this pin saves, in words; empty if that was not asked."""
+        return f": {self.gain_s * 1e3:.3g} ms less, by price" if self.gain_s is not None else ""
+
 
 class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The results that are pinned, and what that is estimated to bring.
+    """The results that are pinned, if that is faster, and what it is estimated to bring.
 
     The estimates are of XLA's partitioned programs, before any ring. They tell the gain of layouts
     from that of hiding.
@@ -40,7 +53,11 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         pins: the pinned results, in the order of their matmuls.
         plain_s, step_s: seconds of a step without the pins, and with them.
         plain_peak_bytes, peak_bytes: the estimated memory of a device.
+        memory_bytes: the memory that a device has.
         questions: how many layouts XLA's partitioner was asked about.
+        axes: for each mesh axis of the layout the dims that it shards where a value has them, the
+            first in the list before the others, each named as a dim of an argument.
+        unnamed: the equations through which no dim could be followed, with their source lines.
     """
 
     pins: tuple[PinnedResult, ...]
@@ -48,15 +65,33 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_s: float
     plain_peak_bytes: int
     peak_bytes: int
+    memory_bytes: int
     questions: int
+    axes: Mapping[str, tuple[str, ...]] = {}
+    unnamed: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
         """The lines that are printed below the table of a plan's matmuls."""
-        gain = (
-            f"  {len(self.pins)} results are pinned: {self.plain_s * 1e3:.4g} -> "
-            f"{self.step_s * 1e3:.4g} ms by price, before any ring; memory "
-            f"{human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
-            f"({self.questions} layouts asked)."
+        lines = [
+            self._gain,
+            *(f"    {p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins),
+        ]
+        if self.peak_bytes > self.memory_bytes:
+            needed, there = human_bytes(self.peak_bytes), human_bytes(self.memory_bytes)
+            lines.append(f"    It may not fit: about {needed} of a device's {there}.")
+        if self.unnamed:
+            lines.append(f"    No dim was followed through {', '.join(self.unnamed)}.")
+        return lines
+
+    @property
+    def _gain(self) -> str:
+        asked = f"{self.questions} layout{'s' * (self.questions != 1)} asked"
+        if not self.pins:
+            return f"  XLA's layout stays: none is faster by price ({asked})."
+        return (
+            f"  {len(self.pins)} result{'s are' if len(self.pins) > 1 else ' is'} pinned: "
+            f"{self.plain_s * 1e3:.4g} -> {self.step_s * 1e3:.4g} ms by price, before any ring; "
+            f"memory {human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
+            f"({asked})."
         )
-        return [gain, *(f"    {p.type} at {p.source} to {p.layout}" for p in self.pins)]

@@ -180,7 +180,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         prefetched: gathers of scanned weights that run one step of their scan ahead.
         scattered: the gradients of embedding lookups that are scattered.
         sums: the sums of activations that stay scattered.
-        layouts: the results of matmuls that are pinned; None if none are.
+        layouts: the results of matmuls that are pinned; None if nobody looked for any.
         fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
         schedule: the scheduler pass; None where there is none.
         xla_options: compiler options, beyond the user's own and those that a pod needs.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxoverlap._jax import compat, jits
+from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots
 from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
-from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import Pins, pinnable, pinned
@@ -24,10 +27,10 @@ from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import LayoutMode, Options
 
 # A question takes the longer the more equations a step has: 0.5 s for a 7B step of 530. These are
-# for about 6 and 30 seconds. Seconds themselves would differ between the processes of a step.
-_EQUATIONS: dict[LayoutMode, int] = {"repair": 7_000, "complete": 30_000}
+# for about 6, 30 and, twice, 50 seconds. Seconds themselves would differ between processes.
+_EQUATIONS: dict[LayoutMode, int] = {"repair": 7_000, "complete": 30_000, "advise": 50_000}
 _MAX_REMEMBERED = 64
-_remembered: jits.Cache[Layouts | None] = jits.Cache()  # a tuner asks about one step many times
+_remembered: jits.Cache[Layouts] = jits.Cache()  # a tuner asks about one step many times
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class LaidOut:
     Attributes:
         jaxpr: the step, its own results pinned too.
         picture: what XLA's partitioner makes of it.
-        layouts: what is pinned; None if nothing is.
+        layouts: what is pinned; None if nobody looked.
     """
 
     jaxpr: Any
@@ -62,8 +65,8 @@ def lay_out(
         layouts = None
     elif layouts is None and options.layouts and step.cost:
         layouts = _found(asker, step.cost, options.layouts)
-    if layouts is None:
-        return LaidOut(asker.with_pins({}), plain)
+    if layouts is None or not layouts.pins:
+        return LaidOut(asker.with_pins({}), plain, layouts)
     jaxpr = asker.with_pins({pin.site: pin.spec for pin in layouts.pins})
     picture = partitioned(traced, jaxpr, step.mesh)
     if changed(plain, picture):
@@ -94,18 +97,17 @@ def _answer(picture: Picture, cost: CostModel, why_not: str = "") -> Answer:
     return Answer(step_s, estimated_peak_bytes(picture.module), why_not)
 
 
-def _found(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts | None:
+def _found(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts:
     """Search for the layout of a step, unless that was done before."""
     step = asker.step
     key = (step.params["jaxpr"], step.mesh, step.arguments, repr(cost), mode)
-    if _remembered.holds(key):
-        return _remembered.get(key)
-    layouts = _searched(asker, cost, mode)
-    _remembered.put(key, layouts, at_most=_MAX_REMEMBERED)
+    if (layouts := _remembered.get(key)) is None:
+        layouts = _searched(asker, cost, mode)
+        _remembered.put(key, layouts, at_most=_MAX_REMEMBERED)
     return layouts
 
 
-def _searched(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts | None:
+def _searched(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts:
     step, plain = asker.step, asker.plain
     matmuls = {dot.index: dot for dot in pinnable(step.jaxpr)}
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
@@ -116,29 +118,63 @@ def _searched(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts | Non
         ask=lambda pins: asker.answer(pins, cost),
         plain=_answer(plain, cost),
         most=_EQUATIONS[mode] // _num_equations(step.jaxpr),
-        thorough=mode == "complete",
+        thorough=mode != "repair",
     )
     unasked = {site: plain.shardings[site].out for site in matmuls if site in plain.shardings}
     search.run(starts(step.jaxpr, step.arguments, dims, sizes), unasked)
-    if not search.pins:
-        return None
-    dots = [(matmuls[site], spec) for site, spec in search.pins.items()]
+    if mode == "advise":
+        search.thin_out(_EQUATIONS[mode] // _num_equations(step.jaxpr))
+    chosen = [(matmuls[site], spec) for site, spec in search.pins.items()]
+    first: dict[str, Dot] = {}  # the first matmul of each line: the forward pass's
+    for dot in dots(step.jaxpr):
+        first.setdefault(source_of(dot), dot)
     return Layouts(
         pins=tuple(
             PinnedResult(
                 site=dot.index,
                 source=source_of(dot),
-                type=compat.type_text(dot.eqn.outvars[0]),
+                type=_type(dot),
+                part=_part(dot, first[source_of(dot)], search.pins),
                 spec=spec,
+                gain_s=search.gain_s(dot.index),
             )
-            for dot, spec in dots
+            for dot, spec in chosen
         ),
         plain_s=search.plain.step_s,
         step_s=search.best.step_s,
         plain_peak_bytes=search.plain.peak_bytes,
         peak_bytes=search.best.peak_bytes,
+        memory_bytes=cost.cluster.chip.memory_bytes,
         questions=search.asked,
+        axes={a: _examples(step.jaxpr, dims, n) for a, n in (search.layout or {}).items()},
+        unnamed=tuple(dict.fromkeys(map(_named, dims.unnamed))),
     )
+
+
+def _type(dot: Dot) -> str:
+    aval = dot.eqn.outvars[0].aval
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _part(dot: Dot, forward: Dot, pins: Pins) -> Literal["result", "operand"]:
+    """Tell whether a pinned result lies as the forward result of its line, or as an operand."""
+    other = pins.get(forward.index, pins[dot.index]) != pins[dot.index]
+    return "operand" if other or _type(dot) != _type(forward) else "result"
+
+
+def _examples(jaxpr: Any, dims: DimNames, names: Sequence[Name]) -> tuple[str, ...]:
+    """Name dims by the largest argument that has each; those of no argument are left out."""
+    largest: dict[Name, tuple[int, str]] = {}
+    for var, argument in zip(jaxpr.invars, compat.argument_names(jaxpr), strict=True):
+        for d, name in enumerate(dims.of(var)):
+            example = math.prod(var.aval.shape), f"dim {d} of {argument}"
+            largest[name] = max(example, largest.get(name, (0, "")))
+    return tuple(largest[name][1] for name in names if name in largest)
+
+
+def _named(eqn: Any) -> str:
+    file, line, _ = compat.source_line(eqn)
+    return f"{eqn.primitive.name} ({short_source(file, line)})"
 
 
 def _num_equations(jaxpr: Any) -> int:

@@ -12,7 +12,7 @@ from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.plan import FSDP, Plan, ScatteredSum, Variant
 
 OnError = Literal["raise", "plain"]
-LayoutMode = Literal["repair", "complete"]
+LayoutMode = Literal["repair", "complete", "advise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Options:
         choices: how the pieces of single rings travel, by the site that a ring is named after;
             "plain" leaves all the matmuls of a ring alone. Other rings go by the rules.
         alone: the sites of matmuls that have no part in any ring.
-        layouts: as in `overlap`.
+        layouts: as in `overlap`; "advise" also leaves out all pins that are not needed.
         pins: the results of matmuls to pin; None to search for them, if `layouts` says so.
         sums: the sums of activations that stay scattered; None to take what leaves less exposed.
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for

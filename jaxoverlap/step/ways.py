@@ -219,7 +219,8 @@ class _Ways:
             way: the way.
             why: the reason why no matmul gets a ring.
         """
-        jaxpr = self._laid.jaxpr if self._laid.layouts else self._step.jaxpr
+        laid = self._laid
+        jaxpr = laid.jaxpr if laid.layouts and laid.layouts.pins else self._step.jaxpr
         return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
 
     def _partitioned(self, jaxpr: Any) -> Picture:

@@ -35,12 +35,14 @@ class DimNames:
 
     Attributes:
         sizes: the size of each named dim; the smallest, where a part of it has the same name.
+        unnamed: the equations that are not understood, so that no name goes through them.
     """
 
     def __init__(self, jaxpr: Any):
         self._parents: dict[_Dim, _Dim] = {}
         self._numbers: dict[_Dim, Name] = {}
         self.sizes: dict[Name, int] = {}
+        self.unnamed: list[Any] = []
         self._visit(jaxpr)
 
     def of(self, var: Any) -> tuple[Name, ...]:
@@ -83,17 +85,24 @@ class DimNames:
             elif rule := _RULES.get(name):
                 for operand, result, pairs in rule(eqn):
                     self._same(operand, result, pairs)
-            elif not any(True for _ in compat.jaxprs_in(eqn)):
-                self._by_shape(eqn)
+            elif name in _UNKNOWN or has_bodies(eqn) or not self._by_shape(eqn):
+                self.unnamed.append(eqn)
 
-    def _by_shape(self, eqn: Any) -> None:
-        """Join an element-wise equation's operands and results; a dim of size 1 is repeated."""
+    def _by_shape(self, eqn: Any) -> bool:
+        """Join an element-wise equation's operands and results; a dim of size 1 is repeated.
+
+        Returns:
+            Whether it looks like one: each result has the shape of an operand, or no dims.
+        """
+        joined = set[Any]()
         for result in eqn.outvars:
             for operand in eqn.invars:
                 pairs = list(zip(operand.aval.shape, result.aval.shape, strict=False))
                 if operand.aval.ndim == result.aval.ndim and all(a in (1, b) for a, b in pairs):
                     same = [(d, d) for d, (a, b) in enumerate(pairs) if a == b]
                     self._same(operand, result, same)
+                    joined.add(result)
+        return not eqn.invars or all(v in joined or not v.aval.shape for v in eqn.outvars)
 
     def _called(self, eqn: Any) -> None:
         """Join the operands and results of an equation with those of the bodies that it runs."""
@@ -132,6 +141,11 @@ class DimNames:
     def _bound(self, outer: Sequence[Any], inner: Sequence[Any]) -> None:
         for one, other in zip(outer, inner, strict=True):
             self._alike(one, other)
+
+
+def has_bodies(eqn: Any) -> bool:
+    """Return whether an equation runs jaxprs by rules of its own."""
+    return any(True for _ in compat.jaxprs_in(eqn))
 
 
 # -- rules for primitives that move dims ----------------------------------------------------------
@@ -239,11 +253,6 @@ def _equal(one: Any, other: Any, pair: _Pair) -> bool:
     return one.aval.shape[pair[0]] == other.aval.shape[pair[1]]
 
 
-def _nothing(eqn: Any) -> _Joins:
-    del eqn
-    yield from ()
-
-
 _REDUCTIONS = ["sum", "max", "min", "prod", "and", "or", "xor"]
 _RULES: dict[str, Callable[[Any], _Joins]] = {
     "dot_general": _dot_general,
@@ -258,6 +267,6 @@ _RULES: dict[str, Callable[[Any], _Joins]] = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add"), _scatter),
     "optimization_barrier": _barrier,
-    "conv_general_dilated": _nothing,
-    "ragged_dot_general": _nothing,
 }
+# These mix the elements of their dims, or move them by data, though shapes may be the same.
+_UNKNOWN = frozenset({"conv_general_dilated", "ragged_dot_general", "sort", "rev", "fft"})

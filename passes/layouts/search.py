@@ -59,6 +59,7 @@ class LayoutSearch:
         thorough: whether to go on where none of the layouts to start from is faster.
         pins: the best pins; none as long as nothing is faster than without.
         best: their answer.
+        layout: the layout that they are of; None as long as there are none.
         asked: questions asked.
     """
 
@@ -71,8 +72,9 @@ class LayoutSearch:
     thorough: bool = False
     pins: Pins = field(default_factory=dict)
     best: Answer = field(init=False)
+    layout: Layout | None = None
     asked: int = 0
-    _seen: set[Any] = field(default_factory=set)
+    _answers: dict[Any, Answer | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.best = self.plain
@@ -84,12 +86,12 @@ class LayoutSearch:
             starts: these layouts.
             chosen: how XLA lays out the results without pins, by the number of the matmul.
         """
-        start = self._first(list(starts))
+        start = self._first(list(starts)) if self.matmuls else None
         if start is None or not (self.pins or self.thorough):
             return
         self._improve(start)
         if self.best.step_s > self.plain.step_s * (1 - _GAIN):
-            self.pins, self.best = {}, self.plain
+            self.pins, self.best, self.layout = {}, self.plain, None
         self._leave_out(chosen)
 
     def _first(self, starts: list[Layout]) -> Layout | None:
@@ -121,24 +123,54 @@ class LayoutSearch:
         if answer and answer.step_s <= self.best.step_s * (1 + _STEP):
             self.pins, self.best = needed, answer
 
+    def thin_out(self, most: int) -> None:
+        """Leave out the pins without which the step is as fast: many at a time, then one by one.
+
+        This is delta debugging (Zeller and Hildebrandt, TSE 2002): what is left is needed, each.
+
+        Args:
+            most: the most further questions to ask.
+        """
+        self.most = self.asked + most
+        together = len(self.pins)
+        while together > 1 and self.asked < self.most:
+            together = (together + 1) // 2
+            sites = list(self.pins)
+            for first in range(0, len(sites), together):
+                self._without(sites[first : first + together])
+
+    def _without(self, sites: list[int]) -> None:
+        fewer = {site: spec for site, spec in self.pins.items() if site not in sites}
+        answer = self._answer(fewer) if fewer else None
+        if answer and answer.step_s <= self.best.step_s * (1 + _STEP):
+            self.pins, self.best = fewer, answer
+
+    def gain_s(self, site: int) -> float | None:
+        """Return the seconds that one of the pins saves beside the others; None if not asked."""
+        if len(self.pins) == 1:
+            return self.plain.step_s - self.best.step_s
+        fewer = {s: spec for s, spec in self.pins.items() if s != site}
+        answer = self._answers.get(frozenset(fewer.items()))
+        return answer.step_s - self.best.step_s if answer else None
+
     def _try(self, layout: Layout) -> Answer | None:
         """Ask about a layout of the whole step, and keep it if it is the best so far."""
         pins = self._pins(layout)
         answer = self._answer(pins)
         if answer and answer.step_s < self.best.step_s:
-            self.pins, self.best = pins, answer
+            self.pins, self.best, self.layout = pins, answer, layout
         return answer
 
     def _answer(self, pins: Pins) -> Answer | None:
         """Ask about pins; None if that was done, they cannot be taken, or no question is left."""
         key = frozenset(pins.items())
-        if key in self._seen or self.asked >= self.most:
+        if key in self._answers or self.asked >= self.most:
             return None
-        self._seen.add(key)
         self.asked += 1
         answer = self.ask(pins)
         fits = answer.peak_bytes <= self.plain.peak_bytes * _MEMORY
-        return answer if fits and not answer.why_not else None
+        self._answers[key] = answer if fits and not answer.why_not else None
+        return self._answers[key]
 
     def _pins(self, layout: Layout) -> Pins:
         def spec(dot: Dot) -> Spec:

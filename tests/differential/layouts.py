@@ -29,7 +29,13 @@ def drawn_layouts(case: Case) -> Layouts:
         if rng.random() < 0.75:
             pins.append(PinnedResult(site=dot.index, source="", type="", spec=spec))
     return Layouts(
-        pins=tuple(pins), plain_s=0, step_s=0, plain_peak_bytes=0, peak_bytes=0, questions=0
+        pins=tuple(pins),
+        plain_s=0,
+        step_s=0,
+        plain_peak_bytes=0,
+        peak_bytes=0,
+        memory_bytes=0,
+        questions=0,
     )
 
 

@@ -64,7 +64,7 @@ def test_a_step_without_constraints_is_repaired(plan):
     assert plan.layouts.step_s < 0.9 * plan.layouts.plain_s
     assert plan.layouts.peak_bytes <= 1.05 * plan.layouts.plain_peak_bytes
     assert f"{len(plan.layouts.pins)} results are pinned" in str(plan)
-    scores = [pin for pin in plan.layouts.pins if f"{N}, {S}, {S}]" in pin.type]
+    scores = [pin for pin in plan.layouts.pins if f"{N},{S},{S}]" in pin.type]
     assert scores, str(plan)
     assert all(pin.spec == (("fsdp",), ("tp",), (), ()) for pin in scores)
 

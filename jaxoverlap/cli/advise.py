@@ -1,0 +1,65 @@
+"""The command that prints layouts as lines to paste into a model."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxoverlap.api import Overlapped
+from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
+from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.plan.layouts import Layouts
+from jaxoverlap.step.options import Options
+
+
+@command
+def advise(
+    step: Step, *, pod: Pod, axes: Axes, processes: Processes = None, json: Json = False
+) -> int:
+    """Sharding constraints that make a step faster by price, to paste; compiles nothing.
+
+    `overlap()` sets them itself; this is for those who keep their step as it is. Exit code 1 if no
+    layout is faster than XLA's.
+    """
+    pod = with_processes(pod, processes)
+    of = target(step, pod, axes)
+    options = Options(cluster=parse_cluster(pod), layouts="advise")
+    layouts = Overlapped(of.step, options).explain(*of.args).layouts
+    if layouts is None:
+        say("No layout was looked for: the shardings of this step are part of its types.")
+        return NO
+    if json:
+        show_json(msgspec.to_builtins(layouts))
+    else:
+        say("\n".join(advice(layouts)))
+    return OK if layouts.pins else NO
+
+
+def advice(layouts: Layouts) -> list[str]:
+    """Write layouts as code to paste, each constraint under the line of its matmul.
+
+    A constraint holds for a value's cotangent too, and under `jax.checkpoint` for what is computed
+    again. So a matmul of the backward pass is reached through the operand whose cotangent it makes.
+    """
+    lines = [layouts.lines[0].strip()]
+    lines += [line.strip() for line in layouts.lines[1 + len(layouts.pins) :]]
+    said = set[tuple[object, ...]]()
+    for pin in layouts.pins:
+        if (key := (pin.source, pin.type, pin.spec)) in said:
+            continue
+        said.add(key)
+        spec = ", ".join(map(_entry, pin.spec))
+        lines += [
+            "",
+            f"# {pin.source}: the {pin.part} of type {pin.type}{pin.gain}",
+            f"x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P({spec})))",
+        ]
+    if layouts.pins:
+        lines += ["", "# As rules of logical axes: give each mesh axis the names of these dims."]
+        lines += [f"#   {axis}: {'; then '.join(dims)}" for axis, dims in layouts.axes.items()]
+    return lines
+
+
+def _entry(axes: tuple[str, ...]) -> str:
+    names = ", ".join(f'"{axis}"' for axis in axes)
+    return "None" if not axes else names if len(axes) == 1 else f"({names})"
