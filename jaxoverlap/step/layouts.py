@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -27,8 +27,9 @@ from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import LayoutMode, Options
 
 # A question takes the longer the more equations a step has: 0.5 s for a 7B step of 530. These are
-# for about 6, 30 and, twice, 50 seconds. Seconds themselves would differ between processes.
-_EQUATIONS: dict[LayoutMode, int] = {"repair": 7_000, "complete": 30_000, "advise": 50_000}
+# for about 5, 30 and, twice, 50 seconds. Seconds themselves would differ between processes.
+_EQUATIONS: dict[LayoutMode, int] = {"repair": 5_000, "complete": 30_000, "advise": 50_000}
+_RIVALS: dict[LayoutMode, int] = {"repair": 2, "complete": 3, "advise": 3}
 _MAX_REMEMBERED = 64
 _remembered: jits.Cache[Layouts] = jits.Cache()  # a tuner asks about one step many times
 
@@ -49,7 +50,11 @@ class LaidOut:
 
 
 def lay_out(
-    step: StepContext, traced: jax.stages.Traced, plain: Picture, options: Options
+    step: StepContext,
+    traced: jax.stages.Traced,
+    plain: Picture,
+    options: Options,
+    overlapped_s: Callable[[LaidOut], float],
 ) -> LaidOut:
     """Pin the results that a plan names, or that are found to be better off pinned.
 
@@ -58,20 +63,20 @@ def lay_out(
         traced: the traced step.
         plain: what XLA's partitioner makes of it as it is.
         options: what was asked for.
+        overlapped_s: estimates the seconds of a step that is laid out and then overlapped.
     """
     asker = _Asker(step, traced, plain)
     layouts = options.pins
     if step.explicit:  # there the types say how values lie
         layouts = None
     elif layouts is None and options.layouts and step.cost:
-        layouts = _found(asker, step.cost, options.layouts)
+        layouts = _found(asker, step.cost, options.layouts, overlapped_s)
     if layouts is None or not layouts.pins:
-        return LaidOut(asker.with_pins({}), plain, layouts)
-    jaxpr = asker.with_pins({pin.site: pin.spec for pin in layouts.pins})
-    picture = partitioned(traced, jaxpr, step.mesh)
-    if changed(plain, picture):
-        return LaidOut(asker.with_pins({}), plain)
-    return LaidOut(jaxpr, picture, layouts)
+        return replace(asker.laid_out({}), layouts=layouts)
+    laid = asker.laid_out({pin.site: pin.spec for pin in layouts.pins})
+    if changed(plain, laid.picture):
+        return asker.laid_out({})
+    return replace(laid, layouts=layouts)
 
 
 class _Asker:
@@ -86,6 +91,13 @@ class _Asker:
         jaxpr = pinned(self.step.jaxpr, pins, self.step.mesh)
         return pin_results(jaxpr, self._open, self.step.mesh)
 
+    def laid_out(self, pins: Pins) -> LaidOut:
+        """Lay out the step, and ask how the operands and results of its matmuls lie then."""
+        jaxpr = self.with_pins(pins)
+        if not pins:
+            return LaidOut(jaxpr, self.plain)
+        return LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
+
     def answer(self, pins: Pins, cost: CostModel) -> Answer:
         """Partition the step with pins, and estimate it."""
         picture = partitioned(self._traced, self.with_pins(pins), self.step.mesh, ask=False)
@@ -97,17 +109,21 @@ def _answer(picture: Picture, cost: CostModel, why_not: str = "") -> Answer:
     return Answer(step_s, estimated_peak_bytes(picture.module), why_not)
 
 
-def _found(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts:
+def _found(
+    asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
+) -> Layouts:
     """Search for the layout of a step, unless that was done before."""
     step = asker.step
     key = (step.params["jaxpr"], step.mesh, step.arguments, repr(cost), mode)
     if (layouts := _remembered.get(key)) is None:
-        layouts = _searched(asker, cost, mode)
+        layouts = _searched(asker, cost, mode, overlapped_s)
         _remembered.put(key, layouts, at_most=_MAX_REMEMBERED)
     return layouts
 
 
-def _searched(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts:
+def _searched(
+    asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
+) -> Layouts:
     step, plain = asker.step, asker.plain
     matmuls = {dot.index: dot for dot in pinnable(step.jaxpr)}
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
@@ -121,10 +137,13 @@ def _searched(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts:
         thorough=mode != "repair",
     )
     unasked = {site: plain.shardings[site].out for site in matmuls if site in plain.shardings}
-    search.run(starts(step.jaxpr, step.arguments, dims, sizes), unasked)
+    search.run(starts(step.jaxpr, step.arguments, dims, sizes))
+    if len(rivals := search.rivals(_RIVALS[mode])) > 1:
+        search.best = min(rivals, key=lambda c: overlapped_s(asker.laid_out(c.pins)))
+    search.leave_out(unasked)
     if mode == "advise":
         search.thin_out(_EQUATIONS[mode] // _num_equations(step.jaxpr))
-    chosen = [(matmuls[site], spec) for site, spec in search.pins.items()]
+    chosen = [(matmuls[site], spec) for site, spec in search.best.pins.items()]
     first: dict[str, Dot] = {}  # the first matmul of each line: the forward pass's
     for dot in dots(step.jaxpr):
         first.setdefault(source_of(dot), dot)
@@ -134,19 +153,19 @@ def _searched(asker: _Asker, cost: CostModel, mode: LayoutMode) -> Layouts:
                 site=dot.index,
                 source=source_of(dot),
                 type=_type(dot),
-                part=_part(dot, first[source_of(dot)], search.pins),
+                part=_part(dot, first[source_of(dot)], search.best.pins),
                 spec=spec,
                 gain_s=search.gain_s(dot.index),
             )
             for dot, spec in chosen
         ),
         plain_s=search.plain.step_s,
-        step_s=search.best.step_s,
+        step_s=search.best.answer.step_s,
         plain_peak_bytes=search.plain.peak_bytes,
-        peak_bytes=search.best.peak_bytes,
+        peak_bytes=search.best.answer.peak_bytes,
         memory_bytes=cost.cluster.chip.memory_bytes,
         questions=search.asked,
-        axes={a: _examples(step.jaxpr, dims, n) for a, n in (search.layout or {}).items()},
+        axes={a: _examples(step.jaxpr, dims, n) for a, n in (search.best.layout or {}).items()},
         unnamed=tuple(dict.fromkeys(map(_named, dims.unnamed))),
     )
 

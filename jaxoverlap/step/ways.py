@@ -9,6 +9,7 @@ could not donate an argument that the plain step donates.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -43,9 +44,10 @@ from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.layouts import changed, lay_out
+from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
 
+_SOONEST = 3  # ways that tell which of two layouts is better for rings
 _GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
 
 
@@ -83,7 +85,13 @@ def overlapped(
     """
     if traced is None:
         return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
-    ways = _Ways(step, traced, terms, options)
+    plain = partitioned(traced, step.jaxpr, step.mesh)
+
+    def soonest_s(laid: LaidOut) -> float:
+        return _Ways(step, traced, terms, options, plain, laid).soonest_s()
+
+    laid = lay_out(step, traced, plain, options, soonest_s)
+    ways = _Ways(step, traced, terms, options, plain, laid)
     return ways.fastest() if terms.prices and options.chooses else ways.by_bytes()
 
 
@@ -91,11 +99,16 @@ class _Ways:
     """The ways that the rules know to run one step."""
 
     def __init__(
-        self, step: StepContext, traced: jax.stages.Traced, terms: Terms, options: Options
+        self,
+        step: StepContext,
+        traced: jax.stages.Traced,
+        terms: Terms,
+        options: Options,
+        plain: Picture,
+        laid: LaidOut,
     ):
         self._step, self._traced, self._terms, self._options = step, traced, terms, options
-        self._plain = partitioned(traced, step.jaxpr, step.mesh)
-        self._laid = lay_out(step, traced, self._plain, options)
+        self._plain, self._laid = plain, laid
 
     # -- by bytes -----------------------------------------------------------------------------
 
@@ -151,6 +164,17 @@ class _Ways:
         why = f"by price the step takes {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
         return replace(self._without_rings(first, why), step_s=base_s)
+
+    def soonest_s(self) -> float:
+        """Return the least estimated seconds of the step without rings and with the rules'."""
+        assert self._terms.prices is not None
+        soonest_s, priced = self._knowing(self._laid.picture)
+        for rewriting in itertools.islice(self._all(priced), _SOONEST):
+            after = self._partitioned(self._finished(rewriting).jaxpr)
+            if not changed(self._plain, after):
+                step_s = estimate(after.module, self._terms.prices.cost).step_s
+                soonest_s = min(soonest_s, step_s)
+        return soonest_s
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
         """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.

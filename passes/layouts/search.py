@@ -23,6 +23,7 @@ from jaxoverlap.passes.layouts.pins import Pins
 
 _GAIN = 0.01  # of the step: an estimate that says less does not tell two layouts apart
 _STEP = 0.002  # of the step: a smaller gain is no reason to go on from another layout
+_RIVAL = 1.15  # times the best: rings seldom make up for more
 _MEMORY = 1.05  # times the memory that the step needs without pins
 
 
@@ -45,6 +46,21 @@ class Answer:
 Ask = Callable[[Pins], Answer]
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A way to lay out the step.
+
+    Attributes:
+        pins: its pins; none for the step as it is.
+        answer: the answer about them.
+        layout: the layout that they are of; None for the step as it is.
+    """
+
+    pins: Pins
+    answer: Answer
+    layout: Layout | None = None
+
+
 @dataclass
 class LayoutSearch:
     """A search, and what it has found so far.
@@ -57,9 +73,7 @@ class LayoutSearch:
         plain: the answer without pins.
         most: the most questions to ask.
         thorough: whether to go on where none of the layouts to start from is faster.
-        pins: the best pins; none as long as nothing is faster than without.
-        best: their answer.
-        layout: the layout that they are of; None as long as there are none.
+        best: the fastest candidate; the step as it is as long as nothing is faster.
         asked: questions asked.
     """
 
@@ -70,58 +84,49 @@ class LayoutSearch:
     plain: Answer
     most: int
     thorough: bool = False
-    pins: Pins = field(default_factory=dict)
-    best: Answer = field(init=False)
-    layout: Layout | None = None
+    best: Candidate = field(init=False)
     asked: int = 0
+    _first: list[Candidate] = field(default_factory=list)
     _answers: dict[Any, Answer | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.best = self.plain
+        self.best = Candidate({}, self.plain)
 
-    def run(self, starts: Iterable[Layout], chosen: Mapping[int, Spec | None]) -> None:
-        """Search from the layouts to start from.
+    def run(self, starts: Iterable[Layout]) -> None:
+        """Search from the layouts to start from."""
+        if not self.matmuls:
+            return
+        self._first = [c for layout in starts if (c := self._try(layout))]
+        if self._first and (self.best.pins or self.thorough):
+            fastest = min(self._first, key=lambda c: c.answer.step_s)
+            assert fastest.layout is not None
+            self._improve(fastest.layout)
+        if self.best.answer.step_s > self.plain.step_s * (1 - _GAIN):
+            self.best = Candidate({}, self.plain)
+
+    def rivals(self, most: int) -> list[Candidate]:
+        """Return the best candidate and others that rings may make faster, if any is faster.
+
+        They are the layouts to start from: its neighbours differ from the best one by little.
 
         Args:
-            starts: these layouts.
+            most: the most candidates to return.
+        """
+        if not self.best.pins:
+            return [self.best]
+        limit_s = self.best.answer.step_s * _RIVAL
+        others = [c for c in self._first if c.answer.step_s <= limit_s]
+        others.sort(key=lambda c: c.answer.step_s)
+        return [self.best, *(c for c in others if c.pins != self.best.pins)][:most]
+
+    def leave_out(self, chosen: Mapping[int, Spec | None]) -> None:
+        """Leave out the pins that say what XLA does unasked, if it does so without them.
+
+        Args:
             chosen: how XLA lays out the results without pins, by the number of the matmul.
         """
-        start = self._first(list(starts)) if self.matmuls else None
-        if start is None or not (self.pins or self.thorough):
-            return
-        self._improve(start)
-        if self.best.step_s > self.plain.step_s * (1 - _GAIN):
-            self.pins, self.best, self.layout = {}, self.plain, None
-        self._leave_out(chosen)
-
-    def _first(self, starts: list[Layout]) -> Layout | None:
-        """Ask about the layouts to start from, and return the fastest of them."""
-        answers = [
-            (answer.step_s, n) for n, layout in enumerate(starts) if (answer := self._try(layout))
-        ]
-        return starts[min(answers)[1]] if answers else None
-
-    def _improve(self, layout: Layout) -> None:
-        """Go from a layout to a faster neighbour, as long as there is one."""
-        names = by_size([dot.eqn.outvars[0] for dot in self.matmuls], self.dims)
-        while (faster := next(self._faster(layout, names), None)) is not None:
-            layout = faster
-
-    def _faster(self, layout: Layout, names: list[int]) -> Iterator[Layout]:
-        for other in neighbours(layout, names):
-            before = self.best.step_s
-            answer = self._try(other)
-            if answer and answer is self.best and answer.step_s < before * (1 - _STEP):
-                yield other
-
-    def _leave_out(self, chosen: Mapping[int, Spec | None]) -> None:
-        """Leave out the pins that say what XLA does unasked, if it does so without them."""
-        needed = {site: spec for site, spec in self.pins.items() if chosen.get(site) != spec}
-        if len(needed) == len(self.pins) or self.asked >= self.most:
-            return
-        answer = self._answer(needed)
-        if answer and answer.step_s <= self.best.step_s * (1 + _STEP):
-            self.pins, self.best = needed, answer
+        pins = self.best.pins
+        self._keep({site: spec for site, spec in pins.items() if chosen.get(site) != spec})
 
     def thin_out(self, most: int) -> None:
         """Leave out the pins without which the step is as fast: many at a time, then one by one.
@@ -132,34 +137,50 @@ class LayoutSearch:
             most: the most further questions to ask.
         """
         self.most = self.asked + most
-        together = len(self.pins)
+        together = len(self.best.pins)
         while together > 1 and self.asked < self.most:
             together = (together + 1) // 2
-            sites = list(self.pins)
+            sites = list(self.best.pins)
             for first in range(0, len(sites), together):
-                self._without(sites[first : first + together])
-
-    def _without(self, sites: list[int]) -> None:
-        fewer = {site: spec for site, spec in self.pins.items() if site not in sites}
-        answer = self._answer(fewer) if fewer else None
-        if answer and answer.step_s <= self.best.step_s * (1 + _STEP):
-            self.pins, self.best = fewer, answer
+                gone = sites[first : first + together]
+                self._keep({s: p for s, p in self.best.pins.items() if s not in gone})
 
     def gain_s(self, site: int) -> float | None:
         """Return the seconds that one of the pins saves beside the others; None if not asked."""
-        if len(self.pins) == 1:
-            return self.plain.step_s - self.best.step_s
-        fewer = {s: spec for s, spec in self.pins.items() if s != site}
+        if len(self.best.pins) == 1:
+            return self.plain.step_s - self.best.answer.step_s
+        fewer = {s: spec for s, spec in self.best.pins.items() if s != site}
         answer = self._answers.get(frozenset(fewer.items()))
-        return answer.step_s - self.best.step_s if answer else None
+        return answer.step_s - self.best.answer.step_s if answer else None
 
-    def _try(self, layout: Layout) -> Answer | None:
+    def _keep(self, fewer: Pins) -> None:
+        """Keep only some of the best candidate's pins, if the step is as fast with them alone."""
+        answer = self._answer(fewer) if fewer else None
+        if answer and answer.step_s <= self.best.answer.step_s * (1 + _STEP):
+            self.best = Candidate(fewer, answer, self.best.layout)
+
+    def _improve(self, layout: Layout) -> None:
+        """Go from a layout to a faster neighbour, as long as there is one."""
+        names = by_size([dot.eqn.outvars[0] for dot in self.matmuls], self.dims)
+        while (faster := next(self._faster(layout, names), None)) is not None:
+            layout = faster
+
+    def _faster(self, layout: Layout, names: list[int]) -> Iterator[Layout]:
+        for other in neighbours(layout, names):
+            before_s = self.best.answer.step_s
+            candidate = self._try(other)
+            if candidate is self.best and self.best.answer.step_s < before_s * (1 - _STEP):
+                yield other
+
+    def _try(self, layout: Layout) -> Candidate | None:
         """Ask about a layout of the whole step, and keep it if it is the best so far."""
         pins = self._pins(layout)
-        answer = self._answer(pins)
-        if answer and answer.step_s < self.best.step_s:
-            self.pins, self.best, self.layout = pins, answer, layout
-        return answer
+        if (answer := self._answer(pins)) is None:
+            return None
+        candidate = Candidate(pins, answer, layout)
+        if answer.step_s < self.best.answer.step_s:
+            self.best = candidate
+        return candidate
 
     def _answer(self, pins: Pins) -> Answer | None:
         """Ask about pins; None if that was done, they cannot be taken, or no question is left."""
