@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from jaxoverlap._util.text import human_bytes
+from jaxoverlap.plan.speedup import milliseconds
 
 
 class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +41,7 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def gain(self) -> str:
         """What this pin saves, in words; empty if that was not asked."""
-        return f": {self.gain_s * 1e3:.3g} ms less, by price" if self.gain_s is not None else ""
+        return f": {milliseconds(self.gain_s)} less, by price" if self.gain_s is not None else ""
 
 
 class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,7 +92,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return f"  XLA's layout stays: none is faster by price ({asked})."
         return (
             f"  {len(self.pins)} result{'s are' if len(self.pins) > 1 else ' is'} pinned: "
-            f"{self.plain_s * 1e3:.4g} -> {self.step_s * 1e3:.4g} ms by price, before any ring; "
+            f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} by price, before any ring; "
             f"memory {human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
             f"({asked})."
         )

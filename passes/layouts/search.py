@@ -4,7 +4,8 @@ Propagation chooses a layout by priorities; here price chooses. A candidate pins
 matmuls to one layout; XLA partitions it, and the partitioned program is estimated: what will be
 waited for if its collectives hide as well as they can, and memory. The layouts that the arguments
 suggest come first, and mostly the best of them is one of these; then one axis at a time changes
-(`layout.neighbours`), until nothing is faster or the questions are used up.
+(`layout.neighbours`), until nothing is faster or the questions are used up. In between single
+source lines may take another of the first layouts.
 
 The search counts questions, and not seconds: every process of a step must come to the same end.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.layouts.dims import DimNames
@@ -100,6 +102,7 @@ class LayoutSearch:
         if self._first and (self.best.pins or self.thorough):
             fastest = min(self._first, key=lambda c: c.answer.step_s)
             assert fastest.layout is not None
+            self._mix()
             self._improve(fastest.layout)
         if self.best.answer.step_s > self.plain.step_s * (1 - _GAIN):
             self.best = Candidate({}, self.plain)
@@ -171,6 +174,26 @@ class LayoutSearch:
             candidate = self._try(other)
             if candidate is self.best and self.best.answer.step_s < before_s * (1 - _STEP):
                 yield other
+
+    def _mix(self) -> None:
+        """Take the layout of single source lines from another of the layouts to start from.
+
+        A mixture of experts has its rows on all devices, but where the experts work.
+        """
+        for other in sorted(self._first, key=lambda c: c.answer.step_s):
+            for sites in self._by_line():
+                pins = {**self.best.pins, **{site: other.pins[site] for site in sites}}
+                answer = self._answer(pins)
+                if answer and answer.step_s < self.best.answer.step_s * (1 - _STEP):
+                    self.best = Candidate(pins, answer, self.best.layout)
+
+    def _by_line(self) -> Iterator[list[int]]:
+        """Yield the numbers of the matmuls of each source line."""
+        lines: dict[Any, list[int]] = {}
+        for dot in self.matmuls:
+            file, line, _ = compat.source_line(dot.eqn)
+            lines.setdefault((file, line), []).append(dot.index)
+        yield from lines.values()
 
     def _try(self, layout: Layout) -> Candidate | None:
         """Ask about a layout of the whole step, and keep it if it is the best so far."""

@@ -34,9 +34,9 @@ def layouts(*pins: PinnedResult, peak_bytes: int = 10, **more) -> Layouts:
 
 def test_a_pin_is_a_line_to_paste_with_what_it_saves():
     text = "\n".join(advice(layouts(pin(0, ("fsdp", "tp"), (), ("cp",), gain_s=0.456))))
-    assert "# gpt.py:88: the result of type bfloat16[8,8,8]: 456 ms less, by price" in text
+    assert "# gpt.py:88: the result of type bfloat16[8,8,8]: 456.0 ms less, by price" in text
     assert 'x, NamedSharding(mesh, P(("fsdp", "tp"), None, "cp")))' in text
-    assert "1 result is pinned: 2000 -> 1000 ms by price" in text
+    assert "1 result is pinned: 2000.0 ms -> 1000.0 ms by price" in text
 
 
 def test_the_same_advice_is_given_once():

@@ -124,3 +124,22 @@ def test_rivals_are_the_first_layouts_that_are_not_much_slower():
     slow = Machine(rows=Answer(9.8, 900), columns=Answer(8.0, 900))
     assert [c.pins[0] for c in search_on(slow).rivals(3)] == [COLUMNS]
     assert search_on(Machine()).rivals(3) == [Candidate({}, PLAIN)]
+
+
+def test_a_source_line_may_lie_in_another_way_than_the_rest():
+    """Rows are best for the first matmul, columns for the second; no one layout has both."""
+
+    def step(x, w):
+        first = x @ w
+        return first, x @ (w + 1)
+
+    jaxpr = jax.make_jaxpr(step)(jnp.zeros((8, 4)), jnp.zeros((4, 8))).jaxpr
+    dims = DimNames(jaxpr)
+
+    def ask(pins):
+        return Answer(10.0 - 3 * (pins[0] == ROWS) - 2 * (pins[1] == COLUMNS), 900)
+
+    search = LayoutSearch(tuple(pinnable(jaxpr)), dims, {"a": 2}, ask, PLAIN, 20)
+    rows, columns = dims.of(jaxpr.outvars[0])
+    search.run([{"a": (rows, columns)}, {"a": (columns, rows)}])
+    assert search.best.pins == {0: ROWS, 1: COLUMNS}
