@@ -92,7 +92,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return f"  XLA's layout stays: none is faster by price ({asked})."
         return (
             f"  {len(self.pins)} result{'s are' if len(self.pins) > 1 else ' is'} pinned: "
-            f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} by price, before any ring; "
-            f"memory {human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
+            f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} by price, before any "
+            f"ring; memory {human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
             f"({asked})."
         )
