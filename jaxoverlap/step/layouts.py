@@ -12,6 +12,7 @@ import jax
 from jaxoverlap._jax import compat, jits
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.model import CostModel
+from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots
 from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
 from jaxoverlap.passes.layouts.dims import DimNames, Name
@@ -99,8 +100,11 @@ class _Asker:
         return LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
 
     def answer(self, pins: Pins, cost: CostModel) -> Answer:
-        """Partition the step with pins, and estimate it."""
-        picture = partitioned(self._traced, self.with_pins(pins), self.step.mesh, ask=False)
+        """Partition the step with pins, and estimate it; XLA may refuse some pins."""
+        try:
+            picture = partitioned(self._traced, self.with_pins(pins), self.step.mesh, ask=False)
+        except RewriteError as error:
+            return Answer(math.inf, 0, str(error))
         return _answer(picture, cost, changed(self.plain, picture))
 
 

@@ -11,6 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
+from jaxoverlap.hardware.pods import compiler_options
+from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.step import layouts as step_layouts
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
 POD, AXES = "h100-sxm:2x4", {"fsdp": 2, "tp": 4}
@@ -77,6 +80,21 @@ def test_a_plan_keeps_the_layouts_and_is_followed_without_a_search(plan, args, m
     assert followed.layouts == plan.layouts
 
 
+def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
+    partitioned = step_layouts.partitioned
+
+    def refusing(traced, jaxpr, mesh, *, ask=True):
+        if not ask:
+            raise RewriteError("XLA's partitioner gave no answer")
+        return partitioned(traced, jaxpr, mesh)
+
+    monkeypatch.setattr("jaxoverlap.step.layouts.partitioned", refusing)
+    fresh = jax.jit(lambda *given: step(*given))  # what was found for another is remembered
+    layouts = jaxoverlap.overlap(fresh, cluster=POD).explain(*args).layouts
+    assert layouts.pins == ()
+    assert layouts.questions > 0
+
+
 def test_layouts_can_be_left_to_xla(args):
     left = jaxoverlap.overlap(jax.jit(step), cluster=POD, layouts=None).explain(*args)
     assert left.layouts is None
@@ -85,7 +103,7 @@ def test_layouts_can_be_left_to_xla(args):
 def test_results_lie_as_in_the_plain_step(args):
     plain = jax.jit(step).lower(*args)
     ours = jaxoverlap.overlap(jax.jit(step), cluster=POD, never_slower=False).lower(*args)
-    options = jaxoverlap.hardware.pods.compiler_options()
+    options = compiler_options()
     theirs = plain.compile(compiler_options=options).output_shardings
     same = jax.tree.map(
         lambda a, b, aval: a.is_equivalent_to(b, len(aval.shape)),
