@@ -4,8 +4,8 @@ Propagation chooses a layout by priorities; here price chooses. A candidate pins
 matmuls to one layout; XLA partitions it, and the partitioned program is estimated: what will be
 waited for if its collectives hide as well as they can, and memory. The layouts that the arguments
 suggest come first, and mostly the best of them is one of these; then one axis at a time changes
-(`layout.neighbours`), until nothing is faster or the questions are used up. In between single
-source lines may take another of the first layouts.
+(`layout.neighbours`), and then single source lines take another of the first layouts, until
+nothing is faster or the questions are used up.
 
 The search counts questions, and not seconds: every process of a step must come to the same end.
 """
@@ -102,8 +102,8 @@ class LayoutSearch:
         if self._first and (self.best.pins or self.thorough):
             fastest = min(self._first, key=lambda c: c.answer.step_s)
             assert fastest.layout is not None
-            self._mix()
             self._improve(fastest.layout)
+            self._mix()
         if self.best.answer.step_s > self.plain.step_s * (1 - _GAIN):
             self.best = Candidate({}, self.plain)
 
