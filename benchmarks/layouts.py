@@ -30,6 +30,7 @@ from benchmarks.pod_step import provenance, write_rows
 from benchmarks.pods.child import seconds
 from benchmarks.pods.suite import STEPS, Step
 from jaxoverlap.hardware.pods import compiler_options
+from jaxoverlap.plan.layouts import Layouts
 
 NONE, STREAM, FUSED, ALL = "none", "stream alone", "dot_product_attention", "all"
 PLAIN, LAID_OUT, CONSTRAINED = "plain", "laid out", "constrained"
@@ -72,23 +73,32 @@ def measured(name: str, said: str, row: str) -> Row:
     compiled = function.lower(*args).compile(options)
     memory = compiled.memory_analysis()
     assert memory is not None
-    found = {"pins": len(layouts.pins), "questions": layouts.questions} if layouts else {}
-    priced = {"plain_price_s": layouts.plain_s, "price_s": layouts.step_s} if layouts else {}
     return {
         **provenance(),
         **seconds(jaxoverlap.simulate(compiled, step.pod), lines=False),
         "temp_bytes": memory.temp_size_in_bytes,
         "decide_s": round(decide_s, 1),
-        **found,
-        **priced,
+        **(_searched(layouts) if layouts else {}),
+    }
+
+
+def _searched(layouts: Layouts) -> Row:
+    return {
+        "pins": len(layouts.pins),
+        "questions": layouts.questions,
+        "plain_price_s": layouts.plain_s,
+        "price_s": layouts.step_s,
     }
 
 
 @contextmanager
 def _constraints(said: str) -> Iterator[None]:
-    """Leave out the constraints of a model that writes them everywhere."""
-    none = mock.patch("jax.lax.with_sharding_constraint", lambda x, *_: x)
-    with none if said == NONE else nullcontext():
+    """Leave out the constraints of a model that writes them everywhere, or inside attention."""
+    patches: dict[str, Any] = {
+        NONE: mock.patch("jax.lax.with_sharding_constraint", lambda x, *_: x),
+        FUSED: mock.patch("benchmarks.plain_gpt.attention", _attention),
+    }
+    with patches.get(said, nullcontext()):
         yield
 
 
@@ -103,8 +113,6 @@ def _built(step: Step, said: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
         FUSED: plain_gpt.MEGATRON,
         ALL: plain_gpt.EVERYWHERE,
     }[said]
-    if said == FUSED:
-        plain_gpt.attention = _attention  # this process makes no other step
     return plain_gpt.make_step(step.gpt, mesh, pinned), plain_gpt.abstract_args(step.gpt, mesh)
 
 

@@ -62,7 +62,12 @@ def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
     mesh = var.aval.sharding.mesh
     if mesh.empty or not mesh.are_all_axes_explicit:
         return None
-    entries = (*typed_spec(var), *[None] * var.aval.ndim)[: var.aval.ndim]
+    return axes_by_dim(typed_spec(var), var.aval.ndim)
+
+
+def axes_by_dim(spec: jax.sharding.PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes on each dim of a value, major to minor; a spec may name fewer dims."""
+    entries = (*spec, *[None] * ndim)[:ndim]
     return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
 
 
@@ -179,6 +184,11 @@ def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
     for value in eqn.params.values():
         yield from filter(is_jaxpr, value if isinstance(value, tuple) else (value,))
+
+
+def has_jaxprs(eqn: JaxprEqn) -> bool:
+    """Return whether there is a jaxpr among an equation's parameters."""
+    return any(True for _ in jaxprs_in(eqn))
 
 
 def map_jaxprs(fn: Callable[[Jaxpr], Jaxpr], eqn: JaxprEqn) -> JaxprEqn:
@@ -364,7 +374,7 @@ def in_shard_maps(maps: Sequence[JaxprEqn]) -> Iterator[None]:
 def is_collective(eqn: JaxprEqn) -> bool:
     """Return whether an equation is a collective over a manual axis itself, not one around it."""
     named = any(isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
-    return named and eqn.primitive.name != "axis_index" and not any(True for _ in jaxprs_in(eqn))
+    return named and eqn.primitive.name != "axis_index" and not has_jaxprs(eqn)
 
 
 def ordered_effects(eqn: JaxprEqn) -> set[Any]:

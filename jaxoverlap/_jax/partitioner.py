@@ -27,7 +27,7 @@ from jax.extend import xla
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib import _hlo  # type: ignore[attr-defined]
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import compat, jits
 
 _PASS = "jaxoverlap-ask"
 _lock = threading.Lock()
@@ -173,10 +173,9 @@ def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
         (spec,) = parse_flatten_op_sharding(tiles, AbstractMesh(tuple(axes.values()), tuple(axes)))
     except (ValueError, AssertionError):  # part of an axis
         return None
-    dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec]
-    if len(dims) > aval.ndim:  # a random key is an array of words
+    if len(spec) > aval.ndim:  # a random key is an array of words
         return None
-    return (*dims, *((),) * (aval.ndim - len(dims)))
+    return compat.axes_by_dim(spec, aval.ndim)
 
 
 # -- probes ---------------------------------------------------------------------------------------

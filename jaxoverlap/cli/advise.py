@@ -8,7 +8,7 @@ from jaxoverlap.api import Overlapped
 from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
 from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
 from jaxoverlap.hardware.cluster import parse_cluster
-from jaxoverlap.plan.layouts import Layouts
+from jaxoverlap.plan.layouts import Layouts, spec_text
 from jaxoverlap.step.options import Options
 
 
@@ -41,14 +41,13 @@ def advice(layouts: Layouts) -> list[str]:
     A constraint holds for a value's cotangent too, and under `jax.checkpoint` for what is computed
     again. So a matmul of the backward pass is reached through the operand whose cotangent it makes.
     """
-    lines = [layouts.lines[0].strip()]
-    lines += [line.strip() for line in layouts.lines[1 + len(layouts.pins) :]]
+    lines = [layouts.gain, *layouts.remarks]
     said = set[tuple[object, ...]]()
     for pin in layouts.pins:
         if (key := (pin.source, pin.type, pin.spec)) in said:
             continue
         said.add(key)
-        spec = ", ".join(map(_entry, pin.spec))
+        spec = spec_text(pin.spec, quote='"')
         lines += [
             "",
             f"# {pin.source}: the {pin.part} of type {pin.type}{pin.gain}",
@@ -58,8 +57,3 @@ def advice(layouts: Layouts) -> list[str]:
         lines += ["", "# As rules of logical axes: give each mesh axis the names of these dims."]
         lines += [f"#   {axis}: {'; then '.join(dims)}" for axis, dims in layouts.axes.items()]
     return lines
-
-
-def _entry(axes: tuple[str, ...]) -> str:
-    names = ", ".join(f'"{axis}"' for axis in axes)
-    return "None" if not axes else names if len(axes) == 1 else f"({names})"

@@ -34,14 +34,20 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def layout(self) -> str:
         """The mesh axes on each dim, as a `PartitionSpec` has them."""
-        dims = [axes[0] if len(axes) == 1 else str(axes).replace("'", "") for axes in self.spec]
-        shown = [dim if axes else "None" for dim, axes in zip(dims, self.spec, strict=True)]
-        return f"({', '.join(shown)})"
+        return f"({spec_text(self.spec)})"
 
     @property
     def gain(self) -> str:
-        """What this pin saves, in words; empty if that was not asked."""
+        """Word what this pin saves; empty if that was not asked."""
         return f": {milliseconds(self.gain_s)} less, by price" if self.gain_s is not None else ""
+
+
+def spec_text(spec: tuple[tuple[str, ...], ...], quote: str = "") -> str:
+    """Write the arguments of a `PartitionSpec`, the names of axes in quotes or not."""
+    dims = [", ".join(f"{quote}{axis}{quote}" for axis in axes) or "None" for axes in spec]
+    return ", ".join(
+        f"({dim})" if len(axes) > 1 else dim for dim, axes in zip(dims, spec, strict=True)
+    )
 
 
 class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,24 +80,28 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def lines(self) -> list[str]:
         """The lines that are printed below the table of a plan's matmuls."""
-        lines = [
-            self._gain,
-            *(f"    {p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins),
-        ]
-        if self.peak_bytes > self.memory_bytes:
-            needed, there = human_bytes(self.peak_bytes), human_bytes(self.memory_bytes)
-            lines.append(f"    It may not fit: about {needed} of a device's {there}.")
-        if self.unnamed:
-            lines.append(f"    No dim was followed through {', '.join(self.unnamed)}.")
-        return lines
+        pins = (f"    {p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins)
+        return [f"  {self.gain}", *pins, *(f"    {remark}" for remark in self.remarks)]
 
     @property
-    def _gain(self) -> str:
+    def remarks(self) -> list[str]:
+        """Say what the search could not do: fit the device, or follow dims."""
+        remarks = []
+        if self.peak_bytes > self.memory_bytes:
+            needed, there = human_bytes(self.peak_bytes), human_bytes(self.memory_bytes)
+            remarks.append(f"It may not fit: about {needed} of a device's {there}.")
+        if self.unnamed:
+            remarks.append(f"No dim was followed through {', '.join(self.unnamed)}.")
+        return remarks
+
+    @property
+    def gain(self) -> str:
+        """Say what the pins are estimated to bring, all together."""
         asked = f"{self.questions} layout{'s' * (self.questions != 1)} asked"
         if not self.pins:
-            return f"  XLA's layout stays: none is faster by price ({asked})."
+            return f"XLA's layout stays: none is faster by price ({asked})."
         return (
-            f"  {len(self.pins)} result{'s are' if len(self.pins) > 1 else ' is'} pinned: "
+            f"{len(self.pins)} result{'s are' if len(self.pins) > 1 else ' is'} pinned: "
             f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} by price, before any "
             f"ring; memory {human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
             f"({asked})."

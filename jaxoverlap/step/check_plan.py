@@ -245,7 +245,11 @@ def followed(plan: Plan, done: Plan) -> Plan:
         ValueError: if the two differ; it says in which matmul.
     """
     pairs = list(zip(plan.entries, done.entries, strict=True))
-    lines = [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
+    lines = []
+    pins, kept = (p.layouts.pins if p.layouts else () for p in (plan, done))
+    if pins != kept:  # stands first, as the matmuls follow from it
+        lines.append(f"layouts: {_two(f'{len(pins)} pins', f'{len(kept)} pins')}")
+    lines += [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
     for what in ("prefetched", "scattered"):
         then, now = (_unsourced(getattr(p, what)) for p in (plan, done))
         if then != now:

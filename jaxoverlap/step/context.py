@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import compat, jits
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
@@ -44,7 +44,7 @@ class StepContext:
     cost: CostModel | None
     named: Cluster | None
     origin: MadeFor
-    arguments: tuple[Spec | None, ...] = ()
+    arguments: tuple[Spec | None, ...]
 
     @property
     def explicit(self) -> tuple[str, ...]:
@@ -80,8 +80,7 @@ def _spec(var: Any, sharding: Any) -> Spec | None:
     """Return the mesh axes on each dim of an argument; None where its sharding does not say it."""
     if not isinstance(sharding, NamedSharding) or not hasattr(var.aval, "ndim"):
         return None
-    dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in sharding.spec]
-    return (*dims, *((),) * (var.aval.ndim - len(dims)))
+    return compat.axes_by_dim(sharding.spec, var.aval.ndim)
 
 
 def mesh_of(call: jits.Call) -> Mesh:

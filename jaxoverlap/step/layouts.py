@@ -71,7 +71,7 @@ def lay_out(
     if step.explicit:  # there the types say how values lie
         layouts = None
     elif layouts is None and options.layouts and step.cost:
-        layouts = _found(asker, step.cost, options.layouts, overlapped_s)
+        layouts = _chosen(asker, step.cost, options.layouts, overlapped_s)
     if layouts is None or not layouts.pins:
         return replace(asker.laid_out({}), layouts=layouts)
     laid = asker.laid_out({pin.site: pin.spec for pin in layouts.pins})
@@ -86,6 +86,9 @@ class _Asker:
     def __init__(self, step: StepContext, traced: jax.stages.Traced, plain: Picture):
         self.step, self.plain, self._traced = step, plain, traced
         self._open = open_results(step.params, plain.results, step.mesh)
+        self._laid: dict[frozenset[Any], LaidOut] = {
+            frozenset(): LaidOut(self.with_pins({}), plain)
+        }
 
     def with_pins(self, pins: Pins) -> Any:
         """Return the step with pins, its results lying as in the plain one."""
@@ -94,10 +97,10 @@ class _Asker:
 
     def laid_out(self, pins: Pins) -> LaidOut:
         """Lay out the step, and ask how the operands and results of its matmuls lie then."""
-        jaxpr = self.with_pins(pins)
-        if not pins:
-            return LaidOut(jaxpr, self.plain)
-        return LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
+        if (key := frozenset(pins.items())) not in self._laid:
+            jaxpr = self.with_pins(pins)
+            self._laid[key] = LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
+        return self._laid[key]
 
     def answer(self, pins: Pins, cost: CostModel) -> Answer:
         """Partition the step with pins, and estimate it; XLA may refuse some pins."""
@@ -113,7 +116,7 @@ def _answer(picture: Picture, cost: CostModel, why_not: str = "") -> Answer:
     return Answer(step_s, estimated_peak_bytes(picture.module), why_not)
 
 
-def _found(
+def _chosen(
     asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
 ) -> Layouts:
     """Search for the layout of a step, unless that was done before."""
@@ -129,48 +132,53 @@ def _searched(
     asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
 ) -> Layouts:
     step, plain = asker.step, asker.plain
-    matmuls = {dot.index: dot for dot in pinnable(step.jaxpr)}
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
+    most = _EQUATIONS[mode] // _num_equations(step.jaxpr)
     search = LayoutSearch(
-        matmuls=tuple(matmuls.values()),
+        matmuls=tuple(pinnable(step.jaxpr)),
         dims=dims,
         sizes=sizes,
         ask=lambda pins: asker.answer(pins, cost),
         plain=_answer(plain, cost),
-        most=_EQUATIONS[mode] // _num_equations(step.jaxpr),
+        most=most,
         thorough=mode != "repair",
     )
-    unasked = {site: plain.shardings[site].out for site in matmuls if site in plain.shardings}
     search.run(starts(step.jaxpr, step.arguments, dims, sizes))
     if len(rivals := search.rivals(_RIVALS[mode])) > 1:
         search.best = min(rivals, key=lambda c: overlapped_s(asker.laid_out(c.pins)))
-    search.leave_out(unasked)
+    search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
     if mode == "advise":
-        search.thin_out(_EQUATIONS[mode] // _num_equations(step.jaxpr))
-    chosen = [(matmuls[site], spec) for site, spec in search.best.pins.items()]
-    first: dict[str, Dot] = {}  # the first matmul of each line: the forward pass's
-    for dot in dots(step.jaxpr):
+        search.thin_out(most)
+    return _record(step.jaxpr, search, cost.cluster.chip.memory_bytes)
+
+
+def _record(jaxpr: Any, search: LayoutSearch, memory_bytes: int) -> Layouts:
+    """Record what a search has found, for the plan."""
+    best, plain, first = search.best, search.plain, dict[str, Dot]()
+    for dot in dots(jaxpr):  # the first matmul of each line is the forward pass's
         first.setdefault(source_of(dot), dot)
+    pins = [
+        PinnedResult(
+            site=dot.index,
+            source=source_of(dot),
+            type=_type(dot),
+            part=_part(dot, first[source_of(dot)], best.pins),
+            spec=best.pins[dot.index],
+            gain_s=search.gain_s(dot.index),
+        )
+        for dot in search.matmuls
+        if dot.index in best.pins
+    ]
     return Layouts(
-        pins=tuple(
-            PinnedResult(
-                site=dot.index,
-                source=source_of(dot),
-                type=_type(dot),
-                part=_part(dot, first[source_of(dot)], search.best.pins),
-                spec=spec,
-                gain_s=search.gain_s(dot.index),
-            )
-            for dot, spec in chosen
-        ),
-        plain_s=search.plain.step_s,
-        step_s=search.best.answer.step_s,
-        plain_peak_bytes=search.plain.peak_bytes,
-        peak_bytes=search.best.answer.peak_bytes,
-        memory_bytes=cost.cluster.chip.memory_bytes,
+        pins=tuple(pins),
+        plain_s=plain.step_s,
+        step_s=best.answer.step_s,
+        plain_peak_bytes=plain.peak_bytes,
+        peak_bytes=best.answer.peak_bytes,
+        memory_bytes=memory_bytes,
         questions=search.asked,
-        axes={a: _examples(step.jaxpr, dims, n) for a, n in (search.best.layout or {}).items()},
-        unnamed=tuple(dict.fromkeys(map(_named, dims.unnamed))),
+        axes={a: _examples(jaxpr, search.dims, n) for a, n in (best.layout or {}).items()},
+        unnamed=tuple(dict.fromkeys(map(_named, search.dims.unnamed))),
     )
 
 

@@ -12,7 +12,7 @@ from jaxoverlap._jax import jits
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import axis_costs
-from jaxoverlap.passes.analysis.mesh import explicit_axes, unread
+from jaxoverlap.passes.analysis.mesh import unread
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Ring
@@ -79,6 +79,6 @@ def _terms(step: StepContext, options: Options) -> Terms:
         costs=axis_costs(step.mesh, step.named),
         prices=step.cost and RingCosts(step.cost, groups_of(step.mesh, step.named)),
         prefetch=options.fsdp == "prefetch",
-        explicit=explicit_axes(step.mesh),
+        explicit=step.explicit,
         unread=unread(step.mesh),
     )

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.jaxprs import bodies
@@ -42,6 +41,7 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
 )
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
+from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
@@ -140,41 +140,39 @@ class _Ways:
 
     def fastest(self) -> Way:
         """Take the way with the least estimated time; of ways that are about equal, the first."""
-        assert self._terms.prices is not None
-        cost = self._terms.prices.cost
         base_s, priced = self._knowing(self._laid.picture)
-        first, best, best_s, rings_s = None, None, base_s * (1 - _GAIN), math.inf
-        tried: list[tuple[Any, ...]] = []
-        for rewriting in self._all(priced):
-            way = self._finished(rewriting)
-            first = first or way
-            if not way.plan.rewrites or way.plan.changes in tried:
-                continue  # the step without rings and these have their price
-            tried.append(way.plan.changes)
-            after = self._partitioned(way.jaxpr)
-            if changed(self._plain, after):
-                continue
-            way_s = estimate(after.module, cost).step_s
-            rings_s = min(rings_s, way_s) if way.plan.decisions else rings_s
-            if way_s < best_s:
-                best, best_s = replace(way, step_s=way_s), way_s
-        if best is not None:
+        ways = list(self._timed(priced))
+        with_s = [(way.step_s, way) for way in ways if way.step_s is not None]
+        best_s, best = min(with_s, key=lambda one: one[0], default=(math.inf, None))
+        if best is not None and best_s < base_s * (1 - _GAIN):
             return best
-        assert first is not None
+        rings_s = min((s for s, way in with_s if way.plan.decisions), default=math.inf)
         why = f"by price the step takes {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-        return replace(self._without_rings(first, why), step_s=base_s)
+        return replace(self._without_rings(ways[0], why), step_s=base_s)
 
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
+        base_s, priced = self._knowing(self._laid.picture)
+        ways = itertools.islice(self._timed(priced), _SOONEST)
+        return min([base_s, *(way.step_s for way in ways if way.step_s is not None)])
+
+    def _timed(self, priced: Terms) -> Iterator[Way]:
+        """Yield all ways with their seconds; without, if one was timed before or cannot be taken.
+
+        The step without rings is not timed here: its picture is known.
+        """
         assert self._terms.prices is not None
-        soonest_s, priced = self._knowing(self._laid.picture)
-        for rewriting in itertools.islice(self._all(priced), _SOONEST):
-            after = self._partitioned(self._finished(rewriting).jaxpr)
-            if not changed(self._plain, after):
-                step_s = estimate(after.module, self._terms.prices.cost).step_s
-                soonest_s = min(soonest_s, step_s)
-        return soonest_s
+        seen: list[tuple[Any, ...]] = []
+        for rewriting in self._all(priced):
+            way = self._finished(rewriting)
+            if way.plan.rewrites and way.plan.changes not in seen:
+                seen.append(way.plan.changes)
+                after = self._partitioned(way.jaxpr)
+                if not changed(self._plain, after):
+                    step_s = estimate(after.module, self._terms.prices.cost).step_s
+                    way = replace(way, step_s=step_s)
+            yield way
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
         """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.
@@ -232,9 +230,7 @@ class _Ways:
         return with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
 
     def _finished(self, rewriting: Rewriting) -> Way:
-        way = _finished(self._step, rewriting, self._options)
-        plan = msgspec.structs.replace(way.plan, layouts=self._laid.layouts)
-        return replace(way, plan=plan)
+        return _finished(self._step, rewriting, self._options, self._laid.layouts)
 
     def _without_rings(self, way: Way, why: str) -> Way:
         """Return the step without rings, laid out all the same, in the place of a way.
@@ -279,7 +275,9 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
     return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
 
-def _finished(step: StepContext, rewriting: Rewriting, options: Options) -> Way:
+def _finished(
+    step: StepContext, rewriting: Rewriting, options: Options, layouts: Layouts | None = None
+) -> Way:
     """Finish a way: gather scanned weights a step ahead, and scatter the gradients of lookups."""
     rewritten, prefetched = rewriting.rewritten, 0
     if options.fsdp == "prefetch":
@@ -292,6 +290,7 @@ def _finished(step: StepContext, rewriting: Rewriting, options: Options) -> Way:
         prefetched=prefetched,
         scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
+        layouts=layouts,
         fsdp=options.fsdp,
     )
     rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)

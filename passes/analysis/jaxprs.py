@@ -247,7 +247,7 @@ class _Walk:
         self, eqn: Any, known: _Known, *, runs: int, inside: str | None, manual: Manual | None
     ) -> Any:
         name = eqn.primitive.name
-        if not any(True for _ in compat.jaxprs_in(eqn)):
+        if not compat.has_jaxprs(eqn):
             return eqn
         inner_runs = runs * eqn.params["length"] if name == "scan" else runs
         opaque = inside or (None if name in TRANSPARENT else name)

@@ -34,25 +34,21 @@ class DimNames:
     """The named dims of a step.
 
     Attributes:
-        sizes: the size of each named dim; the smallest, where a part of it has the same name.
         unnamed: the equations that are not understood, so that no name goes through them.
     """
 
     def __init__(self, jaxpr: Any):
         self._parents: dict[_Dim, _Dim] = {}
         self._numbers: dict[_Dim, Name] = {}
-        self.sizes: dict[Name, int] = {}
         self.unnamed: list[Any] = []
         self._visit(jaxpr)
 
     def of(self, var: Any) -> tuple[Name, ...]:
         """Return the names of a value's dims, in order."""
-        return tuple(self._name(_Dim(var, d), size) for d, size in enumerate(var.aval.shape))
+        return tuple(self._name(_Dim(var, d)) for d in range(var.aval.ndim))
 
-    def _name(self, dim: _Dim, size: int) -> Name:
-        name = self._numbers.setdefault(self._root(dim), len(self._numbers))
-        self.sizes[name] = min(size, self.sizes.get(name, size))
-        return name
+    def _name(self, dim: _Dim) -> Name:
+        return self._numbers.setdefault(self._root(dim), len(self._numbers))
 
     def _root(self, dim: _Dim) -> _Dim:
         while (parent := self._parents.get(dim)) is not None:
@@ -85,7 +81,7 @@ class DimNames:
             elif rule := _RULES.get(name):
                 for operand, result, pairs in rule(eqn):
                     self._same(operand, result, pairs)
-            elif name in _UNKNOWN or has_bodies(eqn) or not self._by_shape(eqn):
+            elif name in _UNKNOWN or compat.has_jaxprs(eqn) or not self._by_shape(eqn):
                 self.unnamed.append(eqn)
 
     def _by_shape(self, eqn: Any) -> bool:
@@ -141,11 +137,6 @@ class DimNames:
     def _bound(self, outer: Sequence[Any], inner: Sequence[Any]) -> None:
         for one, other in zip(outer, inner, strict=True):
             self._alike(one, other)
-
-
-def has_bodies(eqn: Any) -> bool:
-    """Return whether an equation runs jaxprs by rules of its own."""
-    return any(True for _ in compat.jaxprs_in(eqn))
 
 
 # -- rules for primitives that move dims ----------------------------------------------------------

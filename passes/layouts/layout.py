@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 
@@ -127,7 +126,6 @@ def by_size(values: Sequence[Any], dims: DimNames) -> list[Name]:
     """Return the names of the dims of values, those that stand in most elements first."""
     counted = Counter[Name]()
     for var in values:
-        if not compat.is_literal(var):
-            for name in set(dims.of(var)):
-                counted[name] += math.prod(var.aval.shape)
+        for name in set(dims.of(var)):
+            counted[name] += math.prod(var.aval.shape)
     return [name for name, _ in counted.most_common()]

@@ -75,9 +75,15 @@ def test_a_step_without_constraints_is_repaired(plan):
 def test_a_plan_keeps_the_layouts_and_is_followed_without_a_search(plan, args, monkeypatch):
     again = jaxoverlap.Plan.from_json(plan.to_json())
     assert again.layouts == plan.layouts
-    monkeypatch.setattr("jaxoverlap.step.layouts._found", pytest.fail)
+    monkeypatch.setattr("jaxoverlap.step.layouts._chosen", pytest.fail)
     followed = jaxoverlap.overlap(jax.jit(step), plan=again, cluster=POD).explain(*args)
     assert followed.layouts == plan.layouts
+
+
+def test_a_plan_whose_pins_cannot_be_kept_is_refused(plan, args, monkeypatch):
+    monkeypatch.setattr("jaxoverlap.step.layouts.changed", lambda plain, after: "another sharding")
+    with pytest.raises(ValueError, match=r"cannot be followed on step[\s\S]*layouts: .* pins"):
+        jaxoverlap.overlap(jax.jit(step), plan=plan, cluster=POD).explain(*args)
 
 
 def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):

@@ -101,7 +101,7 @@ def test_what_xla_does_unasked_is_not_pinned():
 
 
 def test_pins_that_are_not_needed_are_left_out_and_the_others_have_their_gain():
-    """Of five pins two are needed: without the first a step takes 3 s more, without the other 2."""
+    """Two of five pins are needed: without one a step takes 3 s more, without the other 2."""
     jaxpr = jax.make_jaxpr(lambda x, w: [x @ w] * 1 + [w @ x, x @ x, w @ w, (x + w) @ w])(
         *[jnp.zeros((8, 8))] * 2
     ).jaxpr
