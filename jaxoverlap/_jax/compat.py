@@ -127,6 +127,12 @@ def like_var(var: Any) -> Any:
     return core.Var(var.aval)
 
 
+def sized_var(var: Any, dim: int, size: int) -> Any:
+    """A new variable of the same type, but for the size of one dim."""
+    shape = var.aval.shape
+    return core.Var(var.aval.update(shape=(*shape[:dim], size, *shape[dim + 1 :])))
+
+
 def unused_var(var: Any) -> Any:
     """A result of the same type that nobody reads."""
     return core.DropVar(var.aval)
@@ -234,26 +240,31 @@ def _places(params: dict[str, Any]) -> tuple[Any, ...]:
     return (*params["in_shardings"], *params["out_shardings"])
 
 
-def opened_jit(eqn: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a plain jit's body on its operands, and the atoms that are its results.
+def opened(eqn: JaxprEqn, body: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a call's body on its operands, and the atoms that are its results.
 
     Every variable is a new one, so that a body may be opened in several places.
     """
-    body = eqn.params["jaxpr"]
     env: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
 
     def outer(atom: Any) -> Any:
         return atom if isinstance(atom, core.Literal) else env[atom]
 
-    above = eqn.source_info.name_stack.extend(f"jit({eqn.params['name']})")
-    opened = []
+    name = eqn.params.get("name", eqn.primitive.name)
+    above = eqn.source_info.name_stack.extend(f"jit({name})")
+    made = []
     for inner in body.eqns:
         invars = [outer(v) for v in inner.invars]
         outvars = [v if isinstance(v, core.DropVar) else core.Var(v.aval) for v in inner.outvars]
         env.update(zip(inner.outvars, outvars, strict=True))
         info = inner.source_info.replace(name_stack=above + inner.source_info.name_stack)
-        opened.append(inner.replace(invars=invars, outvars=outvars, source_info=info))
-    return opened, [outer(v) for v in body.outvars]
+        made.append(inner.replace(invars=invars, outvars=outvars, source_info=info))
+    return made, [outer(v) for v in body.outvars]
+
+
+def opened_jit(eqn: JaxprEqn) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a plain jit's body on its operands, and the atoms that are its results."""
+    return opened(eqn, eqn.params["jaxpr"])
 
 
 def inline(

@@ -12,7 +12,7 @@ from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
-from jaxoverlap.step.options import LayoutMode, OnError, Options
+from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Options
 from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
@@ -29,6 +29,7 @@ def overlap(
     granularity: Granularity = ...,
     fsdp: FSDP | None = ...,
     layouts: LayoutMode | None = ...,
+    halves: HalvesMode = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
@@ -45,6 +46,7 @@ def overlap(
     granularity: Granularity = ...,
     fsdp: FSDP | None = ...,
     layouts: LayoutMode | None = ...,
+    halves: HalvesMode = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
@@ -60,6 +62,7 @@ def overlap(
     granularity: Granularity = None,
     fsdp: FSDP | None = None,
     layouts: LayoutMode | None = "repair",
+    halves: HalvesMode = "auto",
     schedule: Scheduler | None = _SCHEDULER,
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
@@ -103,6 +106,10 @@ def overlap(
             and memory allows it: "repair", the default, asks XLA's partitioner about a few layouts
             (some seconds); "complete" asks about many, for steps without constraints of their own;
             None keeps XLA's choice. Your own constraints stay. Needs GPUs whose prices are known.
+        halves: whether to cut the rows that each device has of the batch in parts that run side by
+            side, so that the collectives of one hide behind the matmuls of another: "auto", the
+            default, does so where the step is then faster by price; a number of parts, or None.
+            Rows that do not divide, or equations that mix them, are named in `explain()`.
         schedule: how the scheduler pass may order the compiled step on GPUs; None for XLA's order.
         plan: a plan, or its file. It says all that skip, granularity, fsdp and schedule say, and
             is for one step, mesh, cluster and version: the first call refuses any other.
@@ -135,6 +142,10 @@ def overlap(
         raise ValueError(f"fsdp={fsdp!r}: expected 'prefetch' or 'ring'")
     if layouts not in ("repair", "complete", None):
         raise ValueError(f"layouts={layouts!r}: expected 'repair', 'complete' or None")
+    if halves not in ("auto", None) and not (type(halves) is int and halves > 1):
+        raise ValueError(
+            f"halves={halves!r}: expected 'auto', None, or a number of parts, two or more"
+        )
     if not isinstance(schedule, Scheduler | None):
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
     if not isinstance(tune, bool | Tuning):
@@ -155,6 +166,8 @@ def overlap(
             raise ValueError(_said_twice(["schedule"]))
         if layouts != "repair":
             raise ValueError(_said_twice(["layouts"]))
+        if halves != "auto":
+            raise ValueError(_said_twice(["halves"]))
         options = Options.of(
             _read(plan), cluster=named, on_error=on_error, agree_within_s=agree_within_s
         )
@@ -166,6 +179,7 @@ def overlap(
             granularity=_variants(granularity),
             fsdp=fsdp or "prefetch",
             layouts=layouts,
+            halves=halves,
             schedule=schedule,
             agree_within_s=agree_within_s,
             never_slower=never_slower,

@@ -25,6 +25,7 @@ from jaxoverlap.plan.decisions import (
     Style,
     Variant,
 )
+from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.table import (
     cluster_lines,
@@ -58,7 +59,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 3  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 4  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,6 +182,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         scattered: the gradients of embedding lookups that are scattered.
         sums: the sums of activations that stay scattered.
         layouts: the results of matmuls that are pinned; None if nobody looked for any.
+        halves: whether its rows run in parts; `entries` are then the matmuls of all parts. None if
+            nobody asked.
         fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
         schedule: the scheduler pass; None where there is none.
         xla_options: compiler options, beyond the user's own and those that a pod needs.
@@ -202,6 +205,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     scattered: tuple[Scattered, ...] = ()
     sums: tuple[ScatteredSum, ...] = ()
     layouts: Layouts | None = None
+    halves: Halves | None = None
     fsdp: FSDP = "prefetch"
     schedule: Schedule | None = None
     xla_options: Mapping[str, str] = {}
@@ -220,9 +224,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """The changes that passes make to the step: rings, scattered lookups and sums, layouts."""
+        """The changes that passes make to the step: rings, scattered lookups and sums, layouts.
+
+        Rows that run in parts are one too.
+        """
         pins = self.layouts.pins if self.layouts else ()
-        return self.decisions, self.scattered, self.sums, pins
+        cut = (self.halves,) if self.halves and not self.halves.why_not else ()
+        return self.decisions, self.scattered, self.sums, pins, cut
 
     @property
     def rewrites(self) -> bool:
@@ -248,7 +256,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         plan = self.without_rings("left alone: the step as it is is faster")
         return msgspec.structs.replace(
-            plan, plain=True, layouts=None, schedule=schedule, xla_options={}
+            plan, plain=True, layouts=None, halves=None, schedule=schedule, xla_options={}
         )
 
     def without_rings(self, why: str) -> Plan:
@@ -318,6 +326,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 *prefetched_lines(self.prefetched),
                 *map(scattered_line, self.scattered),
                 *(self.layouts.lines if self.layouts else ()),
+                *(self.halves.lines if self.halves else ()),
                 *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),
             )

@@ -217,6 +217,7 @@ def facts_of(plan: Plan, jaxpr: Any, mesh: Mesh, options: Mapping[str, Any]) -> 
         "order of the mesh's devices": _short(repr(order)),
         "cluster": origin.cluster or "not known",
         "fsdp": plan.fsdp,
+        "halves": _rows(plan),
         **{
             f"matmul {e.site}": "left alone" if isinstance(e, Skip) else _does(e)
             for e in plan.entries
@@ -264,6 +265,14 @@ def followed(plan: Plan, done: Plan) -> Plan:
     return msgspec.structs.replace(
         plan, step=done.step, entries=entries, scattered=done.scattered, made_for=done.made_for
     )
+
+
+def _rows(plan: Plan) -> str:
+    """Say in how many parts the rows of a step run."""
+    cut = plan.halves
+    if cut is None or cut.why_not:
+        return "rows whole"
+    return f"rows in {cut.parts} parts, scans unrolled {cut.unroll} times"
 
 
 def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:

@@ -23,6 +23,7 @@ from jaxoverlap.passes.layouts.search import Answer, LayoutSearch
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
 from jaxoverlap.passes.scheduling.estimate import estimate
+from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import Layouts, PinnedResult
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import LayoutMode, Options
@@ -37,17 +38,29 @@ _remembered: jits.Cache[Layouts] = jits.Cache()  # a tuner asks about one step m
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A step whose results lie as in the plain one, with pins or without.
+    """A step whose results lie as in the plain one, with pins or without, its rows cut or not.
 
     Attributes:
         jaxpr: the step, its own results pinned too.
         picture: what XLA's partitioner makes of it.
         layouts: what is pinned; None if nobody looked.
+        halves: how its rows are cut; None if nobody asked.
     """
 
     jaxpr: Any
     picture: Picture
     layouts: Layouts | None = None
+    halves: Halves | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether it computes in another way than the plain step, before any ring."""
+        return bool(self.layouts and self.layouts.pins) or self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its rows run in parts."""
+        return self.halves is not None and not self.halves.why_not
 
 
 def lay_out(
@@ -178,7 +191,7 @@ def _record(jaxpr: Any, search: LayoutSearch, memory_bytes: int) -> Layouts:
         memory_bytes=memory_bytes,
         questions=search.asked,
         axes={a: _examples(jaxpr, search.dims, n) for a, n in (best.layout or {}).items()},
-        unnamed=tuple(dict.fromkeys(map(_named, search.dims.unnamed))),
+        unnamed=tuple(dict.fromkeys(map(described, search.dims.unnamed))),
     )
 
 
@@ -203,7 +216,8 @@ def _examples(jaxpr: Any, dims: DimNames, names: Sequence[Name]) -> tuple[str, .
     return tuple(largest[name][1] for name in names if name in largest)
 
 
-def _named(eqn: Any) -> str:
+def described(eqn: Any) -> str:
+    """Name an equation by its primitive and its source line."""
     file, line, _ = compat.source_line(eqn)
     return f"{eqn.primitive.name} ({short_source(file, line)})"
 

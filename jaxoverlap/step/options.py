@@ -13,6 +13,7 @@ from jaxoverlap.plan.plan import FSDP, Plan, ScatteredSum, Variant
 
 OnError = Literal["raise", "plain"]
 LayoutMode = Literal["repair", "complete", "advise"]
+HalvesMode = int | Literal["auto"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,9 @@ class Options:
         alone: the sites of matmuls that have no part in any ring.
         layouts: as in `overlap`; "advise" also leaves out all pins that are not needed.
         pins: the results of matmuls to pin; None to search for them, if `layouts` says so.
+        halves: as in `overlap`.
+        unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
+        rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
         sums: the sums of activations that stay scattered; None to take what leaves less exposed.
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
@@ -43,6 +47,9 @@ class Options:
     alone: frozenset[int] = frozenset()
     layouts: LayoutMode | None = "repair"
     pins: Layouts | None = None
+    halves: HalvesMode = "auto"
+    unroll: int = 1
+    rings: bool = True
     sums: tuple[ScatteredSum, ...] | None = None
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
@@ -59,14 +66,18 @@ class Options:
     def of(cls, plan: Plan, **others: Any) -> Options:
         """Return the options to follow a plan; `others` are those that a plan does not have."""
         at = plan.schedule
+        cut = plan.halves if plan.halves and not plan.halves.why_not else None
         return cls(
             fsdp=plan.fsdp,
             schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
             choices=plan.choices,
+            rings=bool(plan.choices) or not plan.decisions,
             alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
             sums=plan.sums,
             layouts=None,
             pins=plan.layouts,
+            halves=cut and cut.parts,
+            unroll=cut.unroll if cut else 1,
             xla_options=plan.xla_options,
             plan=plan,
             **others,

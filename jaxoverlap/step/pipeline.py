@@ -79,6 +79,7 @@ def _terms(step: StepContext, options: Options) -> Terms:
         costs=axis_costs(step.mesh, step.named),
         prices=step.cost and RingCosts(step.cost, groups_of(step.mesh, step.named)),
         prefetch=options.fsdp == "prefetch",
+        rings=options.rings,
         explicit=step.explicit,
         unread=unread(step.mesh),
     )

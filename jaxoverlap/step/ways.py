@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
+from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.partitioned import (
     Picture,
@@ -41,13 +43,14 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
 )
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
-from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
+from jaxoverlap.step.halves import in_parts, too_large
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
 
-_SOONEST = 3  # ways that tell which of two layouts is better for rings
+_SOONEST = 4  # ways that tell which of two layouts is better for rings
+_UNROLL = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
 _GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
 
 
@@ -82,17 +85,66 @@ def overlapped(
 
     Raises:
         RewriteError: if XLA does not partition the step, or a pass fails on it.
+        ValueError: if a plan is followed whose rows run in parts, and here they cannot.
     """
     if traced is None:
         return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
     plain = partitioned(traced, step.jaxpr, step.mesh)
 
-    def soonest_s(laid: LaidOut) -> float:
-        return _Ways(step, traced, terms, options, plain, laid).soonest_s()
+    def ways_of(laid: LaidOut) -> _Ways:
+        return _Ways(step, traced, terms, options, plain, laid)
 
-    laid = lay_out(step, traced, plain, options, soonest_s)
-    ways = _Ways(step, traced, terms, options, plain, laid)
-    return ways.fastest() if terms.prices and options.chooses else ways.by_bytes()
+    laid = lay_out(step, traced, plain, options, lambda laid: ways_of(laid).soonest_s())
+    if isinstance(options.halves, int):
+        laid = in_parts(step, traced, plain, laid, options.halves, options.unroll)
+        if options.plan and laid.halves and not laid.is_cut:  # its sites are those of all parts
+            raise UserError(
+                f"the plan cannot be followed on {step.params['name']}, whose rows it has in "
+                f"{options.halves} parts: {laid.halves.why_not}. Tune again"
+            )
+    if not (terms.prices and options.chooses):
+        return ways_of(laid).by_bytes()
+    best = ways_of(laid).fastest()
+    if options.halves != "auto":
+        return best
+    return _in_halves(step, traced, plain, laid, best, ways_of)
+
+
+def _in_halves(
+    step: StepContext,
+    traced: jax.stages.Traced,
+    plain: Picture,
+    laid: LaidOut,
+    best: Way,
+    ways_of: Callable[[LaidOut], _Ways],
+) -> Way:
+    """Take the step in halves, if it is estimated to be faster so than with whole rows.
+
+    Args:
+        step, traced, plain, laid: as for `in_parts`.
+        best: the best way with whole rows.
+        ways_of: the ways to run a step that is laid out.
+    """
+    cut = in_parts(step, traced, plain, laid, 2, 1)
+    assert cut.halves is not None
+    assert best.step_s is not None
+    record, why_not = cut.halves, cut.halves.why_not
+    if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
+        unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL, cut.picture.shardings)
+        cuts = [cut] if too_large(plain, unrolled.picture) else [cut, unrolled]
+        way = min((ways_of(cut).fastest(rings=False) for cut in cuts), key=_seconds)
+        step_s = _seconds(way)
+        assert way.plan.halves is not None
+        record = msgspec.structs.replace(way.plan.halves, whole_s=best.step_s, step_s=step_s)
+        if step_s < best.step_s * (1 - _GAIN):
+            return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
+        why_not = "the step is faster with whole rows"
+    record = msgspec.structs.replace(record, why_not=why_not)
+    return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
+
+
+def _seconds(way: Way) -> float:
+    return math.inf if way.step_s is None else way.step_s
 
 
 class _Ways:
@@ -138,10 +190,14 @@ class _Ways:
 
     # -- by price -----------------------------------------------------------------------------
 
-    def fastest(self) -> Way:
-        """Take the way with the least estimated time; of ways that are about equal, the first."""
+    def fastest(self, *, rings: bool = True) -> Way:
+        """Take the way with the least estimated time; of ways that are about equal, the first.
+
+        Args:
+            rings: whether to try ways with rings; if not, only with weights gathered ahead.
+        """
         base_s, priced = self._knowing(self._laid.picture)
-        ways = list(self._timed(priced))
+        ways = list(self._timed(self._all(priced) if rings else [self._gathered_ahead()]))
         with_s = [(way.step_s, way) for way in ways if way.step_s is not None]
         best_s, best = min(with_s, key=lambda one: one[0], default=(math.inf, None))
         if best is not None and best_s < base_s * (1 - _GAIN):
@@ -154,17 +210,17 @@ class _Ways:
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
         base_s, priced = self._knowing(self._laid.picture)
-        ways = itertools.islice(self._timed(priced), _SOONEST)
+        ways = self._timed(itertools.islice(self._all(priced), _SOONEST))
         return min([base_s, *(way.step_s for way in ways if way.step_s is not None)])
 
-    def _timed(self, priced: Terms) -> Iterator[Way]:
+    def _timed(self, rewritings: Iterable[Rewriting]) -> Iterator[Way]:
         """Yield all ways with their seconds; without, if one was timed before or cannot be taken.
 
         The step without rings is not timed here: its picture is known.
         """
         assert self._terms.prices is not None
         seen: list[tuple[Any, ...]] = []
-        for rewriting in self._all(priced):
+        for rewriting in rewritings:
             way = self._finished(rewriting)
             if way.plan.rewrites and way.plan.changes not in seen:
                 seen.append(way.plan.changes)
@@ -179,10 +235,12 @@ class _Ways:
 
         A ring may hide more than its own collective: what is exposed beside it is not all that it
         saves. So rings that lose alone are tried together too. Then come rings without one axis
-        each, lookups alone, and the sums scattered.
+        each, lookups alone, and the sums scattered. Weights that are gathered a step ahead, and no
+        ring, are the second way.
         """
         first, every = self._decided(priced), self._decided(replace(self._terms, prices=None))
         yield first
+        yield self._gathered_ahead()
         yield self._decided(self._terms)
         yield every
         for rejected in _axis_by_axis(first):
@@ -194,6 +252,10 @@ class _Ways:
             yield self._decided(self._terms, dict.fromkeys(sites, "the step is faster without"))
         if where := points(every.sharings.values()):
             yield self._with_sums_scattered(where, self._decided_anew)
+
+    def _gathered_ahead(self) -> Rewriting:
+        """Gather the weights of scans a step ahead, and make no ring."""
+        return self._decided(replace(self._terms, rings=False))
 
     def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
         """Decide on a jaxpr by what is exposed in a picture of its own."""
@@ -230,7 +292,7 @@ class _Ways:
         return with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
 
     def _finished(self, rewriting: Rewriting) -> Way:
-        return _finished(self._step, rewriting, self._options, self._laid.layouts)
+        return _finished(self._step, rewriting, self._options, self._laid)
 
     def _without_rings(self, way: Way, why: str) -> Way:
         """Return the step without rings, laid out all the same, in the place of a way.
@@ -240,7 +302,7 @@ class _Ways:
             why: the reason why no matmul gets a ring.
         """
         laid = self._laid
-        jaxpr = laid.jaxpr if laid.layouts and laid.layouts.pins else self._step.jaxpr
+        jaxpr = laid.jaxpr if laid.differs else self._step.jaxpr
         return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
 
     def _partitioned(self, jaxpr: Any) -> Picture:
@@ -276,7 +338,7 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
 
 
 def _finished(
-    step: StepContext, rewriting: Rewriting, options: Options, layouts: Layouts | None = None
+    step: StepContext, rewriting: Rewriting, options: Options, laid: LaidOut | None = None
 ) -> Way:
     """Finish a way: gather scanned weights a step ahead, and scatter the gradients of lookups."""
     rewritten, prefetched = rewriting.rewritten, 0
@@ -290,7 +352,8 @@ def _finished(
         prefetched=prefetched,
         scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
-        layouts=layouts,
+        layouts=laid and laid.layouts,
+        halves=laid and laid.halves,
         fsdp=options.fsdp,
     )
     rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)

@@ -153,15 +153,36 @@ def moves(
 _WORTH = 0.002  # of a step: what waits for less is left as it is
 
 
+def with_rows_of(base: Options, plan: Plan) -> Options:
+    """Return options that cut the rows as a plan does, or not: its sites are those of all parts."""
+    cut = plan.halves if plan.halves and not plan.halves.why_not else None
+    return replace(base, halves=cut and cut.parts, unroll=cut.unroll if cut else 1)
+
+
+def rows(base: Options, rules: Plan) -> list[Candidate]:
+    """List the candidate whose rows are whole where those of the rules are cut, or in halves.
+
+    Args:
+        base: the options of the rules, with rows as their plan has them.
+        rules: the plan; it has a price of halves if the rows can be cut.
+    """
+    if base.halves is not None:
+        return [Candidate("whole rows", replace(base, halves=None, unroll=1), {})]
+    if rules.halves is None or rules.halves.step_s is None:
+        return []
+    return [Candidate("halves", replace(base, halves=2, rings=False), {})]
+
+
 def said(base: Options, plan: Plan) -> Options:
     """Return options that name every ring of a plan, so that single rings can be changed."""
     plain = {skip.site: Variant("plain") for skip in plan.skips if skip.left_plain}
-    return replace(base, choices={**plan.choices, **plain}, sums=plan.sums)
+    rings = bool(plan.choices) or not plan.decisions
+    return replace(base, choices={**plan.choices, **plain}, sums=plan.sums, rings=rings)
 
 
 def changed(options: Options, to: Mapping[int, Variant]) -> Options:
     """Return the options with some rings changed."""
-    return replace(options, choices={**options.choices, **to})
+    return replace(options, choices={**options.choices, **to}, rings=True)
 
 
 def _movable(plan: Plan) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:

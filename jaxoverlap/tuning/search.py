@@ -36,9 +36,11 @@ from jaxoverlap.tuning.candidates import (
     Candidate,
     changed,
     moves,
+    rows,
     said,
     seeds,
     settings,
+    with_rows_of,
 )
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.subject import Look, Lower, Ready
@@ -140,11 +142,12 @@ class Search:
         model = GranularityModel()
         if rules.plan is not None:
             plan = rules.plan
+            self.base = with_rows_of(self.base, plan)
             explicit = Candidate(RULES, said(self.base, plan), {})
             rules = self.tried[1] = replace(rules, candidate=explicit)
             known = rules.result if isinstance(rules.result, Trial) else None
             model = self.model(rules) if known else model
-            self._try(seeds(self.base, plan, known, model.plans(_PLANS)))
+            self._try([*seeds(self.base, plan, known, model.plans(_PLANS)), *rows(self.base, plan)])
             for candidate, plan in self._fastest_plans():
                 self._try(settings(candidate, plan))
         cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
@@ -294,7 +297,10 @@ class Search:
 def _choices(candidate: Candidate) -> Hashable:
     """Return a key for the candidates of one tuning that differ in single rings."""
     options = candidate.options
-    return options and tuple(sorted((n, str(way)) for n, way in options.choices.items()))
+    if options is None:
+        return None
+    choices = sorted((n, str(way)) for n, way in options.choices.items())
+    return options.halves, options.unroll, tuple(choices)
 
 
 def _together(at: Candidate, better: Sequence[Tried]) -> Candidate:

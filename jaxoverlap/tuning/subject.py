@@ -46,7 +46,7 @@ class Subject:
     Attributes:
         lower: rewrites and lowers it for a child.
         look: estimates it from its partitioned program, in seconds; needs a cost model.
-        sites: lists all rings that it could have; needs a cost model.
+        sites: lists all rings that it could have by some options; needs a cost model.
         compiled: rewrites and compiles it here, to be timed; None is the step as it is.
         args, kwargs: the arguments that it is called with.
         base: the options that overlap() takes by default.
@@ -57,7 +57,7 @@ class Subject:
 
     lower: Lower
     look: Look
-    sites: Callable[[], tuple[Site, ...]]
+    sites: Callable[[Options], tuple[Site, ...]]
     compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -100,7 +100,7 @@ def subject_of(
     return Subject(
         lower=lower,
         look=look,
-        sites=lambda: sites_of(jitted, call, args, kwargs, options),
+        sites=lambda options: sites_of(jitted, call, args, kwargs, options),
         compiled=compiled,
         args=args,
         kwargs=kwargs,
@@ -119,7 +119,7 @@ def sites_of(
     Raises:
         As `run_passes`.
     """
-    every = replace(options, granularity=Variant(), choices={}, plan=None)
+    every = replace(options, granularity=Variant(), choices={}, plan=None, rings=True)
     done = run_passes(jitted, call, args, kwargs, every)
     assert done.cost is not None
     groups = groups_of(done.mesh, options.cluster)

@@ -21,7 +21,7 @@ from jaxoverlap.plan.plan import Attempt, Measured, Nccl, Plan, Predictions
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.step.trial import Failure, Trial, schedule_of
 from jaxoverlap.tuning import clock
-from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways
+from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, seeds, ways, with_rows_of
 from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
@@ -150,7 +150,8 @@ def _model(subject: Subject, rules: Tried, trials: Path) -> GranularityModel:
     """Model the step's sites, beside all else that its schedule by rules has."""
     assert rules.request and rules.plan and subject.cost
     step = simulate(schedule_of(rules.request, trials), subject.cost)
-    return granularity(subject.sites(), rules.plan, step, subject.cost)
+    sites = subject.sites(with_rows_of(subject.base, rules.plan))
+    return granularity(sites, rules.plan, step, subject.cost)
 
 
 def _attempt(tried: Tried, *, taken: bool) -> Attempt:

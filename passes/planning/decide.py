@@ -94,8 +94,10 @@ def _shared(body: Body, step: _Step) -> Sharing:
     rejected = step.terms.requests.left_plain
     while True:
         read = functools.partial(step.read, rejected)
-        prefetch, costs = step.terms.prefetch, step.terms.costs
-        sharing = share(body, read, step.beyond, ahead=prefetch, costs=costs)
+        terms = step.terms
+        sharing = share(
+            body, read, step.beyond, ahead=terms.prefetch, costs=terms.costs, rings=terms.rings
+        )
         lost: dict[int, str] = {}
         for ring in sharing.rings:
             ring.variant, ring.why = step.chosen(body, ring)

@@ -30,6 +30,7 @@ Read = Callable[[Dot], ShardedMatmul | str]
 Specs = Sequence[Spec | None]
 Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
 NO_COLLECTIVE = "no collective"
+NO_RINGS = "left plain: only weights are gathered ahead"
 _View = tuple[Member, ShardedMatmul]
 
 
@@ -40,6 +41,7 @@ def share(
     *,
     ahead: bool = False,
     costs: Mapping[str, float] | None = None,
+    rings: bool = True,
 ) -> Sharing:
     """Decide for each matmul of a body how it lies on the mesh, and with which it shares a ring.
 
@@ -50,6 +52,7 @@ def share(
             reshard.
         ahead: gather the weights of a scan before any ring, to be prefetched.
         costs: the cost of a byte along each mesh axis, in any unit; default: alike.
+        rings: whether matmuls may become rings; if not, weights are gathered all the same.
     """
     sharing, chains = Sharing(EquationOrder(body.eqns), costs=costs or {}), Reshards(body)
     early = body.ahead if ahead else frozenset()
@@ -58,6 +61,8 @@ def share(
         matmul = read(dot)
         if isinstance(matmul, str):
             sharing.skipped[dot.index] = matmul
+        elif not rings:
+            _read_gathered(sharing, _views(chains, dot, matmul, beyond(dot)), early)
         elif any(isinstance(s, Refusal) for s in matmul.splits):
             late.append((dot, matmul))  # the others may move for it what it reads
         else:
@@ -144,6 +149,34 @@ def _gathered_early(member: Member, matmul: ShardedMatmul, early: Collection[Any
         if hoistable(matmul, axis, motion)
         else (member, matmul)
     )
+
+
+def _read_gathered(sharing: Sharing, views: Sequence[_View], early: Collection[Any]) -> None:
+    """Let a matmul read values that are gathered a scan step ahead; what else moves stays XLA's."""
+    for member, matmul in views:
+        if _clashes(sharing, member):
+            continue
+        while (gather := _early_gather(member, matmul, early)) is not None:
+            member, matmul = _hoisted(member, matmul, *gather)
+        if member.hoists:
+            member = dataclasses.replace(member, end=End(member.dot.eqn.outvars[0]))
+            _add(sharing, member)
+            sharing.readers.append(member)
+            return
+    dot, matmul = views[-1][0].dot, views[-1][1]
+    sharing.skipped[dot.index] = NO_RINGS if _motions(matmul) else NO_COLLECTIVE
+
+
+def _early_gather(
+    member: Member, matmul: ShardedMatmul, early: Collection[Any]
+) -> tuple[str, Motion] | None:
+    """Return the next gather of a value that is known one scan step ahead, and its axis."""
+    for axis, motion in _motions(matmul):
+        if motion is None or motion.kind != "all_gather":
+            continue
+        if member.value(motion.side).var in early and hoistable(matmul, axis, motion):
+            return axis, motion
+    return None
 
 
 def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> str | None:

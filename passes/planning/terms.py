@@ -19,6 +19,7 @@ class Terms:
         costs: the cost of a byte along each mesh axis, from `topology.axis_costs`; 1 by default.
         prices: the prices of rings on the cluster, if that is known.
         prefetch: whether the weights of a scan are gathered before any ring.
+        rings: whether matmuls may become rings; if not, `prefetch` is all that is done.
         explicit: the mesh's axes whose shardings are a part of types.
         unread: why none of the shardings could be read; None if they could.
     """
@@ -28,5 +29,6 @@ class Terms:
     costs: Mapping[str, float] = field(default_factory=dict)
     prices: RingCosts | None = None
     prefetch: bool = False
+    rings: bool = True
     explicit: Sequence[str] = ()
     unread: str | None = None

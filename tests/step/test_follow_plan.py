@@ -112,8 +112,10 @@ OPTIONS = {
     "rings for weights": dict(fsdp="ring", granularity="direct"),
     "a line left alone": dict(skip=[O_LINE]),
     "a line plain": dict(granularity={Q_LINE: "plain"}),
-    "a cluster, whose prices leave rings alone": dict(cluster="h100-sxm:1x8"),
-    "a cluster, and slices between its hosts": dict(cluster="h100-sxm:4x2"),
+    "a cluster, whose prices leave rings alone": dict(cluster="h100-sxm:1x8", halves=None),
+    "a cluster, and slices between its hosts": dict(cluster="h100-sxm:4x2", halves=None),
+    "halves": dict(halves=2),
+    "halves by price": dict(cluster="h100-sxm:4x2"),
 }
 
 
@@ -121,10 +123,10 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_same_step_comes_out_again(tmp_path, options):
     plan = same_again(tmp_path, overlap(train_step(), **options), *arguments())
-    assert len(plan.entries) == 9
+    assert len(plan.entries) == (18 if plan.halves and not plan.halves.why_not else 9)
     if "skip" in options or isinstance(options.get("granularity"), dict):
         assert any(skip.chosen for skip in plan.skips) and plan.decisions
-    if "cluster" in options:
+    if "cluster" in options and "halves" in options:
         assert any("more than matmul" in s.reason for s in plan.skips)
     assert plan.fsdp == options.get("fsdp", "prefetch")
 

@@ -1,0 +1,47 @@
+"""Record whether the rows of a step run in parts, and why not if they do not."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxoverlap.plan.speedup import milliseconds
+
+
+class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parts in which the rows of a step run, side by side.
+
+    The estimates are of XLA's partitioned programs.
+
+    Attributes:
+        parts: the number of parts.
+        rows: the rows that are cut, as a dim of an argument; empty if there are none.
+        shards: the shards of the rows, each of which is cut by itself.
+        unroll: how many steps of a cut scan stand in one body of its loop.
+        mixing: the equations that mix the rows, with their source lines: parts are joined there.
+        whole_s, step_s: seconds of the best way that does not cut the rows, and of the step in
+            parts; None where no price is known, or nobody asked.
+        why_not: why the rows are not cut; empty if they are.
+    """
+
+    parts: int
+    rows: str = ""
+    shards: int = 1
+    unroll: int = 1
+    mixing: tuple[str, ...] = ()
+    whole_s: float | None = None
+    step_s: float | None = None
+    why_not: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines that are printed below the table of a plan's matmuls."""
+        price = ""
+        if self.whole_s is not None and self.step_s is not None:
+            price = f": {milliseconds(self.whole_s)} -> {milliseconds(self.step_s)} by price"
+        if self.why_not:
+            return [f"  The rows are not cut in {self.parts} parts: {self.why_not}{price}."]
+        loops = f", scans unrolled {self.unroll} times" if self.unroll > 1 else ""
+        lines = [f"  The rows run in {self.parts} parts: {self.rows}{loops}{price}."]
+        if self.mixing:
+            lines.append(f"    Parts are joined for {', '.join(self.mixing)}.")
+        return lines

@@ -1,0 +1,112 @@
+"""Cut the rows of a step in parts, whose collectives hide behind each other's matmuls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import msgspec
+
+from jaxoverlap._jax import compat
+from jaxoverlap._util.text import human_bytes
+from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
+from jaxoverlap.passes.halves.halve import Halved
+from jaxoverlap.passes.halves.start import Rows, rows_to_cut
+from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
+from jaxoverlap.plan.halves import Halves
+from jaxoverlap.step.context import StepContext
+from jaxoverlap.step.layouts import LaidOut, changed, described
+
+_MEMORY = 1.15  # times the memory that the plain step needs, by estimate
+
+
+def in_parts(
+    step: StepContext,
+    traced: jax.stages.Traced,
+    plain: Picture,
+    laid: LaidOut,
+    parts: int,
+    unroll: int,
+    shardings: Mapping[Any, Shardings] | None = None,
+) -> LaidOut:
+    """Cut the rows of a step that is laid out, if that changes nothing but its speed.
+
+    Args:
+        step: the step.
+        traced: the traced step.
+        plain: what XLA's partitioner makes of it as it is.
+        laid: the step as it is laid out.
+        parts: the number of parts.
+        unroll: how many steps of a cut scan stand in one body of its loop.
+        shardings: how the operands and results of its matmuls lie then; None to ask.
+
+    Returns:
+        The step in parts; or as it was, with the reason, where its rows are not cut.
+    """
+    jaxpr, record = _cut(step, laid, parts, unroll)
+    if record.why_not:
+        return replace(laid, halves=record)
+    try:
+        picture = partitioned(traced, jaxpr, step.mesh, ask=shardings is None)
+    except RewriteError as error:
+        return _left(laid, record, str(error))
+    if why_not := changed(plain, picture):
+        return _left(laid, record, why_not)
+    if shardings is not None:
+        picture = replace(picture, shardings=shardings)
+    return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+
+
+def _left(laid: LaidOut, record: Halves, why_not: str) -> LaidOut:
+    """Return the step with whole rows, with the reason."""
+    return replace(laid, halves=msgspec.structs.replace(record, why_not=why_not))
+
+
+def too_large(plain: Picture, picture: Picture) -> str:
+    """Say by how much the parts exceed the plain step's memory; empty if they do not."""
+    before, after = (estimated_peak_bytes(p.module) for p in (plain, picture))
+    if after <= before * _MEMORY:
+        return ""
+    return f"they need about {human_bytes(after)} of memory, the plain step {human_bytes(before)}"
+
+
+def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any, Halves]:
+    """Cut the rows that most matmuls have, if there are any, and each device has enough."""
+    if step.explicit:  # there each type says how its value is sharded
+        axes = ", ".join(step.explicit)
+        return laid.jaxpr, Halves(parts=parts, why_not=f"mesh axes {axes} are explicit")
+    dims, sizes = DimNames(laid.jaxpr), dict(step.mesh.shape)
+    candidates = list(rows_to_cut(laid.jaxpr, dims, laid.picture.shardings, sizes))
+    rows = next((r for r in candidates if r.divides(parts)), None)
+    if rows is None:
+        return laid.jaxpr, Halves(parts=parts, why_not=_none_divides(step.jaxpr, dims, candidates))
+    done = Halved(laid.jaxpr, lambda var: rows.dim(dims, var), rows.cut(parts), unroll)
+    return done.jaxpr, Halves(
+        parts=parts,
+        rows=_named(step.jaxpr, dims, rows),
+        shards=rows.shards,
+        unroll=unroll,
+        mixing=tuple(dict.fromkeys(map(described, done.mixing))),
+    )
+
+
+def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[Rows]) -> str:
+    """Say why none of the rows that could be cut is."""
+    if not candidates:
+        return "no dim of the batch is one that most matmuls have"
+    held = (f"{_named(jaxpr, dims, rows)} has {rows.held}" for rows in candidates)
+    return f"a device's rows do not divide: {', '.join(held)}"
+
+
+def _named(jaxpr: Any, dims: DimNames, rows: Rows) -> str:
+    """Name rows by the largest argument that has them."""
+    largest = (0, "a dim of no argument")
+    for var, argument in zip(jaxpr.invars, compat.argument_names(jaxpr), strict=True):
+        if (dim := rows.dim(dims, var)) is not None:
+            largest = max(largest, (math.prod(var.aval.shape), f"dim {dim} of {argument}"))
+    return largest[1]

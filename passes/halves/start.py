@@ -1,0 +1,120 @@
+"""Choose the rows of a step that are cut: a dim of its batch that most matmuls have.
+
+The dims of a step have names (`passes/layouts/dims.py`). A dim of the batch is one that no weight
+has; most steps have two that every matmul has: the rows of the batch, and the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxoverlap.passes.analysis.jaxprs import Dot, dots
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.halves.rows import Cut
+from jaxoverlap.passes.layouts.dims import DimNames, Name
+
+_COVERED = 0.5  # of the work of all matmuls: with less there is little to hide behind
+
+
+class Rows(NamedTuple):
+    """Rows that may be cut.
+
+    Attributes:
+        name: the named dim.
+        shards: the devices that it is sharded over, at most.
+        held: the fewest rows of a value that a device then has.
+    """
+
+    name: Name
+    shards: int
+    held: int
+
+    def divides(self, parts: int) -> bool:
+        """Return whether each device has rows for all parts."""
+        return self.held >= parts and self.held % parts == 0
+
+    def cut(self, parts: int) -> Cut:
+        """Return the cut in this many parts."""
+        return Cut(self.shards, parts)
+
+    def dim(self, dims: DimNames, var: Any) -> int | None:
+        """Return the dim of a value that has the name; None if none has."""
+        names = dims.of(var) if hasattr(var.aval, "shape") else ()
+        return names.index(self.name) if self.name in names else None
+
+
+def rows_to_cut(
+    jaxpr: Any, dims: DimNames, shardings: Mapping[Any, Shardings], sizes: Mapping[str, int]
+) -> Iterator[Rows]:
+    """Yield the rows that may be cut, those that most matmuls have first.
+
+    Of two names that all matmuls have, as those of the batch and the sequence, the one that stands
+    before the other comes first.
+
+    Args:
+        jaxpr: the step.
+        dims: its named dims.
+        shardings: how the operands and results of its matmuls lie.
+        sizes: devices along each mesh axis.
+    """
+    every_dot = [dot for dot in dots(jaxpr) if dot.inside is None]
+    weights = _names_of_weights(jaxpr, dims)
+    work, depth = Counter[Name](), Counter[Name]()
+    for dot in every_dot:
+        own = _work(dot)
+        for name, d in {n: d for v in dot.eqn.invars for d, n in enumerate(dims.of(v))}.items():
+            if name not in weights:
+                work[name] += own
+                depth[name] += own * d
+    total = sum(map(_work, every_dot))
+    for name in sorted(work, key=lambda name: (-work[name], depth[name])):
+        if work[name] >= _COVERED * total:
+            shards = _shards(name, every_dot, dims, shardings, sizes)
+            yield Rows(name, shards, _held(name, every_dot, dims, shards))
+
+
+def _names_of_weights(jaxpr: Any, dims: DimNames) -> set[Name]:
+    """Return the names of the dims of arguments that the step returns anew."""
+    returned = {(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars}
+    weights = (v for v in jaxpr.invars if (v.aval.shape, v.aval.dtype) in returned)
+    return {name for v in weights for name in dims.of(v)}
+
+
+def _work(dot: Dot) -> int:
+    """Return the multiplications of a matmul, in all its runs."""
+    lhs, rhs = (v.aval.shape for v in dot.eqn.invars[:2])
+    out = math.prod(dot.eqn.outvars[0].aval.shape)
+    return dot.runs * math.isqrt(math.prod(lhs) * math.prod(rhs) * out)
+
+
+def _shards(
+    name: Name,
+    every_dot: Sequence[Dot],
+    dims: DimNames,
+    shardings: Mapping[Any, Shardings],
+    sizes: Mapping[str, int],
+) -> int:
+    """Return the devices that the rows are sharded over.
+
+    Where fewer devices shard the rows of another value, its parts lie like the whole all the same.
+    """
+    shards = 1
+    for dot in every_dot:
+        if (lies := shardings.get(dot.index)) is None:
+            continue
+        for var, spec in zip((*dot.eqn.invars[:2], *dot.eqn.outvars), lies[:3], strict=True):
+            for its, axes in zip(dims.of(var), spec or (), strict=False):
+                if its == name:
+                    shards = math.lcm(shards, math.prod(sizes[axis] for axis in axes))
+    return shards
+
+
+def _held(name: Name, every_dot: Sequence[Dot], dims: DimNames, shards: int) -> int:
+    """Return the greatest number of rows that divides those that a device has of any value."""
+    values = (v for dot in every_dot for v in dot.eqn.invars[:2])
+    sizes = (v.aval.shape[d] for v in values for d, its in enumerate(dims.of(v)) if its == name)
+    held = math.gcd(*sizes)
+    return held // shards if held % shards == 0 else 0

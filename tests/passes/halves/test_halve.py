@@ -1,0 +1,136 @@
+"""Parts stay apart through scans and the backward pass of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.halves.halve import Halved
+from jaxoverlap.passes.halves.rows import Cut
+from jaxoverlap.passes.layouts.dims import DimNames
+from tests.passes.halves.test_rows import assert_same, computed, values
+
+B, S, D, V, L = 8, 4, 6, 10, 4
+CUT = Cut(2, 2)
+
+
+def layer(x, weights):
+    up, down = weights
+    h = x - x.mean(-1, keepdims=True)
+    scores = jnp.einsum("bqd,bkd->bqk", h, h)
+    x = x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), h)
+    return x + jax.nn.gelu(x @ up) @ down
+
+
+def loss_of(params, tokens, key):
+    table, weights = params
+    x = jnp.where(jax.random.bernoulli(key, 0.9, (*tokens.shape, D)), table[tokens], 0)
+    x, _ = lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, weights)
+    logits, following = x @ table.T, jnp.roll(tokens, -1, 1)
+    picked = jnp.take_along_axis(logits, following[..., None], -1)[..., 0]
+    return (jax.nn.logsumexp(logits, -1) - picked).mean()
+
+
+@jax.jit
+def step(params, tokens, key):
+    loss, gradients = jax.value_and_grad(loss_of)(params, tokens, key)
+    return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+@jax.jit
+def accumulating(params, tokens, key):
+    """Add the gradients of two micro-batches, which a scan runs one after the other."""
+    some = tokens.reshape(2, B, S)
+
+    def one(total, tokens):
+        return jax.tree.map(jnp.add, total, jax.grad(loss_of)(params, tokens, key)), None
+
+    return lax.scan(one, jax.tree.map(jnp.zeros_like, params), some)[0]
+
+
+def arguments(batch: int = B) -> tuple[Any, ...]:
+    weights = values(L, D, 2 * D, seed=2) / 4, values(L, 2 * D, D, seed=3) / 4
+    tokens = jnp.asarray(np.random.default_rng(4).integers(0, V, (batch, S)))
+    return (values(V, D), weights), tokens, jax.random.key(0)
+
+
+def halved(fn: Any, args: Any, like: tuple[int, ...], unroll: int = 1) -> tuple[Any, Any]:
+    """Cut the first dim of the values that have the rows of a value of this shape."""
+    jaxpr = flatten(fn.trace(*args).jaxpr)
+    dims = DimNames(jaxpr)
+    rows = next(dims.of(v)[0] for v in _values(jaxpr) if v.aval.shape == like)
+
+    def rows_of(var: Any) -> int | None:
+        names = dims.of(var)
+        return names.index(rows) if rows in names else None
+
+    return jaxpr, Halved(jaxpr, rows_of, CUT, unroll)
+
+
+def _values(jaxpr: Any) -> Iterator[Any]:
+    """Yield the operands of a jaxpr and of all its bodies."""
+    yield from jaxpr.invars
+    for eqn in jaxpr.eqns:
+        for body in compat.jaxprs_in(eqn):
+            yield from _values(body)
+
+
+def pairs_of(jaxpr: Any, done: Halved, args: Any) -> list[tuple[Any, Any]]:
+    leaves = jax.tree.leaves(args)
+    evaluated = (computed(j, leaves) for j in (done.jaxpr, jaxpr))
+    return list(zip(*evaluated, strict=True))
+
+
+def test_a_train_step_runs_in_parts_but_for_the_gradient_of_its_lookup():
+    jaxpr, done = halved(step, arguments(), (B, S))
+    assert_same(pairs_of(jaxpr, done, arguments()))
+    assert [eqn.primitive.name for eqn in done.mixing] == ["scatter-add"]
+    assert len(dots(done.jaxpr)) == 2 * len(dots(jaxpr))
+
+
+def test_parts_cross_from_one_scan_to_the_next_without_being_joined():
+    jaxpr, done = halved(step, arguments(), (B, S))
+    scans, cut = ([e for e in j.eqns if e.primitive.name == "scan"] for j in (jaxpr, done.jaxpr))
+    stacked = [sum(v.aval.ndim > 3 for v in e.outvars) for e in scans]
+    assert [sum(v.aval.ndim > 3 for v in e.outvars) for e in cut] == [2 * n for n in stacked]
+    after = done.jaxpr.eqns[done.jaxpr.eqns.index(cut[0]) :]
+    joined = [e for e in after if e.primitive.name == "concatenate" and e.outvars[0].aval.ndim > 5]
+    assert not joined, "residuals are stacked, and stay in parts"
+
+
+def test_scans_are_unrolled_where_their_length_allows_it():
+    jaxpr, done = halved(step, arguments(), (B, S), unroll=2)
+    assert_same(pairs_of(jaxpr, done, arguments()))
+    assert [e.params["unroll"] for e in done.jaxpr.eqns if e.primitive.name == "scan"] == [2, 2]
+    _, done = halved(step, arguments(), (B, S), unroll=3)
+    assert [e.params["unroll"] for e in done.jaxpr.eqns if e.primitive.name == "scan"] == [1, 1]
+
+
+def test_the_rows_of_micro_batches_are_cut_inside_their_scan():
+    args = arguments(2 * B)
+    jaxpr, done = halved(accumulating, args, (B, S))
+    assert_same(pairs_of(jaxpr, done, args))
+    assert len(dots(done.jaxpr)) == 2 * len(dots(jaxpr))
+
+
+def test_a_carry_that_begins_whole_is_cut_before_the_scan():
+    def fn(x):
+        return lax.scan(lambda c, w: (c * w + x, c.sum(1)), jnp.zeros_like(x), jnp.arange(3.0))
+
+    jaxpr, done = halved(jax.jit(fn), (values(8, 3),), (8, 3))
+    assert_same(pairs_of(jaxpr, done, (values(8, 3),)))
+    assert not done.mixing
+
+
+def test_a_step_without_such_rows_stays_as_it_is():
+    jaxpr = step.trace(*arguments()).jaxpr
+    done = Halved(jaxpr, lambda var: None, CUT)
+    assert done.jaxpr.eqns == list(jaxpr.eqns)

@@ -1,0 +1,54 @@
+"""The rows to cut are a dim of the batch that most matmuls have."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.halves.start import rows_to_cut
+from jaxoverlap.passes.layouts.dims import DimNames
+
+SIZES = {"data": 4, "model": 2}
+
+
+def step(up, down, x):
+    def loss(weights):
+        return jnp.sum((jax.nn.relu(x @ weights[0]) @ weights[1]) ** 2)
+
+    return jax.tree.map(lambda w, g: w - g, (up, down), jax.grad(loss)((up, down)))
+
+
+def rows(batch: int, sequence: int, spec=(("data",), ("model",), ())):
+    shapes = (16, 32), (32, 16), (batch, sequence, 16)
+    jaxpr = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    dims = DimNames(jaxpr)
+    first = dots(jaxpr)[0]
+    shardings = {first.index: Shardings(lhs=spec, rhs=((), ()), out=None)}
+    ranked = list(rows_to_cut(jaxpr, dims, shardings, SIZES))
+    return [(r.dim(dims, jaxpr.invars[2]), r.shards, r.held) for r in ranked]
+
+
+def test_the_batch_comes_before_the_sequence_and_no_dim_of_weights_is_among_them():
+    assert rows(16, 8) == [(0, 4, 4), (1, 2, 4)]
+
+
+def test_rows_are_counted_by_device():
+    assert rows(4, 8) == [(0, 4, 1), (1, 2, 4)]
+
+
+def test_rows_that_a_device_has_not_whole_are_not_held():
+    assert rows(6, 8)[0] == (0, 4, 0)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_have_to_divide_what_a_device_holds(parts):
+    shapes = (16, 32), (32, 16), (24, 8, 16)
+    jaxpr = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    dims = DimNames(jaxpr)
+    (batch, sequence) = rows_to_cut(jaxpr, dims, {}, SIZES)
+    assert batch.divides(parts)
+    assert sequence.divides(parts) == (parts == 2)
+    assert batch.cut(parts) == (1, parts)

@@ -1,0 +1,169 @@
+"""overlap() cuts the rows of a step in parts, where that is faster by price or asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from benchmarks import plain_gpt
+from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
+
+GPT_POD = "h100-sxm:8x8"
+POD, AXES = "h100-sxm:2x8", {"fsdp": 2, "tp": 8}
+L = 4
+STREAM, INNER = P("fsdp", "tp", None), P("fsdp", None, "tp")
+
+
+def loss_of(weights, x, at):
+    def layer(x, weights):
+        up, down = weights
+        h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        h = at(jax.nn.gelu(at(h @ up, INNER)), INNER)
+        return at(x + at(h @ down, STREAM), STREAM), None
+
+    x = jax.lax.scan(jax.checkpoint(layer), x, weights)[0]
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def made(mesh: Mesh):
+    """Build the step on a mesh, with Megatron's constraints."""
+
+    def at(x, spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def step(weights, x):
+        loss, gradients = jax.value_and_grad(loss_of)(weights, x, at)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    return jax.jit(step)
+
+
+def shapes(mesh: Mesh, rows: int, *, sequence: int, hidden: int = 64, inner: int = 128):
+    def shape(*dims, spec):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    up = shape(L, hidden, inner, spec=P(None, "fsdp", "tp"))
+    down = shape(L, inner, hidden, spec=P(None, "tp", "fsdp"))
+    return (up, down), shape(rows, sequence, hidden, spec=STREAM)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jaxoverlap.pod_mesh(POD, AXES)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """Four layers of a 7B GPT on 64 GPUs, and its arguments as shapes."""
+    sizes, mesh = plain_gpt.Sizes(layers=4), jaxoverlap.pod_mesh(GPT_POD, plain_gpt.MESH)
+    step = plain_gpt.make_step(sizes, mesh, plain_gpt.EVERYWHERE)
+    return step, plain_gpt.abstract_args(sizes, mesh)
+
+
+@pytest.fixture(scope="module")
+def plan(gpt):
+    step, args = gpt
+    return jaxoverlap.overlap(step, cluster=GPT_POD, layouts=None).explain(*args)
+
+
+def test_a_step_is_cut_where_that_is_faster_by_price(plan):
+    halves = plan.halves
+    assert halves.why_not == "", str(plan)
+    assert halves.step_s < 0.99 * halves.whole_s
+    assert (halves.parts, halves.shards) == (2, 8)
+    assert halves.mixing[0].startswith("scatter-add")
+    assert "The rows run in 2 parts: dim 0 of targets" in str(plan)
+
+
+def test_a_plan_keeps_the_cut_and_is_followed(plan, gpt):
+    again = jaxoverlap.Plan.from_json(plan.to_json())
+    assert again.halves == plan.halves
+    step, args = gpt
+    followed = jaxoverlap.overlap(step, plan=again, cluster=GPT_POD).explain(*args)
+    assert followed.entries == plan.entries
+    assert followed.halves == plan.halves
+
+
+def test_a_plan_whose_cut_cannot_be_made_is_refused(plan, gpt, monkeypatch):
+    monkeypatch.setattr("jaxoverlap.step.halves.changed", lambda plain, after: "a result moves")
+    step, args = gpt
+    with pytest.raises(ValueError, match="whose rows it has in 2 parts: a result moves"):
+        jaxoverlap.overlap(step, plan=plan, cluster=GPT_POD).explain(*args)
+
+
+def test_the_step_as_it_is_has_whole_rows(plan):
+    assert plan.left_alone().halves is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "why_not"),
+    [
+        (2, 2, "a device's rows do not divide: dim 0 of x has 1, dim 1 of x has 75"),
+        (16, 3, "a device's rows do not divide: dim 0 of x has 8, dim 1 of x has 25"),
+    ],
+)
+def test_rows_that_do_not_divide_are_named(mesh, rows, parts, why_not):
+    step = jaxoverlap.overlap(made(mesh), cluster=POD, layouts=None, halves=parts)
+    sequence = 600 if parts == 2 else 200
+    plan = step.explain(*shapes(mesh, rows, sequence=sequence))
+    assert plan.halves.why_not == why_not
+    assert f"The rows are not cut in {parts} parts: {why_not}." in str(plan)
+
+
+def test_a_step_that_gains_nothing_keeps_its_rows_whole(mesh):
+    small = shapes(mesh, 4, sequence=16)
+    plan = jaxoverlap.overlap(made(mesh), cluster=POD, layouts=None).explain(*small)
+    assert plan.halves.why_not == "the step is faster with whole rows"
+
+
+@pytest.mark.parametrize("halves", [0, 1, -2, 2.0, True, "two"])
+def test_a_wrong_number_of_parts_is_refused(mesh, halves):
+    with pytest.raises(ValueError, match=r"halves=.*: expected 'auto', None, or a number of parts"):
+        jaxoverlap.overlap(made(mesh), halves=halves)
+
+
+def test_a_plan_and_halves_are_not_said_both(plan, mesh):
+    with pytest.raises(ValueError, match="halves beside plan="):
+        jaxoverlap.overlap(made(mesh), plan=plan, halves=2)
+
+
+def cpu_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
+    devices = np.asarray(jax.devices()[:8]).reshape(2, 4)
+    return Mesh(devices, ("fsdp", "tp"), axis_types=(kind, kind))
+
+
+@pytest.mark.parametrize("granularity", [None, "plain"])
+def test_halves_compute_what_the_step_computes(granularity):
+    mesh = cpu_mesh()
+    structs = shapes(mesh, 8, sequence=8)
+    rng = np.random.default_rng(0)
+    args = jax.tree.map(
+        lambda s: jax.device_put(rng.normal(size=s.shape).astype(np.float32) / 4, s.sharding),
+        structs,
+    )
+    step = jaxoverlap.overlap(made(mesh), halves=2, granularity=granularity)
+    assert step.explain(*args).halves.why_not == ""
+    ours, plain = step(*args), made(mesh)(*args)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_explicit_meshes_keep_their_rows_whole():
+    mesh = cpu_mesh(AxisType.Explicit)
+
+    def step(w, x):
+        return jnp.sum(jnp.tanh(jnp.einsum("bd,df->bf", x, w, out_sharding=P("fsdp", "tp"))))
+
+    args = (
+        jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P(None, "tp"))),
+        jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("fsdp", None))),
+    )
+    with jax.set_mesh(mesh):
+        plan = jaxoverlap.overlap(jax.jit(step), halves=2).explain(*args)
+    assert plan.halves.why_not == "mesh axes fsdp, tp are explicit"
