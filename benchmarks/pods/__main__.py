@@ -53,6 +53,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
+    row: Annotated[list[str] | None, typer.Option(help="Only these rows.")] = None,
     layout: Annotated[
         Layout, typer.Option(help="A process on each host, or for each GPU.")
     ] = Layout.HOST,
@@ -65,7 +66,7 @@ def main(
     if unknown := set(only or ()) - set(STEPS):
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
     steps = [n for n in layout.steps if not only or n.partition(",")[0] in only]
-    wanted = [(step, row) for step in steps for row in ALL[step].rows]
+    wanted = [(step, name) for step in steps for name in ALL[step].rows if not row or name in row]
     lanes = dealt(wanted, jobs)
     known = kernels(lanes, {name: step.pod for name, step in ALL.items()})
     turns = [job for together in zip_longest(*lanes) for job in together if job]
@@ -73,8 +74,8 @@ def main(
     row_of: dict[Job, Row] = {}
     with _progress() as progress:
         bar = progress.add_task("compiling", total=len(wanted))
-        for job, row in done(turns, jobs, partial(compile_in_child, known)):
-            row_of[job] = {"step": job[0], "row": job[1], "pod": ALL[job[0]].pod, **row}
+        for job, result in done(turns, jobs, partial(compile_in_child, known)):
+            row_of[job] = {"step": job[0], "row": job[1], "pod": ALL[job[0]].pod, **result}
             progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
             write_rows(out, [row_of[job] for job in wanted if job in row_of])
     rows = [row_of[job] for job in wanted]

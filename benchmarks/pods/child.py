@@ -8,12 +8,27 @@ from typing import Any
 import jaxoverlap
 from benchmarks.pod_step import provenance
 from benchmarks.pods.presets import accepted
-from benchmarks.pods.suite import ALL, OVERLAPPED, PRESET_ROWS, SCHEDULED, Step
+from benchmarks.pods.suite import (
+    ALL,
+    HALVES,
+    HALVES_RINGS,
+    OVERLAPPED,
+    PRESET_ROWS,
+    SCHEDULED,
+    Step,
+)
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.simulation.simulation import Simulation
 
 Row = dict[str, Any]
+
+ASKED: dict[str, dict[str, Any]] = {  # of overlap(), beside the scheduler pass
+    OVERLAPPED: {"schedule": None},
+    SCHEDULED: {},
+    HALVES: {"halves": 2, "granularity": "plain"},
+    HALVES_RINGS: {"halves": 2},
+}
 
 
 def measured(step: str, row: str) -> Row:
@@ -28,11 +43,9 @@ def measure(step: Step, row: str) -> Row:
     function: Any = plain
     refused: tuple[str, ...] = ()
     options = None  # overlap() has its own
-    if row in (OVERLAPPED, SCHEDULED):
-        schedule = jaxoverlap.Scheduler() if row == SCHEDULED else None
-        function = jaxoverlap.overlap(
-            plain, cluster=step.pod, schedule=schedule, never_slower=False
-        )
+    if row in ASKED:
+        asked = {"schedule": jaxoverlap.Scheduler(), **ASKED[row]}
+        function = jaxoverlap.overlap(plain, cluster=step.pod, never_slower=False, **asked)
     elif row in PRESET_ROWS:
         options, refused = accepted(row.removeprefix("plain, "))
     else:
@@ -47,13 +60,14 @@ def measure(step: Step, row: str) -> Row:
         **provenance(),
         **({"flags": options} if options else {}),
         **({"refused": refused} if refused else {}),
-        **seconds(jaxoverlap.simulate(compiled, step.pod), lines=row != SCHEDULED),
+        **seconds(jaxoverlap.simulate(compiled, step.pod), lines=row not in ASKED),
         "peak_bytes": peak_bytes(memory),
         "temp_bytes": memory.temp_size_in_bytes,
         "chip_bytes": jaxoverlap.parse_cluster(step.pod).chip.memory_bytes,
         "compile_s": round(compile_s, 2),
         "compile_cpu_s": round(cpu_s, 2),
-        **(_of_pass(compiled.schedule) if row == SCHEDULED else {}),
+        **(_of_pass(compiled.schedule) if row in ASKED and compiled.schedule else {}),
+        **(_of_rows(compiled.plan) if row in ASKED else {}),
     }
 
 
@@ -90,6 +104,14 @@ def _of_pass(report: Any) -> Row:
         "reordered": sorted(report.orders),
         "order_kept": report.reason,
     }
+
+
+def _of_rows(plan: Any) -> Row:
+    """Tell whether the rows of a step were cut, and the rings that it has."""
+    parts = {}
+    if plan.halves and not plan.halves.why_not:
+        parts = {"parts": plan.halves.parts, "unroll": plan.halves.unroll}
+    return {**parts, "rings": len(plan.choices)}
 
 
 def _cpu_s() -> float:

@@ -15,7 +15,8 @@ MAX_EXPOSED_RATIO, MAX_MEMORY_RATIO = 0.25, 1.15  # of plain's
 NEEDED = (PLAIN, OVERLAPPED, SCHEDULED)  # without these there is nothing to compare
 BEST_PRESET = "plain, best preset"
 COLUMNS = (
-    "step ms", "compute", "communication", "exposed", "bound", "peak GB", "temp GB",
+    "step ms", "compute", "communication", "exposed", "bound", "of it", "of plain's", "peak GB",
+    "temp GB",
     "compile s", "CPU s", "pass s", "notes",
 )  # fmt: skip
 
@@ -28,19 +29,22 @@ def table(rows: Sequence[Row]) -> Table:
     for name in COLUMNS:
         grid.add_column(name, justify="left" if name == "notes" else "right")
     for step in steps(rows):
-        for row in shown(of_step(rows, step)):
-            grid.add_row(step, row["row"], *cells(row))
+        mine = of_step(rows, step)
+        for row in shown(mine):
+            grid.add_row(step, row["row"], *cells(row, mine.get(PLAIN, {}).get("bound_s")))
         grid.add_section()
     return grid
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row under COLUMNS."""
+def cells(row: Row, plain_bound_s: float | None = None) -> tuple[str, ...]:
+    """A row under COLUMNS; its bound grows with what a way to overlap adds, plain's does not."""
     if why := unfinished(row):
         return ("",) * (len(COLUMNS) - 1) + (why,)
     ms = ("step_s", "compute_s", "communication_s", "exposed_s", "bound_s")
     return (
         *(f"{row[name] * 1e3:.1f}" for name in ms),
+        f"{row['step_s'] / row['bound_s']:.3f}",
+        f"{row['step_s'] / plain_bound_s:.3f}" if plain_bound_s else "",
         *(f"{row[name] / 1e9:.1f}" for name in ("peak_bytes", "temp_bytes")),
         *(f"{row[name]:.0f}" for name in ("compile_s", "compile_cpu_s")),
         f"{row['pass_s']:.1f}" if "pass_s" in row else "",

@@ -13,7 +13,8 @@ from jaxoverlap.hardware.cluster import parse_cluster
 PLAIN, HAND, IN_SHARDINGS = "plain", "hand ring", "in_shardings only"
 OVERLAPPED, SCHEDULED = "overlapped", "overlapped + pass"
 PRESET_ROWS = tuple(f"plain, {name}" for name in PRESETS)
-ROWS = (PLAIN, *PRESET_ROWS, OVERLAPPED, SCHEDULED)  # of every step
+HALVES, HALVES_RINGS = "halves", "halves + rings"  # whether or not that is faster by price
+ROWS = (PLAIN, *PRESET_ROWS, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)  # of every step
 
 # 7B as in benchmarks/plain_gpt.py. 70B class: layers, hidden size and heads of LLaMA-65B
 # (arXiv:2302.13971, table 2) with an MLP of two matrices, 4 x hidden: 65B parameters.

@@ -240,4 +240,5 @@ def _key(call: jits.Call) -> Hashable:
     """Return a key that tells a signature and its shardings from others."""
     params = call.params
     # A jaxpr is equal to itself alone; jit gives the same one for every call of a signature.
-    return params["jaxpr"], params["ctx_mesh"], *map(jits.placement, call.flat)
+    inside = not jits.at_top_level()  # there rows are not cut
+    return params["jaxpr"], params["ctx_mesh"], inside, *map(jits.placement, call.flat)

@@ -35,6 +35,7 @@ class StepContext:
         named: the cluster, where the user or the plan names it.
         origin: what a plan for the step is made for.
         arguments: how each of its arguments lies; None where that is not known.
+        outermost: whether it is called by itself, and not under `jax.grad`, `vmap` or `jit`.
     """
 
     params: dict[str, Any]
@@ -45,6 +46,7 @@ class StepContext:
     named: Cluster | None
     origin: MadeFor
     arguments: tuple[Spec | None, ...]
+    outermost: bool
 
     @property
     def explicit(self) -> tuple[str, ...]:
@@ -73,7 +75,8 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
     cluster = named or cluster_of(mesh)
     cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
     arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
-    return StepContext(params, jaxpr, mesh, cluster, cost, named, origin, arguments)
+    outermost = jits.at_top_level()
+    return StepContext(params, jaxpr, mesh, cluster, cost, named, origin, arguments, outermost)
 
 
 def _spec(var: Any, sharding: Any) -> Spec | None:

@@ -77,6 +77,9 @@ def too_large(plain: Picture, picture: Picture) -> str:
 
 def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any, Halves]:
     """Cut the rows that most matmuls have, if there are any, and each device has enough."""
+    if not step.outermost:  # who differentiates it would miss derivatives of the user's own
+        why_not = "it is called under grad, vmap or jit"
+        return laid.jaxpr, Halves(parts=parts, why_not=why_not)
     if step.explicit:  # there each type says how its value is sharded
         axes = ", ".join(step.explicit)
         return laid.jaxpr, Halves(parts=parts, why_not=f"mesh axes {axes} are explicit")

@@ -31,14 +31,15 @@ _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
     "or": lax.bitwise_or,
     "xor": lax.bitwise_xor,
 }
-_OPENED = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 
 Dims = list[int | None]
 RowsOf = Callable[[Any], int | None]
 
 
 class Halved:
-    """A step whose rows run in parts.
+    """A step whose rows run in parts, and of which no derivative will be taken.
 
     Attributes:
         jaxpr: the step.
@@ -94,16 +95,15 @@ class Halved:
     # -- equations ----------------------------------------------------------------------------
 
     def _eqn(self, body: _Body, eqn: Any) -> None:
-        name = eqn.primitive.name
-        if name in _OPENED and (opened := self._opened(body, eqn)) is not None:
-            inner, results = opened
+        if (called := self._opened(body, eqn)) is not None:
+            inner, results = called
             for one in inner:
                 self._eqn(body, one)
             for var, atom in zip(eqn.outvars, results, strict=True):
                 body.alias(var, atom)
             return
-        called = _CALLED.get(name)
-        if called and called(self, body, eqn):
+        inside = _CALLED.get(eqn.primitive.name)
+        if inside and inside(self, body, eqn):
             return
         dims = [body.dim(v) for v in eqn.invars]
         if all(d is None for d in dims):
@@ -116,12 +116,12 @@ class Halved:
 
     def _opened(self, body: _Body, eqn: Any) -> Any:
         """Open an inner jit, or a call with a derivative of its own, where rows go into it."""
-        if eqn.primitive.name == "jit" and not compat.is_plain_jit(eqn):
+        name = eqn.primitive.name
+        if not (compat.is_plain_jit(eqn) or name in _DERIVATIVES):
             return None
         if all(d is None for d in self._operand_dims(body, eqn)):
             return None
-        inner = eqn.params[_OPENED[eqn.primitive.name]]
-        return compat.opened(eqn, inner) if len(inner.invars) == len(eqn.invars) else None
+        return compat.opened(eqn, eqn.params["call_jaxpr" if name in _DERIVATIVES else "jaxpr"])
 
     def _operand_dims(self, body: _Body, eqn: Any) -> Dims:
         """Return where the rows of a body's operands lie; whole ones are to be cut."""

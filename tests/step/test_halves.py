@@ -154,6 +154,26 @@ def test_halves_compute_what_the_step_computes(granularity):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+def test_a_derivative_of_the_users_own_stays_when_halves_are_differentiated():
+    @jax.custom_vjp
+    def rounded(x):
+        return jnp.round(x)
+
+    rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))  # straight through
+    mesh = cpu_mesh()
+    x = jax.device_put(jnp.linspace(-3, 3, 128).reshape(8, 16), NamedSharding(mesh, P("fsdp")))
+    w = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, P(None, "tp")))
+
+    def fn(x, w):
+        return jnp.sum(rounded(x @ w) ** 2)
+
+    step = jaxoverlap.overlap(jax.jit(fn), halves=2)
+    assert step.explain(x, w).halves.why_not == ""
+    ours, plain = jax.grad(step)(x, w), jax.grad(fn)(x, w)
+    assert np.any(plain)
+    np.testing.assert_allclose(ours, plain, rtol=1e-6)
+
+
 def test_explicit_meshes_keep_their_rows_whole():
     mesh = cpu_mesh(AxisType.Explicit)
 

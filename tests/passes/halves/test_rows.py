@@ -96,7 +96,9 @@ ALIKE: dict[str, Callable] = {
         lambda k: (lax.conv_general_dilated(x[:, None], k, (1,), "SAME") ** 2).sum()
     )(W[:3, None, :2]),
     "a barrier": lambda x: lax.optimization_barrier((x, W))[0] @ W,
-    "a helper with a derivative of its own": lambda x: jax.nn.silu(jax.nn.relu(x)),
+    "a derivative of its own": lambda x: jax.nn.relu(x),
+    "a helper": lambda x: jax.jit(lambda x: jnp.tanh(x) * 2)(x),
+    "a derivative of its own, taken": lambda x: jax.grad(lambda x: jax.nn.relu(x).sum())(x),
     "a remat": lambda x: jax.checkpoint(lambda x: jnp.sin(x @ W))(x),
     "a branch": lambda x: lax.cond(W[0, 0] > 0, lambda x: x + 1, lambda x: jnp.ones_like(x), x),
     "dropped elements": lambda x: jnp.where(
