@@ -84,7 +84,8 @@ def joined(module: hlo.Module) -> set[tuple[str, str]]:
     """Find the all-reduces that XLA:GPU joins with another, by computation and name.
 
     Where two sums over the same devices are added, and nobody else reads them, XLA adds first and
-    sends once (AllReduceReassociate, ReduceScatterReassociate). One of them stays.
+    sends once (AllReduceReassociate, ReduceScatterReassociate). One of them stays. If both were
+    sums over other devices before, these are added first too.
     """
     return {
         (name, joined) for name, body in module.computations.items() for joined in _joined(body)
@@ -94,18 +95,27 @@ def joined(module: hlo.Module) -> set[tuple[str, str]]:
 def _joined(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
     users = _users(body)
     sums: dict[str, tuple[str, _Way]] = {}  # the all-reduce that a value is, and the way from it
+    before: dict[str, tuple[str, _Way] | None] = {}  # the same, of what an all-reduce adds up
     for i in body:
         made = [sums.get(o) for o in i.operands if len(users[o.partition("#")[0]]) == 1]
         if i.opcode == "all-reduce" and not i.shape.startswith("("):
+            before[i.name] = made[0] if made else None
             sums[i.name] = i.name, (i.shape, i.attribute("replica_groups"))
         elif i.opcode in ("dynamic-slice", "reshape", "bitcast") and made and made[0]:
             name, way = made[0]
             sums[i.name] = name, (*way, i.opcode, i.shape, *i.operands[1:])
         elif i.opcode == "add" and len(made) == 2 and made[0] and made[1]:
-            (name, way), (other, its_way) = made[0], made[1]
-            if way == its_way and name != other:
-                yield other
-                sums[i.name] = name, way
+            one, other = made[0], made[1]
+            if _joins(one, other):
+                sums[i.name] = one
+            while one and other and _joins(one, other):
+                yield other[0]
+                one, other = before[one[0]], before[other[0]]
+
+
+def _joins(one: tuple[str, _Way], other: tuple[str, _Way]) -> bool:
+    """Return whether two values are different sums that came the same way."""
+    return one[0] != other[0] and one[1] == other[1]
 
 
 def _users(body: tuple[hlo.Instruction, ...]) -> Mapping[str, list[hlo.Instruction]]:

@@ -32,7 +32,7 @@ _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
     "xor": lax.bitwise_xor,
 }
 
-_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+_CALLS = ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call", "core_call")
 
 Dims = list[int | None]
 RowsOf = Callable[[Any], int | None]
@@ -116,12 +116,12 @@ class Halved:
 
     def _opened(self, body: _Body, eqn: Any) -> Any:
         """Open an inner jit, or a call with a derivative of its own, where rows go into it."""
-        name = eqn.primitive.name
-        if not (compat.is_plain_jit(eqn) or name in _DERIVATIVES):
+        called = eqn.params.get("call_jaxpr") if eqn.primitive.name in _CALLS else None
+        if called is None and not compat.is_plain_jit(eqn):
             return None
         if all(d is None for d in self._operand_dims(body, eqn)):
             return None
-        return compat.opened(eqn, eqn.params["call_jaxpr" if name in _DERIVATIVES else "jaxpr"])
+        return compat.opened(eqn, called or eqn.params["jaxpr"])
 
     def _operand_dims(self, body: _Body, eqn: Any) -> Dims:
         """Return where the rows of a body's operands lie; whole ones are to be cut."""

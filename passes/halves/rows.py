@@ -92,27 +92,24 @@ def _alike(eqn: Any, dim: int) -> tuple[int | None, ...]:
 
 
 def _dot_general(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
-    lhs, rhs = eqn.invars
+    """Rows of one operand are the result's; those of a batch, or those contracted, both have.
+
+    Where each operand has rows of its own, as the queries and keys of attention over a cut
+    sequence, those of the first stay cut, and the second is joined.
+    """
     contract, batch = eqn.params["dimension_numbers"]
-    free = [
-        [d for d in range(v.aval.ndim) if d not in (*c, *b)]
-        for v, c, b in zip((lhs, rhs), contract, batch, strict=True)
-    ]
-    for side in (0, 1):
-        if (dim := dims[side]) is None:
-            continue
-        other = dims[1 - side]
-        if dim in free[side]:
-            first = len(batch[0]) + (len(free[0]) if side else 0)
-            own = (dim, None) if side == 0 else (None, dim)
-            result = first + free[side].index(dim)
-            return None if other is not None else Followed(own, (result,))
-        paired = contract if dim in contract[side] else batch
-        at = paired[side].index(dim)
-        pair = paired[0][at], paired[1][at]
-        if other not in (None, pair[1 - side]):
-            return None
-        return Followed(pair, ("add",) if paired is contract else (at,))
+    first = len(batch[0])
+    for side, (dim, var) in enumerate(zip(dims, eqn.invars, strict=True)):
+        free = [d for d in range(var.aval.ndim) if d not in (*contract[side], *batch[side])]
+        if dim in free:
+            return Followed((dim, None) if side == 0 else (None, dim), (first + free.index(dim),))
+        first += len(free)
+    for paired in (contract, batch):
+        for pair in zip(*paired, strict=True):
+            if all(d in (None, p) for d, p in zip(dims, pair, strict=True)):
+                return Followed(
+                    pair, ("add",) if paired is contract else (batch[0].index(pair[0]),)
+                )
     return None
 
 

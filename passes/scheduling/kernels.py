@@ -83,9 +83,32 @@ class Kernels:
         """Return whether a kernel ends at an instruction: somebody reads its value from memory."""
         if not self._fuses(i):
             return False
-        if i.opcode == "reduce" or i.is_root:
+        if i.is_root or (i.opcode == "reduce" and not self._normalizes(i)):
             return True
         return any(not self._fuses(user) or self._is_updated(i, user) for user in self._readers(i))
+
+    def _normalizes(self, i: hlo.Instruction) -> bool:
+        """Return whether a reduction is one kernel with what reads it, as in a softmax or a norm.
+
+        It reduces rows that lie in memory one after the other, and what is made of the result is
+        repeated along them. XLA:GPU keeps a row in a block of the kernel (SoftmaxRewriterTriton).
+        """
+        made = self._by_name.get(i.operands[0].partition("#")[0])
+        if i.shape.startswith("(") or made is None:
+            return False
+        rows = hlo.dims(hlo.array_shapes(made.shape)[0])
+        if i.attribute("dimensions") != f"{{{len(rows) - 1}}}":
+            return False
+        stack, repeated = list(self._readers(i)), False
+        while stack:
+            user = stack.pop()
+            if not self._fuses(user):
+                return False
+            if user.opcode != "broadcast":
+                stack += [] if user.is_root else self._readers(user)
+            else:
+                repeated |= hlo.dims(hlo.array_shapes(user.shape)[0]) == rows
+        return repeated
 
     def _is_updated(self, i: hlo.Instruction, user: hlo.Instruction) -> bool:
         """Return whether a user writes into a value that some kernel must have written before."""
