@@ -45,7 +45,7 @@ from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.halves import in_parts, too_large
+from jaxoverlap.step.halves import fits, in_parts, too_large
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
 
@@ -131,7 +131,7 @@ def _in_halves(
     record, why_not = cut.halves, cut.halves.why_not
     if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
         unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL, cut.picture.shardings)
-        cuts = [cut] if too_large(plain, unrolled.picture) else [cut, unrolled]
+        cuts = [cut, unrolled] if fits(unrolled.picture, step.cost) else [cut]
         way = min((ways_of(cut).fastest(rings=False) for cut in cuts), key=_seconds)
         step_s = _seconds(way)
         assert way.plan.halves is not None
@@ -198,11 +198,10 @@ class _Ways:
         """
         base_s, priced = self._knowing(self._laid.picture)
         ways = list(self._timed(self._all(priced) if rings else [self._gathered_ahead()]))
-        with_s = [(way.step_s, way) for way in ways if way.step_s is not None]
-        best_s, best = min(with_s, key=lambda one: one[0], default=(math.inf, None))
-        if best is not None and best_s < base_s * (1 - _GAIN):
-            return best
-        rings_s = min((s for s, way in with_s if way.plan.decisions), default=math.inf)
+        best_s = min(map(_seconds, ways), default=math.inf)
+        if best_s < base_s * (1 - _GAIN if rings else 1):  # gathers ahead alone risk nothing
+            return next(way for way in ways if _seconds(way) <= best_s * (1 + _GAIN))
+        rings_s = min((_seconds(way) for way in ways if way.plan.decisions), default=math.inf)
         why = f"by price the step takes {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
         return replace(self._without_rings(ways[0], why), step_s=base_s)

@@ -32,18 +32,19 @@ def main() -> int:
         action="store_true",
         help="run each reference, also where overlapped and plain agree",
     )
+    parser.add_argument("--halved", action="store_true", help="cut the rows in halves")
     asked = parser.parse_args()
     if asked.seed is not None:
-        return _one(asked.seed, asked.always)
+        return _one(asked.seed, asked.always, asked.halved)
     match = re.fullmatch(r"(\d+):(\d+)", asked.seeds)
     if not match:
         parser.error(f"--seeds {asked.seeds}: expected first:last, as in 0:200")
-    return _many(range(int(match[1]), int(match[2])), asked.always)
+    return _many(range(int(match[1]), int(match[2])), asked.always, asked.halved)
 
 
-def _one(seed: int, always: bool) -> int:
+def _one(seed: int, always: bool, halved: bool) -> int:
     case = draw(seed)
-    comparison = compared(case, always=always)
+    comparison = compared(case, always=always, halved=halved)
     print(case)
     print(f"  {comparison.ringed} matmuls ringed")
     for note in comparison.notes:
@@ -55,13 +56,13 @@ def _one(seed: int, always: bool) -> int:
     return 1 if comparison.differences else 0
 
 
-def _many(seeds: range, always: bool) -> int:
+def _many(seeds: range, always: bool, halved: bool) -> int:
     kinds: dict[str, list[int]] = defaultdict(list)
     failed, ringed, began = [], 0, time.perf_counter()
     for n, seed in enumerate(seeds):
         print(f"{n + 1}/{len(seeds)} seed {seed}", end=" ", flush=True)
         start = time.process_time()
-        comparison = _tried(seed, always)
+        comparison = _tried(seed, always, halved)
         ringed += comparison.ringed
         print(f"{time.process_time() - start:.1f} s of CPU, {comparison.ringed} ringed", end="")
         print(f", {comparison.differences[0]}" if comparison.differences else "", flush=True)
@@ -82,11 +83,11 @@ def _many(seeds: range, always: bool) -> int:
     return 1 if failed else 0
 
 
-def _tried(seed: int, always: bool) -> Comparison:
+def _tried(seed: int, always: bool, halved: bool) -> Comparison:
     try:
         case = draw(seed)
         print(case.name, end=" ", flush=True)
-        return compared(case, always=always)
+        return compared(case, always=always, halved=halved)
     except Exception as error:
         return Comparison(
             [f"harness: {type(error).__name__}: {str(error).splitlines()[0][:200]}"], []

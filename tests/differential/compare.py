@@ -68,7 +68,9 @@ def differences(case: Case) -> list[str]:
     return compared(case).differences
 
 
-def compared(case: Case, *, always: bool = False, laid_out: bool = False) -> Comparison:
+def compared(
+    case: Case, *, always: bool = False, laid_out: bool = False, halved: bool = False
+) -> Comparison:
     """Compare a case's two steps; the reference is run where values differ, or `always`.
 
     Where overlapped and plain agree on a value, the overlapped step is as right as the plain one.
@@ -77,6 +79,7 @@ def compared(case: Case, *, always: bool = False, laid_out: bool = False) -> Com
         case: the case.
         always: whether to run the reference in any case.
         laid_out: whether the overlapped step gets layouts drawn from the case's name.
+        halved: whether its rows are cut in halves, if they can be.
     """
     plain = _run(case, case.fn)
     if plain.error is not None:
@@ -84,7 +87,7 @@ def compared(case: Case, *, always: bool = False, laid_out: bool = False) -> Com
             _same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"]
         )
     again = case.built(False)
-    overlapped = _overlapped(again, laid_out=laid_out)
+    overlapped = _overlapped(again, laid_out=laid_out, halved=halved)
     ours = _run(again, overlapped)
     ringed = _ringed(overlapped)
     if ours.error is not None:
@@ -116,11 +119,14 @@ def compared(case: Case, *, always: bool = False, laid_out: bool = False) -> Com
     return Comparison(texts, notes, ringed)
 
 
-def _overlapped(case: Case, *, laid_out: bool = False) -> jaxoverlap.Overlapped:
+def _overlapped(
+    case: Case, *, laid_out: bool = False, halved: bool = False
+) -> jaxoverlap.Overlapped:
     fn = case.step if case.bare else case.fn
     if laid_out:
-        return jaxoverlap.Overlapped(fn, Options(pins=drawn_layouts(case)))
-    return jaxoverlap.overlap(fn, on_error="raise")
+        pins = drawn_layouts(case)
+        return jaxoverlap.Overlapped(fn, Options(pins=pins, halves=2 if halved else "auto"))
+    return jaxoverlap.overlap(fn, on_error="raise", halves=2 if halved else "auto")
 
 
 def _ringed(overlapped: jaxoverlap.Overlapped) -> int:

@@ -55,6 +55,33 @@ def test_what_cublas_adds_takes_no_time():
     assert step_estimate.step_s == MATMUL_S
 
 
+ROWS, REPEATED = "bf16[4096]{0}", "dimensions={0}"
+
+
+def softmax(axis: int, after: str) -> tuple[str, ...]:
+    """Subtract the sum along an axis, which is repeated over `after`."""
+    return (
+        *ARGUMENTS,
+        "%zero = bf16[] constant(0)",
+        f"%e = {X} exponential(%x)",
+        f"%r = {ROWS} reduce(%e, %zero), dimensions={{{axis}}}, to_apply=%sum",
+        f"%b = {X} broadcast(%r), {after}",
+        f"%d = {X} divide(%e, %b)",
+        f"ROOT %y = {X} dot(%d, %w), {DOT}",
+    )
+
+
+def test_a_softmax_along_rows_is_one_kernel():
+    once_s = COST.memory_s(2 * BYTES)
+    assert estimated(*softmax(1, REPEATED)).step_s == pytest.approx(MATMUL_S + once_s)
+
+
+def test_a_softmax_along_columns_reads_its_operand_again():
+    twice_s = COST.memory_s(BYTES + 4096 * 2) + COST.memory_s(2 * BYTES + 4096 * 2)
+    estimate_s = estimated(*softmax(0, "dimensions={1}")).step_s
+    assert estimate_s == pytest.approx(MATMUL_S + twice_s)
+
+
 GATHER_S = COST.collective_s("all-gather", 7 * BYTES // 8, Group(8))
 
 
@@ -102,6 +129,18 @@ def test_two_sums_that_are_added_are_sent_once():
     assert step_estimate.communication_s == {"NVLink": pytest.approx(SUM_S)}
     read = estimated(*sums, f"%z = {X} add(%r, %s)", f"ROOT %y = {X} dot(%r, %z), {DOT}")
     assert read.communication_s == {"NVLink": pytest.approx(2 * SUM_S)}
+
+
+def test_sums_that_were_sums_before_are_joined_twice():
+    def summed(name: str, of: str, groups: str) -> str:
+        return f"%{name} = {X} all-reduce(%{of}), replica_groups={{{groups}}}, to_apply=%sum"
+
+    pairs, fours = "{0,1},{2,3},{4,5},{6,7}", "{0,2,4,6},{1,3,5,7}"
+    one = (summed("a", "x", pairs), summed("b", "a", fours))
+    other = (summed("c", "w", pairs), summed("d", "c", fours))
+    added = f"ROOT %y = {X} add(%b, %d)"
+    alone = estimated(*ARGUMENTS, *one, f"ROOT %y = {X} tanh(%b)").bytes_moved
+    assert estimated(*ARGUMENTS, *one, *other, added).bytes_moved == alone
 
 
 def test_sums_over_other_devices_are_not_joined():
