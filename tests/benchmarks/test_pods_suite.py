@@ -25,6 +25,8 @@ from benchmarks.pods.presets import PRESETS, accepted
 from benchmarks.pods.suite import (
     ALL,
     BY_PROCESS,
+    HALVES,
+    HALVES_RINGS,
     OVERLAPPED,
     PLAIN,
     PRESET_ROWS,
@@ -184,7 +186,8 @@ def test_each_step_has_a_layout_with_a_process_for_each_gpu():
         cluster, host = parse_cluster(step.pod), STEPS[name.partition(",")[0]]
         assert cluster.gpus_per_process == 1
         assert dataclasses.replace(cluster, processes_per_host=1) == parse_cluster(host.pod)
-        assert step.rows == (PLAIN, OVERLAPPED, SCHEDULED) and step.axes == host.axes
+        assert step.rows == (PLAIN, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)
+        assert step.axes == host.axes
 
 
 def test_hops_of_nccls_may_leave_more_exposed():
