@@ -109,8 +109,8 @@ def _of_pass(report: Any) -> Row:
 def _of_rows(plan: Any) -> Row:
     """Tell whether the rows of a step were cut, and the rings that it has."""
     parts = {}
-    if plan.halves and not plan.halves.why_not:
-        parts = {"parts": plan.halves.parts, "unroll": plan.halves.unroll}
+    if plan.cut:
+        parts = {"parts": plan.cut.parts, "unroll": plan.cut.unroll}
     return {**parts, "rings": len(plan.choices)}
 
 

@@ -229,8 +229,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Rows that run in parts are one too.
         """
         pins = self.layouts.pins if self.layouts else ()
-        cut = (self.halves,) if self.halves and not self.halves.why_not else ()
+        cut = (self.cut,) if self.cut else ()
         return self.decisions, self.scattered, self.sums, pins, cut
+
+    @property
+    def cut(self) -> Halves | None:
+        """The parts in which its rows run; None where they are whole."""
+        return self.halves if self.halves and not self.halves.why_not else None
+
+    @property
+    def may_ring(self) -> bool:
+        """Whether its matmuls may be rings; not where all that it does is to gather ahead."""
+        return bool(self.choices) or not self.decisions
 
     @property
     def rewrites(self) -> bool:

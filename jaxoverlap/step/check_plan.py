@@ -269,10 +269,9 @@ def followed(plan: Plan, done: Plan) -> Plan:
 
 def _rows(plan: Plan) -> str:
     """Say in how many parts the rows of a step run."""
-    cut = plan.halves
-    if cut is None or cut.why_not:
+    if plan.cut is None:
         return "rows whole"
-    return f"rows in {cut.parts} parts, scans unrolled {cut.unroll} times"
+    return f"rows in {plan.cut.parts} parts, scans unrolled {plan.cut.unroll} times"
 
 
 def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:

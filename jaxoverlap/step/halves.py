@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxoverlap._jax import compat
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
@@ -21,7 +19,7 @@ from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.layouts import LaidOut, changed, described
+from jaxoverlap.step.layouts import LaidOut, changed, described, examples
 
 _UNROLLED = 1.3  # times the memory that is estimated for unrolled scans
 _MEMORY = 1.15  # times the memory that the plain step needs, by estimate
@@ -120,9 +118,4 @@ def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[Rows]) -> str:
 
 
 def _named(jaxpr: Any, dims: DimNames, rows: Rows) -> str:
-    """Name rows by the largest argument that has them."""
-    largest = (0, "a dim of no argument")
-    for var, argument in zip(jaxpr.invars, compat.argument_names(jaxpr), strict=True):
-        if (dim := rows.dim(dims, var)) is not None:
-            largest = max(largest, (math.prod(var.aval.shape), f"dim {dim} of {argument}"))
-    return largest[1]
+    return next(iter(examples(jaxpr, dims, [rows.name])), "a dim of no argument")

@@ -190,7 +190,7 @@ def _record(jaxpr: Any, search: LayoutSearch, memory_bytes: int) -> Layouts:
         peak_bytes=best.answer.peak_bytes,
         memory_bytes=memory_bytes,
         questions=search.asked,
-        axes={a: _examples(jaxpr, search.dims, n) for a, n in (best.layout or {}).items()},
+        axes={a: examples(jaxpr, search.dims, n) for a, n in (best.layout or {}).items()},
         unnamed=tuple(dict.fromkeys(map(described, search.dims.unnamed))),
     )
 
@@ -206,7 +206,7 @@ def _part(dot: Dot, forward: Dot, pins: Pins) -> Literal["result", "operand"]:
     return "operand" if other or _type(dot) != _type(forward) else "result"
 
 
-def _examples(jaxpr: Any, dims: DimNames, names: Sequence[Name]) -> tuple[str, ...]:
+def examples(jaxpr: Any, dims: DimNames, names: Sequence[Name]) -> tuple[str, ...]:
     """Name dims by the largest argument that has each; those of no argument are left out."""
     largest: dict[Name, tuple[int, str]] = {}
     for var, argument in zip(jaxpr.invars, compat.argument_names(jaxpr), strict=True):

@@ -66,12 +66,12 @@ class Options:
     def of(cls, plan: Plan, **others: Any) -> Options:
         """Return the options to follow a plan; `others` are those that a plan does not have."""
         at = plan.schedule
-        cut = plan.halves if plan.halves and not plan.halves.why_not else None
+        cut = plan.cut
         return cls(
             fsdp=plan.fsdp,
             schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
             choices=plan.choices,
-            rings=bool(plan.choices) or not plan.decisions,
+            rings=plan.may_ring,
             alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
             sums=plan.sums,
             layouts=None,

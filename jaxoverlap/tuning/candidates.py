@@ -155,7 +155,7 @@ _WORTH = 0.002  # of a step: what waits for less is left as it is
 
 def with_rows_of(base: Options, plan: Plan) -> Options:
     """Return options that cut the rows as a plan does, or not: its sites are those of all parts."""
-    cut = plan.halves if plan.halves and not plan.halves.why_not else None
+    cut = plan.cut
     return replace(base, halves=cut and cut.parts, unroll=cut.unroll if cut else 1)
 
 
@@ -176,8 +176,8 @@ def rows(base: Options, rules: Plan) -> list[Candidate]:
 def said(base: Options, plan: Plan) -> Options:
     """Return options that name every ring of a plan, so that single rings can be changed."""
     plain = {skip.site: Variant("plain") for skip in plan.skips if skip.left_plain}
-    rings = bool(plan.choices) or not plan.decisions
-    return replace(base, choices={**plan.choices, **plain}, sums=plan.sums, rings=rings)
+    choices = {**plan.choices, **plain}
+    return replace(base, choices=choices, sums=plan.sums, rings=plan.may_ring)
 
 
 def changed(options: Options, to: Mapping[int, Variant]) -> Options:

@@ -248,8 +248,10 @@ class _Body:
         return parts
 
     def _new_parts(self, var: Any, dim: int) -> list[Any]:
-        size = self._cut.part(var.aval.shape[dim])
-        return [compat.sized_var(var, dim, size) for _ in range(self._cut.parts)]
+        return [self._new_part(var, dim) for _ in range(self._cut.parts)]
+
+    def _new_part(self, var: Any, dim: int) -> Any:
+        return compat.sized_var(var, dim, self._cut.part(var.aval.shape[dim]))
 
     def alias(self, var: Any, atom: Any) -> None:
         """Let a value be another one."""
@@ -322,9 +324,7 @@ class _Body:
         made: list[list[Any]] = []
         for i in range(self._cut.parts):
             outvars = [
-                compat.like_var(v)
-                if isinstance(how, str)
-                else compat.sized_var(v, how, self._cut.part(v.aval.shape[how]))
+                compat.like_var(v) if isinstance(how, str) else self._new_part(v, how)
                 for v, how in zip(eqn.outvars, followed.results, strict=True)
             ]
             invars = [some[i] if len(some) > 1 else some[0] for some in operands]

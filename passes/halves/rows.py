@@ -243,7 +243,7 @@ def _gather(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
         other = _paired(numbers.operand_batching_dims, numbers.start_indices_batching_dims, dim)
         return Followed((dim, other), (rows[other],))
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    if dim in gone or dim in numbers.start_index_map or sizes[dim] != _size(eqn.invars[0], dim):
+    if dim in gone or dim in numbers.start_index_map or sizes[dim] != eqn.invars[0].aval.shape[dim]:
         return None
     window = [d for d in range(eqn.invars[0].aval.ndim) if d not in gone]
     result = numbers.offset_dims[window.index(dim)]
@@ -252,10 +252,6 @@ def _gather(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
 
 def _paired(ours: Sequence[int], theirs: Sequence[int], dim: int) -> Any:
     return theirs[ours.index(dim)] if dim in ours else None
-
-
-def _size(var: Any, dim: int) -> int:
-    return var.aval.shape[dim]
 
 
 def _scatter(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
@@ -332,92 +328,18 @@ def _sharding_constraint(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
 
 ELEMENTWISE = frozenset(
     [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "clz",
-        "complex",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "igamma",
-        "igamma_grad_a",
-        "igammac",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "log2",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "mulhi",
-        "name",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "one_minus_square",
-        "or",
-        "polygamma",
-        "population_count",
-        "pow",
-        "real",
-        "reduce_precision",
-        "regularized_incomplete_beta",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "threefry2x32",
-        "xor",
-        "zeta",
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+        "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
+        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac",
+        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic",
+        "lt", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not",
+        "one_minus_square", "or", "polygamma", "population_count", "pow", "real",
+        "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
+        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
+        "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
     ]
-)
+)  # fmt: skip
 """The primitives that compute each element of their results from the same element of operands."""
 
 _RULES: dict[str, Callable[[Any, Dims, Cut], Followed | None]] = {

@@ -15,6 +15,7 @@ from jaxoverlap.passes.analysis.jaxprs import Dot, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.halves.rows import Cut
 from jaxoverlap.passes.layouts.dims import DimNames, Name
+from jaxoverlap.passes.layouts.layout import weights_of
 
 _COVERED = 0.5  # of the work of all matmuls: with less there is little to hide behind
 
@@ -61,7 +62,7 @@ def rows_to_cut(
         sizes: devices along each mesh axis.
     """
     every_dot = [dot for dot in dots(jaxpr) if dot.inside is None]
-    weights = _names_of_weights(jaxpr, dims)
+    weights = {name for v in weights_of(jaxpr) for name in dims.of(v)}
     work, depth = Counter[Name](), Counter[Name]()
     for dot in every_dot:
         own = _work(dot)
@@ -74,13 +75,6 @@ def rows_to_cut(
         if work[name] >= _COVERED * total:
             shards = _shards(name, every_dot, dims, shardings, sizes)
             yield Rows(name, shards, _held(name, every_dot, dims, shards))
-
-
-def _names_of_weights(jaxpr: Any, dims: DimNames) -> set[Name]:
-    """Return the names of the dims of arguments that the step returns anew."""
-    returned = {(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars}
-    weights = (v for v in jaxpr.invars if (v.aval.shape, v.aval.dtype) in returned)
-    return {name for v in weights for name in dims.of(v)}
 
 
 def _work(dot: Dot) -> int:

@@ -84,11 +84,11 @@ def _given(
     An argument is a weight (or a part of an optimizer's state) if the step gives back an array of
     its type. The names with most bytes come first.
     """
-    returned = {_type(v) for v in jaxpr.outvars}
+    own = weights_of(jaxpr)
     weights: dict[str, Counter[Name]] = {}
     batch: dict[str, Counter[Name]] = {}
     for var, spec in zip(jaxpr.invars, arguments, strict=True):
-        side = weights if _type(var) in returned else batch
+        side = weights if var in own else batch
         for name, axes in zip(dims.of(var), spec or (), strict=False):
             for axis in axes:
                 counted = side.setdefault(axis, Counter())
@@ -96,8 +96,10 @@ def _given(
     return _ranked(weights), _ranked(batch)
 
 
-def _type(var: Any) -> tuple[Any, ...]:
-    return var.aval.shape, var.aval.dtype
+def weights_of(jaxpr: Any) -> set[Any]:
+    """Return the arguments of a step of whose type it also has a result: weights, and states."""
+    returned = {(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars}
+    return {v for v in jaxpr.invars if (v.aval.shape, v.aval.dtype) in returned}
 
 
 def _ranked(counts: Mapping[str, Counter[Name]]) -> dict[str, tuple[Name, ...]]:
