@@ -10,6 +10,13 @@ three projections that read one value stand in three bodies, and each would gath
 Only jits that hold a matmul are opened. One that says more than "compile this" (shardings,
 donation, compiler options, a wish about inlining, constants, effects) stays as it is; so do the
 bodies of primitives that have rules of their own, but for shard_map.
+
+    k = sharding_constraint[...] x ;  v = sharding_constraint[...] x     # the same one
+
+->  k = sharding_constraint[...] x ;  v = k
+
+A value that is constrained twice alike becomes one value. XLA gathers it once for each constraint:
+MaxText states one for queries and one for keys and values, and so gathers its stream twice.
 """
 
 from __future__ import annotations
@@ -21,12 +28,13 @@ from jaxoverlap.passes.analysis.jaxprs import TRANSPARENT, has_matmul
 
 
 def flatten(jaxpr: Any) -> Any:
-    """Inline every plain jit that stands around a matmul; the jaxpr computes the same."""
+    """Inline the plain jits around matmuls, and merge equal constraints; it computes the same."""
     return _body(jaxpr) if any(map(has_matmul, jaxpr.eqns)) else jaxpr
 
 
 def _body(jaxpr: Any) -> Any:
     renamed: dict[Any, Any] = {}
+    constraints: dict[Any, list[Any]] = {}
 
     def now(atom: Any) -> Any:
         return atom if compat.is_literal(atom) else renamed.get(atom, atom)
@@ -34,6 +42,12 @@ def _body(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         eqn = eqn.replace(invars=[now(v) for v in eqn.invars])
+        if eqn.primitive.name == "sharding_constraint" and not compat.is_literal(eqn.invars[0]):
+            alike = constraints.setdefault(eqn.invars[0], [])
+            if first := next((e for e in alike if e.params == eqn.params), None):
+                renamed[eqn.outvars[0]] = first.outvars[0]
+                continue
+            alike.append(eqn)
         opaque = eqn.primitive.name not in (*TRANSPARENT, "shard_map")
         if opaque or not has_matmul(eqn):
             eqns.append(eqn)

@@ -102,6 +102,30 @@ def test_a_step_without_a_matmul_is_left_as_it_is():
     assert flatten(jaxpr) is jaxpr
 
 
+def test_equal_constraints_of_one_value_are_one():
+    """MaxText constrains its stream twice, and XLA would gather it twice."""
+    mesh = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
+
+    def split(x, axis="tp"):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, axis)))
+
+    def step(x, w):
+        x = jnp.tile(x, (1, 1, 2))
+        return [split(x) @ w, split(x) @ w, split(x, None) @ w, split(2 * x) @ w]
+
+    args = jnp.ones((2, 4, 4)), jnp.ones((8, 8))
+    before = jax.jit(step).trace(*args).jaxpr
+    after = flatten(before)
+    check_jaxpr(after)
+    constraints = [eqn for eqn in after.eqns if eqn.primitive.name == "sharding_constraint"]
+    assert len(constraints) == 3
+    products = [eqn for eqn in after.eqns if eqn.primitive.name == "dot_general"]
+    assert products[0].invars[0] is products[1].invars[0]
+    assert len({eqn.invars[0] for eqn in products}) == 3
+    for got, expected in zip(jaxpr_as_fun(after)(*args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 # -- results that the body does not compute -------------------------------------------------------
 
 
