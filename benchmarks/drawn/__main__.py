@@ -12,29 +12,18 @@ compiled for a pod by XLA's GPU compiler, plain and overlapped, and both schedul
 Needs no GPU.
 """
 
-import json
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.drawn.child import measured
+from benchmarks.drawn.measure import measure_all
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.rows import ROWS, compared, table, verdicts
 from benchmarks.drawn.step import Step
 from benchmarks.drawn.steps import drawn_name, step_of
-from benchmarks.forks import import_first, in_fork
-from benchmarks.lanes import Job, Row, dealt, done, kernels
-from benchmarks.pod_step import in_child, write_rows
-from benchmarks.strangers.__main__ import environment
-from benchmarks.strangers.cases import CASES
-from jaxoverlap._jax.kernel_cache import Kernels
 
-CHILD_S = 1200  # the longest that one row may take
 SEEDS = range(40)
 HELD_BACK = range(100_000, 100_040)
 
@@ -60,18 +49,7 @@ def main(
     if unknown := set(row or ()) - set(ROWS):
         raise typer.BadParameter(f"--row {', '.join(unknown)}: expected {', '.join(ROWS)}")
     wanted = [(name, kind) for name in steps for kind in row or ROWS[:3]]
-    lanes = dealt(wanted, jobs)
-    known = kernels(lanes, {name: step.pod for name, step in steps.items()})
-    import_first(["benchmarks.drawn.child"])
-    pythons = {name: _python(step) for name, step in steps.items() if step.stranger}
-    turns = [job for together in zip_longest(*lanes) for job in together if job]
-    row_of = rows_in(out)
-    with _progress() as progress:
-        bar = progress.add_task("compiling", total=len(wanted))
-        for job, made in done(turns, jobs, partial(compile_in_child, known, pythons)):
-            row_of[job] = _of_step(steps[job[0]]) | {"row": job[1], **made}
-            progress.update(bar, advance=1, description=", ".join(job))
-            write_rows(out, row_of.values())
+    row_of = measure_all(steps, wanted, jobs, out, console)
     together = compared([row for (name, _), row in row_of.items() if name in steps])
     console.print(table(together))
     said, short = verdicts(together)
@@ -97,43 +75,11 @@ def names(seeds: str, held_back: bool) -> list[str]:
     return [*NAMED, *map(drawn_name, SEEDS)]
 
 
-def rows_in(file: Path) -> dict[Job, Row]:
-    """The rows that are in a file already; those that are not measured again stay."""
-    rows = map(json.loads, file.read_text().splitlines() if file.exists() else ())
-    return {(row["step"], row["row"]): row for row in rows}
-
-
-def compile_in_child(known: dict[str, Kernels], pythons: dict[str, str], job: Job) -> Row:
-    """One row, in a fork; in a process of its own where the step has its own Python."""
-    if job[0] in pythons:
-        return in_child("benchmarks.drawn.child", *job, python=pythons[job[0]])
-    with known[job[0]].lent() as loan:
-        flag = f"--xla_gpu_kernel_cache_file={loan.file}"
-        row = in_fork(measured, *job, timeout_s=CHILD_S, xla_flags=flag)
-        loan.ended_well = "error" not in row
-        return row
-
-
 def _checked(name: str) -> Step:
     try:
         return step_of(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def _python(step: Step) -> str:
-    """The Python that has what a stranger's step needs."""
-    case = next(case for case in CASES if case.name == step.stranger)
-    return environment(case, "0.12.0.1")
-
-
-def _of_step(step: Step) -> Row:
-    return {"step": step.name, "pod": step.pod, "mesh": dict(step.axes), "about": step.about}
-
-
-def _progress() -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.description}"), console=console)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import jax
 
 import jaxoverlap
 from benchmarks.drawn.rows import FALLBACK, PLAIN, UNRINGED
+from benchmarks.drawn.step import lower
 from benchmarks.drawn.steps import step_of
 from benchmarks.pod_step import provenance
 from jaxoverlap._jax.jobs import peak_bytes
@@ -43,7 +44,7 @@ def measured(name: str, row: str) -> Row:
     began = time.perf_counter()
     with built.context():
         if row == PLAIN:
-            compiled: Any = built.function.lower(*built.args).compile(compiler_options())
+            compiled: Any = lower(built.function, built.args).compile(compiler_options())
         else:
             overlapped: Any = jaxoverlap.overlap(
                 built.function,
@@ -51,7 +52,7 @@ def measured(name: str, row: str) -> Row:
                 granularity="plain" if row == UNRINGED else None,
                 never_slower=row == FALLBACK,
             )
-            lowered = overlapped.lower(*built.args)
+            lowered = lower(overlapped, built.args)
             compiled = lowered.compile()
     compile_s = time.perf_counter() - began
     memory = compiled.memory_analysis()
@@ -81,7 +82,7 @@ def seconds(step: Simulation) -> Row:
     for e in step.events:
         if e.kind not in ("wait", "collective"):
             kernels[e.kind, e.source] += e.alone_s * e.runs
-    names = ("step_s", "compute_s", "slowdown_s", "communication_s", "exposed_s")
+    names = ("step_s", "compute_s", "slowdown_s", "communication_s", "exposed_s", "bound_s")
     return {
         **{name: getattr(step, name) for name in names},
         "link_s": step.link_s,
@@ -103,6 +104,8 @@ def decided(plan: Plan) -> Row:
     none = [s for s in plan.skips if s.reason.startswith("no collective")]
     left = [s for s in plan.skips if s.left_plain]
     return {
+        **({"parts": plan.cut.parts, "unroll": plan.cut.unroll} if plan.cut else {}),
+        "pins": len(plan.layouts.pins) if plan.layouts else 0,
         "rings": len(rings) - len(sliced),
         "slices": len(sliced),
         "left_plain": len(left),

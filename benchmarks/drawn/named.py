@@ -16,7 +16,6 @@ from benchmarks.drawn.sketch import Sketch
 from benchmarks.drawn.step import Built, Step
 
 _H100_8, _H100_64 = "h100-sxm:1x8", "h100-sxm:8x8"
-_MAXTEXT = "maxtext fsdp 8"  # a case of benchmarks/strangers; all of MaxText's have one environment
 
 
 def dense_pairs(mesh: Mesh, stream: P) -> Built:
@@ -41,17 +40,6 @@ def dense_pairs(mesh: Mesh, stream: P) -> Built:
     pair = at((4096, 16384), P(None, "tp")), at((16384, 4096), P("tp", None))
     args = [pair, pair], at((4, 4096, 4096), stream)
     return Built(jax.jit(step, donate_argnums=0), args)
-
-
-def maxtext(mesh: Mesh) -> Built:
-    """MaxText's pre-training step: its default decoder with four layers, in bfloat16."""
-    from benchmarks.strangers.maxtext_pretrain import build
-    from benchmarks.strangers.stranger import Case
-
-    sizes = {"base_num_decoder_layers": 4, "base_emb_dim": 4096, "max_target_length": 4096}
-    case = Case("maxtext", "maxtext_pretrain", dict(mesh.shape), packages=(), options=sizes)
-    stranger = build(case, mesh, real=True)
-    return Built(stranger.step, stranger.args, stranger.context)
 
 
 # 7B as in benchmarks/plain_gpt.py, but its residual stream is whole on tp, and one constraint is
@@ -109,7 +97,6 @@ def _named() -> dict[str, Step]:
         Step(name, _H100_8, {"tp": 8}, partial(dense_pairs, stream=stream))
         for name, stream in dense.items()
     ]
-    steps.append(Step("maxtext", _H100_8, {"tensor": 8}, maxtext, stranger=_MAXTEXT))
     steps += [
         Step(name, sketch.pod, sketch.axes, partial(trainer.build, sketch), sketch.about())
         for name, sketch in _SKETCHES.items()

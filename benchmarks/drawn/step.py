@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,6 +26,16 @@ class Built:
     function: Any
     args: tuple[Any, ...]
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def lower(function: Any, args: tuple[Any, ...]) -> Any:
+    """Lower a step; a partial or bound method has no `lower` that knows its arguments."""
+    kwargs: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        function, args, kwargs = function.func, (*function.args, *args), function.keywords
+    if isinstance(function, types.MethodType):
+        function, args = function.__func__, (function.__self__, *args)
+    return function.lower(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from benchmarks.drawn import trainer
 from benchmarks.drawn.drawing import draw
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.step import Step
+from benchmarks.strangers.pod_steps import POD_STEPS
 
 _DRAWN = "drawn-"
 
@@ -17,13 +18,13 @@ def drawn_name(seed: int) -> str:
 
 
 def step_of(name: str) -> Step:
-    """A named step, or the one that is drawn with the seed in the name, as in "drawn-7".
+    """A named or published step, or the one drawn with the seed in the name, as in "drawn-7".
 
     Raises:
         ValueError: if there is no such step.
     """
-    if name in NAMED:
-        return NAMED[name]
+    if known := (NAMED | POD_STEPS).get(name):
+        return known
     seed = name.removeprefix(_DRAWN)
     if not name.startswith(_DRAWN) or not seed.isdecimal():
         raise ValueError(f"step {name!r}: expected {', '.join(NAMED)}, or drawn- and a seed")

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from benchmarks.pod_step import commit
 from benchmarks.strangers.cases import CASES
+from benchmarks.strangers.environments import environment
 from benchmarks.strangers.rows import (
     COLUMNS,
     WHAT,
@@ -61,7 +62,7 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("")  # rows are added as they come: all of them take long
     for case in cases:
-        python = environment(case, jax)
+        python = environment(case, jax, console)
         for what in only_what or WHAT:
             with console.status(f"{case.name}: {what}"):
                 rows.append(in_child(python, case, what))
@@ -73,25 +74,6 @@ def main(
     if problems := [p for row in rows for p in shortfalls(row)]:
         console.print("\n".join(problems), markup=False)
         raise typer.Exit(1)
-
-
-def environment(case: Case, jax: str) -> str:
-    """The Python that has the stranger, in an environment made under out/.
-
-    uv installs: pip's own resolver was still looking after twenty minutes.
-    """
-    folder = Path("out/environments") / f"{case.module}-jax-{jax}"
-    python, stamp = folder / "bin" / "python", folder / "finished"
-    if not stamp.exists():  # written last: an install that was cut short starts again
-        with console.status(f"installing {case.module} into {folder}"):
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-            subprocess.run([python, "-m", "pip", "install", "--quiet", "uv"], check=True)
-            uv = [python, "-m", "uv", "pip", "install", "--quiet", "--python", python]
-            subprocess.run([*uv, f"jax=={jax}", *case.packages], check=True)
-            if case.bare:
-                subprocess.run([*uv, "--no-deps", *case.bare], check=True)
-            stamp.touch()
-    return str(python)
 
 
 def in_child(python: str, case: Case, what: str) -> Row:

@@ -24,7 +24,7 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     from kauldron import kd
 
     vars(kd.sharding)["DEVICES_MESH"] = mesh  # theirs is cached, over jax.devices()
-    config = _config(gm.nn.Gemma3_4B.config, real)
+    config = _config(gm.nn.Gemma3_4B.config, case.options, real)
     fsdp = kd.sharding.FSDPSharding(min_size_to_shard_mb=4 if real else 0)
     strategy = kd.sharding.ShardingStrategy(params=fsdp)
     trainer = kd.train.TrainStep(
@@ -45,7 +45,7 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
             summaries={},
         ),
     )
-    shape = (8, 2048) if real else (8, 16)
+    shape = (mesh.size, case.options.get("length", 2048)) if real else (8, 16)
     ids = tokens(shape, config.num_embed, NamedSharding(mesh, P("devices")), real)
     labels = tokens((*shape, 1), config.num_embed, NamedSharding(mesh, P("devices")), real)
     batch = {"input": ids, "target": labels}
@@ -60,11 +60,13 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     )
 
 
-def _config(config: Any, real: bool) -> Any:
-    """Their configuration with two layers, on the CPU narrow."""
+def _config(config: Any, options: dict[str, Any], real: bool) -> Any:
+    """Their configuration with few layers, on the CPU narrow."""
+    first = 6 - options.get("layers", 2)  # the sixth sees all tokens, those before it a window
     changes: dict[str, Any] = {
-        "attention_types": config.attention_types[4:6],  # one with a window, one without
+        "attention_types": config.attention_types[first:6],
         "vision_encoder": None,
+        **options.get("changes", {}),
     }
     if not real:
         changes |= {"num_embed": 256, "embed_dim": 64, "hidden_dim": 128, "head_dim": 16}

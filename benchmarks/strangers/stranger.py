@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from benchmarks.drawn.step import lower
 
 
 @dataclass
@@ -35,15 +35,9 @@ class Stranger:
     carried: Callable[[Any], tuple] | None = None
 
     def lower(self, step: Any) -> Any:
-        """Lower `step`; a partial or bound method has no `lower` that knows its arguments."""
-        bound: Any = step
-        args, kwargs = self.args, {}
-        if isinstance(bound, functools.partial):
-            bound, args, kwargs = bound.func, (*bound.args, *args), bound.keywords
-        if isinstance(bound, types.MethodType):
-            bound, args = bound.__func__, (bound.__self__, *args)
+        """Lower `step` as their loop calls it."""
         with self.context():
-            return bound.lower(*args, **kwargs)
+            return lower(step, self.args)
 
 
 @dataclass(frozen=True)

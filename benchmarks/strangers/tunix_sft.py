@@ -35,7 +35,8 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     trainer.optimizer = _optimizer(model, mesh, real)
     step, _ = trainer.jit_train_and_eval_step()  # partial(nnx.jit(...), model, optimizer)
 
-    batch, length = (8, 2048) if real else (8, 16)
+    length = case.options.get("length", 2048) if real else 16
+    batch = mesh.size if real else 8  # a row for each GPU
     sharded = NamedSharding(mesh, P("fsdp"))
     example = peft_trainer.TrainingInput(
         input_tokens=tokens((batch, length), config_vocab(config), sharded, real),
@@ -69,7 +70,7 @@ def _model(options: dict[str, Any], real: bool) -> tuple[Any, Any]:
         narrow = {"vocab_size": 256, "embed_dim": 64, "hidden_dim": 128, "head_dim": 16}
         heads = {"num_heads": 8, "num_kv_heads": 4}
         remat = qwen3.RematConfig.DECODER
-    changes: dict[str, Any] = {"num_layers": 2, "remat_config": remat}
+    changes: dict[str, Any] = {"num_layers": 2, "remat_config": remat, **options.get("changes", {})}
     if not real:
         changes |= {**narrow, **heads, "param_dtype": np.float32}
     known = {f.name for f in dataclasses.fields(config)}

@@ -16,8 +16,9 @@ import typer
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.drawn import child, trainer
-from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names, rows_in
+from benchmarks.drawn.__main__ import HELD_BACK, SEEDS, names
 from benchmarks.drawn.drawing import CHIPS, PLACES, draw, rough_bytes
+from benchmarks.drawn.measure import rows_in
 from benchmarks.drawn.named import NAMED
 from benchmarks.drawn.rows import (
     FALLBACK,
@@ -197,7 +198,7 @@ def test_places_are_constrained_over_axes_that_there_are():
 
 def test_steps_are_found_by_name():
     assert step_of("drawn-3").about == draw(3).about()
-    assert set(NAMED) >= {LARGE, "maxtext", "dense, whole stream", "one constraint, 7B"}
+    assert set(NAMED) >= {LARGE, "dense, whole stream", "one constraint, 7B"}
     for step in NAMED.values():
         assert math.prod(step.axes.values()) == parse_cluster(step.pod).num_devices
     for name in ("drawn-", "drawn-x", "7"):
