@@ -20,22 +20,18 @@ from typing import Any
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import joined, moved
 from jaxoverlap.passes.scheduling.kernels import LOOPS, Kernels, turned_bytes
-from jaxoverlap.passes.scheduling.list_schedule import (
-    Flight,
-    Problem,
-    Rule,
-    Task,
-    Turn,
-    list_schedule,
-    order_outcome,
-)
+from jaxoverlap.passes.scheduling.list_schedule import Rule, Turn, list_schedule, order_outcome
+from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
 
-_LEADS: tuple[tuple[float, Turn], ...] = ((2.0, "path"), (math.inf, "path"), (2.0, "first"))
+_LEADS: tuple[tuple[float, Turn], ...] = (
+    *((2.0, "path"), (math.inf, "path"), (2.0, "first")),
+    *((2.0, "feed"), (math.inf, "feed")),
+)
 _RULES = tuple(Rule({NVLINK: a, NETWORK: a}, turn, 8, 1 << 62) for a, turn in _LEADS)
 
 

@@ -48,7 +48,7 @@ class Kernels:
 
     def work(self, i: hlo.Instruction) -> KernelWork:
         """Return the work of an instruction's kernel; none where it is part of another's."""
-        if i.opcode in _FREE or _LAYOUT in i.line:
+        if i.opcode in _FREE or _LAYOUT in i.line or self.turned_by_matmul(i):
             return KernelWork()
         if i.opcode in _OWN_KERNELS:
             return work(self._module, i, self._shapes)
@@ -75,6 +75,26 @@ class Kernels:
     def is_fused(self, i: hlo.Instruction) -> bool:
         """Return whether an instruction's value never comes to memory: its reader computes it."""
         return self._fuses(i) and not self._ends(i)
+
+    def turned_by_matmul(self, i: hlo.Instruction) -> bool:
+        """Return whether a transpose moves nothing, as matmuls alone read what it turns.
+
+        cuBLAS takes either operand turned: rows that lie where columns would, and all of them.
+        """
+        if i.opcode != "transpose":
+            return False
+        order = [int(d) for d in i.attribute("dimensions").strip("{}").split(",")]
+        turned = [*range(order[0], len(order)), *range(order[0])]
+        return order == turned and self.only_matmuls_read(i)
+
+    def only_matmuls_read(self, i: hlo.Instruction) -> bool:
+        """Return whether every reader of a value is a matmul, through what renames or turns it."""
+        return all(user.opcode == "dot" or self.turned_by_matmul(user) for user in self._readers(i))
+
+    def made_by_matmul(self, i: hlo.Instruction) -> bool:
+        """Return whether a matmul made the first operand of an instruction."""
+        made = self._maker(i.operands[0], _RENAMES)
+        return made is not None and made.opcode == "dot"
 
     def _fuses(self, i: hlo.Instruction) -> bool:
         return i.opcode not in (*_FREE, *_OWN_KERNELS, *LOOPS) and i.opcode not in OPCODES
@@ -160,13 +180,18 @@ def turned_bytes(i: hlo.Instruction, kernels: Kernels) -> int:
     """Return the bytes of the copy beside a collective whose blocks do not lie one after the other.
 
     NCCL's blocks do. Along another dim than the first XLA:GPU turns what was gathered after it, and
-    what is to be scattered before it.
+    what is to be scattered before it; but the last dim of a matmul's side, which it lets the matmul
+    read or write turned.
     """
     sizes = hlo.dims(hlo.array_shapes(i.shape)[0]) if not i.shape.startswith("(") else ()
-    dim = 0
+    dim, beside_matmul = 0, False
     if i.opcode == "all-gather":
         dim = int(i.attribute("dimensions").strip("{}"))
+        beside_matmul = kernels.only_matmuls_read(i)
     elif i.opcode == "all-reduce" and (part := kernels.part_of(i)) is not None:
         pairs = zip(sizes, hlo.dims(hlo.array_shapes(part.shape)[0]), strict=False)
         dim = next((d for d, (whole, cut) in enumerate(pairs) if whole != cut), 0)
+        beside_matmul = kernels.made_by_matmul(i)
+    if dim == len(sizes) - 1 and beside_matmul:
+        return 0
     return 2 * hlo.shape_bytes(i.shape) if math.prod(sizes[:dim]) > 1 else 0

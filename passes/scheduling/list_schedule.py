@@ -11,7 +11,6 @@ for the waits (Hu, Operations Research 9, 1961).
 
 from __future__ import annotations
 
-import functools
 import heapq
 from bisect import insort
 from collections import Counter
@@ -19,82 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxoverlap.passes.scheduling.feeding import Feeding
+from jaxoverlap.passes.scheduling.tasks import Problem, Task
+
 # A turn says what computes next: the first of XLA's order; the first of it that is ready; of those
-# that are ready the one from which the path to the end is longest.
-Turn = Literal["first", "ready", "path"]
-
-
-@dataclass(frozen=True)
-class Flight:
-    """The collective that a start sets off: the lane that it takes, and for how long."""
-
-    lane: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Task:
-    """One instruction, as far as its place in the order matters.
-
-    Attributes:
-        needs: tasks that come before it, for their values or by control.
-        seconds: time on the compute lane; 0 for what only names a value.
-        flight: the collective of an asynchronous start.
-        awaits: the start of a done.
-        holds: the buffers it reads and writes.
-        extra_bytes: bytes that it needs beside those while it runs, as a loop's body does.
-        is_matmul: whether it is a matmul or holds some; what is bound by arithmetic shares memory's
-            bandwidth best.
-    """
-
-    needs: tuple[int, ...] = ()
-    seconds: float = 0.0
-    flight: Flight | None = None
-    awaits: int | None = None
-    holds: tuple[int, ...] = ()
-    extra_bytes: int = 0
-    is_matmul: bool = False
-
-    @property
-    def anchored(self) -> bool:
-        """Return whether it has a place of its own; others come just before what needs them."""
-        return self.flight is not None or (self.awaits is None and self.seconds > 0)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The tasks of a computation, in XLA's order.
-
-    Attributes:
-        tasks: each needs only earlier ones.
-        buffer_bytes: size of each buffer.
-        kept: buffers that are still needed when the computation ends.
-    """
-
-    tasks: tuple[Task, ...]
-    buffer_bytes: tuple[int, ...] = ()
-    kept: frozenset[int] = frozenset()
-
-    # Every rule asks for these, so they are worked out once.
-
-    @functools.cached_property
-    def users(self) -> list[list[int]]:
-        """The tasks that need each task."""
-        users: list[list[int]] = [[] for _ in self.tasks]
-        for index, task in enumerate(self.tasks):
-            for need in set(task.needs):
-                users[need].append(index)
-        return users
-
-    @functools.cached_property
-    def deadlines(self) -> list[float]:
-        """The time by which each task has to have run, in seconds of compute."""
-        return _deadlines(self.tasks, self.users, _compute_before(self.tasks))
-
-    @functools.cached_property
-    def paths(self) -> list[float]:
-        """Seconds of the longest path from each task to the end."""
-        return _paths(self.tasks, self.users)
+# that are ready the one from which the path to the end is longest, or that is nearest to its next
+# collective.
+Turn = Literal["first", "ready", "path", "feed"]
 
 
 @dataclass(frozen=True)
@@ -252,8 +182,11 @@ class _Scheduler:
         self._missing = [len(set(task.needs)) for task in self._tasks]
         self._users, self._deadline = problem.users, problem.deadlines
         self._rank: Sequence[float] = range(len(self._tasks))  # who computes first: the least
-        if rule.turn == "path":
+        if rule.turn in ("path", "feed"):
             self._rank = [-seconds for seconds in problem.paths]
+        self._feeding: Feeding | None = None
+        if rule.turn == "feed":
+            self._feeding = Feeding(problem.feeds, [task.seconds for task in self._tasks])
         self._computed = 0.0
         self._starts: list[tuple[float, int]] = []  # those that are ready, the most urgent first
         self._ready: list[int] = []  # those that compute, the first to run first
@@ -292,6 +225,8 @@ class _Scheduler:
             heapq.heappush(self._flying, (self._clock.arrives[task.awaits], index))
         elif task.seconds > 0:
             insort(self._ready, index, key=lambda ready: self._rank[ready])
+            if self._feeding:
+                self._feeding.arrive(index)
         else:
             self._put(index)
 
@@ -305,6 +240,8 @@ class _Scheduler:
             self._computed += task.seconds
             self._on_the_way += (task.flight is not None) - (task.awaits is not None)
             self._done[at] = True
+            if self._feeding:
+                self._feeding.run(at)
             if task.anchored:
                 self._order.append(at)
             for user in self._users[at]:
@@ -319,17 +256,18 @@ class _Scheduler:
     def _start(self, *, due: bool) -> int | None:
         """Pop the most urgent start; if `due`, one whose turn has come and that has room."""
         for place, (deadline, index) in enumerate(self._starts):
-            if not due or self._is_due(deadline, self._tasks[index]):
+            if not due or self._is_due(deadline, index):
                 return self._starts.pop(place)[1]
         return None
 
-    def _is_due(self, deadline: float, task: Task) -> bool:
-        assert task.flight
-        lead_s = self._rule.leads[task.flight.lane] * task.flight.seconds
+    def _is_due(self, deadline: float, index: int) -> bool:
+        flight = self._tasks[index].flight
+        assert flight
+        lead_s = self._rule.leads[flight.lane] * flight.seconds
         return (
             self._on_the_way < self._rule.in_flight
             and deadline - self._computed <= lead_s
-            and self._memory.after(task) <= self._rule.ceiling_bytes
+            and self._fits(index)
         )
 
     def _compute(self) -> int | None:
@@ -338,48 +276,19 @@ class _Scheduler:
             self._done[self._next] or not self._computes(self._next)
         ):
             self._next += 1
+        if self._feeding and (nearest := self._feeding.next(self._fits)) is not None:
+            self._ready.remove(nearest)
+            return nearest
         for place, index in enumerate(self._ready):
             if self._rule.turn == "first" and index != self._next:
                 return None
-            if self._memory.after(self._tasks[index]) <= self._rule.ceiling_bytes:
+            if self._fits(index):
                 return self._ready.pop(place)
         return None
+
+    def _fits(self, index: int) -> bool:
+        return self._memory.after(self._tasks[index]) <= self._rule.ceiling_bytes
 
     def _computes(self, index: int) -> bool:
         task = self._tasks[index]
         return task.anchored and task.flight is None
-
-
-def _paths(tasks: Sequence[Task], users: Sequence[Sequence[int]]) -> list[float]:
-    """Return the seconds of the longest path from each task to the end, collectives included."""
-    paths = [0.0] * len(tasks)
-    for index in reversed(range(len(tasks))):
-        flight = tasks[index].flight
-        own = flight.seconds if flight else tasks[index].seconds
-        paths[index] = own + max((paths[user] for user in users[index]), default=0.0)
-    return paths
-
-
-def _compute_before(tasks: Sequence[Task]) -> list[float]:
-    """Return the seconds of compute before each task, in XLA's order."""
-    before, total = [], 0.0
-    for task in tasks:
-        before.append(total)
-        total += task.seconds
-    return [*before, total]
-
-
-def _deadlines(
-    tasks: Sequence[Task], users: Sequence[Sequence[int]], before: Sequence[float]
-) -> list[float]:
-    """Return each task's deadline: the compute before its first use, in XLA's order.
-
-    A value that a collective sends is due earlier by the collective's own seconds.
-    """
-    deadline = [before[-1]] * len(tasks)
-    for index in reversed(range(len(tasks))):
-        for user in users[index]:
-            at = before[user] if tasks[user].seconds > 0 else deadline[user]
-            flight = tasks[user].flight
-            deadline[index] = min(deadline[index], at - (flight.seconds if flight else 0.0))
-    return deadline

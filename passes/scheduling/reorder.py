@@ -21,11 +21,8 @@ from jaxoverlap.cost.groups import ALONE
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.scheduling.buffers import buffers, leaves, root
 from jaxoverlap.passes.scheduling.list_schedule import (
-    Flight,
     OrderOutcome,
-    Problem,
     Rule,
-    Task,
     Turn,
     earlier,
     list_schedule,
@@ -33,6 +30,7 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     order_outcome,
 )
 from jaxoverlap.passes.scheduling.memory_limits import CALLS, rooms
+from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import ModuleCosts
 

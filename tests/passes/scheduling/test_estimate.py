@@ -85,18 +85,49 @@ def test_a_softmax_along_columns_reads_its_operand_again():
 GATHER_S = COST.collective_s("all-gather", 7 * BYTES // 8, Group(8))
 
 
-@pytest.mark.parametrize(("dim", "shard"), [(0, "bf16[512,4096]"), (1, "bf16[4096,512]")])
-def test_a_gather_is_waited_for_and_turned_where_its_blocks_lie_apart(dim: int, shard: str):
-    step_estimate = estimated(
-        f"%x = {shard}{{1,0}} parameter(0)",
+SHARDS = {0: "bf16[512,4096]", 1: "bf16[4096,512]"}
+
+
+def gathered(dim: int, *reader: str) -> tuple[str, ...]:
+    """Gather x along a dim, before those that read it."""
+    return (
+        f"%x = {SHARDS[dim]}{{1,0}} parameter(0)",
         f"%w = {W} parameter(1)",
         f"%g = {X} all-gather(%x), replica_groups={{}}, dimensions={{{dim}}}",
-        f"ROOT %y = {X} dot(%g, %w), {DOT}",
+        *reader,
     )
-    turned_s = COST.memory_s(2 * BYTES) if dim else 0.0
-    assert step_estimate.step_s == pytest.approx(GATHER_S + turned_s + MATMUL_S)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gather_is_waited_for_and_a_matmul_reads_it_turned(dim: int):
+    step_estimate = estimated(*gathered(dim, f"ROOT %y = {X} dot(%g, %w), {DOT}"))
+    assert step_estimate.step_s == pytest.approx(GATHER_S + MATMUL_S)
     assert step_estimate.waited_s == {("main", "g"): pytest.approx(GATHER_S)}
     assert step_estimate.bytes_moved == {"NVLink": 7 * BYTES // 8}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_gather_is_turned_for_another_reader_where_its_blocks_lie_apart(dim: int):
+    step_estimate = estimated(*gathered(dim, f"ROOT %y = {X} tanh(%g)"))
+    turned_s = COST.memory_s(2 * BYTES) if dim else 0.0
+    assert step_estimate.step_s == pytest.approx(GATHER_S + turned_s + COST.memory_s(2 * BYTES))
+
+
+TURNED = "bf16[4096,8,512]{2,1,0}"
+
+
+@pytest.mark.parametrize(("order", "free"), [("2,0,1", True), ("2,1,0", False)])
+def test_a_matmul_reads_a_transposed_value_as_it_lies(order: str, free: bool):
+    """cuBLAS takes columns for rows; but not rows in another order."""
+    sizes = {"2,0,1": "8,512,4096", "2,1,0": "512,8,4096"}[order]
+    seconds = estimated(
+        f"%x = bf16[{sizes}]{{2,1,0}} parameter(0)",
+        f"%w = {W} parameter(1)",
+        f"%t = {TURNED} transpose(%x), dimensions={{{order}}}",
+        f"%r = {X} reshape(%t)",
+        f"ROOT %y = {X} dot(%r, %w), {DOT}",
+    ).step_s
+    assert seconds == pytest.approx(MATMUL_S + (0 if free else COST.memory_s(2 * BYTES)))
 
 
 def test_a_gather_hides_behind_a_matmul_that_does_not_read_it():

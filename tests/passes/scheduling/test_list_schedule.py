@@ -11,11 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap.passes.scheduling.list_schedule import (
-    Flight,
     OrderOutcome,
-    Problem,
     Rule,
-    Task,
     Turn,
     earlier,
     list_schedule,
@@ -24,6 +21,7 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     order_outcome,
 )
 from jaxoverlap.passes.scheduling.reorder import best
+from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 
 UNBOUND = 10**12
 TURNS: tuple[Turn, ...] = get_args(Turn)
@@ -140,9 +138,32 @@ def test_what_is_ready_runs_while_xla_would_wait_if_the_rule_says_so():
 def test_what_nothing_waits_for_is_kept_for_a_wait_by_the_longest_path():
     """XLA puts a weight's gradient first, and then there is nothing left to hide the hop."""
     xla = of(compute(5), compute(1), start(5, 1), done(2), compute(1, 3))
-    ready, path = (list_schedule(xla, Rule({"wire": 1.0}, turn, 8, UNBOUND)) for turn in TURNS[1:])
+    turns: tuple[Turn, ...] = ("ready", "path")
+    ready, path = (list_schedule(xla, Rule({"wire": 1.0}, turn, 8, UNBOUND)) for turn in turns)
     assert order_outcome(xla, ready).seconds == 12
     assert (path, order_outcome(xla, path).seconds) == ([1, 2, 0, 3, 4], 7)
+
+
+def test_one_of_two_parts_runs_ahead_to_its_next_collective():
+    """In lockstep both collectives come last, and only one has something to hide behind."""
+    halves = [
+        *(compute(2), compute(2), compute(2, 0), compute(2, 1)),
+        *(start(4, 2), start(4, 3), done(4), done(5)),
+        *(compute(4, 6), compute(4, 7)),
+    ]
+    turns: tuple[Turn, ...] = ("path", "feed")
+    seconds = {
+        turn: order_outcome(
+            of(*halves), list_schedule(of(*halves), Rule({"wire": 1e9}, turn, 8, UNBOUND))
+        ).seconds
+        for turn in turns
+    }
+    assert seconds == {"path": 18, "feed": 16}
+
+
+def test_a_task_feeds_the_starts_that_it_leads_to_first():
+    problem = of(compute(1), compute(2, 0), start(1, 1), done(2), compute(3, 3), start(1, 4, 0))
+    assert problem.feeds == [(2, 5), (2,), (), (), (5,), ()]
 
 
 def test_an_early_start_does_not_take_the_link_from_an_urgent_one():

@@ -1,0 +1,85 @@
+"""Choose what computes next so that the links are fed: what sets off a collective soonest.
+
+Two parts of a batch run through the same layers side by side. By the longest path they would go in
+lockstep, for whichever is behind has the longer path; their collectives would then come together,
+with nothing beside them. What is nearest to its next collective goes first here, so that one part
+runs ahead, and computes while the other's collective is on its way.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+
+
+class Feeding:
+    """The tasks that are ready and lead to a collective, by the collective.
+
+    Attributes:
+        remaining_s: seconds of compute before each start that have not run.
+    """
+
+    def __init__(self, feeds: Sequence[tuple[int, ...]], seconds: Sequence[float]):
+        """Begin before anything has run.
+
+        Args:
+            feeds: the starts that each task leads to, with no other start in between.
+            seconds: the time that each computes.
+        """
+        self._feeds, self._seconds = feeds, seconds
+        self._ready: dict[int, list[int]] = {}
+        self.remaining_s: dict[int, float] = {}
+        for starts, own_s in zip(feeds, seconds, strict=True):
+            for start in starts:
+                self.remaining_s[start] = self.remaining_s.get(start, 0.0) + own_s
+
+    def arrive(self, index: int) -> None:
+        """Take note that a task could run."""
+        for start in self._feeds[index]:
+            insort(self._ready.setdefault(start, []), index)
+
+    def run(self, index: int) -> None:
+        """Take note that a task has run."""
+        for start in self._feeds[index]:
+            self.remaining_s[start] -= self._seconds[index]
+            if index in (ready := self._ready.get(start, [])):
+                ready.remove(index)
+                if not ready:
+                    del self._ready[start]
+
+    def next(self, fits: Callable[[int], bool]) -> int | None:
+        """Return the first task that fits of those before the nearest start; None if none does."""
+        nearest = sorted(self._ready, key=lambda start: (self.remaining_s[start], start))
+        return next((i for start in nearest for i in self._ready[start] if fits(i)), None)
+
+
+def starts_fed(
+    flies: Sequence[bool], computes: Sequence[bool], users: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """List for each task that computes the starts that it leads to, with no other in between.
+
+    Args:
+        flies: whether each task is a start.
+        computes: whether each computes.
+        users: the tasks that need each task; they come after it.
+    """
+    starts = [index for index, is_start in enumerate(flies) if is_start]
+    bit = {start: 1 << place for place, start in enumerate(starts)}
+    masks = [0] * len(flies)
+    for index in reversed(range(len(flies))):
+        for user in users[index]:
+            masks[index] |= bit[user] if flies[user] else masks[user]
+    return [
+        tuple(starts[place] for place in _bits(mask)) if computing else ()
+        for mask, computing in zip(masks, computes, strict=True)
+    ]
+
+
+def _bits(mask: int) -> list[int]:
+    """Return the places of the bits that are set."""
+    places = []
+    while mask:
+        low = mask & -mask
+        places.append(low.bit_length() - 1)
+        mask ^= low
+    return places

@@ -1,0 +1,123 @@
+"""Describe the tasks of a computation: what they need, how long they take, where they fly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxoverlap.passes.scheduling.feeding import starts_fed
+
+
+@dataclass(frozen=True)
+class Flight:
+    """The collective that a start sets off: the lane that it takes, and for how long."""
+
+    lane: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """One instruction, as far as its place in the order matters.
+
+    Attributes:
+        needs: tasks that come before it, for their values or by control.
+        seconds: time on the compute lane; 0 for what only names a value.
+        flight: the collective of an asynchronous start.
+        awaits: the start of a done.
+        holds: the buffers it reads and writes.
+        extra_bytes: bytes that it needs beside those while it runs, as a loop's body does.
+        is_matmul: whether it is a matmul or holds some; what is bound by arithmetic shares memory's
+            bandwidth best.
+    """
+
+    needs: tuple[int, ...] = ()
+    seconds: float = 0.0
+    flight: Flight | None = None
+    awaits: int | None = None
+    holds: tuple[int, ...] = ()
+    extra_bytes: int = 0
+    is_matmul: bool = False
+
+    @property
+    def anchored(self) -> bool:
+        """Return whether it has a place of its own; others come just before what needs them."""
+        return self.flight is not None or (self.awaits is None and self.seconds > 0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tasks of a computation, in XLA's order.
+
+    Attributes:
+        tasks: each needs only earlier ones.
+        buffer_bytes: size of each buffer.
+        kept: buffers that are still needed when the computation ends.
+    """
+
+    tasks: tuple[Task, ...]
+    buffer_bytes: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
+
+    # Every rule asks for these, so they are worked out once.
+
+    @functools.cached_property
+    def users(self) -> list[list[int]]:
+        """The tasks that need each task."""
+        users: list[list[int]] = [[] for _ in self.tasks]
+        for index, task in enumerate(self.tasks):
+            for need in set(task.needs):
+                users[need].append(index)
+        return users
+
+    @functools.cached_property
+    def deadlines(self) -> list[float]:
+        """The time by which each task has to have run, in seconds of compute."""
+        return _deadlines(self.tasks, self.users, _compute_before(self.tasks))
+
+    @functools.cached_property
+    def paths(self) -> list[float]:
+        """Seconds of the longest path from each task to the end."""
+        return _paths(self.tasks, self.users)
+
+    @functools.cached_property
+    def feeds(self) -> list[tuple[int, ...]]:
+        """The starts that each task that computes leads to, with no other in between."""
+        flies = [task.flight is not None for task in self.tasks]
+        return starts_fed(flies, [task.seconds > 0 for task in self.tasks], self.users)
+
+
+def _paths(tasks: Sequence[Task], users: Sequence[Sequence[int]]) -> list[float]:
+    """Return the seconds of the longest path from each task to the end, collectives included."""
+    paths = [0.0] * len(tasks)
+    for index in reversed(range(len(tasks))):
+        flight = tasks[index].flight
+        own = flight.seconds if flight else tasks[index].seconds
+        paths[index] = own + max((paths[user] for user in users[index]), default=0.0)
+    return paths
+
+
+def _compute_before(tasks: Sequence[Task]) -> list[float]:
+    """Return the seconds of compute before each task, in XLA's order."""
+    before, total = [], 0.0
+    for task in tasks:
+        before.append(total)
+        total += task.seconds
+    return [*before, total]
+
+
+def _deadlines(
+    tasks: Sequence[Task], users: Sequence[Sequence[int]], before: Sequence[float]
+) -> list[float]:
+    """Return each task's deadline: the compute before its first use, in XLA's order.
+
+    A value that a collective sends is due earlier by the collective's own seconds.
+    """
+    deadline = [before[-1]] * len(tasks)
+    for index in reversed(range(len(tasks))):
+        for user in users[index]:
+            at = before[user] if tasks[user].seconds > 0 else deadline[user]
+            flight = tasks[user].flight
+            deadline[index] = min(deadline[index], at - (flight.seconds if flight else 0.0))
+    return deadline
