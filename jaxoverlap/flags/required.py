@@ -1,4 +1,4 @@
-"""XLA options that rings on GPUs need, each with its reason."""
+"""XLA options that rings, and rows in parts, need on GPUs, each with its reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _ring(name: str, value: str, reason: str) -> Setting:
 
 
 BY_COPY = "xla_gpu_collective_permute_mode"
-RINGS = (
+_APART = (
     _ring(
         "xla_gpu_enable_latency_hiding_scheduler",
         "True",
@@ -29,11 +29,6 @@ RINGS = (
         "8",
         "XLA lets one collective fly at a time: a gather of the next weights then takes the last "
         "matmul of a ring for itself and leaves that ring's hop bare",
-    ),
-    _ring(
-        "xla_gpu_collective_permute_combine_threshold_bytes",
-        "0",
-        "hops of different rings become one, which then waits for both rings' matmuls",
     ),
     _ring(
         "xla_gpu_all_gather_combine_threshold_bytes",
@@ -51,6 +46,14 @@ RINGS = (
         "peels a layer of the backward pass out of its loop, buffers and all, to move a "
         "reduce-scatter into the next step; ours stands right after its ring, with matmuls to come",
     ),
+)
+RINGS = (
+    *_APART,
+    _ring(
+        "xla_gpu_collective_permute_combine_threshold_bytes",
+        "0",
+        "hops of different rings become one, which then waits for both rings' matmuls",
+    ),
     _ring(
         BY_COPY,
         "COLLECTIVES_PEER_MEMORY",
@@ -66,6 +69,16 @@ RINGS = (
         "where it is not NCCL shares its channels between fewer",
     ),
 )
+PARTS = (
+    *_APART,
+    Setting(
+        "xla_gpu_all_reduce_combine_threshold_bytes",
+        "1",
+        "one sum for two parts, as of the squares in their norms, lets each part wait for the "
+        "other, and then neither hides anything",
+        "tried on jax 0.12.0.1 with benchmarks/strangers/pods.py",
+    ),
+)
 
 
 def is_gpu(mesh: Mesh) -> bool:
@@ -73,14 +86,15 @@ def is_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
-def options_for(mesh: Mesh, *, rings: bool = True) -> dict[str, str]:
+def options_for(mesh: Mesh, *, rings: bool = True, parts: bool = False) -> dict[str, str]:
     """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
 
     Where each process has one GPU of the mesh no permute is a copy, and none is asked for.
 
     Args:
         mesh: the mesh.
-        rings: whether the step has any; without them XLA's defaults are as good.
+        rings: whether the step has any.
+        parts: whether its rows run in parts. With neither, XLA's defaults are as good.
 
     Returns:
         What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
@@ -91,6 +105,7 @@ def options_for(mesh: Mesh, *, rings: bool = True) -> dict[str, str]:
     devices = list(mesh.devices.flat)
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     together = len({device.process_index for device in devices}) < len(devices)
-    wanted = {s.name: s.value for s in RINGS if together or s.name != BY_COPY} if rings else {}
+    settings = (*(RINGS if rings else ()), *(PARTS if parts else ()))
+    wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     known = {n: v for n, v in wanted.items() if jits.accepts_option(n, v, mine)}
     return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

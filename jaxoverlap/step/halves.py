@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import msgspec
+from jax.sharding import Mesh
 
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
@@ -17,6 +18,8 @@ from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.start import Rows, rows_to_cut
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
+from jaxoverlap.passes.layouts.pins import pinnable, pinned
+from jaxoverlap.passes.rewriting.pin_results import is_even
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.layouts import LaidOut, changed, described, examples
@@ -32,7 +35,7 @@ def in_parts(
     laid: LaidOut,
     parts: int,
     unroll: int,
-    shardings: Mapping[Any, Shardings] | None = None,
+    once: LaidOut | None = None,
 ) -> LaidOut:
     """Cut the rows of a step that is laid out, if that changes nothing but its speed.
 
@@ -43,14 +46,21 @@ def in_parts(
         laid: the step as it is laid out.
         parts: the number of parts.
         unroll: how many steps of a cut scan stand in one body of its loop.
-        shardings: how the operands and results of its matmuls lie then; None to ask.
+        once: the same step with scans that are not unrolled; None to cut it first, if they are.
 
     Returns:
         The step in parts; or as it was, with the reason, where its rows are not cut.
     """
+    if unroll > 1 and once is None:
+        once = in_parts(step, traced, plain, laid, parts, 1)
+    if once is not None and not once.is_cut:
+        return once
     jaxpr, record = _cut(step, laid, parts, unroll)
     if record.why_not:
         return replace(laid, halves=record)
+    shardings = once and once.picture.shardings
+    if shardings is not None:
+        jaxpr = _as_in(shardings, jaxpr, step.mesh)
     try:
         picture = partitioned(traced, jaxpr, step.mesh, ask=shardings is None)
     except RewriteError as error:
@@ -60,6 +70,22 @@ def in_parts(
     if shardings is not None:
         picture = replace(picture, shardings=shardings)
     return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+
+
+def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> Any:
+    """Pin the results of matmuls to how they lie where scans are not unrolled.
+
+    XLA puts the slices that the steps of an unrolled body leave behind together, and then chooses
+    other layouts: it gathered gradients of MaxText's weights over all devices.
+    """
+    pins = {
+        dot.index: spec
+        for dot in pinnable(jaxpr)
+        if dot.index in shardings
+        and (spec := shardings[dot.index].out) is not None
+        and is_even(dot.eqn.outvars[0].aval.shape, spec, mesh)
+    }
+    return pinned(jaxpr, pins, mesh)
 
 
 def fits(unrolled: Picture, cost: CostModel | None) -> bool:

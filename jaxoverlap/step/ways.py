@@ -130,7 +130,7 @@ def _in_halves(
     assert best.step_s is not None
     record, why_not = cut.halves, cut.halves.why_not
     if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
-        unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL, cut.picture.shardings)
+        unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL, cut)
         cuts = [cut, unrolled] if fits(unrolled.picture, step.cost) else [cut]
         way = min((ways_of(cut).fastest(rings=False) for cut in cuts), key=_seconds)
         step_s = _seconds(way)

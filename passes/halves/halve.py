@@ -34,6 +34,8 @@ _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call", "core_call")
 
+_SMALL = 1 << 18  # elements of a value that may be written out for the sake of independence
+
 Dims = list[int | None]
 RowsOf = Callable[[Any], int | None]
 
@@ -238,6 +240,7 @@ class _Body:
         self._cut = cut
         self._parts: dict[Any, tuple[int, list[Any]]] = {}
         self._wholes: dict[Any, Any] = {}
+        self._aliases: dict[tuple[Any, int], Any] = {}
 
     def bound(self, var: Any, dim: int | None) -> list[Any]:
         """Bind an operand of the body: in parts along a dim, or whole."""
@@ -327,7 +330,7 @@ class _Body:
                 compat.like_var(v) if isinstance(how, str) else self._new_part(v, how)
                 for v, how in zip(eqn.outvars, followed.results, strict=True)
             ]
-            invars = [some[i] if len(some) > 1 else some[0] for some in operands]
+            invars = [self._of_part(some, i, eqn) for some in operands]
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             made.append(outvars)
         for place, (var, how) in enumerate(zip(eqn.outvars, followed.results, strict=True)):
@@ -336,6 +339,32 @@ class _Body:
                 self._parts[var] = how, parts
                 continue
             self.eqns += compat.inline(_combined(how), parts, [var], eqn, alike=("combine", how))
+
+    def _of_part(self, values: Sequence[Any], part: int, eqn: Any) -> Any:
+        """Return what an equation on a part reads: the part, or a whole value.
+
+        A small value gets another name for each part but the first: where kernels of two parts read
+        one value, XLA makes them one kernel (sibling fusion), which waits for both parts.
+        """
+        if len(values) > 1:
+            return values[part]
+        (whole,) = values
+        if part == 0 or compat.is_literal(whole) or _contracts(eqn):
+            return whole
+        if not 1 < getattr(whole.aval, "size", 0) <= _SMALL:
+            return whole
+        if (whole, part) not in self._aliases:
+            alias = compat.like_var(whole)
+            self.eqns += compat.inline(
+                lambda x: [lax.optimization_barrier(x)], [whole], [alias], eqn, alike=("alias",)
+            )
+            self._aliases[whole, part] = alias
+        return self._aliases[whole, part]
+
+
+def _contracts(eqn: Any) -> bool:
+    """Return whether an equation is a matmul, and no product of elements that is written as one."""
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][0][0])
 
 
 def _combined(how: str) -> Callable[..., list[Array]]:
