@@ -15,6 +15,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.halves.halve import Halved
+from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import Rows, rows_to_cut
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
@@ -35,7 +36,6 @@ def in_parts(
     laid: LaidOut,
     parts: int,
     unroll: int,
-    once: LaidOut | None = None,
 ) -> LaidOut:
     """Cut the rows of a step that is laid out, if that changes nothing but its speed.
 
@@ -46,29 +46,23 @@ def in_parts(
         laid: the step as it is laid out.
         parts: the number of parts.
         unroll: how many steps of a cut scan stand in one body of its loop.
-        once: the same step with scans that are not unrolled; None to cut it first, if they are.
 
     Returns:
         The step in parts; or as it was, with the reason, where its rows are not cut.
     """
-    if unroll > 1 and once is None:
-        once = in_parts(step, traced, plain, laid, parts, 1)
-    if once is not None and not once.is_cut:
-        return once
     jaxpr, record = _cut(step, laid, parts, unroll)
     if record.why_not:
         return replace(laid, halves=record)
-    shardings = once and once.picture.shardings
-    if shardings is not None:
+    shardings = shardings_of_parts(laid.jaxpr, jaxpr, laid.picture.shardings, parts)
+    if unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
     try:
-        picture = partitioned(traced, jaxpr, step.mesh, ask=shardings is None)
+        picture = partitioned(traced, jaxpr, step.mesh, ask=False)
     except RewriteError as error:
         return _left(laid, record, str(error))
     if why_not := changed(plain, picture):
         return _left(laid, record, why_not)
-    if shardings is not None:
-        picture = replace(picture, shardings=shardings)
+    picture = replace(picture, shardings=shardings)
     return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
 
 

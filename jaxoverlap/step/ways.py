@@ -19,12 +19,12 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
+from jaxoverlap.passes.analysis.device_work import collectives_of_sites
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.jaxprs import bodies, dots
 from jaxoverlap.passes.analysis.partitioned import (
     Picture,
     Shardings,
-    collectives_of_sites,
     partitioned,
 )
 from jaxoverlap.passes.manual.decide import decide_manual
@@ -130,8 +130,10 @@ def _in_halves(
     assert best.step_s is not None
     record, why_not = cut.halves, cut.halves.why_not
     if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
-        unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL, cut)
-        cuts = [cut, unrolled] if fits(unrolled.picture, step.cost) else [cut]
+        cuts = [cut]
+        if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
+            unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL)
+            cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
         way = min((ways_of(cut).fastest(rings=False) for cut in cuts), key=_seconds)
         step_s = _seconds(way)
         assert way.plan.halves is not None

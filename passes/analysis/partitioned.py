@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,13 +19,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat, jits, partitioner
+from jaxoverlap.passes.analysis.device_work import TAG, work_of, work_of_sites
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
-from jaxoverlap.plan.collectives import OPCODES
 from jaxoverlap.simulation import hlo
 
-TAG = "jaxoverlap_site"
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
 _RESHARDS = ("sharding_constraint", "reshard")
 _VIEWS = ("transpose", "convert_element_type")
@@ -104,7 +103,11 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
     if mesh.devices.flat[0].platform == "cpu":  # its programs come fused, and cannot be compared
         _, answers = probed(frozenset(wanted))
     else:
-        answers = _answers([*dict.fromkeys(wanted)], _work(spmd_program.text), probed)
+        sites: dict[_Value, set[Any]] = {}
+        for key, (body, one) in asked.items():
+            for v in _variables(one.variables()):
+                sites.setdefault((body, v), set()).add(key)
+        answers = _answers(sites, spmd_program.text, probed, mesh.size)
     told: dict[int, dict[Any, Spec | None]] = {}
     for (body, v), spec in answers.items():
         told.setdefault(body, {})[v] = spec
@@ -158,30 +161,40 @@ _MOST_QUESTIONS = 24  # about one step
 
 
 def _answers(
-    wanted: list[_Value],
-    unasked: Counter[Any],
+    sites: Mapping[_Value, Set[Any]],
+    unasked: str,
     probed: Callable[[Set[_Value]], tuple[partitioner.Partitioned, _Answers]],
+    num_devices: int,
 ) -> _Answers:
     """Read the shardings of values from probed programs that do the same work as the unprobed one.
 
     A question may change the answer: Shardy resolves conflicts in the order in which it meets them,
-    and a probe is one more reader of a value. Then each half is asked about alone. What still has
-    no answer is left out.
+    and a probe is one more reader of a value. Then what is said of a matmul counts if that does the
+    same in both programs, and the rest is asked about again, in halves. What still has no answer is
+    left out.
 
     Args:
-        wanted: the values.
-        unasked: the work of a device in the program without any probe.
+        sites: the wanted values, with the matmuls and scatter-adds that read or give each.
+        unasked: the program without any probe.
         probed: gives what XLA makes of the step with probes, and their answers.
+        num_devices: the number of devices that it is for.
     """
     answers: _Answers = {}
-    groups = deque([wanted] if wanted else [])
+    work, of_sites = work_of(unasked), functools.cache(work_of_sites)
+    groups = deque([[*sites]] if sites else [])
     for _ in range(_MOST_QUESTIONS):
         if not groups:
             break
         group = groups.popleft()
         spmd_program, told = probed(frozenset(group))
-        if _work(spmd_program.text) == unasked:
+        if work_of(spmd_program.text) == work:
             answers |= told
+            continue
+        now, before = (of_sites(t, num_devices) for t in (spmd_program.text, unasked))
+        same = {site for site in now if now[site] == before.get(site)}
+        answers |= {v: spec for v, spec in told.items() if sites[v] <= same}
+        if len(rest := [v for v in group if not sites[v] <= same]) < len(group):
+            groups += [rest] if rest else []
         elif len(group) > 1:
             groups += (group[: len(group) // 2], group[len(group) // 2 :])
     return answers
@@ -319,80 +332,3 @@ def _with_probes(
         eqns.append(compat.with_tag(eqn, **{TAG: tag}) if tag else eqn)
         eqns += [probe(v, eqn) for v in eqn.outvars if v in wanted]
     return eqns
-
-
-# -- what a device does ---------------------------------------------------------------------------
-
-_WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(OPCODES)})\(")
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z]|$)")
-_DIMS = re.compile(r"\[([\d,]*)\]")
-
-
-def _work(text: str) -> Counter[Any]:
-    """Return the matmuls and collectives of a partitioned module, by sizes and groups.
-
-    Dims are sorted: a probe may keep XLA from turning a matmul around.
-    """
-    return Counter(
-        (at[2], *_sorted_dims(at[1]), *_GROUPS.findall(line))
-        for line in text.splitlines()
-        if (at := _WORKING.search(line))
-    )
-
-
-def _sorted_dims(shape: str) -> list[tuple[str, ...]]:
-    """Return the dims of an array, or of the arrays of a tuple."""
-    return sorted(tuple(sorted(dims.split(","))) for dims in _DIMS.findall(shape))
-
-
-# -- the collectives beside a matmul --------------------------------------------------------------
-
-TAGGED = re.compile(TAG + r'="(\d+)"')
-BESIDE = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
-
-Place = tuple[str, str]
-"""A computation and an instruction in it."""
-
-
-def collectives_of_sites(
-    module: hlo.Module, between: Collection[str] = BESIDE
-) -> dict[int, set[Place]]:
-    """Find the collectives that stand beside each matmul of a step, by its number.
-
-    A matmul that XLA has joined with another is missing.
-
-    Args:
-        module: the partitioned one.
-        between: opcodes that may stand between the two: views, converts and sums.
-    """
-    collectives: dict[int, set[Place]] = {}
-    for name, body in module.computations.items():
-        made = {i.name: i for i in body}
-        users: dict[str, list[hlo.Instruction]] = {}
-        for i in body:
-            for operand in i.operands:
-                users.setdefault(operand.partition("#")[0], []).append(i)
-        read = {at.name: [made[o.partition("#")[0]] for o in at.operands] for at in body}
-        for i in body:
-            tag = TAGGED.search(i.line) if i.opcode == "dot" else None
-            if tag is None:
-                continue
-            beside = {(name, c.name) for way in (read, users) for c in _beside(i, way, between)}
-            collectives.setdefault(int(tag.group(1)), set()).update(beside)
-    return collectives
-
-
-def _beside(
-    dot: hlo.Instruction, way: Mapping[str, list[hlo.Instruction]], between: Collection[str]
-) -> Iterator[hlo.Instruction]:
-    """Yield the collectives reached from a matmul in one direction, up to what computes."""
-    seen, stack = set[str](), list(way.get(dot.name, ()))
-    while stack:
-        at = stack.pop()
-        if at.name in seen:
-            continue
-        seen.add(at.name)
-        if at.opcode in OPCODES:
-            yield at
-        if at.opcode in between:
-            stack += way.get(at.name, ())

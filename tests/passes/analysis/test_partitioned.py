@@ -382,20 +382,44 @@ def test_a_loop_counts_by_its_trips():
     assert {(r.kind, r.runs) for r in moved} == {("all_gather", 5), ("all_reduce", 5)}
 
 
-def test_answers_count_where_the_question_changes_nothing():
-    """A probe that changes the program is asked again with fewer others, and at last left out."""
-    asked: list[frozenset] = []
+PROGRAM = """HloModule step, num_partitions=8
+
+ENTRY %main (x: f32[8,8], w: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %w = f32[8,8]{1,0} parameter(1)
+  %d = FIRST{1,0} dot(%x, %w), frontend_attributes={jaxoverlap_site="0"}
+  ROOT %e = f32[8,8]{1,0} dot(%w, %x), frontend_attributes={jaxoverlap_site="1"}
+}
+"""
+
+
+def answered(sites: dict[str, int]) -> tuple[set[str], list[set[str]]]:
+    """Return the values that get an answer, and the groups asked; a question about c changes site 0.
+
+    Args:
+        sites: the values, with the matmul of each.
+    """
+    asked: list[set[str]] = []
 
     def probed(wanted):
-        asked.append(wanted)
-        text = "  %d = f32[8,8]{1,0} dot(%x, %w)"
-        changed = (0, "c") in wanted
-        shape = "f32[4,8]" if changed else "f32[8,8]"
-        answer = partitioner.Partitioned(text.replace("f32[8,8]", shape), ())
-        return answer, {value: (MODEL,) for value in wanted}
+        asked.append({name for _, name in wanted})
+        first = "f32[4,8]" if (0, "c") in wanted else "f32[8,8]"
+        text = PROGRAM.replace("FIRST", first)
+        return partitioner.Partitioned(text, ()), {value: (MODEL,) for value in wanted}
 
-    unasked = partitioned_module._work(probed(frozenset())[0].text)
-    wanted = [(0, name) for name in "abcd"]
-    answers = partitioned_module._answers(wanted, unasked, probed)
-    assert set(answers) == {(0, "a"), (0, "b"), (0, "d")}
-    assert [len(w) for w in asked[1:]] == [4, 2, 2, 1, 1]
+    of = {(0, name): {site} for name, site in sites.items()}
+    answers = partitioned_module._answers(of, PROGRAM.replace("FIRST", "f32[8,8]"), probed, 8)
+    return {name for _, name in answers}, asked
+
+
+def test_answers_count_where_the_question_changes_nothing():
+    """A probe that changes the program is asked again with fewer others, and at last left out."""
+    answers, asked = answered(dict.fromkeys("abcd", 0))
+    assert answers == set("abd")
+    assert [len(group) for group in asked] == [4, 2, 2, 1, 1]
+
+
+def test_answers_about_a_matmul_count_where_the_question_changes_another():
+    answers, asked = answered({"a": 1, "b": 1, "c": 0, "d": 0})
+    assert answers == set("abd")
+    assert asked == [set("abcd"), set("cd"), set("c"), set("d")]

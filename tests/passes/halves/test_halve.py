@@ -121,6 +121,23 @@ def test_the_rows_of_micro_batches_are_cut_inside_their_scan():
     assert len(dots(done.jaxpr)) == 2 * len(dots(jaxpr))
 
 
+def test_parts_share_no_small_value_that_xla_could_fuse_them_by():
+    """XLA makes one kernel of two that read one scale, and it would wait for both parts."""
+
+    def fn(x, scale, w):
+        return jnp.einsum("bsd,d->bsd", x, scale) @ w
+
+    args = values(8, 3, 4), values(4, seed=2), values(4, 4, seed=3)
+    jaxpr, done = halved(jax.jit(fn), args, (8, 3, 4))
+    assert_same(pairs_of(jaxpr, done, args))
+    _, scale, w = done.jaxpr.invars
+    (barrier,) = (e for e in done.jaxpr.eqns if e.primitive.name == "optimization_barrier")
+    assert barrier.invars == [scale]
+    read = [scale, *barrier.outvars, w]
+    products = [e for e in done.jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert [sum(v in e.invars for e in products) for v in read] == [1, 1, 2]
+
+
 def test_a_carry_that_begins_whole_is_cut_before_the_scan():
     def fn(x):
         return lax.scan(lambda c, w: (c * w + x, c.sum(1)), jnp.zeros_like(x), jnp.arange(3.0))

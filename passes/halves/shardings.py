@@ -1,0 +1,56 @@
+"""Say how the matmuls of a step in parts lie: as those with whole rows do.
+
+A part has the same share of each device's rows, and so what a mesh axis shards stays as it was. To
+ask XLA again would give the same answers, for the price of the longest of all questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxoverlap.passes.analysis.jaxprs import bodies, dots
+from jaxoverlap.passes.analysis.partitioned import Shardings
+
+
+def shardings_of_parts(
+    jaxpr: Any, cut: Any, shardings: Mapping[Any, Shardings], parts: int
+) -> dict[Any, Shardings]:
+    """Return the shardings of a step whose rows are cut, from those of the step with whole rows.
+
+    Args:
+        jaxpr: the step.
+        cut: the same in parts (`Halved.jaxpr`): its matmuls have the order of the step's, and those
+            of the parts of one stand together.
+        shardings: of the step's matmuls and scatter-adds; of those only what mixes the rows keeps
+            its own.
+        parts: the number of parts.
+    """
+    lies: dict[Any, Shardings] = {}
+    made = iter(dots(cut))
+    for dot in dots(jaxpr):
+        first = next(made)
+        of_it = [first]
+        if _shapes(first.eqn) != _shapes(dot.eqn):
+            of_it += [next(made) for _ in range(parts - 1)]
+        if dot.index in shardings:
+            lies.update((part.index, shardings[dot.index]) for part in of_it)
+    assert next(made, None) is None, "the parts have matmuls that the step has not"
+    sums = list(_scatter_adds(cut))  # inner jits are opened around them: the order may be another
+    for key, shapes in _scatter_adds(jaxpr):
+        whole = next((at for at, its in sums if its == shapes and at not in lies), None)
+        if whole and key in shardings:
+            lies[whole] = shardings[key]
+    return lies
+
+
+def _scatter_adds(jaxpr: Any) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:
+    """Yield the shapes of each scatter-add, with the number of its body and its place there."""
+    for body in bodies(jaxpr):
+        for place, eqn in enumerate(body.eqns):
+            if eqn.primitive.name == "scatter-add":
+                yield (body.index, place), _shapes(eqn)
+
+
+def _shapes(eqn: Any) -> list[tuple[int, ...]]:
+    return [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
