@@ -27,7 +27,7 @@ def test_parts_lie_as_the_whole_did():
         for copy in copies:
             assert copy.params == eqn.params
             sizes, cut = ([v.aval.size for v in (*e.invars, *e.outvars)] for e in (eqn, copy))
-            assert sum(2 * b == a for a, b in zip(sizes, cut, strict=True)) == 2
+            assert sum(2 * b == a for a, b in zip(sizes, cut, strict=True)) >= 2
 
 
 def test_the_sum_of_a_lookups_gradient_keeps_its_place():
