@@ -38,7 +38,7 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     from maxtext.utils import sharding, train_utils
 
     base = Path(pyconfig.__file__).parent / "base.yml"
-    config = pyconfig.initialize(["train", str(base)], **_options(case, real))
+    config = pyconfig.initialize(["train", str(base)], **_options(case, mesh, real))
     sizes = [case.axes.get(axis, 1) for axis in config.mesh_axes]
     kinds = mesh.axis_types[:1] * len(sizes)
     mesh = Mesh(mesh.devices.reshape(sizes), config.mesh_axes, axis_types=kinds)
@@ -70,13 +70,13 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     )
 
 
-def _options(case: Case, real: bool) -> dict[str, Any]:
+def _options(case: Case, mesh: Mesh, real: bool) -> dict[str, Any]:
     return {
         "run_name": "stranger",
         "hardware": "cpu",
         "attention": "dot_product",
         "base_num_decoder_layers": 2,
-        "per_device_batch_size": 1.0,
+        "per_device_batch_size": mesh.size / jax.device_count(),  # they count the devices here
         "enable_checkpointing": False,
         "skip_jax_distributed_system": True,
         "log_config": False,

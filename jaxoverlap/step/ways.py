@@ -138,7 +138,9 @@ def _in_halves(
         step_s = _seconds(way)
         assert way.plan.halves is not None
         record = msgspec.structs.replace(way.plan.halves, whole_s=best.step_s, step_s=step_s)
-        if step_s < best.step_s * (1 - _GAIN):
+        # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
+        least = 0 if best.plan.decisions else _GAIN
+        if step_s < best.step_s * (1 - least):
             return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
         why_not = "the step is faster with whole rows"
     record = msgspec.structs.replace(record, why_not=why_not)
