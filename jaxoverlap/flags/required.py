@@ -69,16 +69,8 @@ RINGS = (
         "where it is not NCCL shares its channels between fewer",
     ),
 )
-PARTS = (
-    *_APART,
-    Setting(
-        "xla_gpu_all_reduce_combine_threshold_bytes",
-        "1",
-        "one sum for two parts, as of the squares in their norms, lets each part wait for the "
-        "other, and then neither hides anything",
-        "tried on jax 0.12.0.1 with benchmarks/strangers/pods.py",
-    ),
-)
+_MOST_JOINED = 30 << 20  # bytes; XLA's default
+_SUMS_APART = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 def is_gpu(mesh: Mesh) -> bool:
@@ -86,7 +78,9 @@ def is_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
-def options_for(mesh: Mesh, *, rings: bool = True, parts: bool = False) -> dict[str, str]:
+def options_for(
+    mesh: Mesh, *, rings: bool = True, parts: bool = False, least_sum: int | None = None
+) -> dict[str, str]:
     """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
 
     Where each process has one GPU of the mesh no permute is a copy, and none is asked for.
@@ -95,6 +89,9 @@ def options_for(mesh: Mesh, *, rings: bool = True, parts: bool = False) -> dict[
         mesh: the mesh.
         rings: whether the step has any.
         parts: whether its rows run in parts. With neither, XLA's defaults are as good.
+        least_sum: bytes of the smallest all-reduce that each part has for itself, as of the squares
+            in a norm. XLA makes one of two if they are small together; that would let each part
+            wait for the other, and then neither hides anything. Smaller ones it may join.
 
     Returns:
         What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
@@ -105,7 +102,9 @@ def options_for(mesh: Mesh, *, rings: bool = True, parts: bool = False) -> dict[
     devices = list(mesh.devices.flat)
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     together = len({device.process_index for device in devices}) < len(devices)
-    settings = (*(RINGS if rings else ()), *(PARTS if parts else ()))
+    settings = RINGS if rings else _APART if parts else ()
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
+    if least_sum is not None:
+        wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))
     known = {n: v for n, v in wanted.items() if jits.accepts_option(n, v, mine)}
     return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

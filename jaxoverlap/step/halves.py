@@ -22,6 +22,7 @@ from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import pinnable, pinned
 from jaxoverlap.passes.rewriting.pin_results import is_even
 from jaxoverlap.plan.halves import Halves
+from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.layouts import LaidOut, changed, described, examples
 
@@ -63,7 +64,19 @@ def in_parts(
     if why_not := changed(plain, picture):
         return _left(laid, record, why_not)
     picture = replace(picture, shardings=shardings)
+    least = min(_sums(picture) - _sums(laid.picture), default=None)
+    record = msgspec.structs.replace(record, least_sum=least)
     return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+
+
+def _sums(picture: Picture) -> set[int]:
+    """Return the sizes in bytes of the all-reduces of a partitioned step."""
+    return {
+        hlo.shape_bytes(i.shape)
+        for body in picture.module.computations.values()
+        for i in body
+        if i.opcode == "all-reduce"
+    }
 
 
 def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> Any:

@@ -223,7 +223,13 @@ def _xla_options(
     done: PassResult, users: Mapping[str, Any], options: Options
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options that a plan names beyond the user's own, and these with a pod's."""
-    usual = options_for(done.mesh, rings=bool(done.plan.decisions), parts=bool(done.plan.cut))
+    cut = done.plan.cut
+    usual = options_for(
+        done.mesh,
+        rings=bool(done.plan.decisions),
+        parts=cut is not None,
+        least_sum=cut and cut.least_sum,
+    )
     here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
     chosen = options.xla_options
     if chosen is None:

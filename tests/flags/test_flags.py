@@ -188,3 +188,21 @@ def test_every_option_compiles_for_its_pod(chip: str):
     for options in sets:
         compiled = jax.jit(hop).lower(rows).compile({**options_for(mesh), **dict(options)})
         assert '"collectives_mode":"COLLECTIVES_PEER_MEMORY"' in (compiled.as_text() or "")
+
+
+@needs_plugin
+def test_parts_are_compiled_with_sums_of_their_own():
+    """Two sums of parts together are larger than what XLA may join; no permute is asked for."""
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
+    plain = options_for(mesh, rings=False)
+    parts = options_for(mesh, rings=False, parts=True)
+    added = parts.keys() - plain.keys()
+    assert added and not any("permute" in name for name in added)
+    assert added < options_for(mesh).keys()
+    joined = "xla_gpu_all_reduce_combine_threshold_bytes"
+    assert joined not in parts
+    limits = {
+        least: options_for(mesh, rings=False, parts=True, least_sum=least)[joined]
+        for least in (1000, 1 << 30)
+    }
+    assert limits == {1000: "1999", 1 << 30: str(30 << 20)}
