@@ -45,7 +45,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Cases whose names have this.")] = None,
     only_what: Annotated[
         list[str] | None,
-        typer.Option("--what", help="Only these runs: numbers, plain, overlapped, picture."),
+        typer.Option("--what", help=f"Only these runs: {', '.join(WHAT)}."),
     ] = None,
     jax: Annotated[str, typer.Option(help="The jax version to try them on.")] = "0.12.0.1",
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(

@@ -1,8 +1,8 @@
 """One stranger in a process of its own: python -m benchmarks.strangers.child CASE WHAT.
 
-WHAT is numbers (plain against overlapped, on 8 CPU devices), plain or overlapped (compiled for a
-pod), or picture (what decisions rest on, against what XLA partitions for the pod). The last line of
-output is the row.
+WHAT is numbers or halves (plain against overlapped, on 8 CPU devices, by the rules or with the rows
+in two parts), plain or overlapped (compiled for a pod), or picture (what decisions rest on, against
+what XLA partitions for the pod). The last line of output is the row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import jaxoverlap
 from benchmarks.picture import agreement
 from benchmarks.pod_step import dump
 from benchmarks.strangers.cases import CASES
-from benchmarks.strangers.rows import Row, compare, summary
+from benchmarks.strangers.rows import ON_CPU, Row, compare, summary
 from benchmarks.strangers.stranger import Stranger
 from jaxoverlap._jax.jit_wrappers import arguments_reach, find_jit
 from jaxoverlap.flags import options_for
 from jaxoverlap.hardware import pods
+from jaxoverlap.step.options import HalvesMode
 
 POD = "h100-sxm:1x8"
 STEPS = 3
@@ -36,7 +37,7 @@ _VERSIONS = ("jax", "jaxlib", "flax", "optax", "google-tunix", "gemma", "kauldro
 
 def main(name: str, what: str) -> Row:
     case = next(c for c in CASES if c.name == name)
-    on_cpu = what == "numbers"
+    on_cpu = what in ON_CPU
     mesh = jax.make_mesh(tuple(case.axes.values()), tuple(case.axes))
     if not on_cpu:
         mesh = jaxoverlap.pod_mesh(POD, case.axes)
@@ -48,6 +49,7 @@ def main(name: str, what: str) -> Row:
     def build() -> Stranger:
         return module.build(case, mesh, real=not on_cpu)
 
+    halves: HalvesMode = 2 if what == "halves" else "auto"
     return {
         "case": name,
         "what": what,
@@ -55,7 +57,7 @@ def main(name: str, what: str) -> Row:
         "mesh": case.axes,
         "axes": kind.name,
         "versions": _versions(),
-        **(numbers(build) if on_cpu else _on_pod(build(), mesh, what)),
+        **(numbers(build, halves) if on_cpu else _on_pod(build(), mesh, what)),
     }
 
 
@@ -72,21 +74,26 @@ def _versions() -> dict[str, str]:
 # -- numbers, on the CPU --------------------------------------------------------------------------
 
 
-def numbers(build: Callable[[], Stranger]) -> Row:
+def numbers(build: Callable[[], Stranger], halves: HalvesMode = "auto") -> Row:
     """Compare plain and overlapped steps from the same start; steps may change it in place."""
-    plain = _trained(build(), overlapped=False)
-    ringed = _trained(build(), overlapped=True)
+    plain = _trained(build())
+    ringed = _trained(build(), {"halves": halves})
     return {**compare(plain, ringed), **ringed["plan"]}
 
 
-def _trained(stranger: Stranger, *, overlapped: bool) -> Row:
-    """Train a few steps; return their losses, and the state after the first."""
+def _trained(stranger: Stranger, options: dict[str, Any] | None = None) -> Row:
+    """Train a few steps; return their losses, and the state after the first.
+
+    Args:
+        stranger: the step.
+        options: of `overlap`; None to leave it plain.
+    """
     step: Any = stranger.step
     args = stranger.args
     losses, state, plan = [], {}, {}
     with stranger.context():
-        if overlapped:
-            step = jaxoverlap.overlap(step)
+        if options is not None:
+            step = jaxoverlap.overlap(step, **options)
             plan = summary(step.explain(*args))
         for _ in range(STEPS):
             out = step(*args)

@@ -22,7 +22,13 @@ _MAXTEXT = {
     "max_target_length": SEQUENCE,
 }
 _CONFIG = {"num_layers": LAYERS, "embed_dim": HIDDEN}
-_GEMMA3 = {"model": "gemma3", "constraints": True, "length": SEQUENCE, "changes": _CONFIG}
+_HEADS = {"num_kv_heads": 8}  # it has four, which eight devices cannot share
+_GEMMA3 = {
+    "model": "gemma3",
+    "constraints": True,
+    "length": SEQUENCE,
+    "changes": {**_CONFIG, **_HEADS},
+}
 _QWEN3 = {"model": "qwen3", "constraints": False, "length": SEQUENCE, "changes": _CONFIG}
 _KAULDRON = {"length": SEQUENCE, "layers": LAYERS, "changes": {"embed_dim": HIDDEN}}
 

@@ -13,12 +13,14 @@ from jaxoverlap import Plan
 
 Row = dict[str, Any]
 
-WHAT = ("numbers", "plain", "overlapped", "picture")
+WHAT = ("numbers", "plain", "overlapped", "picture", "halves")
+ON_CPU = ("numbers", "halves")
 MAX_DIFFERENCE = 1e-4  # of a loss, gradient or state in float32: rings add in another order
 
 COLUMNS = (
     "step", "mesh", "matmuls", "ringed", "none", "skipped", "loss", "gradient", "state",
     "hops covered", "GB covered", "plain: GB covered", "temp", "compile s", "as XLA does",
+    "in halves",
 )  # fmt: skip
 WORDS = 2  # of the columns; the others are numbers
 
@@ -63,6 +65,7 @@ def summary(plan: Plan) -> Row:
         "ringed": len(plan.decisions),
         "no_collective": none,
         "skips": dict(reasons.most_common()),
+        "parts": plan.cut.parts if plan.cut else 0,
         "planned_bytes": sum(d.bytes_moved for d in plan.decisions),
         "plan": str(plan),
     }
@@ -81,7 +84,7 @@ def shortfalls(row: Row) -> list[str]:
     name = f"{row['case']}: {row['what']}"
     if "error" in row:
         return [f"{name} failed: {row['error']}"]
-    if row["what"] == "numbers":
+    if row["what"] in ON_CPU:
         return [f"{name}: {problem}" for problem in _numbers_shortfalls(row)]
     if row["what"] == "overlapped" and row["hops"]["synchronous"]:
         return [f"{name}: {row['hops']['synchronous']} hops are synchronous"]
@@ -96,6 +99,8 @@ def _numbers_shortfalls(row: Row) -> Iterable[str]:
             yield f"{kind}{which} is {apart:.1e} off"
     if row["gradients_zero"]:  # the comparison would say nothing of what they come from
         yield f"{row['gradients_zero']} of {row['gradients']} gradients are zero"
+    if row["what"] == "halves" and not row["parts"]:
+        yield "its rows are not cut"
     if not row["ringed"]:
         yield "no matmul is ringed"
 
@@ -110,7 +115,7 @@ def table_cells(rows: list[Row]) -> list[list[str]]:
     return [[name, *_cells(*(by.get((name, what), {}) for what in WHAT))] for name in names]
 
 
-def _cells(numbers: Row, plain: Row, ringed: Row, picture: Row) -> list[str]:
+def _cells(numbers: Row, plain: Row, ringed: Row, picture: Row, halves: Row) -> list[str]:
     plan = ringed or numbers or picture
     cells = [" x ".join(f"{axis} {n}" for axis, n in plan.get("mesh", {}).items())]
     cells += [str(plan.get(k, "")) for k in ("sites", "ringed", "no_collective")]
@@ -123,6 +128,8 @@ def _cells(numbers: Row, plain: Row, ringed: Row, picture: Row) -> list[str]:
     cells.append(f"{ringed['temp_bytes'] / plain['temp_bytes']:.2f} x" if both else "")
     cells.append(f"{ringed['compile_s']:.0f} ({plain['compile_s']:.0f})" if both else "")
     cells.append(f"{picture['same']} of {_told(picture)}" if picture else "")
+    worst = max((halves[k] for k in names), default=0.0) if halves else None
+    cells.append("" if worst is None else f"{worst:.1e}")
     return cells
 
 

@@ -32,6 +32,7 @@ RINGED = {
     **POD, "what": "overlapped", "temp_bytes": 150, "compile_s": 31.0,
 }  # fmt: skip
 PICTURE = {"case": "their trainer", "what": "picture", "same": 8, "joined": 1, "unread": 0}
+HALVED = {**NUMBERS, "what": "halves", "parts": 2}
 FAILED = {"case": "another", "what": "numbers", "error": "exit 1: ValueError: no"}
 
 
@@ -66,10 +67,13 @@ def test_gradients_are_adams_first_moments():
         ({"state_difference": float("inf")}, "state ['w'] is inf off"),
         ({"gradients_zero": 2}, "2 of 3 gradients are zero"),
         ({"ringed": 0}, "no matmul is ringed"),
+        ({"what": "halves", "parts": 2}, None),
+        ({"what": "halves", "parts": 0}, "its rows are not cut"),
     ],
 )
 def test_what_numbers_have_to_keep(change, problem):
-    expected = [f"their trainer: numbers: {problem}"] if problem else []
+    what = change.get("what", "numbers")
+    expected = [f"their trainer: {what}: {problem}"] if problem else []
     assert rows.shortfalls({**NUMBERS, **change}) == expected
 
 
@@ -97,13 +101,13 @@ def test_errors_name_no_folder():
 
 def test_a_line_for_each_case():
     picture = {**PICTURE, "otherwise": ["3 a.py:1: 0.5 times the work"]}
-    first, second = rows.table_cells([NUMBERS, PLAIN, RINGED, picture, FAILED])
+    first, second = rows.table_cells([NUMBERS, PLAIN, RINGED, picture, HALVED, FAILED])
     assert dict(zip(rows.COLUMNS, first, strict=True)) == {
         "step": "their trainer", "mesh": "fsdp 2 x tp 4",
         "matmuls": "9", "ringed": "5", "none": "1", "skipped": "3",
         "loss": "1.0e-07", "gradient": "2.0e-06", "state": "3.0e-06",
         "hops covered": "7 of 8", "GB covered": "0.50 of 2.00", "plain: GB covered": "0.50 of 2.00",
-        "temp": "1.50 x", "compile s": "31 (20)", "as XLA does": "8 of 9",
+        "temp": "1.50 x", "compile s": "31 (20)", "as XLA does": "8 of 9", "in halves": "3.0e-06",
     }  # fmt: skip
     assert second == ["another", *[""] * (len(rows.COLUMNS) - 1)]
 
@@ -139,8 +143,10 @@ def test_states_are_filled_where_gradients_flow():
     assert isinstance(fill(tree, whole, real=True)["w"], jax.ShapeDtypeStruct)
 
 
-def test_numbers_of_a_step():
-    row = numbers(tiny)
+@pytest.mark.parametrize(("halves", "parts"), [("auto", 0), (2, 2)])
+def test_numbers_of_a_step(halves: Any, parts: int):
+    row = numbers(tiny, halves)
+    assert row["parts"] == parts
     assert row["ringed"] == row["sites"] - row["no_collective"] > 0
     assert row["losses"][-1] < row["losses"][0]
     assert rows.shortfalls({"case": "tiny", "what": "numbers", **row}) == []
