@@ -95,6 +95,11 @@ def provenance() -> dict[str, str]:
     return {"jax": metadata.version("jax"), "commit": commit(), "date": today}
 
 
+def of_cut(plan: jaxoverlap.Plan) -> dict[str, int]:
+    """Return the parts in which a step's rows run, as a row has them; nothing where they do not."""
+    return {"parts": plan.cut.parts, "unroll": plan.cut.unroll} if plan.cut else {}
+
+
 def commit() -> str:
     git = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()

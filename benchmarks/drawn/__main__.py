@@ -18,9 +18,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.drawn.measure import measure_all
+from benchmarks.drawn.measure import conclude, measure_all
 from benchmarks.drawn.named import NAMED
-from benchmarks.drawn.rows import ROWS, compared, table, verdicts
+from benchmarks.drawn.rows import ROWS, table, verdicts
 from benchmarks.drawn.step import Step
 from benchmarks.drawn.steps import drawn_name, step_of
 
@@ -49,14 +49,9 @@ def main(
     if unknown := set(row or ()) - set(ROWS):
         raise typer.BadParameter(f"--row {', '.join(unknown)}: expected {', '.join(ROWS)}")
     wanted = [(name, kind) for name in steps for kind in row or ROWS[:3]]
-    row_of = measure_all(steps, wanted, jobs, out, console)
-    together = compared([row for (name, _), row in row_of.items() if name in steps])
+    together = measure_all(steps, wanted, jobs, out, console)
     console.print(table(together))
-    said, short = verdicts(together)
-    console.print("\n".join(said))
-    if short:
-        console.print("\nfalls short:\n" + "\n".join(short), markup=False)
-        raise typer.Exit(1)
+    conclude(*verdicts(together), console)
 
 
 def names(seeds: str, held_back: bool) -> list[str]:

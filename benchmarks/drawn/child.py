@@ -17,7 +17,7 @@ import jaxoverlap
 from benchmarks.drawn.rows import FALLBACK, PLAIN, UNRINGED
 from benchmarks.drawn.step import lower
 from benchmarks.drawn.steps import step_of
-from benchmarks.pod_step import provenance
+from benchmarks.pod_step import of_cut, provenance
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.plan.plan import Plan
@@ -104,7 +104,7 @@ def decided(plan: Plan) -> Row:
     none = [s for s in plan.skips if s.reason.startswith("no collective")]
     left = [s for s in plan.skips if s.left_plain]
     return {
-        **({"parts": plan.cut.parts, "unroll": plan.cut.unroll} if plan.cut else {}),
+        **of_cut(plan),
         "pins": len(plan.layouts.pins) if plan.layouts else 0,
         "rings": len(rings) - len(sliced),
         "slices": len(sliced),

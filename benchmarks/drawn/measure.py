@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.drawn.child import measured
+from benchmarks.drawn.rows import Compared, compared
 from benchmarks.drawn.step import Step
 from benchmarks.forks import import_first, in_fork
 from benchmarks.lanes import Job, Row, dealt, done, kernels
@@ -25,7 +27,7 @@ CHILD_S = 1200  # the longest that one row may take
 
 def measure_all(
     steps: Mapping[str, Step], wanted: list[Job], jobs: int, out: Path, console: Console
-) -> dict[Job, Row]:
+) -> list[Compared]:
     """Measure the wanted rows, and write each to a file when it is there.
 
     Args:
@@ -36,7 +38,7 @@ def measure_all(
         console: where the bar is shown.
 
     Returns:
-        All rows of the file, old and new.
+        The steps with all their rows of the file, old and new.
     """
     lanes = dealt(wanted, jobs)
     known = kernels(lanes, {name: step.pod for name, step in steps.items()})
@@ -51,7 +53,15 @@ def measure_all(
             row_of[job] = _of_step(steps[job[0]]) | {"row": job[1], **made}
             progress.update(bar, advance=1, description=", ".join(job))
             write_rows(out, row_of.values())
-    return row_of
+    return compared([row for (name, _), row in row_of.items() if name in steps])
+
+
+def conclude(said: Sequence[str], short: Sequence[str], console: Console) -> None:
+    """Print the verdicts on a benchmark's rows; exit 1 if anything falls short."""
+    console.print("\n".join(said))
+    if short:
+        console.print("\nfalls short:\n" + "\n".join(short), markup=False)
+        raise typer.Exit(1)
 
 
 def rows_in(file: Path) -> dict[Job, Row]:

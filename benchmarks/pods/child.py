@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import jaxoverlap
-from benchmarks.pod_step import provenance
+from benchmarks.pod_step import of_cut, provenance
 from benchmarks.pods.presets import accepted
 from benchmarks.pods.suite import (
     ALL,
@@ -67,7 +67,7 @@ def measure(step: Step, row: str) -> Row:
         "compile_s": round(compile_s, 2),
         "compile_cpu_s": round(cpu_s, 2),
         **(_of_pass(compiled.schedule) if row in ASKED and compiled.schedule else {}),
-        **(_of_rows(compiled.plan) if row in ASKED else {}),
+        **(of_cut(compiled.plan) | {"rings": len(compiled.plan.choices)} if row in ASKED else {}),
     }
 
 
@@ -104,14 +104,6 @@ def _of_pass(report: Any) -> Row:
         "reordered": sorted(report.orders),
         "order_kept": report.reason,
     }
-
-
-def _of_rows(plan: Any) -> Row:
-    """Tell whether the rows of a step were cut, and the rings that it has."""
-    parts = {}
-    if plan.cut:
-        parts = {"parts": plan.cut.parts, "unroll": plan.cut.unroll}
-    return {**parts, "rings": len(plan.choices)}
 
 
 def _cpu_s() -> float:

@@ -15,7 +15,7 @@ from benchmarks.strangers.stranger import Case
 LAYERS, HIDDEN, SEQUENCE = 4, 4096, 4096
 _H100_8, _H100_64 = "h100-sxm:1x8", "h100-sxm:8x8"
 
-# What each trainer calls the sizes; base.yml's MLP is left to MaxText's module.
+# Each trainer has names of its own for the sizes; MaxText's module sets the width of the MLP.
 _MAXTEXT = {
     "base_num_decoder_layers": LAYERS,
     "base_emb_dim": HIDDEN,

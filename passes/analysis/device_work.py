@@ -11,6 +11,12 @@ from jaxoverlap.plan.collectives import OPCODES
 from jaxoverlap.simulation import hlo
 
 TAG = "jaxoverlap_site"
+TAGGED = re.compile(TAG + r'="(\d+)"')
+BESIDE = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
+
+Place = tuple[str, str]
+"""A computation and an instruction in it."""
+
 _WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(OPCODES)})\(")
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z]|$)")
 _DIMS = re.compile(r"\[([\d,]*)\]")
@@ -45,13 +51,6 @@ def work_of_sites(text: str, num_devices: int) -> dict[int, Counter[Any]]:
         for place in places:
             found.setdefault(site, Counter()).update(work_of(lines[place]))
     return found
-
-
-TAGGED = re.compile(TAG + r'="(\d+)"')
-BESIDE = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
-
-Place = tuple[str, str]
-"""A computation and an instruction in it."""
 
 
 def collectives_of_sites(

@@ -98,15 +98,14 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
         return Picture({}, spmd_program.results, spmd_program.text, mesh.size)
     asked = {key: (body.index, one) for body in bodies(jaxpr) for key, one in _asked(body)}
     probed = functools.partial(_probed, traced, jaxpr, mesh, asked)
-    wanted = [(body, v) for body, one in asked.values() for v in _variables(one.variables())]
+    sites: dict[_Value, set[Any]] = {}
+    for key, (body, one) in asked.items():
+        for v in _variables(one.variables()):
+            sites.setdefault((body, v), set()).add(key)
     spmd_program, _ = probed(frozenset())
     if mesh.devices.flat[0].platform == "cpu":  # its programs come fused, and cannot be compared
-        _, answers = probed(frozenset(wanted))
+        _, answers = probed(frozenset(sites))
     else:
-        sites: dict[_Value, set[Any]] = {}
-        for key, (body, one) in asked.items():
-            for v in _variables(one.variables()):
-                sites.setdefault((body, v), set()).add(key)
         answers = _answers(sites, spmd_program.text, probed, mesh.size)
     told: dict[int, dict[Any, Spec | None]] = {}
     for (body, v), spec in answers.items():

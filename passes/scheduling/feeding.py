@@ -13,11 +13,7 @@ from collections.abc import Callable, Sequence
 
 
 class Feeding:
-    """The tasks that are ready and lead to a collective, by the collective.
-
-    Attributes:
-        remaining_s: seconds of compute before each start that have not run.
-    """
+    """The tasks that are ready and lead to a collective, by the collective."""
 
     def __init__(self, feeds: Sequence[tuple[int, ...]], seconds: Sequence[float]):
         """Begin before anything has run.
@@ -28,10 +24,10 @@ class Feeding:
         """
         self._feeds, self._seconds = feeds, seconds
         self._ready: dict[int, list[int]] = {}
-        self.remaining_s: dict[int, float] = {}
+        self._remaining_s: dict[int, float] = {}  # of compute before each start
         for starts, own_s in zip(feeds, seconds, strict=True):
             for start in starts:
-                self.remaining_s[start] = self.remaining_s.get(start, 0.0) + own_s
+                self._remaining_s[start] = self._remaining_s.get(start, 0.0) + own_s
 
     def arrive(self, index: int) -> None:
         """Take note that a task could run."""
@@ -41,7 +37,7 @@ class Feeding:
     def run(self, index: int) -> None:
         """Take note that a task has run."""
         for start in self._feeds[index]:
-            self.remaining_s[start] -= self._seconds[index]
+            self._remaining_s[start] -= self._seconds[index]
             if index in (ready := self._ready.get(start, [])):
                 ready.remove(index)
                 if not ready:
@@ -49,7 +45,7 @@ class Feeding:
 
     def next(self, fits: Callable[[int], bool]) -> int | None:
         """Return the first task that fits of those before the nearest start; None if none does."""
-        nearest = sorted(self._ready, key=lambda start: (self.remaining_s[start], start))
+        nearest = sorted(self._ready, key=lambda start: (self._remaining_s[start], start))
         return next((i for start in nearest for i in self._ready[start] if fits(i)), None)
 
 

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxoverlap._jax import compat
-from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.halves.halve import Halved
-from jaxoverlap.passes.halves.rows import Cut
-from jaxoverlap.passes.layouts.dims import DimNames
-from tests.passes.halves.test_rows import assert_same, computed, values
-
-B, S, D, V, L = 8, 4, 6, 10, 4
-CUT = Cut(2, 2)
-
-
-def layer(x, weights):
-    up, down = weights
-    h = x - x.mean(-1, keepdims=True)
-    scores = jnp.einsum("bqd,bkd->bqk", h, h)
-    x = x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), h)
-    return x + jax.nn.gelu(x @ up) @ down
-
-
-def loss_of(params, tokens, key):
-    table, weights = params
-    x = jnp.where(jax.random.bernoulli(key, 0.9, (*tokens.shape, D)), table[tokens], 0)
-    x, _ = lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, weights)
-    logits, following = x @ table.T, jnp.roll(tokens, -1, 1)
-    picked = jnp.take_along_axis(logits, following[..., None], -1)[..., 0]
-    return (jax.nn.logsumexp(logits, -1) - picked).mean()
-
-
-@jax.jit
-def step(params, tokens, key):
-    loss, gradients = jax.value_and_grad(loss_of)(params, tokens, key)
-    return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+from tests.support.halves import (
+    CUT,
+    B,
+    S,
+    arguments,
+    assert_same,
+    computed,
+    halved,
+    loss_of,
+    step,
+    values,
+)
 
 
 @jax.jit
@@ -54,33 +33,6 @@ def accumulating(params, tokens, key):
         return jax.tree.map(jnp.add, total, jax.grad(loss_of)(params, tokens, key)), None
 
     return lax.scan(one, jax.tree.map(jnp.zeros_like, params), some)[0]
-
-
-def arguments(batch: int = B) -> tuple[Any, ...]:
-    weights = values(L, D, 2 * D, seed=2) / 4, values(L, 2 * D, D, seed=3) / 4
-    tokens = jnp.asarray(np.random.default_rng(4).integers(0, V, (batch, S)))
-    return (values(V, D), weights), tokens, jax.random.key(0)
-
-
-def halved(fn: Any, args: Any, like: tuple[int, ...], unroll: int = 1) -> tuple[Any, Any]:
-    """Cut the first dim of the values that have the rows of a value of this shape."""
-    jaxpr = flatten(fn.trace(*args).jaxpr)
-    dims = DimNames(jaxpr)
-    rows = next(dims.of(v)[0] for v in _values(jaxpr) if v.aval.shape == like)
-
-    def rows_of(var: Any) -> int | None:
-        names = dims.of(var)
-        return names.index(rows) if rows in names else None
-
-    return jaxpr, Halved(jaxpr, rows_of, CUT, unroll)
-
-
-def _values(jaxpr: Any) -> Iterator[Any]:
-    """Yield the operands of a jaxpr and of all its bodies."""
-    yield from jaxpr.invars
-    for eqn in jaxpr.eqns:
-        for body in compat.jaxprs_in(eqn):
-            yield from _values(body)
 
 
 def pairs_of(jaxpr: Any, done: Halved, args: Any) -> list[tuple[Any, Any]]:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxoverlap._jax import compat
 from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.rows import Cut
+from tests.support.halves import assert_same, computed, values
 
 ROWS = 8
 CUT = Cut(2, 2)
@@ -42,21 +42,6 @@ def halved(fn: Callable, *args: Any, cut: Cut = CUT, dims: tuple[int | None, ...
         [eqn.primitive.name for eqn in done.mixing],
         done.jaxpr,
     )
-
-
-def computed(jaxpr: Any, leaves: list[Any]) -> list[Any]:
-    return jax.jit(lambda *leaves: compat.evaluate(jaxpr, leaves))(*leaves)
-
-
-def assert_same(pairs: list[tuple[Any, Any]]) -> None:
-    for ours, plain in pairs:
-        assert ours.shape == plain.shape
-        assert ours.dtype == plain.dtype
-        np.testing.assert_allclose(ours, plain, rtol=2e-6, atol=2e-6)
-
-
-def values(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 W = values(6, 5, seed=1)

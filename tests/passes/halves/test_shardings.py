@@ -7,7 +7,7 @@ from typing import Any
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
-from tests.passes.halves.test_halve import B, D, S, V, arguments, halved, step
+from tests.support.halves import B, D, S, V, arguments, halved, step
 
 
 def lie(key: Any) -> Shardings:
