@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import TRANSPARENT, has_matmul
 
 
@@ -56,7 +56,7 @@ def _body(jaxpr: Any) -> Any:
         if not compat.is_plain_jit(eqn):
             eqns.append(eqn)
             continue
-        inner, results = compat.opened_jit(eqn)
+        inner, results = inlining.opened_jit(eqn)
         eqns.extend(inner)
         renamed.update(zip(eqn.outvars, results, strict=True))
     return jaxpr.replace(eqns=eqns, outvars=[now(v) for v in jaxpr.outvars])

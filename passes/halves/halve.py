@@ -19,7 +19,7 @@ from typing import Any
 
 from jax import Array, lax
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.halves.rows import Cut, Followed, follow
 
 _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
@@ -123,7 +123,7 @@ class Halved:
             return None
         if all(d is None for d in self._operand_dims(body, eqn)):
             return None
-        return compat.opened(eqn, called or eqn.params["jaxpr"])
+        return inlining.opened(eqn, called or eqn.params["jaxpr"])
 
     def _operand_dims(self, body: _Body, eqn: Any) -> Dims:
         """Return where the rows of a body's operands lie; whole ones are to be cut."""
@@ -292,7 +292,7 @@ class _Body:
             return self._whole_of(atom)
         dim, parts = self._parts[atom]
         whole, cut = compat.like_var(atom), self._cut
-        self.eqns += compat.inline(
+        self.eqns += inlining.inline(
             lambda *p: [_join(p, dim, cut)], parts, [whole], like, alike=("join", dim, cut)
         )
         self._wholes[atom] = whole
@@ -304,7 +304,7 @@ class _Body:
             return self._parts[atom][1]
         whole, cut = self.joined(atom, like), self._cut
         parts = self._new_parts(atom, dim)
-        self.eqns += compat.inline(
+        self.eqns += inlining.inline(
             lambda x: _cut(x, dim, cut), [whole], parts, like, alike=("cut", dim, cut)
         )
         if not compat.is_literal(atom) and atom not in self._parts:
@@ -338,7 +338,7 @@ class _Body:
             if not isinstance(how, str):
                 self._parts[var] = how, parts
                 continue
-            self.eqns += compat.inline(_combined(how), parts, [var], eqn, alike=("combine", how))
+            self.eqns += inlining.inline(_combined(how), parts, [var], eqn, alike=("combine", how))
 
     def _of_part(self, values: Sequence[Any], part: int, eqn: Any) -> Any:
         """Return what an equation on a part reads: the part, or a whole value.
@@ -355,7 +355,7 @@ class _Body:
             return whole
         if (whole, part) not in self._aliases:
             alias = compat.like_var(whole)
-            self.eqns += compat.inline(
+            self.eqns += inlining.inline(
                 lambda x: [lax.optimization_barrier(x)], [whole], [alias], eqn, alike=("alias",)
             )
             self._aliases[whole, part] = alias

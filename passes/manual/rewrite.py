@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.manual.decide import ManualSharing
@@ -76,7 +76,7 @@ def _equations(ring: ManualRing, multiply: Multiply, *, checked: bool) -> list[A
         operands = [v for site in ring.sites for v in site.dot.eqn.invars]
         results = [moving.outvars[0]]
     fn = jax.named_call(fn, name=f"{RING_PASSES[ring.collective.kind]}.{ring.site}")
-    return compat.inline(fn, operands, results, eqn)
+    return inlining.inline(fn, operands, results, eqn)
 
 
 def _other(site: ManualSite) -> Any:

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap._util.text import short_source
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body
@@ -153,7 +153,7 @@ def scatter(jaxpr: Any, known: Sequence[Lookup], mesh: Mesh) -> Any:
                 eqns.append(eqn)
             else:
                 fn = _scattered(lookup, mesh)
-                eqns += compat.inline(fn, eqn.invars[1:], eqn.outvars, eqn)
+                eqns += inlining.inline(fn, eqn.invars[1:], eqn.outvars, eqn)
         return jaxpr.replace(eqns=eqns)
 
     return visit(jaxpr) if known else jaxpr

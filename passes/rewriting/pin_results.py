@@ -20,7 +20,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.mesh import explicit_axes
 
@@ -87,4 +87,4 @@ def constrained(value: Any, result: Any, dims: Sequence[Any], mesh: Mesh, like: 
     """Make the equation that gives a value another sharding."""
     sharding = NamedSharding(mesh, PartitionSpec(*dims))
     constraint = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-    return compat.inline(lambda x: [constraint(x)], [value], [result], like, alike=sharding)
+    return inlining.inline(lambda x: [constraint(x)], [value], [result], like, alike=sharding)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import has_matmul
 
 _REMAT = ("remat2", "checkpoint")
@@ -92,7 +92,9 @@ class _Ahead:
         for v, result in results.items():
             leaves = [*slices.leaves(v)]
             operands = [outer[leaf] for leaf in leaves]
-            yield from compat.inline(slices.function(leaves, v), operands, [result], slices.made[v])
+            yield from inlining.inline(
+                slices.function(leaves, v), operands, [result], slices.made[v]
+            )
         body = compat.with_binders(inner, [*inner.invars, *ready], inner.outvars)
         body = body.replace(eqns=slices.without(ready))
         yield eqn.replace(
@@ -118,14 +120,14 @@ def _double_buffered(
     step, after = compat.int_var(), compat.int_var()
     first, later = ([compat.like_var(v) for v in ready] for _ in range(2))
     before: list[Any] = []
-    ahead = compat.inline(lambda i: [lax.add(i, np.int32(1))], [step], [after], scan)
+    ahead = inlining.inline(lambda i: [lax.add(i, np.int32(1))], [step], [after], scan)
     for v, at_first, at_last in zip(ready, first, later, strict=True):
         leaves, like = [*slices.leaves(v)], slices.made[v]
         gather = _gather(slices.function(leaves, v), scan.params)
         stacked = [arrays[leaf] for leaf in leaves]
-        before += compat.inline(functools.partial(gather, np.int32(0)), stacked, [at_first], like)
+        before += inlining.inline(functools.partial(gather, np.int32(0)), stacked, [at_first], like)
         operands = [step, *(inside[leaf] for leaf in leaves)]
-        ahead += compat.inline(gather, operands, [at_last], like)
+        ahead += inlining.inline(gather, operands, [at_last], like)
 
     def split(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         return list(values[:num_consts]), list(values[num_consts:])

@@ -19,7 +19,7 @@ import jax
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
 from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
 from jaxoverlap.passes.analysis.mesh import automatic, explicit_axes, partition_spec
@@ -116,7 +116,7 @@ class _Rewritten:
         """Emit the equations of a function of some variables, whose results are others.
 
         Args:
-            fn, operands, results, like, scope: as for `compat.inline`.
+            fn, operands, results, like, scope: as for `inlining.inline`.
             alike: as there; the mesh is the same for all.
         """
         outs: list[Any] = []
@@ -124,7 +124,7 @@ class _Rewritten:
             outs = [compat.typed_spec(v) for v in results]
             fn = jax.sharding.auto_axes(fn, axes=self.explicit, out_sharding=outs)
         alike = (self.mesh, self.explicit, *outs, alike)
-        self.new += compat.inline(fn, operands, results, like, alike=alike, scope=scope)
+        self.new += inlining.inline(fn, operands, results, like, alike=alike, scope=scope)
 
     def reader(self, member: Member) -> None:
         eqn = member.dot.eqn

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import compat, jits
+from jaxoverlap._jax import compat, inlining, jits
 from jaxoverlap.passes.analysis import jaxprs
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -192,7 +192,7 @@ def test_inline_keeps_operands_results_and_source():
     def ring(x, w):
         return jax.jit(lambda x: jnp.sin(x) + 1)(x @ w)
 
-    new = compat.inline(jax.named_call(ring, name="ring"), eqn.invars, eqn.outvars, eqn)
+    new = inlining.inline(jax.named_call(ring, name="ring"), eqn.invars, eqn.outvars, eqn)
     used = {v for e in new for v in e.invars if not hasattr(v, "val")}
     assert set(eqn.invars) <= used, "the operands are no longer the user's variables"
     assert [*new[-1].outvars] == [*eqn.outvars]
@@ -210,7 +210,7 @@ def test_functions_that_are_alike_are_traced_once_and_share_no_variable():
             return jnp.sin(x) @ w
 
         out = compat.like_var(eqn.outvars[0])
-        return compat.inline(ring, eqn.invars, [out], eqn, alike=alike, scope=scope)
+        return inlining.inline(ring, eqn.invars, [out], eqn, alike=alike, scope=scope)
 
     one, other, unlike, alone = (inlined(alike) for alike in (("a",), ("a",), ("b",), None))
     assert len(traces) == 3
@@ -290,10 +290,10 @@ def test_equations_are_made_as_in_the_body_of_a_shard_map(check: bool):
         )
 
     with compat.in_shard_maps([eqn]):
-        new = compat.inline(ring, gather.invars, gather.outvars, gather)
+        new = inlining.inline(ring, gather.invars, gather.outvars, gather)
     assert new[-1].outvars == gather.outvars
     with pytest.raises(NameError):  # the axis has no name any more
-        compat.inline(ring, gather.invars, gather.outvars, gather)
+        inlining.inline(ring, gather.invars, gather.outvars, gather)
 
 
 def test_what_devices_do_together():
@@ -306,7 +306,7 @@ def test_what_devices_do_together():
 def test_a_result_of_another_type_is_refused():
     eqn, (gather, *_) = in_a_shard_map(True)
     with compat.in_shard_maps([eqn]), pytest.raises(AssertionError, match="in the place of"):
-        compat.inline(lambda x: x + 1, gather.invars, gather.outvars, gather)
+        inlining.inline(lambda x: x + 1, gather.invars, gather.outvars, gather)
 
 
 # -- compiler options -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import inlining
 from jaxoverlap.flags import options_for
 from jaxoverlap.hardware import pods
 from models.config import Config
@@ -80,7 +80,7 @@ def test_without_the_ties_xla_undoes_the_ring(monkeypatch):
     untied.optimization_barrier = staticmethod(lambda operand: operand)
     untied.ppermute = staticmethod(jax.lax.ppermute)
     monkeypatch.setattr(all_gather_matmul, "lax", untied)
-    monkeypatch.setattr(compat, "_TRACES", type(compat._TRACES)())  # of tied rings
+    monkeypatch.setattr(inlining, "_TRACES", type(inlining._TRACES)())  # of tied rings
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
     hops = lower_matmul(mesh, *MATMULS["all_gather_matmul, free"]).compile().audit().hops
     assert hops.covered < hops.count == 7

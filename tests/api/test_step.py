@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import inlining
 from jaxoverlap.passes.rewriting import rewrite
 from models.config import Config
 from models.gpt import (
@@ -108,7 +108,7 @@ def test_one_wrong_ring_shows_in_the_gradients(params, plain, exact, monkeypatch
         return lambda *operands: [result * scale for result in ring(*operands)]
 
     monkeypatch.setattr(rewrite, "ringed", wrong)
-    monkeypatch.setattr(compat, "_TRACES", type(compat._TRACES)())  # of rings that are right
+    monkeypatch.setattr(inlining, "_TRACES", type(inlining._TRACES)())  # of rings that are right
     step = jaxoverlap.overlap(make_grads(CONFIG, make_mesh(CONFIG)))
     assert worse(plain, jax.device_get(step(params, BATCH)), exact)
 

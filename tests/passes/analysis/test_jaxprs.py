@@ -13,7 +13,7 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import inlining
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, dots, map_bodies
 
 N = 4
@@ -53,7 +53,7 @@ def instead(*chosen: int) -> Callable[[Dot], list[Any] | None]:
 
     def visit(dot: Dot) -> list[Any] | None:
         eqn = dot.eqn
-        new = compat.inline(lambda x, w: x + w, eqn.invars, eqn.outvars, eqn)
+        new = inlining.inline(lambda x, w: x + w, eqn.invars, eqn.outvars, eqn)
         return new if dot.index in chosen else None
 
     return visit

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap import overlap
-from jaxoverlap._jax import compat
+from jaxoverlap._jax import inlining
 from jaxoverlap.passes.analysis.fingerprint import fingerprint
 from jaxoverlap.passes.rewriting import rewrite, ring_functions
 
@@ -58,7 +58,7 @@ def traced(monkeypatch) -> Counter[str]:
 def test_rings_of_equal_layers_are_traced_once(traced):
     counts = []
     for depth in (2, 8):
-        compat._TRACES.cache_clear()
+        inlining._TRACES.cache_clear()
         traced.clear()
         plan = overlap(jax.jit(gradient)).explain(*many(depth))
         assert len({d.ring for d in plan.decisions}) >= 4 * depth
@@ -96,7 +96,7 @@ def test_what_differs_is_traced_for_itself(different: dict[str, Any], monkeypatc
     """Each matmul gets the ring that it gets where nothing is shared."""
     step = of_two({}, different)
     args = struct((32, 64), None, "model"), struct((64, 32), "model")
-    compat._TRACES.cache_clear()
+    inlining._TRACES.cache_clear()
     shared = [fingerprint(overlap(step).trace(*args).jaxpr) for _ in range(2)]
     monkeypatch.setattr(rewrite, "likeness", lambda ring: object())
     assert shared == [fingerprint(overlap(step).trace(*args).jaxpr)] * 2
@@ -125,7 +125,7 @@ def test_a_shared_trace_is_the_same_program(mesh, monkeypatch):
         assert len(lowered.plan.decisions) >= 3
         return lowered.as_text(debug_info=True)
 
-    compat._TRACES.cache_clear()
+    inlining._TRACES.cache_clear()
     texts = []
     for likeness in (rewrite.likeness, rewrite.likeness, lambda ring: object()):
         monkeypatch.setattr(rewrite, "likeness", likeness)
