@@ -15,9 +15,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat, jits
-from jaxoverlap.passes.analysis.device_work import BESIDE, TAGGED, collectives_of_sites
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.matmul_collectives import BESIDE, TAGGED, collectives_of_sites
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import moved
 from jaxoverlap.passes.planning.decide import matmul_of

@@ -12,31 +12,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 import threading
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import compiler, core, debugging
-from jax._src.interpreters import mlir
+from jax._src import compiler
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
-from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
-from jax._src.lib.mlir.dialects import hlo  # type: ignore[attr-defined]
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend import xla
 from jax.sharding import AbstractMesh, Mesh
 from jaxlib import _hlo  # type: ignore[attr-defined]
 
-from jaxoverlap._jax import compat, jits
+from jaxoverlap._jax import compat, jits, propagated
+from jaxoverlap._jax.propagated import Spec
 
 _PASS = "jaxoverlap-ask"
 _lock = threading.Lock()
 _registered: set[str] = set()  # platforms whose compiler calls `_keep`
 _modules: dict[str, list[Any]] = {}  # partitioned modules that were asked for, by name
 _numbers = itertools.count()
-
-Spec = tuple[tuple[str, ...], ...]
-"""Mesh axes of every dim, major to minor."""
 
 
 class Partitioned(NamedTuple):
@@ -45,10 +42,12 @@ class Partitioned(NamedTuple):
     Attributes:
         text: the text of the partitioned module, not scheduled yet.
         results: how each result lies on the mesh; XLA's own words where whole axes do not say it.
+        tagged: the matmuls and scatters that were asked about, with the values of their tags.
     """
 
     text: str
     results: tuple[Spec | str, ...]
+    tagged: tuple[tuple[str, propagated.Tagged], ...] = ()
 
 
 class NoAnswerError(RuntimeError):
@@ -64,12 +63,13 @@ def new_name() -> str:
     return f"jaxoverlap_asks_{next(_numbers)}"
 
 
-def ask(lowered: jax.stages.Lowered, mesh: Mesh) -> Partitioned:
+def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
     """Partition a lowered step by XLA, and read its module and how its results lie.
 
     Args:
         lowered: the step, under a name from `new_name`.
         mesh: the mesh whose axes name how the results lie.
+        tag: a frontend attribute; how the matmuls and scatters that have it lie is read too.
 
     Raises:
         NoAnswerError: if the compilation ended in another way; its message is XLA's.
@@ -78,9 +78,21 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh) -> Partitioned:
     name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
     on_cpu = next(iter(lowering._device_list)).platform == "cpu"
     _register("cpu" if on_cpu else "cuda")
+    if not tag:
+        return _asked(lowering, name, mesh, {})
+    with tempfile.TemporaryDirectory(prefix="jaxoverlap-") as folder:
+        answer = _asked(lowering, name, mesh, propagated.options(Path(folder)))
+        module = propagated.read(Path(folder))
+    if module is None:
+        raise NoAnswerError(f"Shardy left no module of {name}")
+    return answer._replace(tagged=tuple(propagated.tagged(module, tag)))
+
+
+def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> Partitioned:
+    """Partition a lowering of some name with some more compiler options."""
     _modules[name] = []
     try:
-        _compile(lowering)
+        _compile(lowering, options)
     except jax.errors.JaxRuntimeError as error:
         if not _modules[name]:
             raise NoAnswerError(str(error)) from error
@@ -125,14 +137,14 @@ def module_name(serialized: bytes) -> str:
             return serialized[at : at + size].decode()
 
 
-def _compile(lowering: Any) -> None:
+def _compile(lowering: Any, options: Mapping[str, str]) -> None:
     """Compile a lowering as JAX would, but for what JAX caches, logs and counts."""
     given = lowering.compile_args
     compiler.backend_compile_and_load(
         given["backend"],
         lowering._hlo,
         lowering._device_list,
-        jits.compile_options(lowering),
+        jits.compile_options(lowering, options),
         list(given["host_callbacks"]),
     )
 
@@ -176,64 +188,3 @@ def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
     if len(spec) > aval.ndim:  # a random key is an array of words
         return None
     return compat.axes_by_dim(spec, aval.ndim)
-
-
-# -- probes ---------------------------------------------------------------------------------------
-
-Answers = MutableMapping[Hashable, Spec | None]
-
-_probe_p = core.Primitive("jaxoverlap_probe")
-_probe_p.multiple_results = True
-
-
-@_probe_p.def_effectful_abstract_eval
-def _no_results(aval: Any, **_: Any) -> Any:
-    """A probe gives nothing; the effect keeps it from being dropped."""
-    del aval
-    return [], {debugging.debug_effect}
-
-
-def probe(var: Any, key: Hashable, answers: Answers, axes: Mapping[str, int], like: Any) -> Any:
-    """An equation that asks how a variable lies, once its module is partitioned.
-
-    `jax.debug.inspect_array_sharding` does so too, but raises inside the compiler where a value is
-    sharded by half a mesh axis, or lies in a body that is manual over some axes. A probe leaves
-    nothing in the partitioned module; but it is one more reader of the value, and the partitioner
-    may resolve a conflict in another way for it.
-
-    Args:
-        var: the variable.
-        key: under which the answer goes into `answers`; None for what mesh axes do not say.
-        answers: filled in by `ask`.
-        axes: devices along each axis of the mesh; in a manual body those that are automatic.
-        like: an equation of the same body.
-    """
-
-    def told(sharding: Any) -> None:
-        answers[key] = _spec(sharding, var.aval, axes)
-
-    effects = {debugging.debug_effect}
-    return like.replace(
-        invars=[var], outvars=[], primitive=_probe_p, params={"told": told}, effects=effects
-    )
-
-
-def _lower_probe(ctx: Any, value: Any, *, told: Callable[[Any], None]) -> list[Any]:
-    """Lower a probe to the custom call that XLA's partitioner answers (jax/_src/debugging.py)."""
-    key = xla_client.encode_inspect_sharding_callback(told)
-    ctx.module_context.add_keepalive(told)
-    hlo.CustomCallOp(
-        [value.type],
-        [value],
-        call_target_name=ir.StringAttr.get("InspectSharding"),
-        has_side_effect=ir.BoolAttr.get(True),
-        api_version=mlir.i32_attr(1),
-        called_computations=ir.ArrayAttr.get([]),
-        backend_config=ir.StringAttr.get(key),
-        operand_layouts=None,
-        result_layouts=None,
-    )
-    return []
-
-
-mlir.register_lowering(_probe_p, _lower_probe)

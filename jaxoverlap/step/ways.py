@@ -19,9 +19,9 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap.passes.analysis.device_work import collectives_of_sites
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots
+from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.manual.decide import decide_manual
 from jaxoverlap.passes.planning.decide import decide

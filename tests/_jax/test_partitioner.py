@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import jits, partitioner
+from jaxoverlap._jax import jits, partitioner, propagated
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 X = jax.ShapeDtypeStruct((16, 32), "float32", sharding=NamedSharding(MESH, P("model")))
@@ -65,20 +66,65 @@ def test_what_does_not_compile_says_why():
         partitioner.ask(given, MESH)
 
 
-def test_part_of_an_axis_is_said_in_xlas_words():
+def tagged(step, *args, mesh=MESH):
+    """Return what is read of a step's matmuls, by tag."""
+    return dict(partitioner.ask(lowered(step, *args), mesh, "tag").tagged)
+
+
+def test_a_tagged_matmul_says_how_its_values_lie():
+    def step(x, w):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("data")))
+        with set_xla_metadata(tag="here"):
+            y = x @ w
+        return jax.lax.with_sharding_constraint(y.T, NamedSharding(MESH, P("model", "data")))
+
+    ((tag, found),) = tagged(step, X, W).items()
+    data, model = ("data",), ("model",)
+    assert tag == "here"
+    assert found.lhs == propagated.Side((16, 32), (data, ()), ((model, ()),))
+    assert found.rhs == propagated.Side((32, 64), ((), model), ())
+    assert found.out == propagated.Side((16, 64), (data, model), ((data, model),))
+    assert (found.contracted, found.batched) == (((1, 0),), ())
+
+
+def test_values_of_loops_branches_and_manual_bodies_have_shardings():
+    def body(x, w):
+        with set_xla_metadata(tag="loop"):
+            return jnp.tanh(x @ w), None
+
+    def manual(x, w):
+        with set_xla_metadata(tag="manual"):
+            return x @ w
+
+    def step(x, w):
+        x, _ = jax.lax.scan(body, x, jnp.stack([w, w]))
+        specs = dict(in_specs=(P(None, None), P(None, None)), out_specs=P(None, None))
+        inside = jax.shard_map(manual, mesh=MESH, axis_names={"data"}, **specs)
+        with set_xla_metadata(tag="branch"):
+            return jax.lax.cond(x.sum() > 0, lambda: inside(x, w), lambda: x @ w)
+
+    w = jax.ShapeDtypeStruct((32, 32), "float32", sharding=NamedSharding(MESH, P(None, "model")))
+    found = tagged(step, X, w)
+    assert set(found) >= {"loop", "manual"}
+    assert found["loop"].rhs.spec == ((), ("model",))
+    assert found["manual"].rhs.spec == ((), ("model",)), "data is manual there"
+
+
+def test_part_of_an_axis_has_no_spec():
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((32, 16), "float32", sharding=NamedSharding(mesh, P("model")))
-    answers: dict[str, object] = {}
+    w = jax.ShapeDtypeStruct((16, 8), "float32", sharding=NamedSharding(mesh, P()))
 
-    def step(x):
-        return jnp.tanh(x.reshape(2, 16, 16))
+    def step(x, w):
+        with set_xla_metadata(tag="split"):
+            return jnp.tanh(x.reshape(2, 16, 16) @ w)
 
-    traced = jax.jit(step).trace(x)
-    (reshape, *rest) = traced.jaxpr.eqns
-    probe = partitioner.probe(reshape.outvars[0], "reshaped", answers, mesh.shape, reshape)
-    jaxpr = traced.jaxpr.jaxpr if hasattr(traced.jaxpr, "jaxpr") else traced.jaxpr
-    jaxpr = jaxpr.replace(eqns=[reshape, probe, *rest])
-    params = jits.with_jaxpr(jits.traced_params(traced), jaxpr, {})
-    params["name"] = partitioner.new_name()
-    partitioner.ask(jits.traced_with(traced, params).lower(), mesh)
-    assert answers == {"reshaped": None}
+    found = tagged(step, x, w, mesh=mesh)["split"]
+    assert (found.lhs.spec, found.out.spec) == (None, None)
+    assert found.rhs.spec == ((), ())
+
+
+def test_a_step_of_which_shardy_leaves_nothing_has_no_answer(monkeypatch):
+    monkeypatch.setattr(propagated, "_FILE", "no such file")
+    with pytest.raises(partitioner.NoAnswerError, match="Shardy left no module of jit_jaxoverlap"):
+        tagged(lambda x, w: x @ w, X, W)

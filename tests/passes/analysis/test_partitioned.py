@@ -10,12 +10,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
 from jaxoverlap import RewriteError
 from jaxoverlap._jax import partitioner
-from jaxoverlap.passes.analysis import partitioned as partitioned_module
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.simulation import hlo
+from tests.support.pods import needs_plugin
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 MODEL, DATA, BOTH = ("model",), ("data",), ("data", "model")
@@ -382,44 +383,37 @@ def test_a_loop_counts_by_its_trips():
     assert {(r.kind, r.runs) for r in moved} == {("all_gather", 5), ("all_reduce", 5)}
 
 
-PROGRAM = """HloModule step, num_partitions=8
-
-ENTRY %main (x: f32[8,8], w: f32[8,8]) -> f32[8,8] {
-  %x = f32[8,8]{1,0} parameter(0)
-  %w = f32[8,8]{1,0} parameter(1)
-  %d = FIRST{1,0} dot(%x, %w), frontend_attributes={jaxoverlap_site="0"}
-  ROOT %e = f32[8,8]{1,0} dot(%w, %x), frontend_attributes={jaxoverlap_site="1"}
-}
-"""
+# -- what XLA:GPU has made of a matmul before its partitioner -------------------------------------
 
 
-def answered(sites: dict[str, int]) -> tuple[set[str], list[set[str]]]:
-    """Return the values that get an answer, and the groups asked; a question about c changes site 0.
+def square(mesh) -> dict:
+    """Return what is read of a layer and its gradients, all of whose dims are of one size or 1."""
 
-    Args:
-        sites: the values, with the matmul of each.
-    """
-    asked: list[set[str]] = []
+    def layer(x, ws):
+        wq, wk, w = ws
+        q, k = jnp.einsum("bsd,dgh->bgsh", x, wq), jnp.einsum("bsd,dgh->bgsh", x, wk)
+        scores = jax.nn.softmax(jnp.einsum("bgsh,bgth->bgst", q, k))
+        out = jnp.einsum("bgst,bgth->bsh", scores, k)
+        return jnp.tanh(jnp.einsum("bsh,hd->bsd", out, w.T)), None
 
-    def probed(wanted):
-        asked.append({name for _, name in wanted})
-        first = "f32[4,8]" if (0, "c") in wanted else "f32[8,8]"
-        text = PROGRAM.replace("FIRST", first)
-        return partitioner.Partitioned(text, ()), {value: (MODEL,) for value in wanted}
+    def loss(ws, x):
+        return jnp.sum(lax.scan(jax.checkpoint(layer), x, ws)[0] ** 2)
 
-    of = {(0, name): {site} for name, site in sites.items()}
-    answers = partitioned_module._answers(of, PROGRAM.replace("FIRST", "f32[8,8]"), probed, 8)
-    return {name for _, name in answers}, asked
+    def struct(shape, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
 
-
-def test_answers_count_where_the_question_changes_nothing():
-    """A probe that changes the program is asked again with fewer others, and at last left out."""
-    answers, asked = answered(dict.fromkeys("abcd", 0))
-    assert answers == set("abd")
-    assert [len(group) for group in asked] == [4, 2, 2, 1, 1]
+    heads = struct((2, 64, 1, 64), None, "data", None, "model")
+    ws = (heads, heads, struct((2, 64, 64), None, "model", "data"))
+    traced = jax.jit(jax.grad(loss)).trace(ws, struct((64, 64, 64), "data"))
+    return dict(partitioned(traced, traced.jaxpr, mesh).shardings)
 
 
-def test_answers_about_a_matmul_count_where_the_question_changes_another():
-    answers, asked = answered({"a": 1, "b": 1, "c": 0, "d": 0})
-    assert answers == set("abd")
-    assert asked == [set("abcd"), set("cd"), set("c"), set("d")]
+@needs_plugin
+@pytest.mark.pods
+def test_a_matmul_is_read_as_it_was_written():
+    """XLA:GPU folds transposes, turns matmuls around and drops dims of size 1; XLA:CPU does not."""
+    gpus = square(jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 2, "model": 4}))
+    cpus = square(MESH)
+    assert len(gpus) >= 12
+    assert gpus == cpus

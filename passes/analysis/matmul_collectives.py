@@ -1,56 +1,20 @@
-"""Read what one device does from a partitioned module: its matmuls, and what is beside them."""
+"""Find the collectives beside a step's matmuls in its partitioned module."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from jaxoverlap.plan.collectives import OPCODES
 from jaxoverlap.simulation import hlo
 
 TAG = "jaxoverlap_site"
-TAGGED = re.compile(TAG + r'="(\d+)"')
+TURNED = " turned"  # follows the number where XLA computes the transpose of the result
+TAGGED = re.compile(rf'{TAG}="(\d+)(?:{TURNED})?"')
 BESIDE = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
 
 Place = tuple[str, str]
 """A computation and an instruction in it."""
-
-_WORKING = re.compile(rf" = (.*?) (dot|{'|'.join(OPCODES)})\(")
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z]|$)")
-_DIMS = re.compile(r"\[([\d,]*)\]")
-
-
-def work_of(text: str) -> Counter[Any]:
-    """Return the matmuls and collectives of a partitioned module, by sizes and groups.
-
-    Dims are sorted: a probe may keep XLA from turning a matmul around.
-    """
-    return Counter(
-        (at[2], *_sorted_dims(at[1]), *_GROUPS.findall(line))
-        for line in text.splitlines()
-        if (at := _WORKING.search(line))
-    )
-
-
-def _sorted_dims(shape: str) -> list[tuple[str, ...]]:
-    """Return the dims of an array, or of the arrays of a tuple."""
-    return sorted(tuple(sorted(dims.split(","))) for dims in _DIMS.findall(shape))
-
-
-def work_of_sites(text: str, num_devices: int) -> dict[int, Counter[Any]]:
-    """Return the work of each matmul of a step, and of the collectives beside it, by its number."""
-    module = hlo.parse_partitioned(text, num_devices)
-    found: dict[int, Counter[Any]] = {}
-    lines = {(name, i.name): i.line for name, body in module.computations.items() for i in body}
-    for line in lines.values():
-        if tag := TAGGED.search(line):
-            found.setdefault(int(tag.group(1)), Counter()).update(work_of(line))
-    for site, places in collectives_of_sites(module).items():
-        for place in places:
-            found.setdefault(site, Counter()).update(work_of(lines[place]))
-    return found
 
 
 def collectives_of_sites(
