@@ -13,9 +13,10 @@ import numpy as np
 
 import jaxoverlap
 from jaxoverlap.step.options import Options
-from tests.differential.case import CALLS, Case
+from tests.differential.case import CALLS, Case, draw
 from tests.differential.layouts import drawn_layouts
 
+TOGETHER = 10  # seeds a test
 HARMLESS = ("overlap() changes nothing",)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compiled: list[str] = []
@@ -61,6 +62,25 @@ class Comparison:
     notes: list[str]
     ringed: int = 0
     error: Exception | None = None
+
+
+def differing(
+    seeds: range,
+    *,
+    always: bool = False,
+    laid_out: bool = False,
+    halved: bool = False,
+    graph: bool = False,
+) -> dict[int, list[str]]:
+    """Return the differences by seed, if any; `python -m tests.differential --seed N` runs one."""
+    differences = {
+        seed: compared(
+            draw(seed, graph=graph), always=always, laid_out=laid_out, halved=halved
+        ).differences
+        for seed in seeds
+    }
+    jax.clear_caches()
+    return {seed: texts for seed, texts in differences.items() if texts}
 
 
 def differences(case: Case) -> list[str]:

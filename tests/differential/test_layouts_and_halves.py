@@ -1,0 +1,25 @@
+"""Drawn steps with drawn layouts, and in halves, live under overlap() as under jax.jit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.differential.compare import TOGETHER, differing
+
+
+@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+def test_drawn_layouts_and_halves_change_nothing_but_where_values_lie(first: int):
+    seeds = range(first, first + TOGETHER)
+    assert differing(seeds, laid_out=True, halved=True, graph=True) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 2000, TOGETHER))
+def test_two_thousand_drawn_layouts_change_nothing(first: int):
+    assert differing(range(first, first + TOGETHER), always=True, laid_out=True) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 2000, TOGETHER))
+def test_two_thousand_steps_in_halves_live_as_under_jit(first: int):
+    assert differing(range(first, first + TOGETHER), always=True, halved=True) == {}
