@@ -1,4 +1,4 @@
-"""XLA options that rings, and rows in parts, need on GPUs, each with its reason."""
+"""XLA options that overlapped steps need on GPUs, each with its reason."""
 
 from __future__ import annotations
 
@@ -47,13 +47,7 @@ _APART = (
         "reduce-scatter into the next step; ours stands right after its ring, with matmuls to come",
     ),
 )
-RINGS = (
-    *_APART,
-    _ring(
-        "xla_gpu_collective_permute_combine_threshold_bytes",
-        "0",
-        "hops of different rings become one, which then waits for both rings' matmuls",
-    ),
+_PERMUTES = (
     _ring(
         BY_COPY,
         "COLLECTIVES_PEER_MEMORY",
@@ -68,6 +62,15 @@ RINGS = (
         "a communicator a ring, and not one of all devices: only that can be of one process, and "
         "where it is not NCCL shares its channels between fewer",
     ),
+)
+RINGS = (
+    *_APART,
+    _ring(
+        "xla_gpu_collective_permute_combine_threshold_bytes",
+        "0",
+        "hops of different rings become one, which then waits for both rings' matmuls",
+    ),
+    *_PERMUTES,
 )
 _MOST_JOINED = 30 << 20  # bytes; XLA's default
 _SUMS_APART = "xla_gpu_all_reduce_combine_threshold_bytes"
@@ -88,7 +91,8 @@ def options_for(
     Args:
         mesh: the mesh.
         rings: whether the step has any.
-        parts: whether its rows run in parts. With neither, XLA's defaults are as good.
+        parts: whether its rows run in parts. With neither, only the permutes that XLA's partitioner
+            may add are made copies, as they are priced; its other defaults are as good.
         least_sum: bytes of the smallest all-reduce that each part has for itself, as of the squares
             in a norm. XLA makes one of two if they are small together; that would let each part
             wait for the other, and then neither hides anything. Smaller ones it may join.
@@ -102,7 +106,7 @@ def options_for(
     devices = list(mesh.devices.flat)
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     together = len({device.process_index for device in devices}) < len(devices)
-    settings = RINGS if rings else _APART if parts else ()
+    settings = RINGS if rings else (*_APART, *_PERMUTES) if parts else _PERMUTES
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     if least_sum is not None:
         wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))

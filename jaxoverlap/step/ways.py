@@ -45,7 +45,8 @@ from jaxoverlap.step.halves import fits, in_parts, too_large
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
 
-_SOONEST = 4  # ways that tell which of two layouts is better for rings
+_SOONEST = 4  # ways that tell which of two layouts is better for rings, or that halves are
+_CLEARLY = 0.05  # of the step: the other ways with rings seldom gain more on the first
 _UNROLL = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
 _GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
 
@@ -87,8 +88,10 @@ def overlapped(
         return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
     plain = partitioned(traced, step.jaxpr, step.mesh)
 
+    timed: _Timed = {}
+
     def ways_of(laid: LaidOut) -> _Ways:
-        return _Ways(step, traced, terms, options, plain, laid)
+        return _Ways(step, traced, terms, options, plain, laid, timed)
 
     laid = lay_out(step, traced, plain, options, lambda laid: ways_of(laid).soonest_s())
     if isinstance(options.halves, int):
@@ -100,10 +103,9 @@ def overlapped(
             )
     if not (terms.prices and options.chooses):
         return ways_of(laid).by_bytes()
-    best = ways_of(laid).fastest()
     if options.halves != "auto":
-        return best
-    return _in_halves(step, traced, plain, laid, best, ways_of)
+        return ways_of(laid).fastest()
+    return _in_halves(step, traced, plain, laid, ways_of)
 
 
 def _in_halves(
@@ -111,19 +113,17 @@ def _in_halves(
     traced: jax.stages.Traced,
     plain: Picture,
     laid: LaidOut,
-    best: Way,
     ways_of: Callable[[LaidOut], _Ways],
 ) -> Way:
     """Take the step in halves, if it is estimated to be faster so than with whole rows.
 
     Args:
         step, traced, plain, laid: as for `in_parts`.
-        best: the best way with whole rows.
         ways_of: the ways to run a step that is laid out.
     """
+    best = ways_of(laid).fastest(most=_SOONEST)
     cut = in_parts(step, traced, plain, laid, 2, 1)
     assert cut.halves is not None
-    assert best.step_s is not None
     record, why_not = cut.halves, cut.halves.why_not
     if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
         cuts = [cut]
@@ -132,15 +132,24 @@ def _in_halves(
             cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
         way = min((ways_of(cut).fastest(rings=False) for cut in cuts), key=_seconds)
         step_s = _seconds(way)
+        if step_s > _seconds(best) * (1 - _CLEARLY):
+            best = ways_of(laid).fastest()
         assert way.plan.halves is not None
-        record = msgspec.structs.replace(way.plan.halves, whole_s=best.step_s, step_s=step_s)
+        whole_s = _seconds(best)
+        record = msgspec.structs.replace(way.plan.halves, whole_s=whole_s, step_s=step_s)
         # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
         least = 0 if best.plan.decisions else _GAIN
-        if step_s < best.step_s * (1 - least):
+        if step_s < whole_s * (1 - least):
             return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
         why_not = "the step is faster with whole rows"
+    else:
+        best = ways_of(laid).fastest()
     record = msgspec.structs.replace(record, why_not=why_not)
     return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
+
+
+_Timed = dict[tuple[Any, ...], tuple[Any, float | None]]
+"""The seconds of ways that were timed, by what they change in a step, and that step."""
 
 
 def _seconds(way: Way) -> float:
@@ -158,9 +167,10 @@ class _Ways:
         options: Options,
         plain: Picture,
         laid: LaidOut,
+        timed: _Timed,
     ):
         self._step, self._traced, self._terms, self._options = step, traced, terms, options
-        self._plain, self._laid = plain, laid
+        self._plain, self._laid, self._times = plain, laid, timed
 
     # -- by bytes -----------------------------------------------------------------------------
 
@@ -190,14 +200,16 @@ class _Ways:
 
     # -- by price -----------------------------------------------------------------------------
 
-    def fastest(self, *, rings: bool = True) -> Way:
+    def fastest(self, *, rings: bool = True, most: int | None = None) -> Way:
         """Take the way with the least estimated time; of ways that are about equal, the first.
 
         Args:
             rings: whether to try ways with rings; if not, only with weights gathered ahead.
+            most: the most ways to try; None for all.
         """
         base_s, priced = self._knowing(self._laid.picture)
-        ways = list(self._timed(self._all(priced) if rings else [self._gathered_ahead()]))
+        tried = self._all(priced) if rings else [self._gathered_ahead()]
+        ways = list(self._timed(itertools.islice(tried, most)))
         best_s = min(map(_seconds, ways), default=math.inf)
         if best_s < base_s * (1 - _GAIN if rings else 1):  # gathers ahead alone risk nothing
             return next(way for way in ways if _seconds(way) <= best_s * (1 + _GAIN))
@@ -213,21 +225,27 @@ class _Ways:
         return min([base_s, *(way.step_s for way in ways if way.step_s is not None)])
 
     def _timed(self, rewritings: Iterable[Rewriting]) -> Iterator[Way]:
-        """Yield all ways with their seconds; without, if one was timed before or cannot be taken.
+        """Yield all ways with their seconds; without, if one cannot be taken.
 
         The step without rings is not timed here: its picture is known.
         """
         assert self._terms.prices is not None
-        seen: list[tuple[Any, ...]] = []
         for rewriting in rewritings:
             way = self._finished(rewriting)
-            if way.plan.rewrites and way.plan.changes not in seen:
-                seen.append(way.plan.changes)
-                after = self._partitioned(way.jaxpr)
-                if not changed(self._plain, after):
-                    step_s = estimate(after.module, self._terms.prices.cost).step_s
-                    way = replace(way, step_s=step_s)
+            if way.plan.rewrites:
+                key = id(self._laid.jaxpr), way.plan.decisions, way.plan.scattered, way.plan.sums
+                if key not in self._times:
+                    self._times[key] = self._laid.jaxpr, self._seconds_of(way)
+                way = replace(way, step_s=self._times[key][1])
             yield way
+
+    def _seconds_of(self, way: Way) -> float | None:
+        """Return a way's estimated seconds; None if its results would lie in another way."""
+        assert self._terms.prices is not None
+        after = self._partitioned(way.jaxpr)
+        if changed(self._plain, after):
+            return None
+        return estimate(after.module, self._terms.prices.cost).step_s
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
         """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.

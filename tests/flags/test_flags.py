@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap.flags import DEAD, FLAGS, PRESETS, VARIABLES, options_for, preset
 from jaxoverlap.flags.compiler import ask
-from jaxoverlap.flags.required import RINGS
+from jaxoverlap.flags.required import BY_COPY, RINGS
 from jaxoverlap.flags.variables import PLUGINS, nccl_names
 from jaxoverlap.flags.xla import versions
 from jaxoverlap.hardware.cluster import chips
@@ -192,12 +192,13 @@ def test_every_option_compiles_for_its_pod(chip: str):
 
 @needs_plugin
 def test_parts_are_compiled_with_sums_of_their_own():
-    """Two sums of parts together are larger than what XLA may join; no permute is asked for."""
+    """Two sums of parts together are larger than what XLA may join."""
     mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
     plain = options_for(mesh, rings=False)
     parts = options_for(mesh, rings=False, parts=True)
     added = parts.keys() - plain.keys()
     assert added and not any("permute" in name for name in added)
+    assert BY_COPY in plain, "XLA's partitioner adds permutes of its own, and they are priced so"
     assert added < options_for(mesh).keys()
     joined = "xla_gpu_all_reduce_combine_threshold_bytes"
     assert joined not in parts
