@@ -15,8 +15,9 @@ from benchmarks.picture import agreement
 from benchmarks.pods.suite import STEPS
 from tests.support.pods import pytestmark  # noqa: F401 - the marks of tests that compile for pods
 
-# Patches have few features: XLA splits their gradients over a second axis too, and gathers the rest.
-OTHERWISE = {"vit-a100-64": 2, "vit": 2}
+# Patches have few features: XLA splits the gradients of two of their matmuls over a second axis too,
+# gathers the rest, and exchanges what the third one reads.
+OTHERWISE = {"vit-a100-64": 3, "vit": 3}
 TRAINERS = {"gpt": (2, 4), "moe": (2, 4), "vit": (2, 4), "long_context": (2, 4)}
 
 
