@@ -171,7 +171,7 @@ def _spec(sharding: Any, aval: Any, axes: Mapping[str, int]) -> Spec | None:
     Args:
         sharding: an `HloSharding`.
         aval: the type of the value.
-        axes: devices along each axis of the mesh; in a manual body those that are automatic.
+        axes: devices along each axis of the mesh.
     """
     if sharding.is_replicated() or sharding.is_manual():
         return ((),) * aval.ndim  # what is manual has no automatic axis

@@ -188,8 +188,8 @@ def _of_argument(op: Any, number: int) -> Any:
         given = ir.DictAttr(ir.ArrayAttr(op.attributes["arg_attrs"])[number])
         return given[_SHARDING] if _SHARDING in given else None  # noqa: SIM401 (it has no get)
     if op.name == "sdy.manual_computation":
-        return _numbered(op.attributes["in_shardings"], number)
-    return _numbered(op.attributes[_SHARDING], number) if _SHARDING in op.attributes else None
+        return _numbered(op, "in_shardings", number)
+    return _numbered(op, _SHARDING, number)
 
 
 def _of_result(op: Any, number: int) -> Any:
@@ -197,12 +197,15 @@ def _of_result(op: Any, number: int) -> Any:
     if op.name in _RESHARDS:
         return op.attributes["sharding"]
     if op.name == "sdy.manual_computation":
-        return _numbered(op.attributes["out_shardings"], number)
-    return _numbered(op.attributes[_SHARDING], number) if _SHARDING in op.attributes else None
+        return _numbered(op, "out_shardings", number)
+    return _numbered(op, _SHARDING, number)
 
 
-def _numbered(attribute: Any, number: int) -> Any:
-    return sdy.TensorShardingPerValueAttr(attribute).shardings[number]
+def _numbered(op: Any, name: str, number: int) -> Any:
+    """The sharding of one of the values that an attribute lists; None without the attribute."""
+    if name not in op.attributes:
+        return None
+    return sdy.TensorShardingPerValueAttr(op.attributes[name]).shardings[number]
 
 
 def _manual_axes(op: Any) -> set[str]:

@@ -9,6 +9,7 @@ could not donate an argument that the plain step donates.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -121,7 +122,8 @@ def _in_halves(
         step, traced, plain, laid: as for `in_parts`.
         ways_of: the ways to run a step that is laid out.
     """
-    best = ways_of(laid).fastest(most=_SOONEST)
+    whole = ways_of(laid)
+    best = whole.fastest(most=_SOONEST)
     cut = in_parts(step, traced, plain, laid, 2, 1)
     assert cut.halves is not None
     record, why_not = cut.halves, cut.halves.why_not
@@ -133,7 +135,7 @@ def _in_halves(
         way = min((ways_of(cut).fastest(rings=False) for cut in cuts), key=_seconds)
         step_s = _seconds(way)
         if step_s > _seconds(best) * (1 - _CLEARLY):
-            best = ways_of(laid).fastest()
+            best = whole.fastest()
         assert way.plan.halves is not None
         whole_s = _seconds(best)
         record = msgspec.structs.replace(way.plan.halves, whole_s=whole_s, step_s=step_s)
@@ -143,7 +145,7 @@ def _in_halves(
             return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
         why_not = "the step is faster with whole rows"
     else:
-        best = ways_of(laid).fastest()
+        best = whole.fastest()
     record = msgspec.structs.replace(record, why_not=why_not)
     return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
 
@@ -171,6 +173,7 @@ class _Ways:
     ):
         self._step, self._traced, self._terms, self._options = step, traced, terms, options
         self._plain, self._laid, self._times = plain, laid, timed
+        self._ways: list[Way] = []
 
     # -- by bytes -----------------------------------------------------------------------------
 
@@ -207,9 +210,8 @@ class _Ways:
             rings: whether to try ways with rings; if not, only with weights gathered ahead.
             most: the most ways to try; None for all.
         """
-        base_s, priced = self._knowing(self._laid.picture)
-        tried = self._all(priced) if rings else [self._gathered_ahead()]
-        ways = list(self._timed(itertools.islice(tried, most)))
+        base_s, _ = self._base
+        ways = self._first(most) if rings else list(self._timed([self._gathered_ahead()]))
         best_s = min(map(_seconds, ways), default=math.inf)
         if best_s < base_s * (1 - _GAIN if rings else 1):  # gathers ahead alone risk nothing
             return next(way for way in ways if _seconds(way) <= best_s * (1 + _GAIN))
@@ -220,9 +222,25 @@ class _Ways:
 
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
-        base_s, priced = self._knowing(self._laid.picture)
-        ways = self._timed(itertools.islice(self._all(priced), _SOONEST))
-        return min([base_s, *(way.step_s for way in ways if way.step_s is not None)])
+        base_s, _ = self._base
+        return min([base_s, *map(_seconds, self._first(_SOONEST))])
+
+    def _first(self, most: int | None) -> list[Way]:
+        """Return the first of all ways with their seconds; each is made and timed once."""
+        more = None if most is None else max(most - len(self._ways), 0)
+        self._ways += itertools.islice(self._unmade, more)
+        return self._ways[:most]
+
+    @functools.cached_property
+    def _unmade(self) -> Iterator[Way]:
+        """The ways that have not been made yet."""
+        _, priced = self._base
+        return self._timed(self._all(priced))
+
+    @functools.cached_property
+    def _base(self) -> tuple[float, Terms]:
+        """The seconds of the step without rings, and terms that know what is exposed in it."""
+        return self._knowing(self._laid.picture)
 
     def _timed(self, rewritings: Iterable[Rewriting]) -> Iterator[Way]:
         """Yield all ways with their seconds; without, if one cannot be taken.

@@ -21,7 +21,7 @@ from jaxoverlap._jax import compat, jits, partitioner
 from jaxoverlap._jax.propagated import Side, Tagged
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import RewriteError
-from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
+from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
 from jaxoverlap.passes.analysis.matmul_collectives import TAG, TURNED
 from jaxoverlap.simulation import hlo
 
@@ -96,8 +96,14 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
     if not ask:
         spmd_program = _partition(traced, jaxpr, mesh)
         return Picture({}, spmd_program.results, spmd_program.text, mesh.size)
-    asked = {key: one for body in bodies(jaxpr) for key, one in _asked(body)}
-    spmd_program = _partition(traced, map_bodies(jaxpr, _with_tags), mesh, tag=TAG)
+    asked: dict[Any, _Asked] = {}
+
+    def with_tags(body: Body) -> list[Any] | None:
+        in_body = dict(_asked(body))
+        asked.update(in_body)
+        return _with_tags(body, in_body)
+
+    spmd_program = _partition(traced, map_bodies(jaxpr, with_tags), mesh, tag=TAG)
     found: dict[str, set[Tagged]] = {}
     for tag, operation in spmd_program.tagged:
         found.setdefault(tag, set()).add(operation)
@@ -309,9 +315,8 @@ def _turned(key: Any) -> str:
     return _tag(key) + TURNED
 
 
-def _with_tags(body: Body) -> list[Any] | None:
+def _with_tags(body: Body, asked: Mapping[Any, _Asked]) -> list[Any] | None:
     """Tag what is asked about in a body: matmuls with the transposes of results, scatter-adds."""
-    asked = dict(_asked(body))
     tags = {id(one.eqn): _tag(key) for key, one in asked.items()}
     made = {one.out: key for key, one in asked.items()}
     tags |= {

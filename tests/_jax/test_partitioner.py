@@ -105,7 +105,7 @@ def test_values_of_loops_branches_and_manual_bodies_have_shardings():
 
     w = jax.ShapeDtypeStruct((32, 32), "float32", sharding=NamedSharding(MESH, P(None, "model")))
     found = tagged(step, X, w)
-    assert set(found) >= {"loop", "manual"}
+    assert {*found} == {"loop", "manual", "branch"}
     assert found["loop"].rhs.spec == ((), ("model",))
     assert found["manual"].rhs.spec == ((), ("model",)), "data is manual there"
 
