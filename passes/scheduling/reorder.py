@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -30,6 +30,7 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     order_outcome,
 )
 from jaxoverlap.passes.scheduling.memory_limits import CALLS, rooms
+from jaxoverlap.passes.scheduling.synchronous import ahead, as_compiled
 from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import ModuleCosts
@@ -91,7 +92,7 @@ class _Walk:
 
     def _reorder(self, computation: str) -> OrderOutcome:
         problem = self._problem(computation)
-        before = order_outcome(problem, range(len(problem.tasks)))
+        before = order_outcome(problem, as_compiled(problem, range(len(problem.tasks))))
         if not any(task.flight for task in problem.tasks):
             return before
         order, after = best(problem, self._rooms[computation], self._in_flight)
@@ -150,16 +151,16 @@ def best(
 
     Of those that are equally fast, the one with most collectives beside a matmul; then that of
     least memory; then XLA's. In what comes out, a collective that only other kernels hide starts
-    before a matmul already, where that costs no time.
+    before a matmul already, where that costs no time. One that no kernel hides
+    stands where XLA will put it, or before what it would wait for there (`synchronous.py`).
     """
     xla = range(len(problem.tasks))
-    orders: list[_Ordered] = [(xla, order_outcome(problem, xla))]
+    orders: list[_Ordered] = [(xla, order_outcome(problem, as_compiled(problem, xla)))]
     lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
     for turn in get_args(Turn):
         for leads in itertools.product(_LEADS, repeat=len(lanes)):
             rule = Rule(dict(zip(lanes, leads, strict=True)), turn, in_flight, ceiling_bytes)
-            order = list_schedule(problem, rule)
-            orders.append((order, order_outcome(problem, order)))
+            orders += _compiled(problem, list_schedule(problem, rule))
     unit = orders[0][1].seconds * SAME or 1.0
 
     def cost(one: _Ordered) -> tuple[int, int, int]:
@@ -173,8 +174,14 @@ def best(
     for start in chosen[1].bare:
         order = earlier(problem, chosen[0], start)
         if on_the_way(problem, order) <= in_flight:
-            chosen = cheapest([chosen, (order, order_outcome(problem, order))])
+            chosen = cheapest([chosen, *_compiled(problem, order)])
     return chosen
+
+
+def _compiled(problem: Problem, order: Sequence[int]) -> Iterator[_Ordered]:
+    """Yield an order as XLA compiles it, and with synchronous collectives ahead of others."""
+    for compiled in (as_compiled(problem, order), ahead(problem, order)):
+        yield compiled, order_outcome(problem, compiled)
 
 
 def reordered(module: hlo.Module, orders: Mapping[str, NewOrder]) -> hlo.Module:

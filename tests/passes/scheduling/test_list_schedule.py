@@ -21,6 +21,7 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     order_outcome,
 )
 from jaxoverlap.passes.scheduling.reorder import best
+from jaxoverlap.passes.scheduling.synchronous import ahead, as_compiled, synchronous
 from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 
 UNBOUND = 10**12
@@ -241,3 +242,37 @@ def test_live_bytes_are_counted_from_the_first_holder_to_the_last():
     assert [*live_bytes(Problem(tasks, (1, 10, 3)), range(4))] == [1, 11, 17, 3]
     assert order_outcome(Problem(tasks, (1, 10, 3)), range(4)).peak_bytes == 17
     assert order_outcome(Problem(tasks, (1, 10, 3), frozenset({0, 1})), range(4)).peak_bytes == 18
+
+
+def test_a_synchronous_permute_is_not_sent_behind_weights_that_nobody_waits_for():
+    """Seen in Gemma 3 on 64 GPUs: 10 ms of weights went before the permute that the step needs."""
+    permute, weights = start(1), start(9)
+    problem = of(permute, weights, done(0), compute(20, 2), done(1), compute(1, 3, 4))
+    order = list(range(6))
+    assert order_outcome(problem, order).seconds == 22
+    assert as_compiled(problem, order) == [1, 0, 2, 3, 4, 5]
+    assert order_outcome(problem, as_compiled(problem, order)).seconds == 31
+    assert ahead(problem, order) == [0, 2, 1, 3, 4, 5]
+    assert order_outcome(problem, ahead(problem, order)).seconds == 22
+    assert best(problem, UNBOUND, 8)[1].seconds == 22
+
+
+def test_a_synchronous_collective_goes_beside_another_link_and_before_a_wait():
+    other, own = start(9, lane="network"), start(4)
+    beside = of(own, other, done(0), compute(9, 2), done(1), compute(1, 3, 4))
+    assert ahead(beside, range(6)) == [1, 0, 2, 3, 4, 5]
+    waiting = of(other, compute(1), own, done(0), done(2), compute(1, 3, 4))
+    assert as_compiled(waiting, range(6)) == [0, 1, 3, 2, 4, 5]
+    assert ahead(waiting, range(6)) == [0, 1, 2, 4, 3, 5]
+    late, early = (f(waiting, range(6)) for f in (as_compiled, ahead))
+    assert order_outcome(waiting, late).seconds == order_outcome(waiting, early).seconds + 4
+
+
+@given(problems(), st.sampled_from(RULES))
+@settings(max_examples=300, deadline=None)
+def test_what_xla_makes_synchronous_stands_where_xla_puts_it(problem: Problem, rule: Rule):
+    listed = list_schedule(problem, rule)
+    for order in (as_compiled(problem, listed), ahead(problem, listed)):
+        assert is_order(problem, order)
+        assert synchronous(problem, listed).items() <= synchronous(problem, order).items()
+    assert as_compiled(problem, order) == as_compiled(problem, as_compiled(problem, order))

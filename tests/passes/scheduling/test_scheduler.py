@@ -211,3 +211,14 @@ def test_a_scheduler_refuses(wrong: dict[str, Any]):
 def test_overlap_refuses_what_is_no_scheduler():
     with pytest.raises(ValueError, match=r"schedule='best': expected a jaxoverlap.Scheduler"):
         jaxoverlap.overlap(lambda x: x, schedule="best")  # type: ignore[arg-type]
+
+
+def test_the_compiled_step_takes_what_the_pass_says(ordered):
+    """XLA makes the first gather synchronous; put behind the second, it would wait for that."""
+    report = report_of(ordered)
+    assert report.step
+    module = hlo.parse(ordered.as_text())
+    opcodes = [i.opcode for i in module.body(module.entry)]
+    gathers = [opcode for opcode in opcodes if opcode in ("all-gather", "all-gather-start")]
+    assert gathers == ["all-gather", *["all-gather-start"] * 3]
+    assert ordered.simulate().step_s == pytest.approx(report.step.step_s, rel=1e-3)
