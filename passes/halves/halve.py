@@ -20,6 +20,7 @@ from typing import Any
 from jax import Array, lax
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.halves.own_names import OwnNames
 from jaxoverlap.passes.halves.rows import Cut, Followed, follow
 
 _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
@@ -33,8 +34,6 @@ _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call", "core_call")
-
-_SMALL = 1 << 18  # elements of a value that may be written out for the sake of independence
 
 Dims = list[int | None]
 RowsOf = Callable[[Any], int | None]
@@ -240,7 +239,7 @@ class _Body:
         self._cut = cut
         self._parts: dict[Any, tuple[int, list[Any]]] = {}
         self._wholes: dict[Any, Any] = {}
-        self._aliases: dict[tuple[Any, int], Any] = {}
+        self._own = OwnNames(self.eqns)
 
     def bound(self, var: Any, dim: int | None) -> list[Any]:
         """Bind an operand of the body: in parts along a dim, or whole."""
@@ -303,10 +302,11 @@ class _Body:
         if self.dim(atom) == dim:
             return self._parts[atom][1]
         whole, cut = self.joined(atom, like), self._cut
-        parts = self._new_parts(atom, dim)
-        self.eqns += inlining.inline(
-            lambda x: _cut(x, dim, cut), [whole], parts, like, alike=("cut", dim, cut)
-        )
+        if (parts := self._own.parts(whole, dim, cut, like)) is None:
+            parts = self._new_parts(atom, dim)
+            self.eqns += inlining.inline(
+                lambda x: _cut(x, dim, cut), [whole], parts, like, alike=("cut", dim, cut)
+            )
         if not compat.is_literal(atom) and atom not in self._parts:
             self._wholes[atom] = whole
             self._parts[atom] = dim, parts
@@ -317,6 +317,7 @@ class _Body:
         invars = [self.joined(v, eqn) for v in eqn.invars]
         same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
         self.eqns.append(eqn if same else eqn.replace(invars=invars))
+        self._own.made(self.eqns[-1])
 
     def parted(self, eqn: Any, followed: Followed) -> None:
         """Run an equation on each part."""
@@ -341,30 +342,8 @@ class _Body:
             self.eqns += inlining.inline(_combined(how), parts, [var], eqn, alike=("combine", how))
 
     def _of_part(self, values: Sequence[Any], part: int, eqn: Any) -> Any:
-        """Return what an equation on a part reads: the part, or a whole value.
-
-        A small value gets another name for each part but the first: where kernels of two parts read
-        one value, XLA makes them one kernel (sibling fusion), which waits for both parts.
-        """
-        if len(values) > 1:
-            return values[part]
-        (whole,) = values
-        if part == 0 or compat.is_literal(whole) or _contracts(eqn):
-            return whole
-        if not 1 < getattr(whole.aval, "size", 0) <= _SMALL:
-            return whole
-        if (whole, part) not in self._aliases:
-            alias = compat.like_var(whole)
-            self.eqns += inlining.inline(
-                lambda x: [lax.optimization_barrier(x)], [whole], [alias], eqn, alike=("alias",)
-            )
-            self._aliases[whole, part] = alias
-        return self._aliases[whole, part]
-
-
-def _contracts(eqn: Any) -> bool:
-    """Return whether an equation is a matmul, and no product of elements that is written as one."""
-    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][0][0])
+        """Return what an equation on a part reads: the part, or a whole value."""
+        return values[part] if len(values) > 1 else self._own.of(values[0], part, eqn)
 
 
 def _combined(how: str) -> Callable[..., list[Array]]:

@@ -8,6 +8,7 @@ runs ahead, and computes while the other's collective is on its way.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Sequence
 
@@ -48,15 +49,19 @@ class Feeding:
         nearest = sorted(self._ready, key=lambda start: (self._remaining_s[start], start))
         return next((i for start in nearest for i in self._ready[start] if fits(i)), None)
 
+    def remaining_s(self, index: int) -> float:
+        """Return the seconds of compute before the nearest start that a task leads to."""
+        return min((self._remaining_s[start] for start in self._feeds[index]), default=math.inf)
+
 
 def starts_fed(
-    flies: Sequence[bool], computes: Sequence[bool], users: Sequence[Sequence[int]]
+    flies: Sequence[bool], leads: Sequence[bool], users: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """List for each task that computes the starts that it leads to, with no other in between.
+    """List for each of some tasks the starts that it leads to, with no other in between.
 
     Args:
         flies: whether each task is a start.
-        computes: whether each computes.
+        leads: whether the starts are wanted of each.
         users: the tasks that need each task; they come after it.
     """
     starts = [index for index, is_start in enumerate(flies) if is_start]
@@ -66,8 +71,8 @@ def starts_fed(
         for user in users[index]:
             masks[index] |= bit[user] if flies[user] else masks[user]
     return [
-        tuple(starts[place] for place in _bits(mask)) if computing else ()
-        for mask, computing in zip(masks, computes, strict=True)
+        tuple(starts[place] for place in _bits(mask)) if wanted else ()
+        for mask, wanted in zip(masks, leads, strict=True)
     ]
 
 

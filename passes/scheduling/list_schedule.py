@@ -23,8 +23,10 @@ from jaxoverlap.passes.scheduling.tasks import Problem, Task
 
 # A turn says what computes next: the first of XLA's order; the first of it that is ready; of those
 # that are ready the one from which the path to the end is longest, or that is nearest to its next
-# collective.
-Turn = Literal["first", "ready", "path", "feed"]
+# collective, either at once or after a short wait for one that sets off the next one sooner.
+Turn = Literal["first", "ready", "path", "feed", "wait"]
+
+_IDLE = 0.25  # of the task that would run instead: the longest such wait
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,10 @@ class _Scheduler:
         self._missing = [len(set(task.needs)) for task in self._tasks]
         self._users, self._deadline = problem.users, problem.deadlines
         self._rank: Sequence[float] = range(len(self._tasks))  # who computes first: the least
-        if rule.turn in ("path", "feed"):
+        if rule.turn in ("path", "feed", "wait"):
             self._rank = [-seconds for seconds in problem.paths]
         self._feeding: Feeding | None = None
-        if rule.turn == "feed":
+        if rule.turn in ("feed", "wait"):
             self._feeding = Feeding(problem.feeds, [task.seconds for task in self._tasks])
         self._computed = 0.0
         self._starts: list[tuple[float, int]] = []  # those that are ready, the most urgent first
@@ -277,6 +279,8 @@ class _Scheduler:
         ):
             self._next += 1
         if self._feeding and (nearest := self._feeding.next(self._fits)) is not None:
+            if self._rule.turn == "wait" and self._feeds_sooner(self._feeding, nearest):
+                return None
             self._ready.remove(nearest)
             return nearest
         for place, index in enumerate(self._ready):
@@ -285,6 +289,15 @@ class _Scheduler:
             if self._fits(index):
                 return self._ready.pop(place)
         return None
+
+    def _feeds_sooner(self, feeding: Feeding, nearest: int) -> bool:
+        """Return whether a collective on its way sets off the next one sooner than a task would."""
+        own_s, remaining_s = self._tasks[nearest].seconds, feeding.remaining_s(nearest)
+        for arrives, done in self._flying:
+            wait_s = arrives - self._clock.now
+            if wait_s < own_s * _IDLE and wait_s + feeding.remaining_s(done) < remaining_s:
+                return True
+        return False
 
     def _fits(self, index: int) -> bool:
         return self._memory.after(self._tasks[index]) <= self._rule.ceiling_bytes

@@ -83,9 +83,10 @@ class Problem:
 
     @functools.cached_property
     def feeds(self) -> list[tuple[int, ...]]:
-        """The starts that each task that computes leads to, with no other in between."""
+        """The starts that each kernel and each done leads to, with no other in between."""
         flies = [task.flight is not None for task in self.tasks]
-        return starts_fed(flies, [task.seconds > 0 for task in self.tasks], self.users)
+        leads = [task.seconds > 0 or task.awaits is not None for task in self.tasks]
+        return starts_fed(flies, leads, self.users)
 
 
 def _paths(tasks: Sequence[Task], users: Sequence[Sequence[int]]) -> list[float]:

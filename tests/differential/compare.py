@@ -17,6 +17,9 @@ from tests.differential.case import CALLS, Case, draw
 from tests.differential.layouts import drawn_layouts
 
 TOGETHER = 10  # seeds a test
+ABORTS = frozenset(
+    {1308}
+)  # XLA ends the process on the plain step: a check in its sharding of dots
 HARMLESS = ("overlap() changes nothing",)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compiled: list[str] = []
@@ -78,6 +81,7 @@ def differing(
             draw(seed, graph=graph), always=always, laid_out=laid_out, halved=halved
         ).differences
         for seed in seeds
+        if seed not in ABORTS
     }
     jax.clear_caches()
     return {seed: texts for seed, texts in differences.items() if texts}

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.halves import own_names
 from jaxoverlap.passes.halves.halve import Halved
 from tests.support.halves import (
     CUT,
@@ -88,6 +90,44 @@ def test_parts_share_no_small_value_that_xla_could_fuse_them_by():
     read = [scale, *barrier.outvars, w]
     products = [e for e in done.jaxpr.eqns if e.primitive.name == "dot_general"]
     assert [sum(v in e.invars for e in products) for v in read] == [1, 1, 2]
+
+
+def masked(x):
+    """Mask by ones like the scores, whose rows are all the same, as Gemma 3 does."""
+    return jnp.where(jnp.tril(jnp.ones_like(x, bool)), x, 0.0)
+
+
+def test_parts_share_no_mask(monkeypatch):
+    """A kernel of both parts would read it, and wait for both."""
+    monkeypatch.setattr(own_names, "_SMALL", 4)
+    args = (values(8, 3, 3),)
+    jaxpr, done = halved(jax.jit(masked), args, (8, 3, 3))
+    assert_same(pairs_of(jaxpr, done, args))
+    last = [e for e in done.jaxpr.eqns if e.primitive.name == "select_n"][-2:]
+    first, second = (made_of(done.jaxpr, e.outvars[0]) for e in last)
+    assert {v for v in first & second if v.aval.size > 1} <= made_of(done.jaxpr, *cut_of(done))
+
+
+def cut_of(done: Halved) -> list[Any]:
+    """Return the variables that are made of the argument alone: the argument, reshaped."""
+    known = list(done.jaxpr.invars)
+    for eqn in done.jaxpr.eqns:
+        if eqn.invars and all(v in known for v in eqn.invars):
+            known += eqn.outvars
+    return known
+
+
+def made_of(jaxpr: Any, *outvars: Any) -> set[Any]:
+    """Return the variables that some are made of, as far as the next barrier."""
+    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+    found, left = set[Any](), [v for v in outvars if not compat.is_literal(v)]
+    while left:
+        if (var := left.pop()) not in found:
+            found.add(var)
+            maker = makers.get(var)
+            if maker and maker.primitive.name != "optimization_barrier":
+                left += [v for v in maker.invars if not compat.is_literal(v)]
+    return found
 
 
 def test_a_carry_that_begins_whole_is_cut_before_the_scan():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -164,7 +165,18 @@ def test_one_of_two_parts_runs_ahead_to_its_next_collective():
 
 def test_a_task_feeds_the_starts_that_it_leads_to_first():
     problem = of(compute(1), compute(2, 0), start(1, 1), done(2), compute(3, 3), start(1, 4, 0))
-    assert problem.feeds == [(2, 5), (2,), (), (), (5,), ()]
+    assert problem.feeds == [(2, 5), (2,), (), (5,), (5,), ()]
+
+
+def test_it_waits_a_little_for_a_collective_that_sets_off_the_next_one_sooner():
+    """The small sum of one part's norm is nearly there; the other part's matmul can wait for it."""
+    norm, matmul = start(1), compute(10)
+    problem = of(norm, matmul, start(5, 1), done(0), compute(1, 3), start(9, 4, lane="network"),
+                 done(2), done(5), compute(1, 6), compute(9, 7))  # fmt: skip
+    feed, wait = (list_schedule(problem, replace(RULES[-1], turn=turn)) for turn in TURNS[-2:])
+    assert feed.index(1) < feed.index(3) and wait.index(3) < wait.index(1)
+    assert order_outcome(problem, feed).seconds == 29
+    assert order_outcome(problem, wait).seconds == 22
 
 
 def test_an_early_start_does_not_take_the_link_from_an_urgent_one():

@@ -1,0 +1,120 @@
+"""Give each part names of its own for the whole values that it reads.
+
+    z0 = add y0 w ;  z1 = add y1 w
+
+->  v = optimization_barrier w ;  z0 = add y0 w ;  z1 = add y1 v
+
+Where element-wise kernels of two parts read one value, XLA makes them one kernel (sibling fusion),
+whose output waits for both parts: they would go in lockstep, and hide nothing. A value with another
+name is another one to XLA. Small values and masks are written out for that. A mask that was
+broadcast to the rows is made again for each part, of what was broadcast. Matmuls of all parts read
+one value: their weights would be gathered twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.halves.rows import Cut
+
+_SMALL = 1 << 18  # elements of a value that may be written out
+_MASK = 1 << 26  # elements of a mask, a byte each: what it masks has more bytes, and rows or heads
+_ELEMENTWISE = {"add", "and", "convert_element_type", "not", "or", "select_n", "sub"}
+_ELEMENTWISE |= {"eq", "ge", "gt", "le", "lt", "ne"}
+
+
+class OwnNames:
+    """The names of whole values in one body, by part."""
+
+    def __init__(self, eqns: list[Any]):
+        """Begin a body.
+
+        Args:
+            eqns: its equations, as they are made; those that make other names go to its end.
+        """
+        self._eqns = eqns
+        self._makers: dict[Any, Any] = {}
+        self._names: dict[tuple[Any, int], Any] = {}
+        self._parts: dict[tuple[Any, int, int], Any] = {}
+
+    def made(self, eqn: Any) -> None:
+        """Take note of an equation on whole values."""
+        if eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name == "broadcast_in_dim":
+            self._makers[eqn.outvars[0]] = eqn
+
+    def of(self, whole: Any, part: int, eqn: Any) -> Any:
+        """Return the name of a whole value for an equation that a part runs."""
+        if part == 0 or _contracts(eqn):
+            return whole
+        return self._named(whole, part, eqn)
+
+    def parts(self, whole: Any, dim: int, cut: Cut, like: Any) -> list[Any] | None:
+        """Make the parts of a value whose rows are all the same, from values without rows.
+
+        Args:
+            whole: the value.
+            dim: the dim of its rows.
+            cut: how they are cut.
+            like: an equation that reads a part.
+
+        Returns:
+            The parts; None where the rows differ, or that is not known.
+        """
+        if compat.is_literal(whole) or not self._repeats(whole, dim):
+            return None
+        size = cut.part(whole.aval.shape[dim])
+        return [self._part(whole, dim, size, part, like) for part in range(cut.parts)]
+
+    def _repeats(self, atom: Any, dim: int) -> bool:
+        """Return whether a value is the same all along a dim, as one that was broadcast is."""
+        if compat.is_literal(atom) or not atom.aval.shape:
+            return True
+        maker = self._makers.get(atom)
+        if maker is None or maker.primitive.name not in _ELEMENTWISE:
+            return maker is not None and _broadcasts(maker, dim)
+        return all(self._repeats(v, dim) for v in maker.invars)
+
+    def _part(self, atom: Any, dim: int, size: int, part: int, like: Any) -> Any:
+        """Make one part of a value that is the same all along a dim."""
+        if compat.is_literal(atom) or not atom.aval.shape:
+            return atom
+        if (atom, dim, part) not in self._parts:
+            maker = self._makers[atom]
+            made, params = compat.sized_var(atom, dim, size), maker.params
+            if maker.primitive.name in _ELEMENTWISE:
+                invars = [self._part(v, dim, size, part, like) for v in maker.invars]
+            else:
+                invars = [self._named(v, part, like) if part else v for v in maker.invars]
+                params = {**params, "shape": made.aval.shape}
+            self._eqns.append(maker.replace(invars=invars, outvars=[made], params=params))
+            self._parts[atom, dim, part] = made
+        return self._parts[atom, dim, part]
+
+    def _named(self, whole: Any, part: int, like: Any) -> Any:
+        size = 0 if compat.is_literal(whole) else getattr(whole.aval, "size", 0)
+        if not 1 < size <= (_MASK if whole.aval.dtype == np.bool_ else _SMALL):
+            return whole
+        if (whole, part) not in self._names:
+            another = compat.like_var(whole)
+            self._eqns += inlining.inline(
+                lambda x: [lax.optimization_barrier(x)], [whole], [another], like, alike=("name",)
+            )
+            self._names[whole, part] = another
+        return self._names[whole, part]
+
+
+def _broadcasts(eqn: Any, dim: int) -> bool:
+    """Return whether an equation repeats a value along a dim of its result."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    (operand, *sizes), dims = eqn.invars, eqn.params["broadcast_dimensions"]
+    return not sizes and (dim not in dims or operand.aval.shape[dims.index(dim)] == 1)
+
+
+def _contracts(eqn: Any) -> bool:
+    """Return whether an equation is a matmul, and no product of elements that is written as one."""
+    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][0][0])
