@@ -32,7 +32,7 @@ def advise(
         show_json(msgspec.to_builtins(layouts))
     else:
         say("\n".join(advice(layouts)))
-    return OK if layouts.pins else NO
+    return OK if layouts.changes else NO
 
 
 def advice(layouts: Layouts) -> list[str]:
@@ -41,7 +41,7 @@ def advice(layouts: Layouts) -> list[str]:
     A constraint holds for a value's cotangent too, and under `jax.checkpoint` for what is computed
     again. So a matmul of the backward pass is reached through the operand whose cotangent it makes.
     """
-    lines = [layouts.gain, *layouts.remarks]
+    lines = [layouts.gain, *map(str, layouts.tables), *layouts.remarks]
     said = set[tuple[object, ...]]()
     for pin in layouts.pins:
         if (key := (pin.source, pin.type, pin.spec)) in said:

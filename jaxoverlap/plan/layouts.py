@@ -42,6 +42,30 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f": {milliseconds(self.gain_s)} less, by price" if self.gain_s is not None else ""
 
 
+class GatheredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tied embedding table that is gathered once, for the lookup and for the logits.
+
+    Attributes:
+        argument: the number of the step's argument.
+        name: its name.
+        dtype: the type in which both read it.
+        spec: the mesh axes that stay on each of its dims, major to minor.
+        gain_s: seconds that it saves, by price.
+    """
+
+    argument: int
+    name: str
+    dtype: str
+    spec: tuple[tuple[str, ...], ...]
+    gain_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} is gathered once as {self.dtype}, to ({spec_text(self.spec)}), for its "
+            f"lookup and its matmul: {milliseconds(self.gain_s)} less, by price"
+        )
+
+
 def spec_text(spec: tuple[tuple[str, ...], ...], quote: str = "") -> str:
     """Write the arguments of a `PartitionSpec`, the names of axes in quotes or not."""
     dims = [", ".join(f"{quote}{axis}{quote}" for axis in axes) or "None" for axes in spec]
@@ -58,7 +82,8 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         pins: the pinned results, in the order of their matmuls.
-        plain_s, step_s: seconds of a step without the pins, and with them.
+        tables: the tied tables that are gathered once.
+        plain_s, step_s: seconds of a step without either, and with both.
         plain_peak_bytes, peak_bytes: the estimated memory of a device.
         memory_bytes: the memory that a device has.
         questions: how many layouts XLA's partitioner was asked about.
@@ -68,6 +93,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     pins: tuple[PinnedResult, ...]
+    tables: tuple[GatheredTable, ...] = ()
     plain_s: float
     step_s: float
     plain_peak_bytes: int
@@ -78,10 +104,16 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     unnamed: tuple[str, ...] = ()
 
     @property
+    def changes(self) -> tuple[PinnedResult | GatheredTable, ...]:
+        """What is laid out in another way than XLA would."""
+        return (*self.pins, *self.tables)
+
+    @property
     def lines(self) -> list[str]:
         """The lines that are printed below the table of a plan's matmuls."""
         pins = (f"    {p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins)
-        return [f"  {self.gain}", *pins, *(f"    {remark}" for remark in self.remarks)]
+        below = (f"    {line}" for line in (*self.tables, *self.remarks))
+        return [f"  {self.gain}", *pins, *below]
 
     @property
     def remarks(self) -> list[str]:
@@ -98,10 +130,11 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def gain(self) -> str:
         """Say what the pins are estimated to bring, all together."""
         asked = f"{self.questions} layout{'s' * (self.questions != 1)} asked"
-        if not self.pins:
+        if not self.changes:
             return f"XLA's layout stays: none is faster by price ({asked})."
+        pinned = f"{len(self.pins)} result{' is' if len(self.pins) == 1 else 's are'} pinned"
         return (
-            f"{len(self.pins)} result{'s are' if len(self.pins) > 1 else ' is'} pinned: "
+            f"{pinned if self.pins else 'A table is gathered once'}: "
             f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} by price, before any "
             f"ring; memory {human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
             f"({asked})."

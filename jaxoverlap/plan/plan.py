@@ -59,7 +59,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 4  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 5  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -228,9 +228,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         Rows that run in parts are one too.
         """
-        pins = self.layouts.pins if self.layouts else ()
+        layouts = self.layouts.changes if self.layouts else ()
         cut = (self.cut,) if self.cut else ()
-        return self.decisions, self.scattered, self.sums, pins, cut
+        return self.decisions, self.scattered, self.sums, layouts, cut
 
     @property
     def cut(self) -> Halves | None:

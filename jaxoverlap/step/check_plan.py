@@ -247,7 +247,7 @@ def followed(plan: Plan, done: Plan) -> Plan:
     """
     pairs = list(zip(plan.entries, done.entries, strict=True))
     lines = []
-    pins, kept = (p.layouts.pins if p.layouts else () for p in (plan, done))
+    pins, kept = (p.layouts.changes if p.layouts else () for p in (plan, done))
     if pins != kept:  # stands first, as the matmuls follow from it
         lines.append(f"layouts: {_two(f'{len(pins)} pins', f'{len(kept)} pins')}")
     lines += [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]

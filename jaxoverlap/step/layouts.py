@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import msgspec
 
 from jaxoverlap._jax import compat, jits
 from jaxoverlap._util.text import short_source
@@ -19,12 +20,13 @@ from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import Pins, pinnable, pinned
-from jaxoverlap.passes.layouts.search import Answer, LayoutSearch
+from jaxoverlap.passes.layouts.search import GAIN, MEMORY, Answer, LayoutSearch
+from jaxoverlap.passes.layouts.tied import Tied, tied_tables, with_tables_gathered
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.halves import Halves
-from jaxoverlap.plan.layouts import Layouts, PinnedResult
+from jaxoverlap.plan.layouts import GatheredTable, Layouts, PinnedResult
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import LayoutMode, Options
 
@@ -55,7 +57,7 @@ class LaidOut:
     @property
     def differs(self) -> bool:
         """Whether it computes in another way than the plain step, before any ring."""
-        return bool(self.layouts and self.layouts.pins) or self.is_cut
+        return bool(self.layouts and self.layouts.changes) or self.is_cut
 
     @property
     def is_cut(self) -> bool:
@@ -85,9 +87,10 @@ def lay_out(
         layouts = None
     elif layouts is None and options.layouts and step.cost:
         layouts = _chosen(asker, step.cost, options.layouts, overlapped_s)
-    if layouts is None or not layouts.pins:
+    if layouts is None or not layouts.changes:
         return replace(asker.laid_out({}), layouts=layouts)
-    laid = asker.laid_out({pin.site: pin.spec for pin in layouts.pins})
+    tables = [Tied(table.argument, table.dtype, table.spec) for table in layouts.tables]
+    laid = asker.laid_out({pin.site: pin.spec for pin in layouts.pins}, tables)
     if changed(plain, laid.picture):
         return asker.laid_out({})
     return replace(laid, layouts=layouts)
@@ -100,25 +103,27 @@ class _Asker:
         self.step, self.plain, self._traced = step, plain, traced
         self._open = open_results(step.params, plain.results, step.mesh)
         self._laid: dict[frozenset[Any], LaidOut] = {
-            frozenset(): LaidOut(self.with_pins({}), plain)
+            frozenset(): LaidOut(self.laid_jaxpr({}), plain)
         }
 
-    def with_pins(self, pins: Pins) -> Any:
-        """Return the step with pins, its results lying as in the plain one."""
-        jaxpr = pinned(self.step.jaxpr, pins, self.step.mesh)
-        return pin_results(jaxpr, self._open, self.step.mesh)
+    def laid_jaxpr(self, pins: Pins, tables: Sequence[Tied] = ()) -> Any:
+        """Return the step with pins, and tables gathered; its results lie as in the plain one."""
+        mesh = self.step.mesh
+        jaxpr = pinned(with_tables_gathered(self.step.jaxpr, tables, mesh), pins, mesh)
+        return pin_results(jaxpr, self._open, mesh)
 
-    def laid_out(self, pins: Pins) -> LaidOut:
+    def laid_out(self, pins: Pins, tables: Sequence[Tied] = ()) -> LaidOut:
         """Lay out the step, and ask how the operands and results of its matmuls lie then."""
-        if (key := frozenset(pins.items())) not in self._laid:
-            jaxpr = self.with_pins(pins)
+        if (key := frozenset((*pins.items(), *tables))) not in self._laid:
+            jaxpr = self.laid_jaxpr(pins, tables)
             self._laid[key] = LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
         return self._laid[key]
 
-    def answer(self, pins: Pins, cost: CostModel) -> Answer:
-        """Partition the step with pins, and estimate it; XLA may refuse some pins."""
+    def answer(self, pins: Pins, cost: CostModel, tables: Sequence[Tied] = ()) -> Answer:
+        """Partition the step laid out, and estimate it; XLA may refuse some pins."""
+        jaxpr = self.laid_jaxpr(pins, tables)
         try:
-            picture = partitioned(self._traced, self.with_pins(pins), self.step.mesh, ask=False)
+            picture = partitioned(self._traced, jaxpr, self.step.mesh, ask=False)
         except RewriteError as error:
             return Answer(math.inf, 0, str(error))
         return _answer(picture, cost, changed(self.plain, picture))
@@ -162,7 +167,36 @@ def _searched(
     search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
     if mode == "advise":
         search.thin_out(most)
-    return _record(step.jaxpr, search, cost.cluster.chip.memory_bytes)
+    layouts = _record(step.jaxpr, search, cost.cluster.chip.memory_bytes)
+    return _with_tables(asker, cost, layouts, search.best.pins)
+
+
+def _with_tables(asker: _Asker, cost: CostModel, layouts: Layouts, pins: Pins) -> Layouts:
+    """Gather tied tables once, if the step is faster so by price and needs hardly more memory."""
+    step, before_s = asker.step, layouts.step_s
+    tables = tuple(tied_tables(step.jaxpr, step.arguments, step.mesh.shape))
+    if not tables:
+        return layouts
+    answer = asker.answer(pins, cost, tables)
+    layouts = msgspec.structs.replace(layouts, questions=layouts.questions + 1)
+    if answer.why_not or answer.peak_bytes > MEMORY * layouts.plain_peak_bytes:
+        return layouts
+    if answer.step_s > before_s * (1 - GAIN):
+        return layouts
+    names = compat.argument_names(step.jaxpr)
+    gathered = (
+        GatheredTable(
+            argument=table.argument,
+            name=names[table.argument],
+            dtype=table.dtype,
+            spec=table.spec,
+            gain_s=(before_s - answer.step_s) / len(tables),
+        )
+        for table in tables
+    )
+    return msgspec.structs.replace(
+        layouts, tables=tuple(gathered), step_s=answer.step_s, peak_bytes=answer.peak_bytes
+    )
 
 
 def _record(jaxpr: Any, search: LayoutSearch, memory_bytes: int) -> Layouts:

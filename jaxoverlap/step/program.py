@@ -12,7 +12,7 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import jits, partitioner
 from jaxoverlap._jax.jobs import job_of
 from jaxoverlap._util.text import warn
 from jaxoverlap.cost.model import CostModel
@@ -150,14 +150,16 @@ def pass_result(
 
     Raises:
         UserError, RewriteError, DisagreementError: as `run_passes`.
-        Exception: what the step itself raises when it is lowered, as it comes.
+        Exception: what the step itself raises when it is lowered or compiled, as it comes.
     """
     try:
         with own_faults(call.params["name"], DisagreementError):
             return run_passes(jitted, call, args, kwargs, options)
     except RewriteError as error:
         failed = error
-    jitted.trace(*args, **kwargs).lower()  # where the step is at fault, the error is its own
+    lowered = jitted.trace(*args, **kwargs).lower()  # where it is at fault, the error is its own
+    if isinstance(failed.__cause__, partitioner.NoAnswerError):
+        lowered.compile()
     raise failed
 
 

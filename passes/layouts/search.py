@@ -23,10 +23,10 @@ from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.layout import Layout, by_size, neighbours, spec_of
 from jaxoverlap.passes.layouts.pins import Pins
 
-_GAIN = 0.01  # of the step: an estimate that says less does not tell two layouts apart
+GAIN = 0.01  # of the step: an estimate that says less does not tell two layouts apart
 _STEP = 0.002  # of the step: a smaller gain is no reason to go on from another layout
 _RIVAL = 1.15  # times the best: rings seldom make up for more
-_MEMORY = 1.05  # times the memory that the step needs without pins
+MEMORY = 1.05  # times the memory that the step needs without pins
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class LayoutSearch:
             assert fastest.layout is not None
             self._improve(fastest.layout)
             self._mix()
-        if self.best.answer.step_s > self.plain.step_s * (1 - _GAIN):
+        if self.best.answer.step_s > self.plain.step_s * (1 - GAIN):
             self.best = Candidate({}, self.plain)
 
     def rivals(self, most: int) -> list[Candidate]:
@@ -212,7 +212,7 @@ class LayoutSearch:
             return None
         self.asked += 1
         answer = self.ask(pins)
-        fits = answer.peak_bytes <= self.plain.peak_bytes * _MEMORY
+        fits = answer.peak_bytes <= self.plain.peak_bytes * MEMORY
         self._answers[key] = answer if fits and not answer.why_not else None
         return self._answers[key]
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential.compare import TOGETHER, differing
+from tests.differential.case import draw
+from tests.differential.compare import TOGETHER, compared, differing
 
 
 @pytest.mark.parametrize("first", range(0, 150, TOGETHER))
 def test_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER)) == {}
+
+
+def test_where_xla_refuses_a_step_the_error_is_xlas_own():
+    """If XLA comes to compile this one, take another that it refuses."""
+    comparison = compared(draw(2005))
+    assert comparison.notes[0].startswith("plain refuses: JaxRuntimeError: INTERNAL")
+    assert comparison.differences == []
 
 
 @pytest.mark.nightly

@@ -1,0 +1,143 @@
+"""Gather a tied embedding table once, for the lookup and for the logits.
+
+    x = gather w ids ;  y = dot_general h (transpose w)
+
+->  v = sharding_constraint[None, tp] w ;  x = gather v ids ;  y = dot_general h (transpose v)
+
+Where an axis shards both the table and the batch (FSDP), XLA gathers the table over it for the
+lookup, and once more for the matmul, since that reads the transpose. Each takes as long, and the
+first has nothing to hide behind. Price decides, as with pins: the whole table then lies in memory
+from the lookup to the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.einsum import Spec
+from jaxoverlap.passes.layouts.layout import weights_of
+from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
+
+_LOOKUP, _MATMUL = "gather", "dot_general"
+_LEAST_BYTES = 1 << 25  # of a table: less is not worth a question
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A table that a lookup reads and a matmul too.
+
+    Attributes:
+        argument: the number of the step's argument.
+        dtype: the type in which both read it.
+        spec: how it is to lie for both: gathered over the axes that shard the batch.
+    """
+
+    argument: int
+    dtype: str
+    spec: Spec
+
+
+def tied_tables(
+    jaxpr: Any, arguments: Sequence[Spec | None], sizes: Mapping[str, int]
+) -> Iterator[Tied]:
+    """Yield the tied tables of a step that axes of its batch shard.
+
+    Args:
+        jaxpr: the flattened step.
+        arguments: how each of its arguments lies; None where that is not known.
+        sizes: devices along each mesh axis.
+    """
+    weights, uses = weights_of(jaxpr), _uses(jaxpr)
+    given = list(zip(jaxpr.invars, arguments, strict=True))
+    batch = {a for v, spec in given if v not in weights for axes in spec or () for a in axes}
+    batch = {axis for axis in batch if sizes[axis] > 1}
+    for number, (var, spec) in enumerate(given):
+        if var not in weights or spec is None or batch.isdisjoint(a for axes in spec for a in axes):
+            continue
+        whole = tuple(tuple(a for a in axes if a not in batch) for axes in spec)
+        for dtype, readers in _readers(jaxpr, var, uses).items():
+            large = math.prod(var.aval.shape) * var.aval.dtype.itemsize >= _LEAST_BYTES
+            if set(readers.values()) == {_LOOKUP, _MATMUL} and large:
+                yield Tied(number, dtype, whole)
+
+
+def with_tables_gathered(jaxpr: Any, tables: Sequence[Tied], mesh: Mesh) -> Any:
+    """Gather tables once: their lookups and matmuls read one value, which lies as they say."""
+    eqns, uses = list(jaxpr.eqns), _uses(jaxpr)
+    before: dict[int, list[Any]] = {}  # by the place in front of which they go
+    for table in tables:
+        var = jaxpr.invars[table.argument]
+        places = _readers(jaxpr, var, uses)[table.dtype]
+        copies = {v for v in _copies(jaxpr, var, uses) if str(v.aval.dtype) == table.dtype}
+        first = min(places)
+        read = next(v for v in _variables(eqns[first].invars) if v in copies)
+        whole = compat.like_var(read)
+        gathered = constrained(read, whole, dims_of(table.spec), mesh, eqns[first])
+        before.setdefault(first, []).extend(gathered)
+        for place in places:
+            known = dict.fromkeys(copies, whole)
+            invars = [v if compat.is_literal(v) else known.get(v, v) for v in eqns[place].invars]
+            eqns[place] = eqns[place].replace(invars=invars)
+    return jaxpr.replace(
+        eqns=[eqn for place, own in enumerate(eqns) for eqn in (*before.get(place, ()), own)]
+    )
+
+
+_Uses = Mapping[Any, Sequence[int]]
+
+
+def _uses(jaxpr: Any) -> _Uses:
+    """Return the places of the equations that read each variable."""
+    uses: dict[Any, list[int]] = {}
+    for place, eqn in enumerate(jaxpr.eqns):
+        for v in dict.fromkeys(_variables(eqn.invars)):
+            uses.setdefault(v, []).append(place)
+    return uses
+
+
+def _readers(jaxpr: Any, var: Any, uses: _Uses) -> dict[str, dict[int, str]]:
+    """Return the lookups and matmuls that read an argument: kinds by place, by the type it has."""
+    found: dict[str, dict[int, str]] = {}
+    for copy in _copies(jaxpr, var, uses):
+        kinds = {place: _kind(jaxpr, place, copy, uses) for place in uses.get(copy, ())}
+        known = {place: kind for place, kind in kinds.items() if kind}
+        if known:
+            found.setdefault(str(copy.aval.dtype), {}).update(known)
+    return found
+
+
+def _copies(jaxpr: Any, var: Any, uses: _Uses) -> list[Any]:
+    """Return an argument and what it is converted to."""
+    readers = (jaxpr.eqns[place] for place in uses.get(var, ()))
+    return [var, *(e.outvars[0] for e in readers if e.primitive.name == "convert_element_type")]
+
+
+def _kind(jaxpr: Any, place: int, var: Any, uses: _Uses) -> str:
+    """Return whether what reads a value is a lookup or a matmul; empty if it is something else.
+
+    A transpose is what reads it, and an inner jit what reads it inside, as in `jnp.take`.
+    """
+    eqn = jaxpr.eqns[place]
+    if eqn.primitive.name == "transpose":
+        return _all_of(jaxpr, eqn.outvars, uses)
+    if compat.is_plain_jit(eqn):
+        inner = eqn.params["jaxpr"]
+        given = [v for v, a in zip(inner.invars, eqn.invars, strict=True) if a is var]
+        return _all_of(inner, given, _uses(inner))
+    return eqn.primitive.name if eqn.primitive.name in (_LOOKUP, _MATMUL) else ""
+
+
+def _all_of(jaxpr: Any, variables: Sequence[Any], uses: _Uses) -> str:
+    """Return the kind of what reads some values, if all are of one."""
+    kinds = {_kind(jaxpr, place, v, uses) for v in variables for place in uses.get(v, ())}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+    return (a for a in atoms if not compat.is_literal(a))
