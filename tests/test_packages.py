@@ -37,6 +37,16 @@ def test_every_folder_of_modules_is_built():
     assert all((ROOT / "passes" / name).is_dir() for name in ("planning", "rings"))
 
 
+def test_no_folder_and_no_module_grows_out_of_sight():
+    """A folder has at most 14 modules, and a module 400 lines: so CONTRIBUTING.md asks."""
+    modules = [file for top in ("jaxoverlap", "passes") for file in (ROOT / top).rglob("*.py")]
+    assert len(modules) > 100
+    named = [file.parent for file in modules if file.name != "__init__.py"]
+    assert {folder: named.count(folder) for folder in named if named.count(folder) > 14} == {}
+    long = {file: count for file in modules if (count := len(file.read_text().splitlines())) > 400}
+    assert long == {}
+
+
 def test_a_new_file_in_a_new_folder_changes_the_hash(tmp_path: Path):
     (tmp_path / "a.py").write_text("a = 1\n")
     before = hash_of(tmp_path)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 
 from jaxoverlap._util.files import opened, sealed, write_atomically
-from jaxoverlap._util.text import human_bytes
 from jaxoverlap.plan.channel_row import ChannelRow
 from jaxoverlap.plan.decisions import (
     Decision,
@@ -36,6 +35,7 @@ from jaxoverlap.plan.table import (
     remaining_lines,
     scattered_line,
 )
+from jaxoverlap.plan.tuned import Attempt, Measured, Predictions
 
 __all__ = [
     "FSDP",
@@ -79,69 +79,6 @@ class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     env: Mapping[str, str] = {}
     channels: tuple[ChannelRow, ...] = ()
-
-
-class Predictions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Predicted seconds and bytes of the compiled step, and of the plain one.
-
-    Attributes:
-        step_s, compute_s, communication_s, exposed_s, bound_s: as in `Timeline`.
-        peak_bytes: XLA's count for one device: arguments + temp + outputs - aliased.
-        plain_step_s, plain_peak_bytes: those of the step without jaxoverlap; None if XLA failed on
-            it.
-    """
-
-    step_s: float
-    compute_s: float
-    communication_s: float
-    exposed_s: float
-    bound_s: float
-    peak_bytes: int
-    plain_step_s: float | None
-    plain_peak_bytes: int | None
-
-
-class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measured times of the step on the devices that it was tuned on.
-
-    Attributes:
-        step_s, plain_step_s: medians of `runs` runs, in turns.
-        devices: how many of which kind.
-        compute_factor, exposed_factor: measured over simulated seconds, of kernels and of waiting
-            for collectives; None where nothing was simulated.
-    """
-
-    step_s: float
-    plain_step_s: float
-    runs: int
-    devices: str
-    compute_factor: float | None = None
-    exposed_factor: float | None = None
-
-
-class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One candidate of the tuning that gave a plan.
-
-    Attributes:
-        name: in words; "plain" is the step as it is, "rules" what `overlap` does unasked.
-        taken: whether the plan is this one's.
-        step_s, compute_s, exposed_s, peak_bytes: as in `Predictions`, with NCCL's own channels;
-            None where nothing was simulated.
-        hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
-        measured_s: seconds of a step on the devices that were there; None if it was not timed.
-        why: why there is no such step; empty where there is one.
-    """
-
-    name: str
-    taken: bool = False
-    step_s: float | None = None
-    compute_s: float | None = None
-    exposed_s: float | None = None
-    peak_bytes: int | None = None
-    hops: int | None = None
-    hops_covered: int | None = None
-    measured_s: float | None = None
-    why: str = ""
 
 
 class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -328,7 +265,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def summary(self) -> str:
         """Return the lines that are printed below the table of its matmuls."""
-        settings = (self._compiled(), self._nccl(), self._predicted(), self._measured())
+        settings = (self._compiled(), self._nccl())
+        tuned = (f"  {one}" for one in (self.predictions, self.measured) if one is not None)
         origin = self.made_for
         return "\n".join(
             (
@@ -339,6 +277,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 *(self.halves.lines if self.halves else ()),
                 *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),
+                *tuned,
             )
         )
 
@@ -363,32 +302,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if rows := len(self.nccl.channels):
             said.append(f"{rows} row{'s' * (rows > 1)} of channels by collective and size")
         return f"  NCCL is to be started with {', '.join(said)}." if said else ""
-
-    def _predicted(self) -> str:
-        if (predictions := self.predictions) is None:
-            return ""
-        plain_s, plain_bytes = predictions.plain_step_s, predictions.plain_peak_bytes
-        return (
-            f"  Simulated: {predictions.step_s * 1e3:.1f} ms a step"
-            f"{f', plain {plain_s * 1e3:.1f}' if plain_s is not None else ''}"
-            f"; exposed {predictions.exposed_s * 1e3:.1f}"
-            f"; the bound {predictions.bound_s * 1e3:.1f}; "
-            f"{human_bytes(predictions.peak_bytes)}"
-            f"{f', plain {human_bytes(plain_bytes)}' if plain_bytes is not None else ''}."
-        )
-
-    def _measured(self) -> str:
-        if (measured := self.measured) is None:
-            return ""
-        off = ""
-        if measured.compute_factor is not None:
-            off = f"; computing {measured.compute_factor:.2f}"
-            off += f", waiting {measured.exposed_factor:.2f} times as long as simulated"
-        return (
-            f"  Measured: {measured.step_s * 1e3:.1f} ms a step, plain "
-            f"{measured.plain_step_s * 1e3:.1f}; medians of {measured.runs}"
-            f", {measured.devices}{off}."
-        )
 
 
 class _Schema(msgspec.Struct):
