@@ -180,7 +180,8 @@ def best(
 
 def _compiled(problem: Problem, order: Sequence[int]) -> Iterator[_Ordered]:
     """Yield an order as XLA compiles it, and with synchronous collectives ahead of others."""
-    for compiled in (as_compiled(problem, order), ahead(problem, order)):
+    late, early = as_compiled(problem, order), ahead(problem, order)
+    for compiled in (late,) if early == late else (late, early):
         yield compiled, order_outcome(problem, compiled)
 
 

@@ -18,7 +18,7 @@ from jaxoverlap.passes.scheduling.tasks import Problem
 def synchronous(problem: Problem, order: Sequence[int]) -> dict[int, int]:
     """Return the dones of an order that XLA will make synchronous, each with its start.
 
-    Pairs on which other tasks depend between the two are left out: XLA makes no such thing itself.
+    Pairs are left out that another task needs in between, as by a control dependency.
     """
     found: dict[int, int] = {}
     since = set[int]()  # the starts since the last kernel
