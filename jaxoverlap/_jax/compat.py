@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,11 @@ def is_jaxpr(value: Any) -> bool:
 def is_literal(atom: Any) -> bool:
     """Return whether an equation's operand is a literal: a number written into it."""
     return isinstance(atom, core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    """Yield the operands that are variables, and no literals."""
+    return (a for a in atoms if not is_literal(a))
 
 
 def new_var(aval: Any, spec: jax.sharding.PartitionSpec) -> Any:

@@ -105,7 +105,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def changes(self) -> tuple[PinnedResult | GatheredTable, ...]:
-        """What is laid out in another way than XLA would."""
+        """The values that lie in another way than XLA chose."""
         return (*self.pins, *self.tables)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -258,9 +258,9 @@ class _Around:
         self.made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         self.readers: dict[Any, list[Any]] = {}
         for eqn in body.eqns:
-            for v in _variables(eqn.invars):
+            for v in compat.variables(eqn.invars):
                 self.readers.setdefault(v, []).append(eqn)
-        for v in _variables(body.outvars):
+        for v in compat.variables(body.outvars):
             self.readers.setdefault(v, []).append(None)
         self.live = _live(body)
 
@@ -293,16 +293,12 @@ class _Around:
 
 def _live(body: Body) -> set[Any]:
     """Return the variables of a body that its results or effects need."""
-    live = set(_variables(body.outvars))
+    live = set(compat.variables(body.outvars))
     for eqn in reversed(body.eqns):
         if eqn.effects or not live.isdisjoint(eqn.outvars):
-            live.update(_variables(eqn.invars))
+            live.update(compat.variables(eqn.invars))
             live.update(eqn.outvars)
     return live
-
-
-def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    return (a for a in atoms if not compat.is_literal(a))
 
 
 def _tag(key: Any) -> str:

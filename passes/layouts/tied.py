@@ -76,7 +76,7 @@ def with_tables_gathered(jaxpr: Any, tables: Sequence[Tied], mesh: Mesh) -> Any:
         places = _readers(jaxpr, var, uses)[table.dtype]
         copies = {v for v in _copies(jaxpr, var, uses) if str(v.aval.dtype) == table.dtype}
         first = min(places)
-        read = next(v for v in _variables(eqns[first].invars) if v in copies)
+        read = next(v for v in compat.variables(eqns[first].invars) if v in copies)
         whole = compat.like_var(read)
         gathered = constrained(read, whole, dims_of(table.spec), mesh, eqns[first])
         before.setdefault(first, []).extend(gathered)
@@ -96,7 +96,7 @@ def _uses(jaxpr: Any) -> _Uses:
     """Return the places of the equations that read each variable."""
     uses: dict[Any, list[int]] = {}
     for place, eqn in enumerate(jaxpr.eqns):
-        for v in dict.fromkeys(_variables(eqn.invars)):
+        for v in dict.fromkeys(compat.variables(eqn.invars)):
             uses.setdefault(v, []).append(place)
     return uses
 
@@ -137,7 +137,3 @@ def _all_of(jaxpr: Any, variables: Sequence[Any], uses: _Uses) -> str:
     """Return the kind of what reads some values, if all are of one."""
     kinds = {_kind(jaxpr, place, v, uses) for v in variables for place in uses.get(v, ())}
     return kinds.pop() if len(kinds) == 1 else ""
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    return (a for a in atoms if not compat.is_literal(a))

@@ -56,4 +56,4 @@ def _union(sets: Mapping[Any, int], values: Iterable[Any]) -> int:
 
 
 def _read(eqn: Any) -> list[Any]:
-    return [a for a in eqn.invars if not compat.is_literal(a)]
+    return list(compat.variables(eqn.invars))

@@ -17,9 +17,8 @@ from tests.differential.case import CALLS, Case, draw
 from tests.differential.layouts import drawn_layouts
 
 TOGETHER = 10  # seeds a test
-ABORTS = frozenset(
-    {1308}
-)  # XLA ends the process on the plain step: a check in its sharding of dots
+# Seeds on whose plain step XLA ends the process: a check in how it shards dots.
+ABORTS = frozenset({1308})
 HARMLESS = ("overlap() changes nothing",)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _compiled: list[str] = []

@@ -120,7 +120,6 @@ def test_every_reader_reads_one_value_and_the_optimizer_its_own(mesh):
     assert after.invars == jaxpr.invars and after.outvars == jaxpr.outvars
 
 
-@pytest.mark.usefixtures("small")
 class TestOnAPod:
     pytestmark = pods
 
