@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import jax
 import msgspec
+from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat, jits
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots
+from jaxoverlap.passes.analysis.matmul_collectives import permuted_matmuls
 from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
@@ -35,6 +37,7 @@ from jaxoverlap.step.options import LayoutMode, Options
 _EQUATIONS: dict[LayoutMode, int] = {"repair": 5_000, "complete": 30_000, "advise": 50_000}
 _RIVALS: dict[LayoutMode, int] = {"repair": 2, "complete": 3, "advise": 3}
 _MAX_REMEMBERED = 64
+_WRONG_FROM = 3  # axes of a mesh on which XLA loses a permute (docs/upstream.md)
 _remembered: jits.Cache[Layouts] = jits.Cache()  # a tuner asks about one step many times
 
 
@@ -91,7 +94,7 @@ def lay_out(
         return replace(asker.laid_out({}), layouts=layouts)
     tables = [Tied(table.argument, table.dtype, table.spec) for table in layouts.tables]
     laid = asker.laid_out({pin.site: pin.spec for pin in layouts.pins}, tables)
-    if changed(plain, laid.picture):
+    if changed(plain, laid.picture) or _astray(laid.picture, step.mesh):
         return asker.laid_out({})
     return replace(laid, layouts=layouts)
 
@@ -126,7 +129,8 @@ class _Asker:
             picture = partitioned(self._traced, jaxpr, self.step.mesh, ask=False)
         except RewriteError as error:
             return Answer(math.inf, 0, str(error))
-        return _answer(picture, cost, changed(self.plain, picture))
+        why_not = changed(self.plain, picture) or _astray(picture, self.step.mesh)
+        return _answer(picture, cost, why_not)
 
 
 def _answer(picture: Picture, cost: CostModel, why_not: str = "") -> Answer:
@@ -268,3 +272,11 @@ def changed(plain: Picture, after: Picture) -> str:
         return f"XLA would give result {', '.join(moved[:3])} another sharding"
     lost = {argument for _, argument in plain.donated - after.donated}
     return f"XLA would not donate argument {', '.join(sorted(lost)[:3])}" if lost else ""
+
+
+def _astray(picture: Picture, mesh: Mesh) -> str:
+    """Say that XLA permutes operands on a mesh of three axes, which it does wrongly; or nothing."""
+    if sum(size > 1 for size in mesh.shape.values()) < _WRONG_FROM:
+        return ""
+    permuted = list(permuted_matmuls(picture.module))
+    return f"XLA would permute values beside {len(permuted)} matmuls" if permuted else ""

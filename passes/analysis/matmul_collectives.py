@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from jaxoverlap.plan.collectives import OPCODES
+from jaxoverlap.plan.collectives import OPCODES, PERMUTE
 from jaxoverlap.simulation import hlo
 
 TAG = "jaxoverlap_site"
 TURNED = " turned"  # follows the number where XLA computes the transpose of the result
 TAGGED = re.compile(rf'{TAG}="(\d+)(?:{TURNED})?"')
 BESIDE = ("reshape", "bitcast", "transpose", "convert", "copy", "add", "add-any")
+# Where devices' parts of a value are moved or cut, and the kernels that the CPU makes of that.
+_MOVES = (*BESIDE, *OPCODES, "dynamic-slice", "slice", "concatenate", "fusion")
 
 Place = tuple[str, str]
 """A computation and an instruction in it."""
@@ -30,12 +32,7 @@ def collectives_of_sites(
     """
     collectives: dict[int, set[Place]] = {}
     for name, body in module.computations.items():
-        made = {i.name: i for i in body}
-        users: dict[str, list[hlo.Instruction]] = {}
-        for i in body:
-            for operand in i.operands:
-                users.setdefault(operand.partition("#")[0], []).append(i)
-        read = {at.name: [made[o.partition("#")[0]] for o in at.operands] for at in body}
+        read, users = _read(body), _users(body)
         for i in body:
             tag = TAGGED.search(i.line) if i.opcode == "dot" else None
             if tag is None:
@@ -43,6 +40,37 @@ def collectives_of_sites(
             beside = {(name, c.name) for way in (read, users) for c in _beside(i, way, between)}
             collectives.setdefault(int(tag.group(1)), set()).update(beside)
     return collectives
+
+
+def permuted_matmuls(module: hlo.Module) -> Iterator[str]:
+    """Yield the matmuls beside which the partitioner sends values to other devices by a permute.
+
+    XLA permutes rows that lie over two mesh axes so that the other one comes first, and then may
+    leave the product where it is, which is wrong (docs/upstream.md).
+    """
+    with_matmul = {n for n, b in module.computations.items() if any(i.opcode == "dot" for i in b)}
+    for body in module.computations.values():
+        ways = _read(body), _users(body)
+        for i in body:
+            if i.opcode == "dot" or (i.opcode == "fusion" and not with_matmul.isdisjoint(i.called)):
+                near = (c for way in ways for c in _beside(i, way, _MOVES))
+                if any(c.opcode.startswith(PERMUTE) for c in near):
+                    yield i.name
+
+
+def _users(body: Sequence[hlo.Instruction]) -> dict[str, list[hlo.Instruction]]:
+    """Return the instructions that read each instruction of a body."""
+    users: dict[str, list[hlo.Instruction]] = {}
+    for i in body:
+        for operand in i.operands:
+            users.setdefault(operand.partition("#")[0], []).append(i)
+    return users
+
+
+def _read(body: Sequence[hlo.Instruction]) -> dict[str, list[hlo.Instruction]]:
+    """Return the instructions that each instruction of a body reads."""
+    made = {i.name: i for i in body}
+    return {at.name: [made[o.partition("#")[0]] for o in at.operands] for at in body}
 
 
 def _beside(

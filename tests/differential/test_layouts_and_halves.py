@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential.compare import TOGETHER, differing
+from tests.differential.case import draw
+from tests.differential.compare import TOGETHER, compared, differing
 
 
 @pytest.mark.parametrize("first", range(0, 200, TOGETHER))
 def test_drawn_layouts_and_halves_change_nothing_but_where_values_lie(first: int):
     seeds = range(first, first + TOGETHER)
     assert differing(seeds, laid_out=True, halved=True, graph=True) == {}
+
+
+@pytest.mark.parametrize("seed", [34, 49])
+def test_a_layout_in_which_xla_loses_a_permute_is_not_taken(seed: int):
+    """XLA multiplies rows that it has permuted and leaves the product there: docs/upstream.md."""
+    case = draw(seed)
+    assert sum(n > 1 for n in case.mesh.shape.values()) == 3
+    assert compared(case, always=True, laid_out=True).differences == []
 
 
 @pytest.mark.nightly
