@@ -124,6 +124,12 @@ def sized_var(var: Any, dim: int, size: int) -> Any:
     return core.Var(var.aval.update(shape=(*shape[:dim], size, *shape[dim + 1 :])))
 
 
+def squeezed_var(var: Any) -> Any:
+    """A new variable of the same type without its dims of size 1, outside of manual code."""
+    shape = tuple(size for size in var.aval.shape if size != 1)
+    return core.Var(core.ShapedArray(shape, var.aval.dtype, weak_type=var.aval.weak_type))
+
+
 def unused_var(var: Any) -> Any:
     """A result of the same type that nobody reads."""
     return core.DropVar(var.aval)

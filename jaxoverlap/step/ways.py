@@ -29,6 +29,7 @@ from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
+from jaxoverlap.passes.rewriting.one_view import with_one_view
 from jaxoverlap.passes.rewriting.prefetch import prefetch
 from jaxoverlap.passes.rewriting.rewrite import rewrite
 from jaxoverlap.passes.rewriting.rewriting import Point, Rewriting
@@ -337,7 +338,7 @@ class _Ways:
             why: the reason why no matmul gets a ring.
         """
         laid = self._laid
-        jaxpr = laid.jaxpr if laid.differs else self._step.jaxpr
+        jaxpr = with_one_view(laid.jaxpr) if laid.differs else self._step.jaxpr
         return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
 
     def _partitioned(self, jaxpr: Any) -> Picture:
@@ -392,4 +393,4 @@ def _finished(
         fsdp=options.fsdp,
     )
     rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)
-    return Way(plan, scatter(rewritten, rewriting.known, step.mesh), rings)
+    return Way(plan, with_one_view(scatter(rewritten, rewriting.known, step.mesh)), rings)

@@ -1,0 +1,88 @@
+"""Read a value without its dims of size 1 in one equation, for all matmuls that read it.
+
+    q = dot_general x wq ;  k = dot_general x wk                      # x: [1, s@model, d]
+
+->  v = squeeze x ;  q = reshape (dot_general v wq) ;  k = reshape (dot_general v wk)
+
+XLA leaves such dims out of each matmul by itself, in a reshape for each, before it partitions the
+step. Its partitioner then gathers each reshape: q, k and v, or gate and up, gather one value three
+times or twice, where a batch of two rows is gathered once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
+
+
+def with_one_view(jaxpr: Any) -> Any:
+    """Let the matmuls of each body share one view of an operand that has dims of size 1.
+
+    Manual code, and matmuls whose types say how they lie, stay as they are.
+    """
+    return map_bodies(jaxpr, _visit)
+
+
+def _visit(body: Body) -> list[Any] | None:
+    places = {
+        dot.place
+        for dot in body.dots
+        if dot.eqn.primitive.name == "dot_general"
+        and dot.inside is None
+        and not compat.stated_axes(dot.eqn)
+    }
+    read = Counter(v for place in places for v in _narrow(body.eqns[place]))
+    shared = {v for v, times in read.items() if times > 1}
+    if not shared:
+        return None
+    views: dict[Any, Any] = {}
+    eqns: list[Any] = []
+    for place, eqn in enumerate(body.eqns):
+        if place in places and not shared.isdisjoint(_narrow(eqn)):
+            eqns += _viewed(eqn, views)
+        else:
+            eqns.append(eqn)
+    return eqns
+
+
+def _narrow(eqn: Any) -> set[Any]:
+    """Return the operands of a matmul that have dims of size 1."""
+    return {v for v in compat.variables(eqn.invars) if 1 in v.aval.shape}
+
+
+def _viewed(eqn: Any, views: dict[Any, Any]) -> list[Any]:
+    """Return the equations of a matmul on views of its operands, and those of missing views."""
+    made = []
+    for var in compat.variables(eqn.invars):
+        if var not in views:
+            views[var] = compat.squeezed_var(var) if 1 in var.aval.shape else var
+            if views[var] is not var:
+                made += inlining.inline(jnp.squeeze, [var], [views[var]], eqn)
+    operands = [v if compat.is_literal(v) else views[v] for v in eqn.invars]
+    matmul = functools.partial(_matmul, eqn)
+    return [*made, *inlining.inline(matmul, operands, eqn.outvars, eqn)]
+
+
+def _matmul(eqn: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Multiply operands that have lost their dims of size 1, into a result that has them."""
+    params = dict(eqn.params)
+    shapes = [v.aval.shape for v in eqn.invars]
+    params["dimension_numbers"] = tuple(
+        tuple(_renumbered(dims, shape) for dims, shape in zip(pair, shapes, strict=True))
+        for pair in params["dimension_numbers"]
+    )
+    return lax.reshape(lax.dot_general_p.bind(lhs, rhs, **params), eqn.outvars[0].aval.shape)
+
+
+def _renumbered(dims: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Number some dims of a shape as they are numbered without its dims of size 1."""
+    kept = [d for d, size in enumerate(shape) if size != 1]
+    return tuple(kept.index(d) for d in dims if d in kept)
