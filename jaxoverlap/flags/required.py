@@ -74,6 +74,8 @@ RINGS = (
 )
 _MOST_JOINED = 30 << 20  # bytes; XLA's default
 _SUMS_APART = "xla_gpu_all_reduce_combine_threshold_bytes"
+_MOST_MERGED_MIB = 64  # that a matmul reads and writes; XLA's default
+_MATMULS_APART = "xla_gpu_dot_merger_threshold_mb"
 
 
 def is_gpu(mesh: Mesh) -> bool:
@@ -82,7 +84,12 @@ def is_gpu(mesh: Mesh) -> bool:
 
 
 def options_for(
-    mesh: Mesh, *, rings: bool = True, parts: bool = False, least_sum: int | None = None
+    mesh: Mesh,
+    *,
+    rings: bool = True,
+    parts: bool = False,
+    least_sum: int | None = None,
+    least_matmul: int | None = None,
 ) -> dict[str, str]:
     """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
 
@@ -96,6 +103,9 @@ def options_for(
         least_sum: bytes of the smallest all-reduce that each part has for itself, as of the squares
             in a norm. XLA makes one of two if they are small together; that would let each part
             wait for the other, and then neither hides anything. Smaller ones it may join.
+        least_matmul: bytes that the smallest matmul of a part reads and writes on a device, of
+            those that share an operand with the other parts'. XLA makes one of two if one of them
+            is small; smaller ones than this it may join, as those of queries, keys and values.
 
     Returns:
         What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
@@ -110,5 +120,7 @@ def options_for(
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     if least_sum is not None:
         wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))
+    if least_matmul is not None and least_matmul < _MOST_MERGED_MIB << 20:
+        wanted[_MATMULS_APART] = str(max(least_matmul - 1, 0) >> 20)
     known = {n: v for n, v in wanted.items() if jits.accepts_option(n, v, mine)}
     return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

@@ -20,6 +20,8 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         mixing: the equations that mix the rows, with their source lines: parts are joined there.
         least_sum: bytes of the smallest all-reduce that each part has for itself; None if there is
             none.
+        least_matmul: bytes that the smallest matmul of a part reads and writes on one device, of
+            those whose parts share an operand; None if there is none.
         whole_s, step_s: seconds of the best way that does not cut the rows, and of the step in
             parts; None where no price is known, or nobody asked.
         why_not: why the rows are not cut; empty if they are.
@@ -31,6 +33,7 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unroll: int = 1
     mixing: tuple[str, ...] = ()
     least_sum: int | None = None
+    least_matmul: int | None = None
     whole_s: float | None = None
     step_s: float | None = None
     why_not: str = ""

@@ -59,7 +59,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 5  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 6  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,11 +15,13 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.halves.halve import Halved
+from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import Rows, rows_to_cut
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import pinnable, pinned
+from jaxoverlap.passes.rewriting.one_view import with_one_view
 from jaxoverlap.passes.rewriting.pin_results import is_even
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.simulation import hlo
@@ -58,14 +60,17 @@ def in_parts(
     if unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
     try:
-        picture = partitioned(traced, jaxpr, step.mesh, ask=False)
+        picture = partitioned(traced, with_one_view(jaxpr), step.mesh, ask=False)
     except RewriteError as error:
         return _left(laid, record, str(error))
     if why_not := changed(plain, picture):
         return _left(laid, record, why_not)
     picture = replace(picture, shardings=shardings)
-    least = min(_sums(picture) - _sums(laid.picture), default=None)
-    record = msgspec.structs.replace(record, least_sum=least)
+    record = msgspec.structs.replace(
+        record,
+        least_sum=min(_sums(picture) - _sums(laid.picture), default=None),
+        least_matmul=least_matmul(laid.jaxpr, jaxpr, shardings, parts, step.mesh.shape),
+    )
     return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
 
 

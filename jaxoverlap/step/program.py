@@ -231,6 +231,7 @@ def _xla_options(
         rings=bool(done.plan.decisions),
         parts=cut is not None,
         least_sum=cut and cut.least_sum,
+        least_matmul=cut and cut.least_matmul,
     )
     here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
     chosen = options.xla_options

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxoverlap.passes.analysis.jaxprs import bodies, dots
+from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
 
 
@@ -27,21 +27,30 @@ def shardings_of_parts(
         parts: the number of parts.
     """
     lies: dict[Any, Shardings] = {}
-    made = iter(dots(cut))
-    for dot in dots(jaxpr):
-        first = next(made)
-        of_it = [first]
-        if _shapes(first.eqn) != _shapes(dot.eqn):
-            of_it += [next(made) for _ in range(parts - 1)]
+    for dot, of_it in matmuls_of_parts(jaxpr, cut, parts):
         if dot.index in shardings:
             lies.update((part.index, shardings[dot.index]) for part in of_it)
-    assert next(made, None) is None, "the parts have matmuls that the step has not"
     sums = list(_scatter_adds(cut))  # inner jits are opened around them: the order may be another
     for key, shapes in _scatter_adds(jaxpr):
         whole = next((at for at, its in sums if its == shapes and at not in lies), None)
         if whole and key in shardings:
             lies[whole] = shardings[key]
     return lies
+
+
+def matmuls_of_parts(jaxpr: Any, cut: Any, parts: int) -> Iterator[tuple[Dot, list[Dot]]]:
+    """Yield each matmul of a step with those that the step in parts has for it: one, or one a part.
+
+    Args:
+        jaxpr, cut, parts: as for `shardings_of_parts`.
+    """
+    made = iter(dots(cut))
+    for dot in dots(jaxpr):
+        of_it = [next(made)]
+        if _shapes(of_it[0].eqn) != _shapes(dot.eqn):
+            of_it += [next(made) for _ in range(parts - 1)]
+        yield dot, of_it
+    assert next(made, None) is None, "the parts have matmuls that the step has not"
 
 
 def _scatter_adds(jaxpr: Any) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:

@@ -207,3 +207,15 @@ def test_parts_are_compiled_with_sums_of_their_own():
         for least in (1000, 1 << 30)
     }
     assert limits == {1000: "1999", 1 << 30: str(30 << 20)}
+
+
+@needs_plugin
+def test_small_matmuls_of_parts_are_not_merged():
+    """XLA merges matmuls of which one is below its threshold: that of parts is not."""
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"x": 8})
+    merged = "xla_gpu_dot_merger_threshold_mb"
+    at_most = {
+        least: options_for(mesh, rings=False, parts=True, least_matmul=least).get(merged)
+        for least in (None, 0, 1 << 20, (5 << 20) + 1, 64 << 20)
+    }
+    assert at_most == {None: None, 0: "0", 1 << 20: "0", (5 << 20) + 1: "5", 64 << 20: None}
