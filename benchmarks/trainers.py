@@ -4,8 +4,8 @@ python -m benchmarks.trainers                              # all four; about 15 
 python -m benchmarks.trainers --only moe --no-pods         # one, and only its losses
 
 For each trainer: the largest relative difference of the losses of 100 steps, plain and overlapped,
-on 8 devices simulated on a CPU, in float32 and in float64; and the audit of its step, at a pod's
-sizes, compiled for pods of 8 and of 64 H100s. Needs no GPU.
+on 8 devices simulated on a CPU, in float32 and in float64, with its rows whole and in halves; and
+the audit of its step, at a pod's sizes, compiled for pods of 8 and of 64 H100s. Needs no GPU.
 """
 
 import importlib
@@ -35,6 +35,7 @@ STEPS = ("plain", "overlapped")
 # Sums in another order round differently, and training lets that grow, most where it makes a
 # choice (models/moe.py). In float64 it stays tiny, which the error of a wrong ring would not.
 MOST = {"float32": 1e-4, "float64": 1e-10}
+HALVES = (None, 2)  # parts that the rows are cut in; None: by price, and so whole on CPUs
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 Row = dict[str, Any]
@@ -71,7 +72,7 @@ def main(
 
 def jobs(trainers: Any, steps: int, pods: bool) -> list[Row]:
     """List the jobs, one child process each."""
-    train = [dict(dtype=dtype, steps=steps) for dtype in MOST] if steps else []
+    train = [dict(dtype=d, steps=steps, halves=h) for d in MOST for h in HALVES] if steps else []
     compile = [dict(pod=pod, step=step) for pod in PODS for step in STEPS] if pods else []
     return [{"trainer": trainer, **job} for trainer in trainers for job in (*train, *compile)]
 
@@ -83,25 +84,33 @@ def child(job: Row) -> Row:
         sizes = zip(model.RECIPE.config.AXES, PODS[job["pod"]], strict=True)
         row = compile_step(model, job["pod"], dict(sizes), job["step"])
     else:
-        row = compare(model, job["dtype"], job["steps"])
+        row = compare(model, job["dtype"], job["steps"], job["halves"])
     return row | {
         "commit": commit(),
         "versions": {name: metadata.version(name) for name in VERSIONS},
     }
 
 
-def compare(model: Any, dtype: str, steps: int) -> Row:
+def compare(model: Any, dtype: str, steps: int, halves: int | None) -> Row:
     """Train both ways from one seed."""
     from models.trainer import train  # not where another jax is only compiled for
 
     jax.config.update("jax_enable_x64", dtype == "float64")
-    losses = []
+    losses, parts = [], 0
     for plain in (True, False):
-        config = model.RECIPE.config(dtype=dtype, param_dtype=dtype, steps=steps, plain=plain)
-        losses.append([row["loss"] for row in train(model.RECIPE, config).rows])
+        config = model.RECIPE.config(
+            dtype=dtype, param_dtype=dtype, steps=steps, plain=plain, halves=halves
+        )
+        trained = train(model.RECIPE, config)
+        losses.append([row["loss"] for row in trained.rows])
+        if not plain:
+            args = model.RECIPE.abstract_args(config, model.RECIPE.make_mesh(config))
+            cut = trained.step.explain(*args).cut
+            parts = cut.parts if cut else 0
     apart = [abs(b - a) / abs(a) for a, b in zip(*losses, strict=True)]
     return {
         "mesh": config.mesh,
+        "parts": parts,
         "first_loss": losses[0][0],
         "last_loss": losses[0][-1],
         "difference": max(apart),
@@ -113,12 +122,13 @@ def print_losses(rows: list[Row]) -> None:
     if not rows:
         return
     table = Table(title="losses of the plain and of the overlapped step, 8 devices on a CPU")
-    for name in ("trainer", "mesh", "dtype"):
+    for name in ("trainer", "mesh", "dtype", "rows"):
         table.add_column(name)
     for name in ("steps", "first loss", "last loss", "largest relative difference", "at step"):
         table.add_column(name, justify="right")
     for row in rows:
-        head = (row["trainer"], mesh_of(row), row["dtype"], str(row["steps"]))
+        rows_in = f"{row['parts']} parts" if row.get("parts") else "whole"
+        head = (row["trainer"], mesh_of(row), row["dtype"], rows_in, str(row["steps"]))
         if "error" in row:
             table.add_row(*head, row["error"])
             continue
@@ -160,6 +170,8 @@ def shortfalls(rows: list[Row]) -> list[str]:
             problems.append(f"{where}: {row['error']}")
         elif "dtype" in row and not row["difference"] <= MOST[row["dtype"]]:
             problems.append(f"{where}: losses differ by {row['difference']:.1e}")
+        elif "dtype" in row and row["parts"] != (row["halves"] or 0):
+            problems.append(f"{where}: {row['halves']} parts asked for, {row['parts']} cut")
     return problems
 
 

@@ -20,6 +20,7 @@ class Run:
 
     steps: Annotated[int, Option(help="Train to this many steps.")] = 100
     plain: Annotated[bool, Option("--plain", help="Run the step as it is written.")] = False
+    halves: Annotated[int | None, Option(help="Parts in which rows run; else by price.")] = None
     checkpoint: Annotated[Path | None, Option(help="Save here, and resume.")] = None
     save_every: Annotated[int, Option(help="Steps.")] = 50
     metrics: Annotated[Path | None, Option(help="Write JSON lines here.")] = None

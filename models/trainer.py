@@ -39,7 +39,7 @@ def train(recipe: Recipe, config: Run) -> Trained:
 
     step = recipe.make_step(config, mesh)
     if not config.plain:
-        step = jaxoverlap.overlap(step)
+        step = jaxoverlap.overlap(step, halves=config.halves or "auto")
 
     with Checkpoints(config) as checkpoints:
         state, start = checkpoints.restore(recipe.abstract_args(config, mesh)[0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
@@ -36,6 +37,7 @@ class StepContext:
         origin: what a plan for the step is made for.
         arguments: how each of its arguments lies; None where that is not known.
         outermost: whether it is called by itself, and not under `jax.grad`, `vmap` or `jit`.
+        answers: what was found out about it, by what was asked (`once`).
     """
 
     params: dict[str, Any]
@@ -47,6 +49,13 @@ class StepContext:
     origin: MadeFor
     arguments: tuple[Spec | None, ...]
     outermost: bool
+    answers: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once[T](self, question: Hashable, find: Callable[[], T]) -> T:
+        """Find something out the first time that it is asked: a tuner asks many times."""
+        if question not in self.answers:
+            self.answers[question] = find()
+        return self.answers[question]
 
     @property
     def explicit(self) -> tuple[str, ...]:

@@ -53,9 +53,25 @@ def in_parts(
     Returns:
         The step in parts; or as it was, with the reason, where its rows are not cut.
     """
+    question = ("in parts", id(laid.jaxpr), parts, unroll)
+    jaxpr, record, picture = step.once(
+        question, lambda: _in_parts(step, traced, plain, laid, parts, unroll)
+    )
+    return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+
+
+def _in_parts(
+    step: StepContext,
+    traced: jax.stages.Traced,
+    plain: Picture,
+    laid: LaidOut,
+    parts: int,
+    unroll: int,
+) -> tuple[Any, Halves, Picture]:
+    """Cut the rows as `in_parts` does; return the jaxpr, the record and the picture."""
     jaxpr, record = _cut(step, laid, parts, unroll)
     if record.why_not:
-        return replace(laid, halves=record)
+        return laid.jaxpr, record, laid.picture
     shardings = shardings_of_parts(laid.jaxpr, jaxpr, laid.picture.shardings, parts)
     if unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
@@ -71,7 +87,7 @@ def in_parts(
         least_sum=min(_sums(picture) - _sums(laid.picture), default=None),
         least_matmul=least_matmul(laid.jaxpr, jaxpr, shardings, parts, step.mesh.shape),
     )
-    return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+    return jaxpr, record, picture
 
 
 def _sums(picture: Picture) -> set[int]:
@@ -111,9 +127,9 @@ def fits(unrolled: Picture, cost: CostModel | None) -> bool:
     return estimated_peak_bytes(unrolled.module) * _UNROLLED <= cost.cluster.chip.memory_bytes
 
 
-def _left(laid: LaidOut, record: Halves, why_not: str) -> LaidOut:
+def _left(laid: LaidOut, record: Halves, why_not: str) -> tuple[Any, Halves, Picture]:
     """Return the step with whole rows, with the reason."""
-    return replace(laid, halves=msgspec.structs.replace(record, why_not=why_not))
+    return laid.jaxpr, msgspec.structs.replace(record, why_not=why_not), laid.picture
 
 
 def too_large(plain: Picture, picture: Picture) -> str:

@@ -105,9 +105,6 @@ class _Asker:
     def __init__(self, step: StepContext, traced: jax.stages.Traced, plain: Picture):
         self.step, self.plain, self._traced = step, plain, traced
         self._open = open_results(step.params, plain.results, step.mesh)
-        self._laid: dict[frozenset[Any], LaidOut] = {
-            frozenset(): LaidOut(self.laid_jaxpr({}), plain)
-        }
 
     def laid_jaxpr(self, pins: Pins, tables: Sequence[Tied] = ()) -> Any:
         """Return the step with pins, and tables gathered; its results lie as in the plain one."""
@@ -117,10 +114,14 @@ class _Asker:
 
     def laid_out(self, pins: Pins, tables: Sequence[Tied] = ()) -> LaidOut:
         """Lay out the step, and ask how the operands and results of its matmuls lie then."""
-        if (key := frozenset((*pins.items(), *tables))) not in self._laid:
+
+        def laid_out() -> LaidOut:
             jaxpr = self.laid_jaxpr(pins, tables)
-            self._laid[key] = LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
-        return self._laid[key]
+            if not (pins or tables):
+                return LaidOut(jaxpr, self.plain)
+            return LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
+
+        return self.step.once(("laid out", frozenset((*pins.items(), *tables))), laid_out)
 
     def answer(self, pins: Pins, cost: CostModel, tables: Sequence[Tied] = ()) -> Answer:
         """Partition the step laid out, and estimate it; XLA may refuse some pins."""

@@ -48,9 +48,20 @@ class PassResult:
 
 
 def run_passes(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
+    jitted: Any,
+    call: jits.Call,
+    args: tuple,
+    kwargs: dict,
+    options: Options,
+    step: StepContext | None = None,
 ) -> PassResult:
     """Rewrite a step for arguments like these.
+
+    Args:
+        jitted: the jitted step.
+        call, args, kwargs: its call with such arguments.
+        options: what was asked for.
+        step: its facts, where `prepare` has gathered them for options that differ in no fact.
 
     Raises:
         NoMeshError: if the step has no mesh.
@@ -59,7 +70,7 @@ def run_passes(
         RewriteError: if a pass fails.
         DisagreementError: as `prepare`.
     """
-    step = prepare(call, options)
+    step = step or prepare(call, options)
     if options.plan and options.plan.plain:
         jaxpr = call.params["jaxpr"]
         return PassResult(options.plan, jaxpr, step.mesh, step.cluster, step.cost)

@@ -88,7 +88,7 @@ def overlapped(
     """
     if traced is None:
         return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
-    plain = partitioned(traced, step.jaxpr, step.mesh)
+    plain = step.once("plain", lambda: partitioned(traced, step.jaxpr, step.mesh))
 
     timed: _Timed = {}
 

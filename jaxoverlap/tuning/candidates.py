@@ -20,6 +20,7 @@ from jaxoverlap.tuning.lagom.granularity import GranularityModel
 PLAIN = "plain"  # the step as it is, by XLA's defaults
 RULES = "rules"  # what overlap() does unasked
 _SLACK = 0.05
+_CUTS = ((2, 1), (2, 2), (2, 4), (4, 1))  # parts of the rows, and steps of a scan in one body
 # XLA's own thresholds merge small collectives: fewer launches, and fewer that hide.
 _MERGES = (
     "xla_gpu_all_gather_combine_threshold_bytes",
@@ -45,11 +46,13 @@ class Candidate:
         name: a description in words.
         options: the options of the rewrite; None for the step as it is.
         changes: the rings that differ from those of the candidate that it was made from.
+        step_s: its estimated seconds, where they are known already.
     """
 
     name: str
     options: Options | None
     changes: Mapping[int, Variant]
+    step_s: float | None = None
 
 
 def seeds(
@@ -73,7 +76,7 @@ def seeds(
     ]
     none = dict.fromkeys((d.site for d in rules.decisions), Variant("plain"))
     for_all_rings += [Candidate("no rings", replace(base, choices=none), {})] if none else []
-    if rules.prefetched:
+    if rules.prefetched and not rules.cut:
         for_all_rings.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
     dear = [s for s in rules.skips if s.left_plain]
     others = list(_others(base, [s.site for s in dear]))
@@ -160,17 +163,24 @@ def with_rows_of(base: Options, plan: Plan) -> Options:
 
 
 def rows(base: Options, rules: Plan) -> list[Candidate]:
-    """List the candidate whose rows are whole where those of the rules are cut, or in halves.
+    """List candidates whose rows are cut in another way than those of the rules.
 
     Args:
         base: the options of the rules, with rows as their plan has them.
         rules: the plan; it has a price of halves if the rows can be cut.
     """
-    if base.halves is not None:
-        return [Candidate("whole rows", replace(base, halves=None, unroll=1), {})]
     if rules.halves is None or rules.halves.step_s is None:
         return []
-    return [Candidate("halves", replace(base, halves=2, rings=False), {})]
+    candidates = []
+    if rules.cut:
+        whole = replace(base, halves=None, unroll=1)
+        candidates.append(Candidate("whole rows", whole, {}, rules.halves.whole_s))
+    for parts, unroll in _CUTS:
+        if (parts, unroll) != (base.halves, base.unroll):
+            name = f"{parts} parts" + (f", unrolled {unroll} times" if unroll > 1 else "")
+            cut = replace(base, halves=parts, unroll=unroll, rings=False)
+            candidates.append(Candidate(name, cut, {}))
+    return candidates
 
 
 def said(base: Options, plan: Plan) -> Options:

@@ -7,10 +7,10 @@ smallest H first, each ring for itself, so that compiles grow with the number of
 that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's granularity is a
 setting like channels is ours). Moves that help are put together and tried again. What is compiled
 is compiled in a child process (`trial.py`) and simulated; the step as it is is one of them, so a
-plan is never slower than plain by simulation. Of the moves XLA's partitioner is asked first
-(`passes/scheduling/estimate.py`), about many while children compile; those that it finds slower
-than the best so far are not compiled. Nothing is random: what ends early by its budget is a prefix
-of what would have been tried.
+plan is never slower than plain by simulation. XLA's partitioner is asked first about whole plans
+and moves (`passes/scheduling/estimate.py`), about many while children compile; those that it finds
+slower than the best so far are not compiled. Nothing is random: what ends early by its budget is a
+prefix of what would have been tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,7 +52,8 @@ MOST_MEMORY = 1.15  # times the plain step's: a plan that needs more is not take
 
 
 _AHEAD = 8  # moves that XLA is asked about for each that is compiled, if there is time
-_SLOWER = 1.01  # times the best one's estimate: what takes longer is not compiled
+_SLOWER = 1.01  # times the best one's estimate: a move that takes longer is not compiled
+_UNSURE = 1.05  # the same for whole plans, whose estimates err more beside each other
 _MOST_WORKERS = 8  # a compile takes gigabytes of memory
 
 
@@ -147,9 +148,12 @@ class Search:
             rules = self.tried[1] = replace(rules, candidate=explicit)
             known = rules.result if isinstance(rules.result, Trial) else None
             model = self.model(rules) if known else model
-            self._try([*seeds(self.base, plan, known, model.plans(_PLANS)), *rows(self.base, plan)])
+            whole = [*seeds(self.base, plan, known, model.plans(_PLANS)), *rows(self.base, plan)]
+            after = moves(explicit, plan, known, (), model) if known else []
+            looks = self._looking(after)
+            self._try(self._worth_compiling(explicit, whole), meanwhile=looks)
             for candidate, plan in self._fastest_plans():
-                self._try(settings(candidate, plan))
+                self._try(settings(candidate, plan), meanwhile=looks)
         cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
         self.complete = self._refine(model) and not cut and time.monotonic() < self.deadline
         return self.best
@@ -178,11 +182,29 @@ class Search:
             if not batch:
                 return True
             seen |= {(site, str(way)) for c in batch for site, way in c.changes.items()}
-            rest = iter([c for c in following if c not in batch][: _AHEAD * self.workers])
-            tried = self._try(batch, meanwhile=lambda rest=rest: self._looks_on(rest))
+            looks = self._looking([c for c in following if c not in batch])
+            tried = self._try(batch, meanwhile=looks)
             better = [t for t in tried if self._key(t) < self._key(best)]
             if len(better) > 1:
                 self._try([_together(best.candidate, better)])
+
+    def _worth_compiling(self, at: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates that may be the fastest by estimate, the fastest first.
+
+        Those without an estimate come last: only a compile can tell.
+
+        Args:
+            at: the rules' own, which the others are held against.
+            candidates: the candidates, all of which are looked at if there is time.
+        """
+        estimated = [(self._look(at), at)]
+        for candidate in candidates:
+            if time.monotonic() >= self.deadline:
+                break
+            estimated.append((self._look(candidate), candidate))
+        least_s = min((s for s, _ in estimated if s), default=math.inf)
+        near = [(s or math.inf, c) for s, c in estimated[1:] if not s or s <= least_s * _UNSURE]
+        return [c for _, c in sorted(near, key=lambda one: one[0])]
 
     def _promising(
         self, at: Candidate, following: Sequence[Candidate], seen: set[tuple[int, str]]
@@ -211,19 +233,24 @@ class Search:
         if key not in self.looked:
             assert candidate.options is not None
             try:
-                step_s = self.look(candidate.options)
+                step_s = candidate.step_s or self.look(candidate.options)
             except RewriteError:
                 step_s = None
             self.looked[key] = Looked(candidate, step_s)
         return self.looked[key].step_s
 
-    def _looks_on(self, rest: Iterator[Candidate]) -> bool:
-        """Look at the next of some candidates; False if there is none, or no time."""
-        candidate = next(rest, None)
-        if candidate is None or time.monotonic() >= self.deadline:
-            return False
-        self._look(candidate)
-        return True
+    def _looking(self, candidates: Sequence[Candidate]) -> Callable[[], bool]:
+        """Return what looks at the next of some candidates; False if there is none, or no time."""
+        rest = iter(candidates[: _AHEAD * self.workers])
+
+        def look() -> bool:
+            candidate = next(rest, None)
+            if candidate is None or time.monotonic() >= self.deadline:
+                return False
+            self._look(candidate)
+            return True
+
+        return look
 
     def _try(
         self,

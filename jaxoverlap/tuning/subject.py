@@ -90,7 +90,7 @@ def subject_of(
         return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
 
     def look(options: Options) -> float | None:
-        return run_passes(jitted, call, args, kwargs, options).step_s
+        return run_passes(jitted, call, args, kwargs, options, start).step_s
 
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)

@@ -5,18 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replaced
 
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Failure, Trial, Waited
 from jaxoverlap.tuning import search as the_search
-from jaxoverlap.tuning.candidates import PLAIN, RULES, Candidate, exposed_s, moves, seeds, settings
+from jaxoverlap.tuning.candidates import (
+    PLAIN,
+    RULES,
+    Candidate,
+    exposed_s,
+    moves,
+    rows,
+    seeds,
+    settings,
+)
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.search import Search
 from jaxoverlap.tuning.subject import Ready
@@ -221,6 +233,58 @@ def test_seeds_for_what_nothing_waits_for_come_last():
         given = {n: getattr(trial(1.0), n) for n in Trial.__struct_fields__} | {"waited": (own,)}
         order = [c.name for c in seeds(BASE, rules, Trial(**given))]
         assert order[0] == first and len(order) == 4
+
+
+HALVES = Halves(parts=2, unroll=2, whole_s=8.0, step_s=7.0)
+
+
+@pytest.mark.parametrize(
+    ("halves", "base", "expected"),
+    [
+        (None, BASE, {}),
+        (Halves(parts=2, why_not="mesh axes tp are explicit"), BASE, {}),
+        (
+            HALVES,
+            replace(BASE, halves=2, unroll=2),
+            {
+                "whole rows": 8.0,
+                "2 parts": None,
+                "2 parts, unrolled 4 times": None,
+                "4 parts": None,
+            },
+        ),
+        (
+            Halves(parts=2, whole_s=7.0, step_s=8.0, why_not="the step is faster with whole rows"),
+            replace(BASE, halves=None),
+            {n: None for n in ("2 parts", "2 parts, unrolled 2 times", "4 parts")}
+            | {"2 parts, unrolled 4 times": None},
+        ),
+    ],
+)
+def test_rows_are_cut_in_other_ways_where_they_can_be(halves, base, expected):
+    candidates = rows(base, plan(ring(1), halves=halves))
+    assert {c.name: c.step_s for c in candidates} == expected
+    assert all(c.options and c.options != base for c in candidates)
+
+
+def test_whole_plans_are_compiled_only_where_they_may_be_the_fastest(tmp_path):
+    def look(options: Options) -> float | None:
+        return {None: 8.0, 2: 7.0, 4: 7.2}[options.halves] + (options.unroll == 4)
+
+    step = Step({1: WAYS})
+    of_rules = step.lower
+
+    def lower(options: Options | None) -> Any:
+        ready = of_rules(options)
+        return replace(ready, plan=replaced(ready.plan, halves=HALVES)) if ready.plan else ready
+
+    searcher = search(lower, tmp_path)
+    searcher.look = look
+    searcher.run()
+    assert {"2 parts", "4 parts", "no rings"} <= {*names(searcher)}
+    assert not {"whole rows", "2 parts, unrolled 4 times"} & {*names(searcher)}
+    looked = {one.candidate.name: one.step_s for one in searcher.looked.values()}
+    assert looked["whole rows"] == 8.0 and looked["2 parts, unrolled 4 times"] == 8.0
 
 
 def test_the_models_plans_are_tried_before_others():
