@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.least_matmul import least_matmul
@@ -21,6 +22,7 @@ from jaxoverlap.passes.halves.start import Rows, rows_to_cut
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import pinnable, pinned
+from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.one_view import with_one_view
 from jaxoverlap.passes.rewriting.pin_results import is_even
 from jaxoverlap.plan.halves import Halves
@@ -30,6 +32,7 @@ from jaxoverlap.step.layouts import LaidOut, changed, described, examples
 
 _UNROLLED = 1.3  # times the memory that is estimated for unrolled scans
 _MEMORY = 1.15  # times the memory that the plain step needs, by estimate
+_MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
 
 
 def in_parts(
@@ -58,6 +61,19 @@ def in_parts(
         question, lambda: _in_parts(step, traced, plain, laid, parts, unroll)
     )
     return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+
+
+def safe_terms(step: StepContext, laid: LaidOut, terms: Terms) -> Terms:
+    """Return terms without rings where XLA:CPU would mix up those of two parts.
+
+    It starts a loop, and then what sends beside it, before or after the loop's own collectives: on
+    each device as it comes (docs/upstream.md). Rings share one channel, and so get wrong values.
+    """
+    on_cpus = step.mesh.devices.flat[0].platform == "cpu"
+    if not (laid.is_cut and on_cpus and has_nested_loops(laid.jaxpr)):
+        return terms
+    rejected = dict.fromkeys((dot.index for dot in dots(laid.jaxpr)), _MIXED_UP)
+    return replace(terms, requests=replace(terms.requests, rejected=rejected))
 
 
 def _in_parts(

@@ -43,7 +43,7 @@ from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.halves import fits, in_parts, too_large
+from jaxoverlap.step.halves import fits, in_parts, safe_terms, too_large
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
 
@@ -98,6 +98,7 @@ def overlapped(
     laid = lay_out(step, traced, plain, options, lambda laid: ways_of(laid).soonest_s())
     if isinstance(options.halves, int):
         laid = in_parts(step, traced, plain, laid, options.halves, options.unroll)
+        terms = safe_terms(step, laid, terms)
         if options.plan and laid.halves and not laid.is_cut:  # its sites are those of all parts
             raise UserError(
                 f"the plan cannot be followed on {step.params['name']}, whose rows it has in "

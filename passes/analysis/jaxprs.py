@@ -158,6 +158,22 @@ def dots(jaxpr: Any) -> tuple[Dot, ...]:
     return tuple(sorted(every_dot, key=lambda dot: dot.index))
 
 
+def has_nested_loops(jaxpr: Any, around: bool = False) -> bool:
+    """Return whether a jaxpr has a loop with a matmul in a loop.
+
+    Args:
+        jaxpr: the jaxpr.
+        around: whether it is itself in a loop.
+    """
+    for eqn in jaxpr.eqns:
+        loop = eqn.primitive.name in ("scan", "while")
+        if loop and around and has_matmul(eqn):
+            return True
+        if any(has_nested_loops(body, around or loop) for body in compat.jaxprs_in(eqn)):
+            return True
+    return False
+
+
 _MOVES = frozenset(
     {
         "convert_element_type",

@@ -187,3 +187,35 @@ def test_explicit_meshes_keep_their_rows_whole():
     with jax.set_mesh(mesh):
         plan = jaxoverlap.overlap(jax.jit(step), halves=2).explain(*args)
     assert plan.halves.why_not == "mesh axes fsdp, tp are explicit"
+
+
+def test_parts_get_no_rings_on_cpus_where_loops_are_nested():
+    """XLA:CPU would exchange the wrong values: docs/upstream.md."""
+    mesh = cpu_mesh()
+
+    def at(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    def layer(x, w):
+        heads = jax.lax.map(lambda head: jnp.tanh(x @ head), w)
+        return x + jax.lax.with_sharding_constraint(heads.sum(0), at("fsdp", "tp")), None
+
+    def nested(x, ws):
+        return jnp.square(jax.lax.scan(layer, x, ws)[0]).mean()
+
+    def flat(x, ws):
+        return jnp.square(layer(x, ws[0])[0]).mean()
+
+    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=at("fsdp", "tp"))
+    ws = jax.ShapeDtypeStruct((2, 2, 64, 64), jnp.float32, sharding=at(None, None, "tp", None))
+
+    def plan_of(fn, halves):
+        return jaxoverlap.overlap(jax.jit(fn), halves=halves).explain(x, ws)
+
+    assert plan_of(nested, None).decisions
+    cut = plan_of(nested, 2)
+    assert cut.cut and not cut.decisions
+    assert {skip.reason for skip in cut.skips} == {
+        "left plain: XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
+    }
+    assert plan_of(flat, 2).cut and plan_of(flat, 2).decisions
