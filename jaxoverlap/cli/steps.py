@@ -32,12 +32,12 @@ def explain(
 ) -> int:
     """What becomes of each matmul of a step, and why; compiles nothing.
 
-    Exit code 1 if nothing becomes a ring.
+    Exit code 1 if nothing changes: no ring, no parts of the rows, no pinned layout.
     """
     of = target(step, with_processes(pod, processes), axes)
     plan = of.overlapped.explain(*of.args)
     say(plan.to_json() if json else str(plan))
-    return OK if plan.decisions else NO
+    return OK if any(plan.changes) else NO
 
 
 @command
