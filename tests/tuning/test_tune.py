@@ -75,13 +75,19 @@ class TestPods:
         assert "plain" in (shown := capfd.readouterr().err) and "rules" in shown
 
     def test_a_damaged_plan_is_made_anew(self, plan_and_cache):
-        plan, cache = plan_and_cache
-        for path in (cache / "plans").iterdir():
+        """How far a search gets in its budget differs from run to run; what it keeps is whole."""
+        _, cache = plan_and_cache
+        for path in (kept := list((cache / "plans").iterdir())):
             path.write_bytes(path.read_bytes()[:-40])
-        assert tuned(cache).entries == plan.entries
+        damaged = {path: path.read_bytes() for path in kept}
+        anew = tuned(cache)
+        assert anew.predictions.step_s <= anew.predictions.plain_step_s
+        assert all(path.read_bytes() != damaged[path] for path in kept)
+        assert tuned(cache) == anew
 
     def test_overlap_tunes_at_the_first_call(self, plan_and_cache):
-        plan, cache = plan_and_cache
+        _, cache = plan_and_cache
+        plan = tuned(cache)
         step, args = megatron(jaxoverlap.pod_mesh(POD, {"tp": 8}))
         tuning = jaxoverlap.Tuning(budget_s=5, show=False, cache=str(cache))
         lowered = jaxoverlap.overlap(step, cluster=POD, tune=tuning).lower(*args)
