@@ -20,7 +20,7 @@ from typing import Any
 from jax import Array, lax
 
 from jaxoverlap._jax import compat, inlining
-from jaxoverlap.passes.halves.own_names import OwnNames
+from jaxoverlap.passes.halves.own_names import OwnNames, own_slices
 from jaxoverlap.passes.halves.rows import Cut, Followed, follow
 
 _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
@@ -165,15 +165,22 @@ class Halved:
         counts = count(given[:num_consts]), count(given[num_consts:first])
         invars = body.flat(eqn.invars, outer, eqn)
         scan = compat.new_scan(eqn, new, counts, invars, body.made(eqn.outvars, results))
-        body.eqns.append(self._unrolled(scan))
+        has_rows = [d is not None for d in given[first:] for _ in range(1 if d is None else parts)]
+        body.eqns.append(self._unrolled(scan, has_rows))
         return True
 
-    def _unrolled(self, scan: Any) -> Any:
-        """Unroll a scan that the user has not, and that has no other inside."""
-        length, unroll = scan.params["length"], scan.params["unroll"]
-        if unroll != 1 or length % self._unroll or _has_scan(scan.params["jaxpr"]):
+    def _unrolled(self, scan: Any, has_rows: Sequence[bool]) -> Any:
+        """Unroll a scan that the user has not, and that has no other inside.
+
+        Args:
+            scan: the scan, in parts.
+            has_rows: of each operand that it scans over, whether it holds rows.
+        """
+        length, unroll, inner = (scan.params[name] for name in ("length", "unroll", "jaxpr"))
+        if unroll != 1 or length % self._unroll or _has_scan(inner):
             return scan
-        return scan.replace(params={**scan.params, "unroll": self._unroll})
+        apart = own_slices(inner, has_rows, scan)
+        return scan.replace(params={**scan.params, "unroll": self._unroll, "jaxpr": apart})
 
     def _tried(self, jaxpr: Any, around: Any, given: Dims) -> Dims:
         """Run a body on parts only to see where the rows of its results lie."""

@@ -8,11 +8,13 @@ Where element-wise kernels of two parts read one value, XLA makes them one kerne
 whose output waits for both parts: they would go in lockstep, and hide nothing. A value with another
 name is another one to XLA. Small values and masks are written out for that. A mask that was
 broadcast to the rows is made again for each part, of what was broadcast. Matmuls of all parts read
-one value: their weights would be gathered twice.
+one value: their weights would be gathered twice. The steps of an unrolled scan get names of their
+own for the rows that they read, for the same reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,9 +102,7 @@ class OwnNames:
             return whole
         if (whole, part) not in self._names:
             another = compat.like_var(whole)
-            self._eqns += inlining.inline(
-                lambda x: [lax.optimization_barrier(x)], [whole], [another], like, alike=("name",)
-            )
+            self._eqns += _another_name(whole, another, like)
             self._names[whole, part] = another
         return self._names[whole, part]
 
@@ -118,3 +118,32 @@ def _broadcasts(eqn: Any, dim: int) -> bool:
 def _contracts(eqn: Any) -> bool:
     """Return whether an equation is a matmul, and no product of elements that is written as one."""
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][0][0])
+
+
+def own_slices(jaxpr: Any, has_rows: Sequence[bool], like: Any) -> Any:
+    """Give the rows that each step of an unrolled scan reads a name of their own.
+
+    The steps of one body read slices of one stacked value, and XLA makes their first kernels one,
+    which waits for what comes before it in each step. So the backward pass would recompute all
+    these steps before it goes back through the last, and keep all that they made.
+
+    Args:
+        jaxpr: the scan's body.
+        has_rows: of each of its last operands, those that are scanned over, whether it holds rows.
+        like: the scan.
+    """
+    first = len(jaxpr.invars) - len(has_rows)
+    invars, named = list(jaxpr.invars), list[Any]()
+    for place, var in enumerate(jaxpr.invars[first:], first):
+        if has_rows[place - first]:
+            invars[place] = compat.like_var(var)
+            named += _another_name(invars[place], var, like)
+    made = compat.with_binders(jaxpr, invars, jaxpr.outvars)
+    return made.replace(eqns=[*named, *jaxpr.eqns])
+
+
+def _another_name(atom: Any, name: Any, like: Any) -> list[Any]:
+    """Return the equations that give a value another name, which is another value to XLA."""
+    return inlining.inline(
+        lambda x: [lax.optimization_barrier(x)], [atom], [name], like, alike=("name",)
+    )

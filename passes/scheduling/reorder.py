@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,10 @@ from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import ModuleCosts
 
 SAME = 1e-4  # relative: predictions that differ by less do not tell two orders apart
-_LEADS = (1.0, 2.0, 8.0, float("inf"))
+_LEADS = (1.0, 2.0, 8.0, math.inf)
+_LEAN: tuple[Turn, ...] = ("path", "feed", "wait")  # turns that a lower ceiling makes need less
+_LOWER = (0.85, 0.7, 0.55, 0.45)  # of the ceiling
+_MEMORY = 0.01  # of its time: what an order may take longer for all the memory that is allowed
 _NAMES = re.compile(r"%?([\w.\-]+)")
 
 
@@ -149,22 +153,31 @@ def best(
 ) -> tuple[Sequence[int], OrderOutcome]:
     """Choose the fastest of XLA's order and those of some rules that stay under the ceiling.
 
-    Of those that are equally fast, the one with most collectives beside a matmul; then that of
-    least memory; then XLA's. In what comes out, a collective that only other kernels hide starts
-    before a matmul already, where that costs no time. One that no kernel hides
-    stands where XLA will put it, or before what it would wait for there (`synchronous.py`).
+    One that needs less memory may be slower by as much as that is worth (`_MEMORY`). Of those that
+    are equally good, the one with most collectives beside a matmul; then that of least memory; then
+    XLA's. In what comes out, a collective that only other kernels hide starts before a matmul
+    already, where that costs no time. One that no kernel hides stands where XLA will put it, or
+    before what it would wait for there (`synchronous.py`).
     """
     xla = range(len(problem.tasks))
     orders: list[_Ordered] = [(xla, order_outcome(problem, as_compiled(problem, xla)))]
     lanes = sorted({task.flight.lane for task in problem.tasks if task.flight})
     for turn in get_args(Turn):
-        for leads in itertools.product(_LEADS, repeat=len(lanes)):
-            rule = Rule(dict(zip(lanes, leads, strict=True)), turn, in_flight, ceiling_bytes)
-            orders += _compiled(problem, list_schedule(problem, rule))
+        several = [
+            Rule(dict(zip(lanes, leads, strict=True)), turn, in_flight, ceiling_bytes)
+            for leads in itertools.product(_LEADS, repeat=len(lanes))
+        ]
+        by_rule = [list(_compiled(problem, list_schedule(problem, rule))) for rule in several]
+        orders += itertools.chain(*by_rule)
+        fastest = min(range(len(several)), key=lambda at: min(o.seconds for _, o in by_rule[at]))
+        if turn in _LEAN:
+            orders += _in_less_memory(problem, several[fastest])
     unit = orders[0][1].seconds * SAME or 1.0
 
     def cost(one: _Ordered) -> tuple[int, int, int]:
-        return round(one[1].seconds / unit), len(one[1].bare), one[1].peak_bytes
+        outcome = one[1]
+        worth = 1 + _MEMORY * outcome.peak_bytes / ceiling_bytes if ceiling_bytes else 1
+        return round(outcome.seconds * worth / unit), len(outcome.bare), outcome.peak_bytes
 
     def cheapest(several: Sequence[_Ordered]) -> _Ordered:
         allowed = [one for one in several if one[1].peak_bytes <= ceiling_bytes]
@@ -176,6 +189,18 @@ def best(
         if on_the_way(problem, order) <= in_flight:
             chosen = cheapest([chosen, *_compiled(problem, order)])
     return chosen
+
+
+def _in_less_memory(problem: Problem, rule: Rule) -> Iterator[_Ordered]:
+    """Yield orders under lower ceilings, by a rule and by one whose starts are all due at once.
+
+    What a ceiling holds back is mostly what could run much earlier than it is needed, as the
+    recomputed values of the next layers, whose turn then comes when those before are done with.
+    """
+    for leads in (rule.leads, dict.fromkeys(rule.leads, math.inf)):
+        for share in _LOWER:
+            lower = replace(rule, leads=leads, ceiling_bytes=int(share * rule.ceiling_bytes))
+            yield from _compiled(problem, list_schedule(problem, lower))
 
 
 def _compiled(problem: Problem, order: Sequence[int]) -> Iterator[_Ordered]:

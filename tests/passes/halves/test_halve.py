@@ -68,6 +68,18 @@ def test_scans_are_unrolled_where_their_length_allows_it():
     assert [e.params["unroll"] for e in done.jaxpr.eqns if e.primitive.name == "scan"] == [1, 1]
 
 
+def test_each_step_of_an_unrolled_scan_reads_rows_by_a_name_of_its_own():
+    """XLA would make one kernel of what all steps of a body first do with a stacked value."""
+    _, done = halved(step, arguments(), (B, S), unroll=2)
+    _, backward = (e for e in done.jaxpr.eqns if e.primitive.name == "scan")
+    body = backward.params["jaxpr"]
+    rows = [v for v in body.invars if v.aval.ndim > 2 and v.aval.shape[1] == S]
+    carry = sum(compat.scan_counts(backward))
+    scanned = [v for v in rows if v in body.invars[carry:]]
+    readers = [{e.primitive.name for e in body.eqns if v in e.invars} for v in scanned]
+    assert scanned and all(names == {"optimization_barrier"} for names in readers)
+
+
 def test_the_rows_of_micro_batches_are_cut_inside_their_scan():
     args = arguments(2 * B)
     jaxpr, done = halved(accumulating, args, (B, S))

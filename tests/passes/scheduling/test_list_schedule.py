@@ -238,6 +238,33 @@ def test_memory_that_does_not_fit_waits():
     assert order_outcome(problem, bound).peak_bytes <= 20 and is_order(problem, bound)
 
 
+def two_large_values(sum_s: float, *summed: int) -> Problem:
+    """Two large values, each with a kernel that reads it, and a sum that one or both set off."""
+    tasks = (
+        Task((), 1, holds=(0,)),
+        Task((), 1, holds=(1,)),
+        Task((0,), 1, holds=(0,)),
+        Task((1,), 1, holds=(1,)),
+        start(sum_s, *summed),
+        done(4),
+        Task((5,), 1),
+    )
+    return Problem(tasks, (10, 10))
+
+
+def test_of_equally_fast_orders_one_that_needs_less_memory_is_found():
+    order, outcome = best(two_large_values(0.5, 1), 22, 8)
+    assert outcome.seconds == 5 and outcome.peak_bytes == 10
+    assert order.index(2) < order.index(1) or order.index(3) < order.index(0)
+
+
+def test_less_memory_is_not_worth_a_wait():
+    """The sum hides behind the kernels that read both values, if both are made before."""
+    order, outcome = best(two_large_values(2, 0, 1), 22, 8)
+    assert outcome.seconds == 5 and outcome.peak_bytes == 20
+    assert order.index(4) < min(order.index(2), order.index(3))
+
+
 @pytest.mark.parametrize("lanes, seconds", [(("a", "a"), 10), (("a", "b"), 5)])
 def test_a_lane_carries_one_collective_at_a_time(lanes: tuple[str, str], seconds: float):
     problem = of(*(start(5, lane=lane) for lane in lanes), done(0), done(1))
