@@ -1,6 +1,6 @@
 """Do the trainers learn the same with overlap, and how much of their communication hides?
 
-python -m benchmarks.trainers                              # all four; about 15 minutes on 2 cores
+python -m benchmarks.trainers                              # all four; about 25 minutes on 2 cores
 python -m benchmarks.trainers --only moe --no-pods         # one, and only its losses
 
 For each trainer: the largest relative difference of the losses of 100 steps, plain and overlapped,
@@ -96,16 +96,15 @@ def compare(model: Any, dtype: str, steps: int, halves: int | None) -> Row:
     from models.trainer import train  # not where another jax is only compiled for
 
     jax.config.update("jax_enable_x64", dtype == "float64")
-    losses, record = [], None
+    losses = []
     for plain in (True, False):
         config = model.RECIPE.config(
             dtype=dtype, param_dtype=dtype, steps=steps, plain=plain, halves=halves
         )
         trained = train(model.RECIPE, config)
         losses.append([row["loss"] for row in trained.rows])
-        if not plain:
-            args = model.RECIPE.abstract_args(config, model.RECIPE.make_mesh(config))
-            record = trained.step.explain(*args).halves
+    args = model.RECIPE.abstract_args(config, model.RECIPE.make_mesh(config))
+    record = trained.step.explain(*args).halves
     apart = [abs(b - a) / abs(a) for a, b in zip(*losses, strict=True)]
     return {
         "mesh": config.mesh,
@@ -126,15 +125,18 @@ def print_losses(rows: list[Row]) -> None:
         table.add_column(name)
     for name in ("steps", "first loss", "last loss", "largest relative difference", "at step"):
         table.add_column(name, justify="right")
+    left: list[str] = []
     for row in rows:
         rows_in = f"{row['parts']} parts" if row.get("parts") else "whole"
         head = (row["trainer"], mesh_of(row), row["dtype"], rows_in, str(row["steps"]))
         if "error" in row:
             table.add_row(*head, row["error"])
             continue
+        if row.get("why_not"):
+            left.append(f"{row['trainer']}: not in {row['halves']} parts: {row['why_not']}")
         numbers = (f"{row['first_loss']:.4f}", f"{row['last_loss']:.4f}")
         table.add_row(*head, *numbers, f"{row['difference']:.1e}", str(row["at_step"]))
-    console.print(table)
+    console.print(table, *dict.fromkeys(left), sep="\n")
 
 
 def print_pods(rows: list[Row]) -> None:
@@ -170,8 +172,6 @@ def shortfalls(rows: list[Row]) -> list[str]:
             problems.append(f"{where}: {row['error']}")
         elif "dtype" in row and not row["difference"] <= MOST[row["dtype"]]:
             problems.append(f"{where}: losses differ by {row['difference']:.1e}")
-        elif row.get("why_not"):
-            console.print(f"{where}: not in {row['halves']} parts: {row['why_not']}")
     return problems
 
 

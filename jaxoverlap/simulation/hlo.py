@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.kernels import array_bytes
@@ -124,6 +125,15 @@ class Module:
         if match := _SOURCE.search(instruction.line):
             return f"{_short(match.group(1))}:{match.group(2) or 0}"
         return ""
+
+
+def users(body: Sequence[Instruction]) -> dict[str, list[Instruction]]:
+    """Return the instructions of a body that read each value, by its name; each of them once."""
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for instruction in body:
+        for name in {operand.partition("#")[0] for operand in instruction.operands}:
+            users[name].append(instruction)
+    return users
 
 
 def parse(text: str) -> Module:

@@ -14,6 +14,7 @@ from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
+from jaxoverlap.passes.analysis.mesh import is_cpu
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.least_matmul import least_matmul
@@ -57,10 +58,8 @@ def in_parts(
         The step in parts; or as it was, with the reason, where its rows are not cut.
     """
     question = ("in parts", id(laid.jaxpr), parts, unroll)
-    jaxpr, record, picture = step.once(
-        question, lambda: _in_parts(step, traced, plain, laid, parts, unroll)
-    )
-    return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+    cut = step.once(question, lambda: _in_parts(step, traced, plain, laid, parts, unroll))
+    return replace(cut, layouts=laid.layouts)
 
 
 def safe_terms(step: StepContext, laid: LaidOut, terms: Terms) -> Terms:
@@ -69,8 +68,7 @@ def safe_terms(step: StepContext, laid: LaidOut, terms: Terms) -> Terms:
     It starts a loop, and then what sends beside it, before or after the loop's own collectives: on
     each device as it comes (docs/upstream.md). Rings share one channel, and so get wrong values.
     """
-    on_cpus = step.mesh.devices.flat[0].platform == "cpu"
-    if not (laid.is_cut and on_cpus and has_nested_loops(laid.jaxpr)):
+    if not (laid.is_cut and is_cpu(step.mesh) and has_nested_loops(laid.jaxpr)):
         return terms
     rejected = dict.fromkeys((dot.index for dot in dots(laid.jaxpr)), _MIXED_UP)
     return replace(terms, requests=replace(terms.requests, rejected=rejected))
@@ -83,11 +81,11 @@ def _in_parts(
     laid: LaidOut,
     parts: int,
     unroll: int,
-) -> tuple[Any, Halves, Picture]:
-    """Cut the rows as `in_parts` does; return the jaxpr, the record and the picture."""
+) -> LaidOut:
+    """Cut the rows as `in_parts` does, which asks once about each step."""
     jaxpr, record = _cut(step, laid, parts, unroll)
     if record.why_not:
-        return laid.jaxpr, record, laid.picture
+        return replace(laid, halves=record)
     shardings = shardings_of_parts(laid.jaxpr, jaxpr, laid.picture.shardings, parts)
     if unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
@@ -103,7 +101,7 @@ def _in_parts(
         least_sum=min(_sums(picture) - _sums(laid.picture), default=None),
         least_matmul=least_matmul(laid.jaxpr, jaxpr, shardings, parts, step.mesh.shape),
     )
-    return jaxpr, record, picture
+    return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
 
 
 def _sums(picture: Picture) -> set[int]:
@@ -143,9 +141,9 @@ def fits(unrolled: Picture, cost: CostModel | None) -> bool:
     return estimated_peak_bytes(unrolled.module) * _UNROLLED <= cost.cluster.chip.memory_bytes
 
 
-def _left(laid: LaidOut, record: Halves, why_not: str) -> tuple[Any, Halves, Picture]:
+def _left(laid: LaidOut, record: Halves, why_not: str) -> LaidOut:
     """Return the step with whole rows, with the reason."""
-    return laid.jaxpr, msgspec.structs.replace(record, why_not=why_not), laid.picture
+    return replace(laid, halves=msgspec.structs.replace(record, why_not=why_not))
 
 
 def too_large(plain: Picture, picture: Picture) -> str:

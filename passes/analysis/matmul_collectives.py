@@ -32,7 +32,7 @@ def collectives_of_sites(
     """
     collectives: dict[int, set[Place]] = {}
     for name, body in module.computations.items():
-        read, users = _read(body), _users(body)
+        read, users = _read(body), hlo.users(body)
         for i in body:
             tag = TAGGED.search(i.line) if i.opcode == "dot" else None
             if tag is None:
@@ -50,21 +50,12 @@ def permuted_matmuls(module: hlo.Module) -> Iterator[str]:
     """
     with_matmul = {n for n, b in module.computations.items() if any(i.opcode == "dot" for i in b)}
     for body in module.computations.values():
-        ways = _read(body), _users(body)
+        ways = _read(body), hlo.users(body)
         for i in body:
             if i.opcode == "dot" or (i.opcode == "fusion" and not with_matmul.isdisjoint(i.called)):
                 near = (c for way in ways for c in _beside(i, way, _MOVES))
                 if any(c.opcode.startswith(PERMUTE) for c in near):
                     yield i.name
-
-
-def _users(body: Sequence[hlo.Instruction]) -> dict[str, list[hlo.Instruction]]:
-    """Return the instructions that read each instruction of a body."""
-    users: dict[str, list[hlo.Instruction]] = {}
-    for i in body:
-        for operand in i.operands:
-            users.setdefault(operand.partition("#")[0], []).append(i)
-    return users
 
 
 def _read(body: Sequence[hlo.Instruction]) -> dict[str, list[hlo.Instruction]]:

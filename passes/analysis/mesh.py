@@ -117,3 +117,8 @@ def automatic(mesh: Mesh) -> Mesh:
     """Return the mesh with all of its axes left to the partitioner."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def is_cpu(mesh: Mesh) -> bool:
+    """Return whether a mesh is of CPU devices."""
+    return mesh.devices.flat[0].platform == "cpu"

@@ -69,7 +69,7 @@ def _scattered(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
 
     XLA:GPU makes a reduce-scatter of them later; so does every partitioner for which it matters.
     """
-    users = _users(body)
+    users = hlo.users(body)
     for i in body:
         if i.opcode != "all-reduce" or i.shape.startswith("("):
             continue
@@ -93,7 +93,7 @@ def joined(module: hlo.Module) -> set[tuple[str, str]]:
 
 
 def _joined(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
-    users = _users(body)
+    users = hlo.users(body)
     sums: dict[str, tuple[str, _Way]] = {}  # the all-reduce that a value is, and the way from it
     before: dict[str, tuple[str, _Way] | None] = {}  # the same, of what an all-reduce adds up
     for i in body:
@@ -116,15 +116,6 @@ def _joined(body: tuple[hlo.Instruction, ...]) -> Iterator[str]:
 def _joins(one: tuple[str, _Way], other: tuple[str, _Way]) -> bool:
     """Return whether two values are different sums that came the same way."""
     return one[0] != other[0] and one[1] == other[1]
-
-
-def _users(body: tuple[hlo.Instruction, ...]) -> Mapping[str, list[hlo.Instruction]]:
-    """Map the name of each value to the instructions that read it."""
-    users: dict[str, list[hlo.Instruction]] = defaultdict(list)
-    for i in body:
-        for operand in set(i.operands):
-            users[operand.partition("#")[0]].append(i)
-    return users
 
 
 def _sliced(

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.einsum import Side, Spec
-from jaxoverlap.passes.analysis.mesh import partition_spec
+from jaxoverlap.passes.analysis.mesh import is_cpu, partition_spec
 from jaxoverlap.passes.manual.find import ManualSite
 from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Value
@@ -207,7 +207,7 @@ _Dot = Callable[..., Array]
 def dot_on(mesh: Mesh) -> _Dot:
     """Make the function that multiplies chunks of matmuls on a mesh's devices."""
     # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
-    widens = mesh.devices.flat[0].platform == "cpu"
+    widens = is_cpu(mesh)
 
     def dot(member: Member | ManualSite, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params

@@ -7,7 +7,6 @@ of a loop's body.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from jaxoverlap.cost.kernels import KernelWork
@@ -41,10 +40,7 @@ class Kernels:
         self._module, self._body = module, body
         self._by_name = {i.name: i for i in body}
         self._shapes = {i.name: i.shape for i in body}
-        self._users: dict[str, list[hlo.Instruction]] = defaultdict(list)
-        for i in body:
-            for operand in i.operands:
-                self._users[operand.partition("#")[0]].append(i)
+        self._users = hlo.users(body)
 
     def work(self, i: hlo.Instruction) -> KernelWork:
         """Return the work of an instruction's kernel; none where it is part of another's."""
