@@ -50,6 +50,7 @@ from jaxoverlap.step.options import Options
 _SOONEST = 4  # ways that tell which of two layouts is better for rings, or that halves are
 _CLEARLY = 0.05  # of the step: the other ways with rings seldom gain more on the first
 _UNROLL = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
+_ROOM = 0.005  # of the step: what unrolled scans have to gain, as they need more memory
 _GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
 
 
@@ -134,7 +135,9 @@ def _in_halves(
         if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
             unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL)
             cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
-        way = min((ways_of(cut).fastest(rings=False) for cut in cuts), key=_seconds)
+        way, *unrolled = (ways_of(cut).fastest(rings=False) for cut in cuts)
+        least_s = _seconds(way) * (1 - _ROOM)
+        way = next((other for other in unrolled if _seconds(other) < least_s), way)
         step_s = _seconds(way)
         if step_s > _seconds(best) * (1 - _CLEARLY):
             best = whole.fastest()

@@ -25,6 +25,7 @@ from jaxoverlap.passes.halves.rows import Cut
 
 _SMALL = 1 << 18  # elements of a value that may be written out
 _MASK = 1 << 26  # elements of a mask, a byte each: what it masks has more bytes, and rows or heads
+_REMATS = ("checkpoint", "remat2")
 _ELEMENTWISE = {"add", "and", "convert_element_type", "not", "or", "select_n", "sub"}
 _ELEMENTWISE |= {"eq", "ge", "gt", "le", "lt", "ne"}
 
@@ -121,11 +122,13 @@ def _contracts(eqn: Any) -> bool:
 
 
 def own_slices(jaxpr: Any, has_rows: Sequence[bool], like: Any) -> Any:
-    """Give the rows that each step of an unrolled scan reads a name of their own.
+    """Give the rows that each step of an unrolled scan recomputes from a name of their own.
 
-    The steps of one body read slices of one stacked value, and XLA makes their first kernels one,
-    which waits for what comes before it in each step. So the backward pass would recompute all
-    these steps before it goes back through the last, and keep all that they made.
+    The steps of one body read slices of one stacked value. What the backward pass recomputes from
+    them waits for nothing, so XLA makes the first such kernels of all steps one, which waits for
+    what comes before it in each. All these steps would be recomputed before the pass goes back
+    through the last, and what they made would be kept. What waits for the carry cannot be joined,
+    and a name costs a copy.
 
     Args:
         jaxpr: the scan's body.
@@ -133,13 +136,41 @@ def own_slices(jaxpr: Any, has_rows: Sequence[bool], like: Any) -> Any:
         like: the scan.
     """
     first = len(jaxpr.invars) - len(has_rows)
+    num_consts, _ = compat.scan_counts(like)
+    waits = [num_consts <= place < first for place in range(len(jaxpr.invars))]
+    early, _ = _read_early(jaxpr, waits)
     invars, named = list(jaxpr.invars), list[Any]()
     for place, var in enumerate(jaxpr.invars[first:], first):
-        if has_rows[place - first]:
+        if has_rows[place - first] and early[place]:
             invars[place] = compat.like_var(var)
             named += _another_name(invars[place], var, like)
     made = compat.with_binders(jaxpr, invars, jaxpr.outvars)
     return made.replace(eqns=[*named, *jaxpr.eqns])
+
+
+def _read_early(jaxpr: Any, waits: Sequence[bool]) -> tuple[list[bool], list[bool]]:
+    """Find the operands of a body that an equation reads before the carry is there.
+
+    Args:
+        jaxpr: the body.
+        waits: of each operand, whether it waits for the carry.
+
+    Returns:
+        Of each operand, whether such an equation reads it; of each result, whether it waits.
+    """
+    late = {v for v, waiting in zip(jaxpr.invars, waits, strict=True) if waiting}
+    early = set[Any]()
+    for eqn in jaxpr.eqns:
+        operands = [None if compat.is_literal(v) else v for v in eqn.invars]
+        waiting = [v in late for v in operands]
+        if eqn.primitive.name in _REMATS:
+            read, come_late = _read_early(eqn.params["jaxpr"], waiting)
+        else:
+            read, come_late = [not any(waiting)] * len(waiting), [any(waiting)] * len(eqn.outvars)
+        early |= {v for v, is_read in zip(operands, read, strict=True) if is_read}
+        late |= {v for v, is_late in zip(eqn.outvars, come_late, strict=True) if is_late}
+    results = [not compat.is_literal(v) and v in late for v in jaxpr.outvars]
+    return [v in early for v in jaxpr.invars], results
 
 
 def _another_name(atom: Any, name: Any, like: Any) -> list[Any]:

@@ -99,9 +99,20 @@ class Kernels:
         """Return whether a kernel ends at an instruction: somebody reads its value from memory."""
         if not self._fuses(i):
             return False
-        if i.is_root or (i.opcode == "reduce" and not self._normalizes(i)):
+        if i.is_root or (i.opcode == "reduce" and not self._normalizes(i)) or self._is_named(i):
             return True
         return any(not self._fuses(user) or self._is_updated(i, user) for user in self._readers(i))
+
+    def _is_named(self, i: hlo.Instruction) -> bool:
+        """Return whether a value gets a name of its own, by a barrier that ties it to no other.
+
+        Nothing is fused across it. One with more operands orders what was made anyway.
+        """
+        return any(
+            user.opcode == "opt-barrier"
+            or (user.opcode in ("bitcast", "reshape") and self._is_named(user))
+            for user in self._users[i.name]
+        )
 
     def _normalizes(self, i: hlo.Instruction) -> bool:
         """Return whether a reduction is one kernel with what reads it, as in a softmax or a norm.
