@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from jaxoverlap._jax import compat
@@ -78,6 +79,22 @@ def test_each_step_of_an_unrolled_scan_reads_rows_by_a_name_of_its_own():
     scanned = [v for v in rows if v in body.invars[carry:]]
     readers = [{e.primitive.name for e in body.eqns if v in e.invars} for v in scanned]
     assert scanned and all(names == {"optimization_barrier"} for names in readers)
+
+
+@pytest.mark.parametrize("wrapped", [lambda body: body, jax.checkpoint])
+def test_what_waits_for_the_carry_keeps_its_name(wrapped: Any):
+    def body(carry, kept):
+        saved, recomputed = kept
+        return carry * saved + jnp.tanh(recomputed), None
+
+    stacked = jnp.ones((4, 3))
+    traced = jax.make_jaxpr(lambda c, *kept: lax.scan(wrapped(body), c, kept))(
+        jnp.ones(3), stacked, stacked
+    )
+    (scan,) = traced.jaxpr.eqns
+    inner = own_names.own_slices(scan.params["jaxpr"], [True, True], scan)
+    named = [e.invars for e in inner.eqns if e.primitive.name == "optimization_barrier"]
+    assert named == [[inner.invars[-1]]]
 
 
 def test_the_rows_of_micro_batches_are_cut_inside_their_scan():

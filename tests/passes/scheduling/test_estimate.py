@@ -48,6 +48,18 @@ def test_what_reads_element_by_element_is_one_kernel():
     assert step_estimate.step_s == pytest.approx(MATMUL_S + COST.memory_s(3 * BYTES))
 
 
+@pytest.mark.parametrize("named, kernels", [("opt-barrier", 2), ("reshape", 1)])
+def test_a_barrier_of_one_value_ends_a_kernel(named: str, kernels: int):
+    step_estimate = estimated(
+        *ARGUMENTS,
+        f"%a = {X} tanh(%x)",
+        f"%n = {X} {named}(%a)",
+        f"%b = {X} add(%n, %n)",
+        f"ROOT %y = {X} dot(%b, %w), {DOT}",
+    )
+    assert step_estimate.step_s == pytest.approx(MATMUL_S + kernels * COST.memory_s(2 * BYTES))
+
+
 def test_what_cublas_adds_takes_no_time():
     step_estimate = estimated(
         *ARGUMENTS, f"%y = {X} dot(%x, %w), {DOT}", f"ROOT %z = {X} add(%y, %w)"
