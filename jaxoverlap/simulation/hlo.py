@@ -131,7 +131,7 @@ def users(body: Sequence[Instruction]) -> dict[str, list[Instruction]]:
     """Return the instructions of a body that read each value, by its name; each of them once."""
     users: dict[str, list[Instruction]] = defaultdict(list)
     for instruction in body:
-        for name in {operand.partition("#")[0] for operand in instruction.operands}:
+        for name in dict.fromkeys(o.partition("#")[0] for o in instruction.operands):
             users[name].append(instruction)
     return users
 

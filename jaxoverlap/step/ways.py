@@ -135,9 +135,9 @@ def _in_halves(
         if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
             unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL)
             cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
-        way, *unrolled = (ways_of(cut).fastest(rings=False) for cut in cuts)
-        least_s = _seconds(way) * (1 - _ROOM)
-        way = next((other for other in unrolled if _seconds(other) < least_s), way)
+        way, *others = (ways_of(cut).fastest(rings=False) for cut in cuts)
+        most_s = _seconds(way) * (1 - _ROOM)
+        way = next((other for other in others if _seconds(other) < most_s), way)
         step_s = _seconds(way)
         if step_s > _seconds(best) * (1 - _CLEARLY):
             best = whole.fastest()

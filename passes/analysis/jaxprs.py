@@ -14,17 +14,18 @@ from jax.sharding import AxisType
 
 from jaxoverlap._jax import compat
 
+REMATS = ("remat2", "checkpoint")  # one primitive, by the names that it has had
+
 # Higher-order primitives whose bodies run as they stand, on the values the step itself holds.
 # The body of any other (pallas_call, ...) has rules of its own: look, do not touch. That of a
 # shard_map is manual (`Manual`), and only `passes/manual` touches it.
 TRANSPARENT = frozenset(
     {
+        *REMATS,
         "jit",
         "scan",
         "while",
         "cond",
-        "remat2",
-        "checkpoint",
         "closed_call",
         "core_call",
         "custom_jvp_call",

@@ -9,7 +9,7 @@ whose output waits for both parts: they would go in lockstep, and hide nothing. 
 name is another one to XLA. Small values and masks are written out for that. A mask that was
 broadcast to the rows is made again for each part, of what was broadcast. Matmuls of all parts read
 one value: their weights would be gathered twice. The steps of an unrolled scan get names of their
-own for the rows that they read, for the same reason.
+own for the rows that they recompute from, for the same reason.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.jaxprs import REMATS
 from jaxoverlap.passes.halves.rows import Cut
 
 _SMALL = 1 << 18  # elements of a value that may be written out
 _MASK = 1 << 26  # elements of a mask, a byte each: what it masks has more bytes, and rows or heads
-_REMATS = ("checkpoint", "remat2")
 _ELEMENTWISE = {"add", "and", "convert_element_type", "not", "or", "select_n", "sub"}
 _ELEMENTWISE |= {"eq", "ge", "gt", "le", "lt", "ne"}
 
@@ -163,7 +163,7 @@ def _read_early(jaxpr: Any, waits: Sequence[bool]) -> tuple[list[bool], list[boo
     for eqn in jaxpr.eqns:
         operands = [None if compat.is_literal(v) else v for v in eqn.invars]
         waiting = [v in late for v in operands]
-        if eqn.primitive.name in _REMATS:
+        if eqn.primitive.name in REMATS:
             read, come_late = _read_early(eqn.params["jaxpr"], waiting)
         else:
             read, come_late = [not any(waiting)] * len(waiting), [any(waiting)] * len(eqn.outvars)

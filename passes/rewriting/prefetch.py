@@ -28,9 +28,7 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap._jax import compat, inlining
-from jaxoverlap.passes.analysis.jaxprs import has_matmul
-
-_REMAT = ("remat2", "checkpoint")
+from jaxoverlap.passes.analysis.jaxprs import REMATS, has_matmul
 
 
 def prefetch(jaxpr: Any, gathers: Collection[Any]) -> tuple[Any, int]:
@@ -78,7 +76,7 @@ class _Ahead:
 
     def lifted(self, eqn: Any) -> Iterator[Any]:
         """Move out of a remat's body, before it, the gathers that need nothing but operands."""
-        if eqn.primitive.name not in _REMAT:
+        if eqn.primitive.name not in REMATS:
             yield eqn
             return
         inner = eqn.params["jaxpr"]

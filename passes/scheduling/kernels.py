@@ -29,7 +29,8 @@ _OWN_KERNELS = (
     "rng-bit-generator",
 )
 _LAYOUT = 'custom_call_target="LayoutConstraint"'
-_RENAMES = ("bitcast", "reshape", "opt-barrier")
+_VIEWS = ("bitcast", "reshape")
+_RENAMES = (*_VIEWS, "opt-barrier")
 _SLICES = ("dynamic-slice", "slice", "gather")
 
 
@@ -57,7 +58,7 @@ class Kernels:
         if i.opcode != "add":
             return False
         for operand in i.operands:
-            made = self._maker(operand, ("bitcast", "reshape"))
+            made = self._maker(operand, _VIEWS)
             if made is not None and made.opcode == "dot" and len(self._users[made.name]) == 1:
                 return True
         return False
@@ -109,8 +110,7 @@ class Kernels:
         Nothing is fused across it. One with more operands orders what was made anyway.
         """
         return any(
-            user.opcode == "opt-barrier"
-            or (user.opcode in ("bitcast", "reshape") and self._is_named(user))
+            user.opcode == "opt-barrier" or (user.opcode in _VIEWS and self._is_named(user))
             for user in self._users[i.name]
         )
 
@@ -177,7 +177,7 @@ class Kernels:
                 if made is None or made.name in seen:
                     continue
                 seen.add(made.name)
-                if made.opcode in ("bitcast", "reshape") or self.is_fused(made):
+                if made.opcode in _VIEWS or self.is_fused(made):
                     stack.append(made)
                 elif made.opcode not in ("constant", "iota", "partition-id"):
                     yield hlo.shape_bytes(made.shape)

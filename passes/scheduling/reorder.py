@@ -169,9 +169,9 @@ def best(
         ]
         by_rule = [list(_compiled(problem, list_schedule(problem, rule))) for rule in several]
         orders += itertools.chain(*by_rule)
-        fastest = min(range(len(several)), key=lambda at: min(o.seconds for _, o in by_rule[at]))
         if turn in _LEAN:
-            orders += _in_less_memory(problem, several[fastest])
+            seconds = [min(outcome.seconds for _, outcome in found) for found in by_rule]
+            orders += _in_less_memory(problem, several[seconds.index(min(seconds))])
     unit = orders[0][1].seconds * SAME or 1.0
 
     def cost(one: _Ordered) -> tuple[int, int, int]:
@@ -197,7 +197,8 @@ def _in_less_memory(problem: Problem, rule: Rule) -> Iterator[_Ordered]:
     What a ceiling holds back is mostly what could run much earlier than it is needed, as the
     recomputed values of the next layers, whose turn then comes when those before are done with.
     """
-    for leads in (rule.leads, dict.fromkeys(rule.leads, math.inf)):
+    at_once = dict.fromkeys(rule.leads, math.inf)
+    for leads in (rule.leads, at_once) if rule.leads != at_once else (at_once,):
         for share in _LOWER:
             lower = replace(rule, leads=leads, ceiling_bytes=int(share * rule.ceiling_bytes))
             yield from _compiled(problem, list_schedule(problem, lower))
