@@ -9,7 +9,7 @@ a step's results that lie in the memory of donated arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxoverlap.simulation import hlo
@@ -44,7 +44,16 @@ class Buffers:
         """Make new buffers for a value of a shape."""
         if shape.startswith("("):
             return tuple(self.make(part) for part in hlo.tuple_shapes(shape))
-        self.bytes.append(hlo.shape_bytes(shape))
+        return self._add(hlo.shape_bytes(shape))
+
+    def copy(self, value: Value) -> Value:
+        """Make new buffers of a value's sizes."""
+        if isinstance(value, tuple):
+            return tuple(map(self.copy, value))
+        return None if value is None else self._add(self.bytes[value])
+
+    def _add(self, size: int) -> int:
+        self.bytes.append(size)
         return len(self.bytes) - 1
 
 
@@ -59,8 +68,13 @@ def leaves(value: Value) -> Iterator[int]:
 def buffers(module: hlo.Module, computation: str) -> Buffers:
     """Find the buffers of a computation."""
     own_buffers = Buffers()
+    carried: set[str] = set()  # the values in whose memory a loop's result lies
+    tuples = {i.name: i.operands for i in module.body(computation) if i.opcode == "tuple"}
     for instruction in module.body(computation):
         operands = [own_buffers.values.get(name) for name in instruction.operands]
+        if instruction.opcode == "while" and (starts := tuples.get(instruction.operands[0])):
+            changed = _changed(module, instruction, len(starts))
+            operands = [_carry(starts, changed, own_buffers, carried)]
         own_buffers.values[instruction.name] = _value(
             module, instruction, operands, own_buffers.make
         )
@@ -70,6 +84,50 @@ def buffers(module: hlo.Module, computation: str) -> Buffers:
             for buffer in leaves(results[number] if isinstance(results, tuple) else results):
                 own_buffers.bytes[buffer] = 0
     return own_buffers
+
+
+def _carry(
+    starts: Sequence[str], changed: Sequence[bool], own_buffers: Buffers, carried: set[str]
+) -> Value:
+    """Return what a loop carries: a value that it changes is copied where others need it as it was.
+
+    Args:
+        starts: the names of the values that it starts with.
+        changed: which of them it changes.
+        own_buffers: the buffers of the computation; those of copies are added.
+        carried: the names of values that loops have changed; those of this one are added.
+    """
+    kept = {name for name, changes in zip(starts, changed, strict=True) if not changes}
+
+    def element(name: str, changes: bool) -> Value:
+        value = own_buffers.values.get(name)
+        if changes and (name in carried or name in kept):
+            return own_buffers.copy(value)
+        if changes:
+            carried.add(name)
+        return value
+
+    return tuple(map(element, starts, changed))
+
+
+def _changed(module: hlo.Module, loop: hlo.Instruction, size: int) -> list[bool]:
+    """Tell for each element of a loop's carry whether the loop's body changes it."""
+    for name in loop.called:
+        ends = root(module, name)
+        if ends.opcode == "tuple" and len(ends.operands) == size:
+            inside = {i.name: i for i in module.body(name)}
+            return [not _is_element(inside[end], n) for n, end in enumerate(ends.operands)]
+    return [True] * size
+
+
+def _is_element(instruction: hlo.Instruction, number: int) -> bool:
+    """Tell whether an instruction of a loop's body is an element of what the body is given."""
+    index = _INDEX.search(instruction.line)
+    return (
+        instruction.opcode == "get-tuple-element"
+        and index is not None
+        and (int(index.group(1)) == number)
+    )
 
 
 def root(module: hlo.Module, computation: str) -> hlo.Instruction:

@@ -85,3 +85,45 @@ def test_results_in_the_memory_of_arguments_are_not_counted():
     assert hlo.parse(TEXT).donated == frozenset() and module.donated == {0}
     assert [entry_buffers.bytes[b] for b in leaves(entry_buffers.values["out"])] == [0]
     assert sum(entry_buffers.bytes) == sum(held()[1]) - 8 * 4 * 4
+
+
+TWICE = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%body (carry: (f32[8], f32[8], f32[8])) -> (f32[8], f32[8], f32[8]) {
+  %carry = (f32[8]{0}, f32[8]{0}, f32[8]{0}) parameter(0)
+  %a = f32[8]{0} get-tuple-element(%carry), index=0
+  %b = f32[8]{0} get-tuple-element(%carry), index=1
+  %c = f32[8]{0} get-tuple-element(%carry), index=2
+  %more = f32[8]{0} add(%a, %c)
+  %less = f32[8]{0} subtract(%b, %c)
+  ROOT %again = (f32[8]{0}, f32[8]{0}, f32[8]{0}) tuple(%more, %less, %c)
+}
+
+%condition (carry.1: (f32[8], f32[8], f32[8])) -> pred[] {
+  %carry.1 = (f32[8]{0}, f32[8]{0}, f32[8]{0}) parameter(0)
+  ROOT %no = pred[] constant(false)
+}
+
+ENTRY %main (x: f32[8]) -> (f32[8], f32[8]) {
+  %x = f32[8]{0} parameter(0)
+  %zeros = f32[8]{0} negate(%x)
+  %start = (f32[8]{0}, f32[8]{0}, f32[8]{0}) tuple(%zeros, %zeros, %zeros)
+  %first = (f32[8]{0}, f32[8]{0}, f32[8]{0}) while(%start), condition=%condition, body=%body
+  %sum = f32[8]{0} get-tuple-element(%first), index=0
+  %rest = f32[8]{0} get-tuple-element(%first), index=1
+  %next = (f32[8]{0}, f32[8]{0}, f32[8]{0}) tuple(%sum, %zeros, %rest)
+  %second = (f32[8]{0}, f32[8]{0}, f32[8]{0}) while(%next), condition=%condition, body=%body
+  %one = f32[8]{0} get-tuple-element(%second), index=0
+  %two = f32[8]{0} get-tuple-element(%second), index=1
+  ROOT %out = (f32[8]{0}, f32[8]{0}) tuple(%one, %two)
+}
+"""
+
+
+def test_a_loop_copies_what_it_changes_if_others_need_it():
+    module = hlo.parse(TWICE)
+    of = {n: tuple(leaves(v)) for n, v in buffers(module, module.entry).values.items()}
+    assert len({*of["sum"], *of["rest"], *of["zeros"]}) == 3, "the loop also reads the zeros"
+    assert of["one"] == of["sum"], "the second loop goes on in place"
+    assert of["two"] == of["zeros"], "after the second loop nobody reads them"
+    assert of["first"][2:] == of["zeros"], "what is only read is not copied"
