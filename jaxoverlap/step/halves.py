@@ -21,7 +21,7 @@ from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import Rows, rows_to_cut
 from jaxoverlap.passes.layouts.dims import DimNames
-from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
+from jaxoverlap.passes.layouts.memory import argument_bytes, estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import pinnable, pinned
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.one_view import with_one_view
@@ -31,7 +31,7 @@ from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.layouts import LaidOut, changed, described, examples
 
-_UNROLLED = 1.3  # times the memory that is estimated for unrolled scans
+_UNROLLED = 1.3  # times the memory that is estimated for unrolled scans beside the arguments
 _XLA_USES = 0.8  # of a device's memory: where a step needs more, XLA computes values again
 _MEMORY = 1.15  # times the memory that the plain step needs, by estimate
 _MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
@@ -139,8 +139,9 @@ def fits(unrolled: Picture, cost: CostModel | None) -> bool:
     """
     if cost is None:
         return False
-    most_bytes = cost.cluster.chip.memory_bytes * _XLA_USES
-    return estimated_peak_bytes(unrolled.module) * _UNROLLED <= most_bytes
+    arguments = argument_bytes(unrolled.module)
+    beside = estimated_peak_bytes(unrolled.module) - arguments
+    return arguments + beside * _UNROLLED <= cost.cluster.chip.memory_bytes * _XLA_USES
 
 
 def _left(laid: LaidOut, record: Halves, why_not: str) -> LaidOut:

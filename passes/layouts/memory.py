@@ -21,10 +21,14 @@ def estimated_peak_bytes(module: hlo.Module) -> int:
     Args:
         module: the partitioned module, from `partitioned.Picture`.
     """
-    parameters = (i for i in module.body(module.entry) if i.opcode == "parameter")
-    arguments = sum(hlo.shape_bytes(i.shape) for i in parameters)
     written = functools.cache(functools.partial(_written, module))
-    return arguments + rooms(module, written)[module.entry]
+    return argument_bytes(module) + rooms(module, written)[module.entry]
+
+
+def argument_bytes(module: hlo.Module) -> int:
+    """Return the bytes of the arguments of a partitioned module, of one device."""
+    parameters = (i for i in module.body(module.entry) if i.opcode == "parameter")
+    return sum(hlo.shape_bytes(i.shape) for i in parameters)
 
 
 def _written(module: hlo.Module, computation: str) -> Buffers:

@@ -11,6 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from benchmarks import plain_gpt
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.passes.analysis.partitioned import Picture
+from jaxoverlap.step.halves import fits
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
 GPT_POD = "h100-sxm:8x8"
@@ -219,3 +223,18 @@ def test_parts_get_no_rings_on_cpus_where_loops_are_nested():
         "left plain: XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
     }
     assert plan_of(flat, 2).cut and plan_of(flat, 2).decisions
+
+
+@pytest.mark.parametrize("arguments, beside, fit", [(60, 5, True), (1, 50, True), (1, 60, False)])
+def test_scans_are_unrolled_where_xla_has_memory_for_it(arguments: int, beside: int, fit: bool):
+    """XLA uses 68 of an H100's 85 GB; of what is not arguments it may need 1.3 times as much."""
+    text = f"""HloModule jit_step, num_partitions=8
+
+ENTRY %main (x: s8[{arguments},1000000000]) -> s8[1] {{
+  %x = s8[{arguments},1000000000]{{1,0}} parameter(0)
+  %y = s8[{beside},1000000000]{{1,0}} custom-call(%x), custom_call_target="one"
+  ROOT %z = s8[1]{{0}} custom-call(%y), custom_call_target="other"
+}}
+"""
+    picture = Picture(shardings={}, results=(), text=text, num_devices=8)
+    assert fits(picture, cost_model(parse_cluster("h100-sxm:1x8"))) == fit
