@@ -19,7 +19,6 @@ Value = int | tuple["Value", ...] | None
 
 _SAME = ("bitcast", "opt-barrier", "while", "copy-done", "all-reduce-done", "reshape")
 _OUTSIDE = ("parameter", "constant")
-_INDEX = re.compile(r", index=(\d+)")
 _ALIASED = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)")
 
 
@@ -112,22 +111,17 @@ def _carry(
 
 def _changed(module: hlo.Module, loop: hlo.Instruction, size: int) -> list[bool]:
     """Tell for each element of a loop's carry whether the loop's body changes it."""
-    for name in loop.called:
-        ends = root(module, name)
-        if ends.opcode == "tuple" and len(ends.operands) == size:
-            inside = {i.name: i for i in module.body(name)}
-            return [not _is_element(inside[end], n) for n, end in enumerate(ends.operands)]
-    return [True] * size
+    body = loop.attribute("body").lstrip("%")
+    inside = {i.name: i for i in module.body(body)}
+    ends = root(module, body)
+    if ends.opcode != "tuple":
+        return [True] * size
 
+    def is_given(end: hlo.Instruction, number: int) -> bool:
+        element = end.opcode == "get-tuple-element" and end.attribute("index") == str(number)
+        return element and inside[end.operands[0]].opcode == "parameter"
 
-def _is_element(instruction: hlo.Instruction, number: int) -> bool:
-    """Tell whether an instruction of a loop's body is an element of what the body is given."""
-    index = _INDEX.search(instruction.line)
-    return (
-        instruction.opcode == "get-tuple-element"
-        and index is not None
-        and (int(index.group(1)) == number)
-    )
+    return [not is_given(inside[name], number) for number, name in enumerate(ends.operands)]
 
 
 def root(module: hlo.Module, computation: str) -> hlo.Instruction:
@@ -149,9 +143,7 @@ def _value(
     if opcode == "tuple":
         return tuple(operands)
     if opcode == "get-tuple-element":
-        index = _INDEX.search(instruction.line)
-        assert index, instruction.line
-        return _element(operands[0], int(index.group(1)))
+        return _element(operands[0], int(instruction.attribute("index")))
     if opcode.endswith("-done"):
         return _element(operands[0], 1)
     if opcode.endswith("-start") and opcode != "all-reduce-start":

@@ -127,3 +127,14 @@ def test_a_loop_copies_what_it_changes_if_others_need_it():
     assert of["one"] == of["sum"], "the second loop goes on in place"
     assert of["two"] == of["zeros"], "after the second loop nobody reads them"
     assert of["first"][2:] == of["zeros"], "what is only read is not copied"
+
+
+def test_an_element_of_another_tuple_is_not_what_the_loop_was_given():
+    made = "%pair = (f32[8]{0}, f32[8]{0}) custom-call(%a, %c)\n  %more = f32[8]{0}"
+    text = TWICE.replace(
+        "%more = f32[8]{0} add(%a, %c)", f"{made} get-tuple-element(%pair), index=0"
+    )
+    assert text != TWICE
+    module = hlo.parse(text)
+    of = {n: tuple(leaves(v)) for n, v in buffers(module, module.entry).values.items()}
+    assert of["sum"] != of["zeros"], "the loop changes it"
