@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src import compiler
+from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend import xla
 from jax.sharding import AbstractMesh, Mesh
@@ -76,8 +78,7 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
     """
     lowering: Any = lowered._lowering  # type: ignore[attr-defined]
     name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
-    on_cpu = next(iter(lowering._device_list)).platform == "cpu"
-    _register("cpu" if on_cpu else "cuda")
+    _register(_platform(lowering))
     if not tag:
         return _asked(lowering, name, mesh, {})
     with tempfile.TemporaryDirectory(prefix="jaxoverlap-") as folder:
@@ -90,9 +91,16 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
 
 def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> Partitioned:
     """Partition a lowering of some name with some more compiler options."""
+    module = _partitioned(lowering, lowering._hlo, name, options)
+    avals = lowering.compile_args["global_out_avals"]
+    return Partitioned(module.to_string(), _results(module, avals, mesh))
+
+
+def _partitioned(lowering: Any, module: Any, name: str, options: Mapping[str, str]) -> Any:
+    """Return the partitioned module of a lowering, whose module may have another name."""
     _modules[name] = []
     try:
-        _compile(lowering, options)
+        _compile(lowering, module, options)
     except jax.errors.JaxRuntimeError as error:
         if not _modules[name]:
             raise NoAnswerError(str(error)) from error
@@ -100,8 +108,27 @@ def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> 
         modules = _modules.pop(name)
     if not modules:
         raise NoAnswerError(f"XLA compiled {name} without calling the pass after its partitioner")
-    avals = lowering.compile_args["global_out_avals"]
-    return Partitioned(modules[0].to_string(), _results(modules[0], avals, mesh))
+    return modules[0]
+
+
+def let_answer(lowered: jax.stages.Lowered) -> None:
+    """Have XLA partition a lowered step, so that operations that partition themselves answer.
+
+    Raises:
+        NoAnswerError: as `ask`.
+    """
+    lowering: Any = lowered._lowering  # type: ignore[attr-defined]
+    _register(_platform(lowering))
+    name = new_name()  # another compilation may have the step's own
+    with mlir.make_ir_context():
+        module = ir.Module.parse(mlir.module_to_bytecode(lowering._hlo))
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(name)
+        _partitioned(lowering, module, name, {})
+
+
+def _platform(lowering: Any) -> str:
+    on_cpu = next(iter(lowering._device_list)).platform == "cpu"
+    return "cpu" if on_cpu else "cuda"
 
 
 def _register(platform: str) -> None:
@@ -137,12 +164,12 @@ def module_name(serialized: bytes) -> str:
             return serialized[at : at + size].decode()
 
 
-def _compile(lowering: Any, options: Mapping[str, str]) -> None:
+def _compile(lowering: Any, module: Any, options: Mapping[str, str]) -> None:
     """Compile a lowering as JAX would, but for what JAX caches, logs and counts."""
     given = lowering.compile_args
     compiler.backend_compile_and_load(
         given["backend"],
-        lowering._hlo,
+        module,
         lowering._device_list,
         jits.compile_options(lowering, options),
         list(given["host_callbacks"]),

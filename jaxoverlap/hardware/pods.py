@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import fused_attention, jits
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
 
 # The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
@@ -33,6 +33,7 @@ _PLUGINS = {
     "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
 }
 _INSTALL = "pip install 'jaxoverlap[pods]'"
+_CUDNN = divmod(fused_attention.CUDNN_VERSION // 100, 100)  # major and minor
 _SKIP_CUDA_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
@@ -64,7 +65,7 @@ gpu_device_info {{
   device_interconnect_info {{ active_links: {chip.nvlinks} }}
 {_SAME_ON_ALL}}}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
+dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} }}
 device_description_str: "{chip.device_name}"
 """
 
@@ -121,6 +122,7 @@ def devices(pod: Cluster) -> tuple[Any, ...]:
     described = replace(pod, nvlink=pod.chip.nvlink, network=pod.chip.network)
     gpus = _devices(described)
     _described[gpus[0].client] = described
+    fused_attention.answers_for(pod.chip.compute_capability)
     return gpus
 
 

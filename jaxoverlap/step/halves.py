@@ -88,7 +88,7 @@ def _in_parts(
     if record.why_not:
         return replace(laid, halves=record)
     shardings = shardings_of_parts(laid.jaxpr, jaxpr, laid.picture.shardings, parts)
-    if unroll > 1:
+    if record.unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
     try:
         picture = partitioned(traced, with_one_view(jaxpr), step.mesh, ask=False)
@@ -175,7 +175,7 @@ def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any
         parts=parts,
         rows=_named(step.jaxpr, dims, rows),
         shards=rows.shards,
-        unroll=unroll,
+        unroll=done.unroll,
         mixing=tuple(dict.fromkeys(map(described, done.mixing))),
     )
 

@@ -30,6 +30,7 @@ class Options:
         halves: as in `overlap`.
         unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
+        lookups: whether the gradients of embedding lookups may be scattered.
         sums: the sums of activations that stay scattered; None to take what leaves less exposed.
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
@@ -50,6 +51,7 @@ class Options:
     halves: HalvesMode = "auto"
     unroll: int = 1
     rings: bool = True
+    lookups: bool = True
     sums: tuple[ScatteredSum, ...] | None = None
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
@@ -72,6 +74,7 @@ class Options:
             schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
             choices=plan.choices,
             rings=plan.may_ring,
+            lookups=bool(plan.scattered),
             alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
             sums=plan.sums,
             layouts=None,

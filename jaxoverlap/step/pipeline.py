@@ -91,6 +91,7 @@ def _terms(step: StepContext, options: Options) -> Terms:
         prices=step.cost and RingCosts(step.cost, groups_of(step.mesh, step.named)),
         prefetch=options.fsdp == "prefetch",
         rings=options.rings,
+        lookups=options.lookups,
         explicit=step.explicit,
         unread=unread(step.mesh),
     )

@@ -187,7 +187,13 @@ def said(base: Options, plan: Plan) -> Options:
     """Return options that name every ring of a plan, so that single rings can be changed."""
     plain = {skip.site: Variant("plain") for skip in plan.skips if skip.left_plain}
     choices = {**plan.choices, **plain}
-    return replace(base, choices=choices, sums=plan.sums, rings=plan.may_ring)
+    return replace(
+        base,
+        choices=choices,
+        sums=plan.sums,
+        rings=plan.may_ring,
+        lookups=bool(plan.scattered),
+    )
 
 
 def changed(options: Options, to: Mapping[int, Variant]) -> Options:
