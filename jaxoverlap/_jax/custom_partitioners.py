@@ -18,12 +18,15 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax._src import custom_partitioning
+from jax._src import custom_partitioning, custom_partitioning_sharding_rule
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 
 _TARGET = custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME
+
+
+BATCHING = custom_partitioning_sharding_rule.BATCHING  # begins the name of leading dims
 
 
 class Answer(NamedTuple):
@@ -112,6 +115,18 @@ def _sharding(serialized: bytes) -> Any:
     proto = xla_client.OpSharding()
     proto.ParseFromString(serialized)
     return xla_client.HloSharding.from_proto(proto)
+
+
+def sharding_rule(eqn: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """Return the mappings of operands and of results; None for a rule that is made by a function.
+
+    Args:
+        eqn: a `custom_partitioning` equation.
+    """
+    rule = eqn.params["sharding_rule"]
+    if not isinstance(rule, custom_partitioning_sharding_rule.SdyShardingRule):
+        return None
+    return tuple(rule.operand_mappings), tuple(rule.result_mappings)
 
 
 def renamed(module: Any, names: Mapping[str, str]) -> bytes:

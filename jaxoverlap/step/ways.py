@@ -96,7 +96,16 @@ def overlapped(
     def ways_of(laid: LaidOut) -> _Ways:
         return _Ways(step, traced, terms, options, plain, laid, timed)
 
-    laid = lay_out(step, traced, plain, options, lambda laid: ways_of(laid).soonest_s())
+    def soonest_s(laid: LaidOut) -> float:
+        whole_s, parts = ways_of(laid).soonest_s(), options.halves
+        if parts is None:
+            return whole_s
+        cut = in_parts(step, traced, plain, laid, 2 if parts == "auto" else parts, options.unroll)
+        if not cut.is_cut or too_large(plain, cut.picture):
+            return whole_s
+        return min(whole_s, _seconds(ways_of(cut).fastest(rings=False)))
+
+    laid = lay_out(step, traced, plain, options, soonest_s)
     if isinstance(options.halves, int):
         laid = in_parts(step, traced, plain, laid, options.halves, options.unroll)
         terms = safe_terms(step, laid, terms)

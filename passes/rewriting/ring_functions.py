@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.mesh import is_cpu, partition_spec
@@ -31,15 +31,21 @@ def scope(ring: Ring) -> str:
     return f"{RING_PASSES[ring.kind]}.{ring.site}"
 
 
-def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
-    """Make the function that takes the place of a ring's matmuls."""
+def ringed(ring: Ring, mesh: Mesh | AbstractMesh, dot: _Dot) -> Callable[..., Any]:
+    """Make the function that takes the place of a ring's matmuls.
+
+    Args:
+        ring: the ring.
+        mesh: the mesh of its shard_map.
+        dot: multiplies chunks, from `dot_on`.
+    """
     layouts = [_layout(m) for m in ring.members]
     out_specs = [layout.out for layout in layouts] if ring.arrives else [ring.first.out]
     if ring.keep:
         shard = Value(None, ring.first.spec(ring.side))
         out_specs.append(shard.moved(ring.first.ring.axis, ring.dim, ring.other_dim).spec)
     mapped = jax.shard_map(
-        functools.partial(_arriving if ring.arrives else _leaving, ring, dot_on(mesh)),
+        functools.partial(_arriving if ring.arrives else _leaving, ring, dot),
         mesh=mesh,
         in_specs=tuple(partition_spec(spec) for _, spec in operands_of(ring)),
         out_specs=[partition_spec(spec) for spec in out_specs],
