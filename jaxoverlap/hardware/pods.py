@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -132,6 +132,19 @@ _described: dict[Any, Cluster] = {}  # by the client of its devices: each pod ha
 def pod_of(mesh: Mesh) -> Cluster | None:
     """The pod that a mesh is of, with its chip's own links; None for a mesh of other devices."""
     return _described.get(mesh.devices.flat[0].client)
+
+
+def capability_of(values: Iterable[Any]) -> tuple[int, int] | None:
+    """The compute capability of the pod that one of some values or shardings is on; None if none.
+
+    Args:
+        values: shardings, or what has one.
+    """
+    for value in values:
+        mesh = getattr(getattr(value, "sharding", value), "mesh", None)
+        if isinstance(mesh, Mesh) and (pod := pod_of(mesh)) is not None:
+            return pod.chip.compute_capability
+    return None
 
 
 def topology_of(pod: Cluster) -> str:

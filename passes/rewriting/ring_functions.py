@@ -19,7 +19,7 @@ from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Value
 from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.passes.rings import chunks
-from jaxoverlap.passes.rings.all_gather_matmul import Reader
+from jaxoverlap.passes.rings.all_gather_matmul import Reader, wide
 from jaxoverlap.passes.rings.by_kind import Along, Dim, operand_ring, result_ring
 from jaxoverlap.passes.rings.chunks import Cut
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term
@@ -212,23 +212,26 @@ _Dot = Callable[..., Array]
 
 def dot_on(mesh: Mesh) -> _Dot:
     """Make the function that multiplies chunks of matmuls on a mesh's devices."""
-    # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
+    # XLA:CPU lacks some matmuls of narrow operands with a wide result, widens them in others, and
+    # in some of chunks' sizes adds up in 16 bits.
     widens = is_cpu(mesh)
 
     def dot(member: Member | ManualSite, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params
+        inside = wide(dtype) if widens else dtype
         if widens:
             lhs, rhs = (
-                x.astype(dtype) if jnp.dtype(dtype).itemsize > x.dtype.itemsize else x
+                x.astype(inside) if jnp.dtype(inside).itemsize > x.dtype.itemsize else x
                 for x in (lhs, rhs)
             )
-        return lax.dot_general(
+        product = lax.dot_general(
             lhs,
             rhs,
             dimension_numbers=params["dimension_numbers"],
             precision=params["precision"],
-            preferred_element_type=dtype,
+            preferred_element_type=inside,
         )
+        return product.astype(dtype)
 
     return dot
 

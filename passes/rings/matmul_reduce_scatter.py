@@ -132,9 +132,9 @@ def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -
             if came:
                 before = [kept[j]] if j in kept else []
                 kept[j] = _sum([*before, *(c.astype(wide(dtype)) for c in came)])
-            total = _sum([*joined, product])
+            total = _sum([*(c.astype(wide(dtype)) for c in joined), product])
             if step.shift:
-                hops.leaving = (i, j), total
+                hops.leaving = (i, j), total.astype(dtype)
             else:
                 results.append(_sum([kept[j], total]) if j in kept else total)
     return chunks.join(results, products.dim, products.cut.shard()).astype(dtype)

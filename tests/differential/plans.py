@@ -79,6 +79,8 @@ def program(overlapped: Overlapped, step: Drawn) -> dict[str, str]:
 def planned(seed: int, folder: Path) -> None:
     """Plan a step, by explain(), tune() or tune=True; keep the plan and the facts of its program."""
     step = drawn(seed)
+    if _refused(step):
+        return
     tuning = Tuning(budget_s=_BUDGET_S, cache=str(folder), show=False)
     if step.pod and seed % _TUNES_ITSELF == 0:
         overlapped = jaxoverlap.overlap(step.fn, tune=tuning)
@@ -98,8 +100,21 @@ def planned(seed: int, folder: Path) -> None:
     (folder / f"{seed}.json").write_text(json.dumps(facts))
 
 
+def _refused(step: Drawn) -> bool:
+    """Return whether JAX refuses the plain step: its types may not fit on explicit meshes."""
+    plain: Any = step.fn if hasattr(step.fn, "lower") else jax.jit(step.fn)
+    try:
+        with step.context():
+            step.call(plain.lower)
+    except Exception:
+        return True
+    return False
+
+
 def followed(seed: int, folder: Path) -> str:
     """Follow a step's plan; say in what its program differs, or how it was refused."""
+    if not (folder / f"{seed}.plan").exists():
+        return ""
     plan = Plan.read(folder / f"{seed}.plan")
     then = json.loads((folder / f"{seed}.json").read_text())
     step = drawn(seed)
