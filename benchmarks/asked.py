@@ -79,7 +79,7 @@ def measured(name: str, way: str) -> dict[str, Any]:
     """Compile a step in a way, beside the step as it is, and simulate both."""
     step = steps()[name]
     built = step.build(jaxoverlap.pod_mesh(step.pod, step.axes))
-    overlapped = jaxoverlap.overlap(built.function, cluster=step.pod, **ways()[way])
+    overlapped: Any = jaxoverlap.overlap(built.function, cluster=step.pod, **ways()[way])
     compiled = overlapped.lower(*built.args).compile()
     simulation, speedup = compiled.simulate(), compiled.speedup
     return {

@@ -19,8 +19,8 @@ from jaxoverlap._jax.jits import Cache
 def opened(eqn: JaxprEqn, body: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a call's body on its operands, and the atoms that are its results.
 
-    Every variable is a new one, so that a body may be opened in several places. Equations that JAX's
-    own code has traced (`jnp.cumsum`) get the source line of the call.
+    Every variable is a new one, so that a body may be opened in several places. Equations that
+    JAX's own code has traced (`jnp.cumsum`) get the source line of the call.
     """
     env: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 from jax._src import core, pjit
 from jax._src.interpreters import ad, batching, mlir
@@ -25,7 +26,7 @@ def in_rows(value: Array) -> Array:
 
 
 def _batched(values: tuple[Any], dims: tuple[Any]) -> tuple[Any, int]:
-    return in_rows(batching.moveaxis(values[0], dims[0], 0)), 0
+    return in_rows(jnp.moveaxis(values[0], dims[0], 0)), 0
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, value: Any) -> Any:

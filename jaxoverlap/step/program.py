@@ -31,7 +31,6 @@ from jaxoverlap.step.pipeline import PassResult, run_passes
 from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
 from jaxoverlap.step.trial import Request
 
-_SHOWN = 40  # matmuls of a step whose plan is shown in a warning
 _REASONS = 5  # that are named of a longer one
 
 
@@ -201,12 +200,10 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
 
 def _no_ring(name: str, plan: Plan) -> Notice:
     """Word the notice for a step on a mesh in which nothing becomes a ring."""
-    if len(plan.entries) <= _SHOWN:
-        return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
     reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
     lines = "".join(f"\n  {count} matmuls: {reason}" for reason, count in reasons)
-    said = f"overlap() changes nothing in {name}; explain() says why of each matmul, mostly:"
-    return Notice("no ring", said + lines)
+    said = f"overlap() changes nothing in {name}: {plan.verdict}. explain() says why of each matmul"
+    return Notice("no ring", f"{said}, mostly:{lines}" if lines else said)
 
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:

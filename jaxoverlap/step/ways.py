@@ -13,25 +13,19 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import msgspec
-from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.jaxprs import bodies, dots
+from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
-from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
-from jaxoverlap.passes.manual.decide import decide_manual
-from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
-from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
 from jaxoverlap.passes.rewriting.one_view import with_one_view
-from jaxoverlap.passes.rewriting.prefetch import prefetch
-from jaxoverlap.passes.rewriting.rewrite import rewrite
 from jaxoverlap.passes.rewriting.rewriting import Point, Rewriting
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
@@ -41,35 +35,17 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
 )
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
-from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import fits, in_parts, safe_terms, too_large
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
+from jaxoverlap.step.way import Way, decided, finished, with_price
 
 _SOONEST = 4  # ways that tell which of two layouts is better for rings, or that halves are
 _CLEARLY = 0.05  # of the step: the other ways with rings seldom gain more on the first
 _UNROLL = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
 _ROOM = 0.005  # of the step: what unrolled scans have to gain, as they need more memory
 _GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to run a step.
-
-    Attributes:
-        plan: what is done with each matmul.
-        jaxpr: the rewritten step.
-        rings: its rings, except those written by hand.
-        step_s: seconds of the step, estimated from its partitioned program; None where no price
-            is known.
-    """
-
-    plan: Plan
-    jaxpr: Any
-    rings: tuple[Ring, ...]
-    step_s: float | None = None
 
 
 def overlapped(
@@ -88,7 +64,7 @@ def overlapped(
         ValueError: if a plan is followed whose rows run in parts, and here they cannot.
     """
     if traced is None:
-        return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
+        return finished(step, decided(step.jaxpr, {}, step.mesh, terms), options)
     plain = step.once("plain", lambda: partitioned(traced, step.jaxpr, step.mesh))
 
     timed: _Timed = {}
@@ -106,6 +82,7 @@ def overlapped(
         return min(whole_s, _seconds(ways_of(cut).fastest(rings=False)))
 
     laid = lay_out(step, traced, plain, options, soonest_s)
+    whole_rows = laid
     if isinstance(options.halves, int):
         laid = in_parts(step, traced, plain, laid, options.halves, options.unroll)
         terms = safe_terms(step, laid, terms)
@@ -115,10 +92,13 @@ def overlapped(
                 f"{options.halves} parts: {laid.halves.why_not}. Tune again"
             )
     if not (terms.prices and options.chooses):
-        return ways_of(laid).by_bytes()
-    if options.halves != "auto":
-        return ways_of(laid).fastest()
-    return _in_halves(step, traced, plain, laid, ways_of)
+        way = ways_of(laid).by_bytes()
+    elif options.halves != "auto":
+        way = ways_of(laid).fastest()
+    else:
+        way = _in_halves(step, traced, plain, laid, ways_of)
+    plan = with_price(step, plain, whole_rows.picture, way.plan, way.step_s)
+    return replace(way, plan=plan)
 
 
 def _in_halves(
@@ -195,7 +175,7 @@ class _Ways:
         """Take the way asked for, or the rules', with sums scattered where that sends less."""
         way = self._finished(self._by_bytes())
         if not any(way.plan.changes):
-            return replace(way, jaxpr=self._step.jaxpr)
+            return replace(way, jaxpr=self._step.jaxpr, step_s=self._plain_s)
         after = self._partitioned(way.jaxpr)
         if why := changed(self._plain, after):
             return self._without_rings(way, why)
@@ -203,17 +183,23 @@ class _Ways:
             return way
         return replace(way, step_s=estimate(after.module, self._terms.prices.cost).step_s)
 
+    @property
+    def _plain_s(self) -> float | None:
+        """The seconds of the step as it is; None where no price is known."""
+        cost = self._step.cost
+        return None if cost is None else estimate(self._plain.module, cost).step_s
+
     def _by_bytes(self) -> Rewriting:
         mesh, sums = self._step.mesh, self._options.sums
 
-        def decided(jaxpr: Any, picture: Picture) -> Rewriting:
-            return _decided(jaxpr, picture.shardings, mesh, self._terms)
+        def anew(jaxpr: Any, picture: Picture) -> Rewriting:
+            return decided(jaxpr, picture.shardings, mesh, self._terms)
 
         first = self._decided(self._terms)
         if sums is None:
-            return scatter_sums(self._traced, first, decided, mesh, self._terms.costs)
+            return scatter_sums(self._traced, first, anew, mesh, self._terms.costs)
         where = {s.site: Point(s.dim, s.axes) for s in sums}
-        return self._with_sums_scattered(where, decided) if where else first
+        return self._with_sums_scattered(where, anew) if where else first
 
     # -- by price -----------------------------------------------------------------------------
 
@@ -309,7 +295,7 @@ class _Ways:
     def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
         """Decide on a jaxpr by what is exposed in a picture of its own."""
         _, terms = self._knowing(picture)
-        return _decided(jaxpr, picture.shardings, self._step.mesh, terms)
+        return decided(jaxpr, picture.shardings, self._step.mesh, terms)
 
     def _knowing(self, picture: Picture) -> tuple[float, Terms]:
         """Return a step's seconds, and terms that know the exposed time of whole collectives."""
@@ -333,7 +319,7 @@ class _Ways:
         if rejected:
             terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
         laid = self._laid
-        return _decided(laid.jaxpr, laid.picture.shardings, self._step.mesh, terms)
+        return decided(laid.jaxpr, laid.picture.shardings, self._step.mesh, terms)
 
     def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Rewriting:
         jaxpr, shardings = self._laid.jaxpr, self._laid.picture.shardings
@@ -341,7 +327,7 @@ class _Ways:
         return with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
 
     def _finished(self, rewriting: Rewriting) -> Way:
-        return _finished(self._step, rewriting, self._options, self._laid)
+        return finished(self._step, rewriting, self._options, self._laid)
 
     def _without_rings(self, way: Way, why: str) -> Way:
         """Return the step without rings, laid out all the same, in the place of a way.
@@ -370,41 +356,3 @@ def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
             if ring.first.ring.axis == axis
             for m in ring.members
         }
-
-
-# -- one way --------------------------------------------------------------------------------------
-
-
-def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
-    """Decide on every matmul of a jaxpr, given the shardings, and rewrite it."""
-    all_bodies = bodies(jaxpr)
-    entries, sharings = decide(all_bodies, shardings, terms)
-    inside, manual = decide_manual(all_bodies, shardings, terms.requests)
-    entries = tuple(inside.get(entry.site, entry) for entry in entries)
-    rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
-    may = terms.lookups and not terms.explicit
-    known = lookups(all_bodies, shardings, mesh, terms.costs) if may else []
-    return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
-
-
-def _finished(
-    step: StepContext, rewriting: Rewriting, options: Options, laid: LaidOut | None = None
-) -> Way:
-    """Finish a way: gather scanned weights a step ahead, and scatter the gradients of lookups."""
-    rewritten, prefetched = rewriting.rewritten, 0
-    if options.fsdp == "prefetch":
-        rewritten, prefetched = prefetch(rewritten, rewriting.gathered)
-    sums = rewriting.sums.items()
-    plan = Plan(
-        step=step.params["name"],
-        mesh=dict(step.mesh.shape),
-        entries=rewriting.entries,
-        prefetched=prefetched,
-        scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
-        sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
-        layouts=laid and laid.layouts,
-        halves=laid and laid.halves,
-        fsdp=options.fsdp,
-    )
-    rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)
-    return Way(plan, with_one_view(scatter(rewritten, rewriting.known, step.mesh)), rings)

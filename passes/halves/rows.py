@@ -110,7 +110,9 @@ def _dot_general(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
         for pair in zip(*paired, strict=True):
             if all(d in (None, p) for d, p in zip(dims, pair, strict=True)):
                 whole = "or" if eqn.outvars[0].aval.dtype == np.bool_ else "add"
-                return Followed(pair, (whole,) if paired is contract else (batch[0].index(pair[0]),))
+                return Followed(
+                    pair, (whole,) if paired is contract else (batch[0].index(pair[0]),)
+                )
     return None
 
 
