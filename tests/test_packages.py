@@ -124,7 +124,7 @@ PUBLIC = [
 COMMANDS = """
     advise: --debug --json --mesh --pod --processes-per-host STEP
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
-    explain: --debug --json --mesh --pod --processes-per-host STEP
+    explain: --debug --json --mesh --pod --processes-per-host --verbose STEP
     flags: --as --check --debug --json POD
     plan diff: --debug --json A B
     plan show: --as --debug --json FILE

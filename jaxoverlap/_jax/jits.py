@@ -157,9 +157,10 @@ def with_jaxpr(
 ) -> dict[str, Any]:
     """A jit equation's parameters with another jaxpr, and compiler options that its own beat.
 
-    The jaxpr keeps the names of arguments and results, which JAX's errors name.
+    A jaxpr that has lost the names of arguments and results, which JAX's errors name, gets those.
     """
-    jaxpr = jaxpr.replace(debug_info=params["jaxpr"].debug_info)
+    if jaxpr.debug_info.arg_names is None:
+        jaxpr = jaxpr.replace(debug_info=params["jaxpr"].debug_info)
     merged = {**options, **dict(params["compiler_options_kvs"])}
     return {**params, "jaxpr": jaxpr, "compiler_options_kvs": tuple(merged.items())}
 

@@ -17,7 +17,7 @@ from jax._src import core, pjit
 from jax._src.interpreters import ad, batching, mlir
 from jax.experimental.layout import Layout
 
-_in_rows_p = core.Primitive("in_rows")
+_in_rows_p = core.Primitive("layout_constraint")  # named as the one that it stands for
 
 
 def in_rows(value: Array) -> Array:

@@ -202,8 +202,9 @@ def _no_ring(name: str, plan: Plan) -> Notice:
     """Word the notice for a step on a mesh in which nothing becomes a ring."""
     reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
     lines = "".join(f"\n  {count} matmuls: {reason}" for reason, count in reasons)
-    said = f"overlap() changes nothing in {name}: {plan.verdict}. explain() says why of each matmul"
-    return Notice("no ring", f"{said}, mostly:{lines}" if lines else said)
+    said = f"overlap() changes nothing in {name}; explain() says why of each matmul"
+    mostly = f", mostly:{lines}" if lines else ""
+    return Notice("no ring", f"{said}{mostly}")
 
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:

@@ -12,20 +12,25 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import msgspec
+from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.jaxprs import dots
+from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
-from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
+from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
+from jaxoverlap.passes.manual.decide import decide_manual
+from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
 from jaxoverlap.passes.rewriting.one_view import with_one_view
+from jaxoverlap.passes.rewriting.prefetch import prefetch
+from jaxoverlap.passes.rewriting.rewrite import rewrite
 from jaxoverlap.passes.rewriting.rewriting import Point, Rewriting
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
@@ -35,17 +40,41 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
 )
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
+from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.halves import fits, in_parts, safe_terms, too_large
+from jaxoverlap.step.halves import (
+    GAIN,
+    SOONEST,
+    in_halves,
+    in_parts,
+    safe_terms,
+    seconds,
+    too_large,
+)
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.way import Way, decided, finished, with_price
 
-_SOONEST = 4  # ways that tell which of two layouts is better for rings, or that halves are
-_CLEARLY = 0.05  # of the step: the other ways with rings seldom gain more on the first
-_UNROLL = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
-_ROOM = 0.005  # of the step: what unrolled scans have to gain, as they need more memory
-_GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a step.
+
+    Attributes:
+        plan: what is done with each matmul.
+        jaxpr: the rewritten step.
+        rings: its rings, except those written by hand.
+        step_s: seconds of the step, estimated from its partitioned program; None where no price
+            is known.
+        plain, laid: the partitioned program of the step as it is, and laid out, with whole rows and
+            no rings; None where the step was not partitioned.
+    """
+
+    plan: Plan
+    jaxpr: Any
+    rings: tuple[Ring, ...]
+    step_s: float | None = None
+    plain: Picture | None = None
+    laid: Picture | None = None
 
 
 def overlapped(
@@ -64,7 +93,7 @@ def overlapped(
         ValueError: if a plan is followed whose rows run in parts, and here they cannot.
     """
     if traced is None:
-        return finished(step, decided(step.jaxpr, {}, step.mesh, terms), options)
+        return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
     plain = step.once("plain", lambda: partitioned(traced, step.jaxpr, step.mesh))
 
     timed: _Timed = {}
@@ -79,7 +108,7 @@ def overlapped(
         cut = in_parts(step, traced, plain, laid, 2 if parts == "auto" else parts, options.unroll)
         if not cut.is_cut or too_large(plain, cut.picture):
             return whole_s
-        return min(whole_s, _seconds(ways_of(cut).fastest(rings=False)))
+        return min(whole_s, seconds(ways_of(cut).fastest(rings=False)))
 
     laid = lay_out(step, traced, plain, options, soonest_s)
     whole_rows = laid
@@ -96,60 +125,12 @@ def overlapped(
     elif options.halves != "auto":
         way = ways_of(laid).fastest()
     else:
-        way = _in_halves(step, traced, plain, laid, ways_of)
-    plan = with_price(step, plain, whole_rows.picture, way.plan, way.step_s)
-    return replace(way, plan=plan)
-
-
-def _in_halves(
-    step: StepContext,
-    traced: jax.stages.Traced,
-    plain: Picture,
-    laid: LaidOut,
-    ways_of: Callable[[LaidOut], _Ways],
-) -> Way:
-    """Take the step in halves, if it is estimated to be faster so than with whole rows.
-
-    Args:
-        step, traced, plain, laid: as for `in_parts`.
-        ways_of: the ways to run a step that is laid out.
-    """
-    whole = ways_of(laid)
-    best = whole.fastest(most=_SOONEST)
-    cut = in_parts(step, traced, plain, laid, 2, 1)
-    assert cut.halves is not None
-    record, why_not = cut.halves, cut.halves.why_not
-    if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
-        cuts = [cut]
-        if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
-            unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL)
-            cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
-        way, *others = (ways_of(cut).fastest(rings=False) for cut in cuts)
-        most_s = _seconds(way) * (1 - _ROOM)
-        way = next((other for other in others if _seconds(other) < most_s), way)
-        step_s = _seconds(way)
-        if step_s > _seconds(best) * (1 - _CLEARLY):
-            best = whole.fastest()
-        assert way.plan.halves is not None
-        whole_s = _seconds(best)
-        record = msgspec.structs.replace(way.plan.halves, whole_s=whole_s, step_s=step_s)
-        # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
-        least = 0 if best.plan.decisions else _GAIN
-        if step_s < whole_s * (1 - least):
-            return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
-        why_not = "the step is faster with whole rows"
-    else:
-        best = whole.fastest()
-    record = msgspec.structs.replace(record, why_not=why_not)
-    return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
+        way = in_halves(step, traced, plain, laid, ways_of)
+    return replace(way, plain=plain, laid=whole_rows.picture)
 
 
 _Timed = dict[tuple[Any, ...], tuple[Any, float | None]]
 """The seconds of ways that were timed, by what they change in a step, and that step."""
-
-
-def _seconds(way: Way) -> float:
-    return math.inf if way.step_s is None else way.step_s
 
 
 class _Ways:
@@ -193,7 +174,7 @@ class _Ways:
         mesh, sums = self._step.mesh, self._options.sums
 
         def anew(jaxpr: Any, picture: Picture) -> Rewriting:
-            return decided(jaxpr, picture.shardings, mesh, self._terms)
+            return _decided(jaxpr, picture.shardings, mesh, self._terms)
 
         first = self._decided(self._terms)
         if sums is None:
@@ -212,10 +193,10 @@ class _Ways:
         """
         base_s, _ = self._base
         ways = self._first(most) if rings else list(self._timed([self._gathered_ahead()]))
-        best_s = min(map(_seconds, ways), default=math.inf)
-        if best_s < base_s * (1 - _GAIN if rings else 1):  # gathers ahead alone risk nothing
-            return next(way for way in ways if _seconds(way) <= best_s * (1 + _GAIN))
-        rings_s = min((_seconds(way) for way in ways if way.plan.decisions), default=math.inf)
+        best_s = min(map(seconds, ways), default=math.inf)
+        if best_s < base_s * (1 - GAIN if rings else 1):  # gathers ahead alone risk nothing
+            return next(way for way in ways if seconds(way) <= best_s * (1 + GAIN))
+        rings_s = min((seconds(way) for way in ways if way.plan.decisions), default=math.inf)
         why = f"by price the step takes {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
         return replace(self._without_rings(ways[0], why), step_s=base_s)
@@ -223,7 +204,7 @@ class _Ways:
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
         base_s, _ = self._base
-        return min([base_s, *map(_seconds, self._first(_SOONEST))])
+        return min([base_s, *map(seconds, self._first(SOONEST))])
 
     def _first(self, most: int | None) -> list[Way]:
         """Return the first of all ways with their seconds; each is made and timed once."""
@@ -295,7 +276,7 @@ class _Ways:
     def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
         """Decide on a jaxpr by what is exposed in a picture of its own."""
         _, terms = self._knowing(picture)
-        return decided(jaxpr, picture.shardings, self._step.mesh, terms)
+        return _decided(jaxpr, picture.shardings, self._step.mesh, terms)
 
     def _knowing(self, picture: Picture) -> tuple[float, Terms]:
         """Return a step's seconds, and terms that know the exposed time of whole collectives."""
@@ -319,7 +300,7 @@ class _Ways:
         if rejected:
             terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
         laid = self._laid
-        return decided(laid.jaxpr, laid.picture.shardings, self._step.mesh, terms)
+        return _decided(laid.jaxpr, laid.picture.shardings, self._step.mesh, terms)
 
     def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Rewriting:
         jaxpr, shardings = self._laid.jaxpr, self._laid.picture.shardings
@@ -327,7 +308,7 @@ class _Ways:
         return with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
 
     def _finished(self, rewriting: Rewriting) -> Way:
-        return finished(self._step, rewriting, self._options, self._laid)
+        return _finished(self._step, rewriting, self._options, self._laid)
 
     def _without_rings(self, way: Way, why: str) -> Way:
         """Return the step without rings, laid out all the same, in the place of a way.
@@ -356,3 +337,41 @@ def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
             if ring.first.ring.axis == axis
             for m in ring.members
         }
+
+
+# -- one way --------------------------------------------------------------------------------------
+
+
+def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
+    """Decide on every matmul of a jaxpr, given the shardings, and rewrite it."""
+    all_bodies = bodies(jaxpr)
+    entries, sharings = decide(all_bodies, shardings, terms)
+    inside, manual = decide_manual(all_bodies, shardings, terms.requests)
+    entries = tuple(inside.get(entry.site, entry) for entry in entries)
+    rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
+    may = terms.lookups and not terms.explicit
+    known = lookups(all_bodies, shardings, mesh, terms.costs) if may else []
+    return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
+
+
+def _finished(
+    step: StepContext, rewriting: Rewriting, options: Options, laid: LaidOut | None = None
+) -> Way:
+    """Finish a way: gather scanned weights a step ahead, and scatter the gradients of lookups."""
+    rewritten, prefetched = rewriting.rewritten, 0
+    if options.fsdp == "prefetch":
+        rewritten, prefetched = prefetch(rewritten, rewriting.gathered)
+    sums = rewriting.sums.items()
+    plan = Plan(
+        step=step.params["name"],
+        mesh=dict(step.mesh.shape),
+        entries=rewriting.entries,
+        prefetched=prefetched,
+        scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
+        sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
+        layouts=laid and laid.layouts,
+        halves=laid and laid.halves,
+        fsdp=options.fsdp,
+    )
+    rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)
+    return Way(plan, with_one_view(scatter(rewritten, rewriting.known, step.mesh)), rings)

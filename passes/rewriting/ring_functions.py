@@ -218,20 +218,19 @@ def dot_on(mesh: Mesh) -> _Dot:
 
     def dot(member: Member | ManualSite, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params
-        inside = wide(dtype) if widens else dtype
         if widens:
+            inside = wide(dtype)
             lhs, rhs = (
                 x.astype(inside) if jnp.dtype(inside).itemsize > x.dtype.itemsize else x
                 for x in (lhs, rhs)
             )
-        product = lax.dot_general(
+        return lax.dot_general(
             lhs,
             rhs,
             dimension_numbers=params["dimension_numbers"],
             precision=params["precision"],
-            preferred_element_type=inside,
+            preferred_element_type=dtype,
         )
-        return product.astype(dtype)
 
     return dot
 
