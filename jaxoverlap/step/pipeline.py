@@ -9,6 +9,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits
+from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import axis_costs
@@ -19,7 +20,7 @@ from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.check_plan import followed
-from jaxoverlap.step.context import StepContext, groups_of, prepare
+from jaxoverlap.step.context import StepContext, prepare
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.ways import overlapped
 
