@@ -8,6 +8,7 @@ from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
+from jaxoverlap.ops import decisions, dot_general, einsum, matmul
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
 from jaxoverlap.plan.plan import (
@@ -60,6 +61,10 @@ __all__ = [
     "agreed",
     "audit",
     "chips",
+    "decisions",
+    "dot_general",
+    "einsum",
+    "matmul",
     "overlap",
     "parse_cluster",
     "pod_mesh",

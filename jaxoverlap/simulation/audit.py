@@ -16,11 +16,12 @@ import jax
 
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.plan.collectives import OPCODES, RING_PASSES
+from jaxoverlap.plan.operations import OPERATIONS
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties
 
-_RING = re.compile(rf"({'|'.join(RING_PASSES.values())})\.(\d+)/")
+_RING = re.compile(rf"\b({'|'.join((*RING_PASSES.values(), *OPERATIONS))})\.(\d+)(?![\w.])")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
 _BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
