@@ -7,21 +7,38 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core, dispatch, sharding_impls, source_info_util
 from jax._src import mesh as meshes
 from jax._src.interpreters import mlir
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
 
 from jaxoverlap._jax import compat
 
 Spec = tuple[tuple[str, ...], ...]
 _numbers = itertools.count()  # of operations, in the order in which they are lowered
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """A later operation's wish for an operand, gathered along one dim.
+
+    Attributes:
+        operand: the place of the operand among the operation's.
+        dim: the dim that is to be whole, or less sharded.
+        spec: how the later operation wants it.
+    """
+
+    operand: int
+    dim: int
+    spec: Spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +49,7 @@ class Operation:
         mesh: the mesh, all of its axes automatic.
         avals: the global types of its operands.
         operands, results: how these lie, as XLA settled it; None where mesh axes do not say it.
+        wishes: what later operations would read gathered.
         source: the file and line of the code that wrote it.
         number: the number that its name ends with, in the compiled module too.
     """
@@ -40,6 +58,7 @@ class Operation:
     avals: tuple[Any, ...]
     operands: tuple[Spec | None, ...]
     results: tuple[Spec | None, ...]
+    wishes: tuple[Wish, ...]
     source: tuple[str, int]
     number: int
 
@@ -49,13 +68,16 @@ class Partitioned:
     """What one device does of an operation.
 
     Attributes:
-        jaxpr: the computation of one device, in which all mesh axes are manual.
-        operands, results: how its operands and results lie.
+        jaxpr: the computation of one device, in which all mesh axes are manual; after the results
+            it gives what was wished for and fulfilled.
+        operands, results: how its operands and its results lie.
+        fulfilled: the wishes that it fulfils.
     """
 
     jaxpr: Any
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
+    fulfilled: tuple[Wish, ...]
 
 
 Partition = Callable[[Operation], Partitioned]
@@ -79,6 +101,11 @@ def lower_as(
 
     It stays plain on one device, where no mesh is known, in manual code and where it is exported.
 
+    Operations that stand in one block and read one value gather it once: each has, beside its
+    results, every operand once more for each dim, with a sharding along that dim that is free of
+    the operand's. The others that read the value have these as operands too. When they are
+    partitioned, in this order, the first gives what it gathered there, and the others read that.
+
     Args:
         primitive: the primitive.
         plain: makes of the equation's parameters the plain computation.
@@ -92,45 +119,211 @@ def lower_as(
         fn, mesh = plain(**params), _mesh(ctx)
         if mesh is None:
             return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
-        at, answer = list(operands(**params)), partition(**params)
-        number, source = next(_numbers), _source(ctx.traceback)
-        avals = tuple(ctx.avals_in[n] for n in at)
-        results = [a.ndim for a in ctx.avals_out]
+        at, gathered = list(operands(**params)), _gathered(ctx)
+        found = [(place, gathered.of(values[n])) for place, n in enumerate(at)]
+        before = [
+            (_Before(place, dim, seen.by, seen.number), value)
+            for place, seen in found
+            if seen
+            for dim, value in enumerate(seen.again)
+        ]
+        for b, _ in before:
+            b.by.wanted.add((b.number, b.dim))
+        op = _Partitioning(
+            mesh,
+            at,
+            tuple(ctx.avals_in[n] for n in at),
+            len(ctx.avals_out),
+            [b for b, _ in before],
+            partition(**params),
+            _source(ctx.traceback),
+            gathered,
+        )
 
         # One argument, a list: custom_partitioning counts arguments by a signature.
-        def whole(spread: Sequence[Any]) -> list[Any]:
-            return fn(*(spread[at.index(n)] for n in range(len(values))))
-
-        def split(_: Any, given: Any, result: Any) -> Any:
-            told = Operation(
-                mesh,
-                avals,
-                tuple(spec_of(o.sharding, mesh, len(o.shape)) for o in given[0]),
-                tuple(spec_of(r.sharding, mesh, n) for r, n in zip(result, results, strict=True)),
-                source,
-                number,
-            )
-            done = answer(told)
-
-            def local(operands: Sequence[Any]) -> list[Any]:
-                return core.eval_jaxpr(done.jaxpr, done.jaxpr.consts, *operands)
-
-            ends = [_sharding(mesh, spec) for spec in done.results]
-            return mesh, local, ends, ([_sharding(mesh, spec) for spec in done.operands],)
+        def whole(given: Sequence[Any]) -> list[Any]:
+            again = [given[at.index(n)] for n, _ in op.again]
+            return [*fn(*(given[at.index(n)] for n in range(len(values)))), *again]
 
         call = custom_partitioning(whole)
-        text, kinds = rule(avals, **params)
-        call.def_partition(partition=split, sharding_rule=text, decode_shardings=False, **kinds)
+        text, kinds = rule(op.avals, **params)
+        text = op.with_gathered(text, kinds.get("reduction_factors", ()))
+        call.def_partition(partition=op, sharding_rule=text, decode_shardings=False, **kinds)
 
-        def named(*operands: Any) -> list[Any]:
+        def named(*given: Any) -> list[Any]:
             # XLA gives all that an operation becomes the operation's own name.
-            with jax.named_scope(f"{primitive.name}.{number}"):
-                return call([operands[n] for n in at])
+            with jax.named_scope(f"{primitive.name}.{op.number}"):
+                return call([*(given[n] for n in at), *given[len(values) :]])
 
-        return mlir.lower_fun(named, multiple_results=True)(ctx, *values)
+        avals = [*ctx.avals_in, *(op.avals[b.place] for b, _ in before)]
+        inner = ctx.replace(avals_in=avals, avals_out=None)
+        lower = mlir.lower_fun(named, multiple_results=True)
+        results = lower(inner, *values, *(value for _, value in before))
+        for n, value in enumerate(values):
+            if gathered.of(value):
+                continue  # a first one, of a forward pass, tells more of how its operands lie
+            again = zip(op.again, results[op.results :], strict=True)
+            gathered.put(value, _Seen(op, n, [r for (m, _), r in again if m == n]))
+        return results[: op.results]
 
     mlir.register_lowering(primitive, lowering, cacheable=False)
     dispatch.prim_requires_devices_during_lowering.add(primitive)  # else the mesh is not told
+
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """An operand that an operation before may have gathered along one dim.
+
+    Attributes:
+        place: its place among this operation's operands.
+        dim: the dim.
+        by: the operation before.
+        number: the number that the operand has there.
+    """
+
+    place: int
+    dim: int
+    by: _Partitioning
+    number: int
+
+
+class _Partitioning:
+    """An operation, from its lowering to its partitioning; XLA calls it back."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        at: list[int],
+        avals: tuple[Any, ...],
+        results: int,
+        before: list[_Before],
+        answer: Partition,
+        source: tuple[str, int],
+        gathered: _Gathered,
+    ):
+        self.mesh, self.at, self.avals, self.results = mesh, at, avals, results
+        self.before, self.answer, self.source, self.gathered = before, answer, source, gathered
+        self.number = next(_numbers)
+        self.again = [(n, d) for n in sorted({*at}) for d in range(avals[at.index(n)].ndim)]
+        self.wanted: set[tuple[int, int]] = set()  # of `again`, what a later operation may read
+        self.given: dict[tuple[int, int], Spec] = {}  # of `again`, how it is given, as told
+
+    def with_gathered(self, text: str, reduced: Collection[str]) -> str:
+        """Return a rule with the operands that were gathered before, and those that may be here.
+
+        Args:
+            text: the rule of the operation alone.
+            reduced: its reduced factors, which Shardy allows in no result.
+        """
+        operands, results = (side.split(", ") for side in text.split(" -> "))
+        own = list(operands)
+
+        def free(place: int, dim: int, name: str) -> str:
+            factors = own[place].split(" ")
+            return " ".join([*factors[:dim], name, *factors[dim + 1 :]])
+
+        operands += [free(b.place, b.dim, f"before{i}") for i, b in enumerate(self.before)]
+        for i, (n, dim) in enumerate(self.again):
+            factors = free(self.at.index(n), dim, f"again{i}").split(" ")
+            results.append(" ".join(f"of{i}{f}" if f in reduced else f for f in factors))
+        return f"{', '.join(operands)} -> {', '.join(results)}"
+
+    def __call__(self, _: Any, given: Any, result: Any) -> tuple[Any, ...]:
+        """Answer XLA's partitioner."""
+        self.gathered.clear()  # the lowering is over
+        told = [spec_of(o.sharding, self.mesh, len(o.shape)) for o in given[0]]
+        ends = [spec_of(r.sharding, self.mesh, len(r.shape)) for r in result]
+        results, places = self.results, list(range(len(self.at)))  # of operands among those given
+        for i, b in enumerate(self.before, len(self.at)):
+            if told[i] is not None and b.by.given.get((b.number, b.dim)) == told[i]:
+                places[b.place] = i
+        wishes = [
+            Wish(self.at.index(n), dim, spec)
+            for (n, dim), spec in zip(self.again, ends[results:], strict=True)
+            if (n, dim) in self.wanted and spec not in (None, told[self.at.index(n)])
+        ]
+        done = self.answer(
+            Operation(
+                self.mesh,
+                self.avals,
+                tuple(told[p] for p in places),
+                tuple(ends[:results]),
+                tuple(wishes),
+                self.source,
+                self.number,
+            )
+        )
+        whole = [((),) * len(o.shape) for o in given[0]]
+        at = [all_of if t is None else t for t, all_of in zip(told, whole, strict=True)]
+        for p, spec in zip(places, done.operands, strict=True):
+            at[p] = spec
+        number = {(self.at[w.operand], w.dim): i for i, w in enumerate(done.fulfilled)}
+        self.given = {key: done.fulfilled[i].spec for key, i in number.items()}
+
+        def local(operands: Sequence[Any]) -> list[Any]:
+            mine = [operands[p] for p in places]
+            out = core.eval_jaxpr(done.jaxpr, done.jaxpr.consts, *mine)
+            # Nobody reads what is not in `given`.
+            again = [
+                out[results + number[key]] if key in number else jnp.zeros(shape, r.dtype)
+                for key, shape, r in zip(self.again, shapes, result[results:], strict=True)
+            ]
+            return [*out[:results], *again]
+
+        free = [
+            ((),) * len(r.shape) if spec is None else spec
+            for spec, r in zip(ends[results:], result[results:], strict=True)
+        ]
+        shapes = [
+            _sharding(self.mesh, spec).shard_shape(r.shape)
+            for spec, r in zip(free, result[results:], strict=True)
+        ]
+        back = [_sharding(self.mesh, spec) for spec in (*done.results, *free)]
+        return self.mesh, local, back, ([_sharding(self.mesh, spec) for spec in at],)
+
+
+class _Seen(NamedTuple):
+    """The first operation of a block that read a value.
+
+    Attributes:
+        by: the operation.
+        number: the number of the value among its equation's operands.
+        again: the value, as the operation gives it again, by dim.
+    """
+
+    by: _Partitioning
+    number: int
+    again: list[Any]
+
+
+class _Gathered:
+    """The values that operations of a module have read, and may have gathered."""
+
+    def __init__(self) -> None:
+        self._first: dict[Any, _Seen] = {}
+
+    def of(self, value: Any) -> _Seen | None:
+        """Return the first operation of this block that read a value."""
+        seen, here = self._first.get(value), ir.InsertionPoint.current.block
+        return seen if seen and all(v.owner.operation.block == here for v in seen.again) else None
+
+    def put(self, value: Any, seen: _Seen) -> None:
+        """Note the operation that reads a value first."""
+        self._first[value] = seen
+
+    def clear(self) -> None:
+        """Forget all, and let the module go."""
+        self._first.clear()
+
+
+def _gathered(ctx: Any) -> _Gathered:
+    """Return a module's own; it lives as long as the module's lowering."""
+    kept = ctx.module_context.keepalives
+    found = next((k for k in kept if isinstance(k, _Gathered)), None)
+    if found is None:
+        found = _Gathered()
+        ctx.module_context.add_keepalive(found)
+    return found
 
 
 def _source(traceback: Any) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 from jax import Array, lax
 from jax.sharding import Mesh
 
+from jaxoverlap._jax.partitioned_call import Wish
 from jaxoverlap.passes.analysis.einsum import SIDES, Side, Spec
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
@@ -33,13 +34,16 @@ class LocalGroup:
 
     Attributes:
         operands, results: how the operands and the results lie.
-        outvars: the variables of the results.
+        fulfilled: the wishes of later operations that it fulfils.
+        outputs: the values of the results, and of what was wished for; a place among the operands
+            for one that comes gathered.
         steps: what is done, in order.
     """
 
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
-    outvars: tuple[Any, ...]
+    fulfilled: tuple[Wish, ...]
+    outputs: tuple[Any, ...]
     steps: tuple[Step, ...]
 
     def __call__(self, *operands: Array) -> list[Array]:
@@ -47,7 +51,7 @@ class LocalGroup:
         values: Values = {}
         for step in self.steps:
             step(values, operands)
-        return [values[var] for var in self.outvars]
+        return [operands[v] if isinstance(v, int) else values[v] for v in self.outputs]
 
 
 class _Apart(Exception):
@@ -55,7 +59,11 @@ class _Apart(Exception):
 
 
 def local_group(
-    body: Body, told: Mapping[int, Shardings], sharing: Sharing, mesh: Mesh
+    body: Body,
+    told: Mapping[int, Shardings],
+    sharing: Sharing,
+    wishes: Sequence[Wish],
+    mesh: Mesh,
 ) -> LocalGroup:
     """Lay out one device's part of a group of matmuls, as decided.
 
@@ -63,12 +71,13 @@ def local_group(
         body: the group's jaxpr: `dot_general`s, and the sums of some.
         told: how each matmul's sides lie around the operation.
         sharing: the rings of the body.
+        wishes: what later operations would read gathered: a ring that gathers it keeps it.
         mesh: the mesh.
     """
     try:
-        return _Writer(body, told, sharing, mesh).group()
+        return _Writer(body, told, sharing, mesh).group(wishes)
     except _Apart:
-        return _Writer(body, told, Sharing(sharing.order), mesh, owner=True).group()
+        return _Writer(body, told, Sharing(sharing.order), mesh, owner=True).group(wishes)
 
 
 class _Writer:
@@ -89,7 +98,8 @@ class _Writer:
         self.kept: set[Value] = set()
         self.steps: list[Step] = []
 
-    def group(self) -> LocalGroup:
+    def group(self, wishes: Sequence[Wish]) -> LocalGroup:
+        wished = {wish: self.ring_that_keeps(wish) for wish in wishes}
         order, dots = self.sharing.order, {dot.place: dot for dot in self.body.dots}
         rings = {order.first(ring.place): ring for ring in self.sharing.rings}
         members = {m.dot.place for ring in self.sharing.rings for m in ring.members}
@@ -104,7 +114,21 @@ class _Writer:
             elif place not in dots:
                 self.sum(self.body.eqns[place])
         results = tuple(self.specs[v] for v in self.body.outvars)
-        return LocalGroup(tuple(self.operands), results, self.body.outvars, tuple(self.steps))
+        # A wish is fulfilled by a ring, or where XLA gathers the operand for this operation too.
+        given = {w: r.whole if r else w.operand for w, r in wished.items()}
+        fulfilled = tuple(w for w in wishes if wished[w] or self.operands[w.operand] == w.spec)
+        outputs = (*self.body.outvars, *(given[w] for w in fulfilled))
+        return LocalGroup(tuple(self.operands), results, fulfilled, outputs, tuple(self.steps))
+
+    def ring_that_keeps(self, wish: Wish) -> Ring | None:
+        """Return the ring that gathers an operand as a later operation wants it, and keeps it."""
+        dot = self.body.dots[wish.operand // 2]
+        whole = Value(dot.eqn.invars[wish.operand % 2], wish.spec)
+        for ring in self.sharing.arriving(whole):
+            if ring in self.sharing.rings and ring.can_keep():
+                ring.keep = True
+                return ring
+        return None
 
     def ring(self, ring: Ring) -> None:
         """Run the matmuls of a ring under its hops."""

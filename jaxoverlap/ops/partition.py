@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import partitioned_call
-from jaxoverlap._jax.partitioned_call import Operation, Partition, Partitioned
+from jaxoverlap._jax.partitioned_call import Operation, Partition, Partitioned, Wish
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import groups_of
@@ -30,6 +30,7 @@ from jaxoverlap.passes.analysis.matmul_group import MatmulGroup
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.profit import RingCosts
+from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.plan import operations
 from jaxoverlap.plan.decisions import Decision, Skip
@@ -43,17 +44,22 @@ def partition(*, group: MatmulGroup) -> Partition:
     def answer(operation: Operation) -> Partitioned:
         avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operation.avals)
         made, jaxpr, entries = _partitioned(
-            group, avals, operation.operands, operation.results, operation.mesh
+            group, avals, operation.operands, operation.results, operation.wishes, operation.mesh
         )
         operations.note(operation.number, entries, short_source(*operation.source))
-        return Partitioned(jaxpr, made.operands, made.results)
+        return Partitioned(jaxpr, made.operands, made.results, made.fulfilled)
 
     return answer
 
 
 @functools.lru_cache(maxsize=512)  # layers are alike
 def _partitioned(
-    group: MatmulGroup, avals: tuple[Any, ...], operands: Told, results: Told, mesh: Mesh
+    group: MatmulGroup,
+    avals: tuple[Any, ...],
+    operands: Told,
+    results: Told,
+    wishes: tuple[Wish, ...],
+    mesh: Mesh,
 ) -> tuple[LocalGroup, Any, tuple[Decision | Skip, ...]]:
     """Decide on a group, and trace one device's part of it.
 
@@ -61,13 +67,14 @@ def _partitioned(
         group: the matmuls.
         avals: the types of their operands, two for each matmul.
         operands, results: how these lie.
+        wishes: what later operations would read gathered.
         mesh: the mesh.
     """
     (body,) = bodies(group.jaxpr(_unspread(group, avals)))
     terms = terms_on(mesh)
     told = _shardings(group, operands, results)
     entries, sharings = decide([body], told, terms)
-    made = local_group(body, told, sharings[body.index], mesh)
+    made = local_group(body, told, sharings[body.index], wishes, mesh)
     structs = [
         jax.ShapeDtypeStruct(_local_shape(a.shape, spec, mesh), a.dtype)
         for a, spec in zip(avals, made.operands, strict=True)
@@ -104,8 +111,15 @@ def terms_on(mesh: Mesh) -> Terms:
     """Collect the terms of decisions on a mesh: what its links cost, and the prices of its GPUs."""
     cluster = cluster_of(mesh)
     cost = cost_model(cluster) if cluster and has_cost_model(cluster) and is_gpu(mesh) else None
+    groups = groups_of(mesh, None)
+
+    def bare(ring: Ring) -> float | None:
+        """Take a sum over the network to hide: mostly a weight's gradient, which nobody awaits."""
+        network = groups[ring.axis].domains > 1
+        return 0.0 if network and ring.kind in ("reduce_scatter", "all_reduce") else None
+
     return Terms(
         axis_sizes=dict(mesh.shape),
         costs=axis_costs(mesh, None),
-        prices=cost and RingCosts(cost, groups_of(mesh, None)),
+        prices=cost and RingCosts(cost, groups, bare),
     )
