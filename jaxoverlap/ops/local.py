@@ -132,7 +132,7 @@ class _Writer:
 
     def ring(self, ring: Ring) -> None:
         """Run the matmuls of a ring under its hops."""
-        run, at = ring_body(ring, self.mesh), []
+        run, at = ring_body(ring, self.dot), []
         for member in ring.members:
             assert member.layout is not None
             i = member.dot.index

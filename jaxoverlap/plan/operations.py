@@ -42,6 +42,21 @@ def noted(number: int) -> tuple[Decision | Skip, ...]:
     return _noted.get(number, ())
 
 
+def described(text: str) -> tuple[tuple[str, str], ...]:
+    """Say what was decided for each matmul of a module's operations: pairs of a name and words."""
+    names = sorted({(int(m.group(2)), m.group(0)) for m in NAME.finditer(text)})
+    return tuple((name, _words(entry)) for number, name in names for entry in noted(number))
+
+
+def _words(entry: Decision | Skip) -> str:
+    if isinstance(entry, Skip):
+        return f"{entry.einsum} at {entry.source}: {entry.reason}"
+    why = f": {entry.why}" if entry.why else ""
+    return (
+        f"{entry.kind} of {entry.einsum} over {entry.axis}, {entry.variant}, at {entry.source}{why}"
+    )
+
+
 def decisions(compiled: Any) -> tuple[Decision | Skip, ...]:
     """List what was decided for each matmul of a compiled step's own operations.
 

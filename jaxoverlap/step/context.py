@@ -72,7 +72,8 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
         DisagreementError: if the cluster is not named, and a process of the mesh does not say on
             which host it runs.
     """
-    params, jaxpr, mesh = call.params, flatten(call.params["jaxpr"]), mesh_of(call)
+    params, mesh = call.params, mesh_of(call)
+    jaxpr = flatten(params["jaxpr"], take_over=options.operations == "take over")
     if options.cluster is None:
         cluster_of(mesh, options.agree_within_s)  # waits for the processes, once
     named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from jaxoverlap.passes.analysis.einsum import Einsum, einsum_of
 
+Dim = tuple[str, int, int]  # "operand" or "result", its number, its dim
 MATMUL_GROUP = "matmul_group"  # the primitive's name
 
 
@@ -74,6 +75,37 @@ class MatmulGroup:
             functools.reduce(lax.add, (p(operands[p.lhs], operands[p.rhs]) for p in output))
             for output in self.outputs
         ]
+
+    def factors(
+        self, avals: Sequence[Any]
+    ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+        """Name the dims of operands and results; dims that a matmul pairs have one name.
+
+        Args:
+            avals: the types of the operands.
+        """
+        pairs: list[tuple[Dim, Dim]] = []
+        for number, output in enumerate(self.outputs):
+            for p in output:
+                einsum = p.einsum(avals[p.lhs], avals[p.rhs])
+                at: dict[str, Dim] = {}
+                sides = (("operand", p.lhs), ("operand", p.rhs), ("result", number))
+                for side, letters in zip(sides, (einsum.lhs, einsum.rhs, einsum.out), strict=True):
+                    for d, letter in enumerate(letters):
+                        pairs.append((at.setdefault(letter, (*side, d)), (*side, d)))
+        names = dict.fromkeys(dim for pair in pairs for dim in pair)
+        roots = {dim: dim for dim in names}
+        for one, other in pairs:
+            old, new = roots[other], roots[one]
+            roots = {dim: new if root == old else root for dim, root in roots.items()}
+        known = {root: f"f{i}" for i, root in enumerate(dict.fromkeys(roots.values()))}
+
+        def of(kind: str, number: int) -> tuple[str, ...]:
+            dims = sorted(d for d in roots if d[:2] == (kind, number))
+            return tuple(known[roots[d]] for d in dims)
+
+        operands = tuple(of("operand", n) for n in range(len(avals)))
+        return operands, tuple(of("result", n) for n in range(len(self.outputs)))
 
     def jaxpr(self, avals: Sequence[Any]) -> Any:
         """Trace the group for operands of these types."""
