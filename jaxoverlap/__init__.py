@@ -8,7 +8,14 @@ from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
-from jaxoverlap.ops import decisions, dot_general, einsum, matmul
+from jaxoverlap.ops import (
+    attention,
+    decisions,
+    dot_general,
+    einsum,
+    matmul,
+    softmax_cross_entropy_with_integer_labels,
+)
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
 from jaxoverlap.plan.plan import (
@@ -59,6 +66,7 @@ __all__ = [
     "Tuning",
     "Variant",
     "agreed",
+    "attention",
     "audit",
     "chips",
     "decisions",
@@ -70,5 +78,6 @@ __all__ = [
     "pod_mesh",
     "ring",
     "simulate",
+    "softmax_cross_entropy_with_integer_labels",
     "tune",
 ]

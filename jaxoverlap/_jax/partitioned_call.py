@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -96,6 +97,8 @@ def lower_as(
     rule: Callable[..., tuple[str, dict[str, Any]]],
     partition: Callable[..., Partition],
     operands: Callable[..., Sequence[int]],
+    *,
+    shares: bool = True,
 ) -> None:
     """Lower a primitive to an operation that partitions itself, where there is a mesh to do it on.
 
@@ -113,6 +116,7 @@ def lower_as(
         partition: makes of the parameters the function that partitions the operation.
         operands: makes of the parameters the numbers of the operation's operands among the
             equation's: one that is read in several ways stands there as often.
+        shares: whether it reads what others have gathered, and gives them what it gathers.
     """
 
     def lowering(ctx: Any, *values: Any, **params: Any) -> Any:
@@ -120,7 +124,7 @@ def lower_as(
         if mesh is None:
             return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
         at, gathered = list(operands(**params)), _gathered(ctx)
-        found = [(place, gathered.of(values[n])) for place, n in enumerate(at)]
+        found = [(place, gathered.of(values[n])) for place, n in enumerate(at) if shares]
         before = [
             (_Before(place, dim, seen.by, seen.number), value)
             for place, seen in found
@@ -138,6 +142,7 @@ def lower_as(
             partition(**params),
             _source(ctx.traceback),
             gathered,
+            shares,
         )
 
         # One argument, a list: custom_partitioning counts arguments by a signature.
@@ -160,7 +165,7 @@ def lower_as(
         lower = mlir.lower_fun(named, multiple_results=True)
         results = lower(inner, *values, *(value for _, value in before))
         for n, value in enumerate(values):
-            if gathered.of(value):
+            if not shares or gathered.of(value):
                 continue  # a first one, of a forward pass, tells more of how its operands lie
             again = zip(op.again, results[op.results :], strict=True)
             gathered.put(value, _Seen(op, n, [r for (m, _), r in again if m == n]))
@@ -200,11 +205,13 @@ class _Partitioning:
         answer: Partition,
         source: tuple[str, int],
         gathered: _Gathered,
+        shares: bool,
     ):
         self.mesh, self.at, self.avals, self.results = mesh, at, avals, results
         self.before, self.answer, self.source, self.gathered = before, answer, source, gathered
         self.number = next(_numbers)
-        self.again = [(n, d) for n in sorted({*at}) for d in range(avals[at.index(n)].ndim)]
+        again = sorted({*at}) if shares else []
+        self.again = [(n, d) for n in again for d in range(avals[at.index(n)].ndim)]
         self.wanted: set[tuple[int, int]] = set()  # of `again`, what a later operation may read
         self.given: dict[tuple[int, int], Spec] = {}  # of `again`, how it is given, as told
 
@@ -376,3 +383,42 @@ def trace_on(mesh: Mesh, fn: Callable[..., Any], structs: Sequence[Any]) -> Any:
     """Trace a function where all axes of a mesh are manual."""
     with jax.disable_jit(False):
         return jax.make_jaxpr(fn, axis_env=list(mesh.shape.items()))(*structs)
+
+
+# -- what answers are made of ---------------------------------------------------------------------
+
+
+def even(operation: Operation, place: int) -> Spec:
+    """Return how an operand lies, less the axes that do not divide its dims; whole if not known."""
+    told, shape = operation.operands[place], operation.avals[place].shape
+    dims: list[tuple[str, ...]] = []
+    for size, axes in zip(shape, told or ((),) * len(shape), strict=True):
+        kept: tuple[str, ...] = ()
+        for axis in axes:
+            if size % num_blocks(operation.mesh, (*kept, axis)) == 0:
+                kept = (*kept, axis)
+        dims.append(tuple(a for a in kept if operation.mesh.shape[a] > 1))
+    return tuple(dims)
+
+
+def num_blocks(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Count the blocks into which mesh axes cut a dim."""
+    return math.prod(mesh.shape[a] for a in axes)
+
+
+def block_index(mesh: Mesh, axes: Sequence[str]) -> Any:
+    """Return which block of a dim this device has, where its axes are manual."""
+    index: Any = 0
+    for axis in axes:
+        index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
+    return index
+
+
+def local_structs(
+    mesh: Mesh, avals: Sequence[Any], specs: Sequence[Spec]
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of values on one device."""
+    return [
+        jax.ShapeDtypeStruct(_sharding(mesh, spec).shard_shape(a.shape), a.dtype)
+        for a, spec in zip(avals, specs, strict=True)
+    ]

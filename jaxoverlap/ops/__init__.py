@@ -3,9 +3,18 @@
 from pathlib import Path
 
 from jaxoverlap._jax.partitioned_call import not_the_users
+from jaxoverlap.ops.attention import attention
+from jaxoverlap.ops.cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxoverlap.ops.einsum import dot_general, einsum, matmul
 from jaxoverlap.plan.operations import decisions
 
-__all__ = ["decisions", "dot_general", "einsum", "matmul"]
+__all__ = [
+    "attention",
+    "decisions",
+    "dot_general",
+    "einsum",
+    "matmul",
+    "softmax_cross_entropy_with_integer_labels",
+]
 
 not_the_users(f"{Path(__file__).parent}/")

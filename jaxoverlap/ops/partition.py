@@ -75,10 +75,7 @@ def _partitioned(
     told = _shardings(group, operands, results)
     entries, sharings = decide([body], told, terms)
     made = local_group(body, told, sharings[body.index], wishes, mesh)
-    structs = [
-        jax.ShapeDtypeStruct(_local_shape(a.shape, spec, mesh), a.dtype)
-        for a, spec in zip(avals, made.operands, strict=True)
-    ]
+    structs = partitioned_call.local_structs(mesh, avals, made.operands)
     return made, partitioned_call.trace_on(mesh, made, structs), entries
 
 
@@ -98,12 +95,6 @@ def _shardings(group: MatmulGroup, operands: Told, results: Told) -> dict[int, S
             i = next(number)
             told[i] = Shardings(operands[2 * i], operands[2 * i + 1], result)
     return told
-
-
-def _local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    sizes = mesh.shape
-    parts = (functools.reduce(lambda n, a: n * sizes[a], axes, 1) for axes in spec)
-    return tuple(size // n for size, n in zip(shape, parts, strict=True))
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,7 +15,13 @@ import msgspec
 
 from jaxoverlap.plan.decisions import Decision, Skip
 
-OPERATIONS = ("matmul_group",)  # the names of such operations
+OPERATIONS = (  # the names of such operations
+    "matmul_group",
+    "sharded_attention",
+    "sharded_attention_backward",
+    "sharded_cross_entropy",
+    "sharded_cross_entropy_backward",
+)
 NAME = re.compile(rf"\b({'|'.join(OPERATIONS)})\.(\d+)\b")
 _MAX_NOTED = 65536  # operations; a step of 100 unrolled layers has some 2,000
 _lock = threading.Lock()
