@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jaxoverlap._jax.partitioned_call import not_the_users
+from jaxoverlap._jax.operations.lowering import not_the_users
 from jaxoverlap.ops.attention import attention
 from jaxoverlap.ops.cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxoverlap.ops.einsum import dot_general, einsum, matmul

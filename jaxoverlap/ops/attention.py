@@ -20,8 +20,8 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxoverlap._jax import partitioned_call
-from jaxoverlap._jax.partitioned_call import Operation, Partitioned, Spec
+from jaxoverlap._jax.operations.question import Operation, Partitioned, even
+from jaxoverlap._jax.operations.specs import Spec, block_index, local_structs, trace_on
 from jaxoverlap._util.text import short_source
 from jaxoverlap.ops.define import operation
 from jaxoverlap.ops.einsum import stays_plain
@@ -190,10 +190,10 @@ def _partition(backward: bool, *, causal: bool, scale: float) -> Callable[[Opera
     def answer(op: Operation) -> Partitioned:
         lies, why = _lies(op)
         given = tuple(map(lies.spec, operands))
-        structs = partitioned_call.local_structs(op.mesh, op.avals, given)
+        structs = local_structs(op.mesh, op.avals, given)
         how = functools.partial(_local, op.mesh, lies, backward, causal, scale)
         operations.note(op.number, [_entry(op, lies, why, backward)], short_source(*op.source))
-        jaxpr = partitioned_call.trace_on(op.mesh, how, structs)
+        jaxpr = trace_on(op.mesh, how, structs)
         return Partitioned(jaxpr, given, tuple(map(lies.spec, results)), ())
 
     return answer
@@ -209,7 +209,7 @@ def _local(
     first = 0
     if lies.queries:
         size = operands[0].shape[1]
-        first = partitioned_call.block_index(mesh, lies.queries) * size
+        first = block_index(mesh, lies.queries) * size
     if not backward:
         return _plain(*operands, causal=causal, scale=scale, first=first)
     to_q, to_k, to_v = _plain_backward(*operands, causal=causal, scale=scale, first=first)
@@ -220,8 +220,8 @@ def _local(
 
 def _lies(op: Operation) -> tuple[_Lies, str]:
     """Lay an attention out, and say why its keys are gathered if they are."""
-    batch, queries, heads, _, _ = partitioned_call.even(op, 0)
-    keys = partitioned_call.even(op, 1)[1]
+    batch, queries, heads, _, _ = even(op, 0)
+    keys = even(op, 1)[1]
     if len(queries) != 1:
         why = f"queries lie along {' and '.join(queries)}: a ring takes one axis"
         return _Lies(batch, heads, queries, ""), why if queries else "no collective"
@@ -244,7 +244,7 @@ def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> str:
     if prices is None or dtype not in prices.cost.dtypes:
         return ""
     specs = [lies.spec(s) for s in (_Q, _K)]
-    q, k = partitioned_call.local_structs(op.mesh, op.avals[:2], specs)
+    q, k = local_structs(op.mesh, op.avals[:2], specs)
     b, t, m, g, h = q.shape
 
     def matmuls_s(keys: int) -> float:
@@ -270,7 +270,7 @@ def _entry(op: Operation, lies: _Lies, why: str, backward: bool) -> Decision | S
     einsum = "btmgh,bsmh,bsmw->btmgw"
     if not lies.ring:
         return Skip(site=0, source="", einsum=einsum, runs=1, reason=why)
-    k, v = partitioned_call.local_structs(op.mesh, op.avals[1:3], list(map(lies.spec, (_K, _V))))
+    k, v = local_structs(op.mesh, op.avals[1:3], list(map(lies.spec, (_K, _V))))
     sent = (k.size * k.dtype.itemsize + v.size * v.dtype.itemsize) * (op.mesh.shape[lies.ring] - 1)
     return Decision(
         site=0,

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jaxoverlap._jax import partitioned_call
-from jaxoverlap._jax.partitioned_call import Operation, Partitioned
+from jaxoverlap._jax.operations.question import Operation, Partitioned, even
+from jaxoverlap._jax.operations.specs import block_index, local_structs, trace_on
 from jaxoverlap._util.text import short_source
 from jaxoverlap.ops.define import operation
 from jaxoverlap.ops.einsum import stays_plain
@@ -132,23 +132,24 @@ def _rule(backward: bool) -> Callable[..., tuple[str, dict[str, Any]]]:
 
 def _partition(backward: bool) -> Callable[..., Callable[[Operation], Partitioned]]:
     def answer(op: Operation) -> Partitioned:
-        logits = partitioned_call.even(op, 0)
-        lead, axes = logits[:-1], logits[-1]
-        given = (logits, *(lead,) * (len(op.avals) - 1))
-        structs = partitioned_call.local_structs(op.mesh, op.avals, given)
+        at = even(op, 0)
+        lead, axes = at[:-1], at[-1]
+        given = (at, *(lead,) * (len(op.avals) - 1))
+        structs = local_structs(op.mesh, op.avals, given)
         size = structs[0].shape[-1]
 
         def local(*operands: Array) -> list[Array]:
-            first = partitioned_call.block_index(op.mesh, axes) * size if axes else 0
+            first = block_index(op.mesh, axes) * size if axes else 0
             if backward:
-                return _plain_backward(*operands, first=first)
-            return _plain(*operands, first, axes)
+                logits, labels, log_sums, to_loss = operands
+                return _plain_backward(logits, labels, log_sums, to_loss, first)
+            return _plain(operands[0], operands[1], first, axes)
 
         said = "each device reads its own part of the vocabulary" if axes else "no collective"
         entry = Skip(site=0, source="", einsum="...v,...->...", runs=1, reason=said)
         operations.note(op.number, [entry], short_source(*op.source))
-        back = (logits,) if backward else (lead, lead)
-        return Partitioned(partitioned_call.trace_on(op.mesh, local, structs), given, back, ())
+        back = (at,) if backward else (lead, lead)
+        return Partitioned(trace_on(op.mesh, local, structs), given, back, ())
 
     return lambda: answer
 

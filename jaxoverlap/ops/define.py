@@ -12,8 +12,8 @@ import jax
 from jax import Array
 from jax.interpreters import ad, batching
 
-from jaxoverlap._jax import partitioned_call
-from jaxoverlap._jax.partitioned_call import Partition
+from jaxoverlap._jax.operations import lowering
+from jaxoverlap._jax.operations.question import Partition
 
 Plain = Callable[..., list[Array]]
 
@@ -31,11 +31,11 @@ def operation(
     Args:
         name: its name, in `plan.operations`.
         num_operands: the number of its operands.
-        plain, rule, partition: as in `partitioned_call.lower_as`.
+        plain, rule, partition: as in `lowering.lower_as`.
         batch: makes of the function that binds it, its operands and their mapped dims (None: not
             mapped) the results and their mapped dims.
     """
-    primitive = partitioned_call.primitive(name)
+    primitive = lowering.primitive(name)
 
     def bind(*operands: Any, **params: Any) -> list[Array]:
         return primitive.bind(*operands, **params)
@@ -56,5 +56,5 @@ def operation(
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batched
     places = range(num_operands)
-    partitioned_call.lower_as(primitive, plain, rule, partition, lambda **_: places, shares=False)
+    lowering.lower_as(primitive, plain, rule, partition, lambda **_: places, shares=False)
     return bind

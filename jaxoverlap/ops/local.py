@@ -15,7 +15,7 @@ from typing import Any
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jaxoverlap._jax.partitioned_call import Wish
+from jaxoverlap._jax.operations.question import Wish
 from jaxoverlap.passes.analysis.einsum import SIDES, Side, Spec
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import partitioned_call
-from jaxoverlap._jax.partitioned_call import Operation, Partition, Partitioned, Wish
+from jaxoverlap._jax.operations import specs
+from jaxoverlap._jax.operations.question import Operation, Partition, Partitioned, Wish
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import groups_of
@@ -75,8 +75,8 @@ def _partitioned(
     told = _shardings(group, operands, results)
     entries, sharings = decide([body], told, terms)
     made = local_group(body, told, sharings[body.index], wishes, mesh)
-    structs = partitioned_call.local_structs(mesh, avals, made.operands)
-    return made, partitioned_call.trace_on(mesh, made, structs), entries
+    structs = specs.local_structs(mesh, avals, made.operands)
+    return made, specs.trace_on(mesh, made, structs), entries
 
 
 def _unspread(group: MatmulGroup, avals: Sequence[Any]) -> list[Any]:

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.interpreters import ad, batching
 
-from jaxoverlap._jax import partitioned_call
+from jaxoverlap._jax.operations import lowering
 from jaxoverlap.ops.partition import partition
 from jaxoverlap.ops.rule import rule
 from jaxoverlap.passes.analysis.matmul_group import MATMUL_GROUP, MatmulGroup, Product
 
 Outputs = Sequence[Sequence[Product]]
 
-matmul_group_p = partitioned_call.primitive(MATMUL_GROUP)
+matmul_group_p = lowering.primitive(MATMUL_GROUP)
 
 
 def bind(outputs: Outputs, *operands: Any) -> list[Array]:
@@ -44,7 +44,7 @@ def _abstract(*avals: Any, group: MatmulGroup) -> list[Any]:
 
 matmul_group_p.def_impl(lambda *operands, group: group(*operands))
 matmul_group_p.def_abstract_eval(_abstract)
-partitioned_call.lower_as(
+lowering.lower_as(
     matmul_group_p,
     plain=lambda group: group,
     rule=rule,
