@@ -8,6 +8,14 @@ from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
+from jaxoverlap.ops import (
+    attention,
+    decisions,
+    dot_general,
+    einsum,
+    matmul,
+    softmax_cross_entropy_with_integer_labels,
+)
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
 from jaxoverlap.plan.plan import (
@@ -58,12 +66,18 @@ __all__ = [
     "Tuning",
     "Variant",
     "agreed",
+    "attention",
     "audit",
     "chips",
+    "decisions",
+    "dot_general",
+    "einsum",
+    "matmul",
     "overlap",
     "parse_cluster",
     "pod_mesh",
     "ring",
     "simulate",
+    "softmax_cross_entropy_with_integer_labels",
     "tune",
 ]

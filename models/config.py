@@ -20,6 +20,7 @@ class Run:
 
     steps: Annotated[int, Option(help="Train to this many steps.")] = 100
     plain: Annotated[bool, Option("--plain", help="Run the step as it is written.")] = False
+    ops: Annotated[bool, Option("--ops", help="Matmuls partition themselves.")] = False
     halves: Annotated[int | None, Option(help="Parts in which rows run; else by price.")] = None
     checkpoint: Annotated[Path | None, Option(help="Save here, and resume.")] = None
     save_every: Annotated[int, Option(help="Steps.")] = 50
@@ -39,6 +40,8 @@ class Run:
     weight_decay: float = 0.1
 
     def __post_init__(self):
+        if self.ops and (self.plain or self.halves):
+            raise Mistake("ops with plain or halves: matmuls partition themselves, or they do not")
         for name in ("layers", "steps", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")

@@ -35,7 +35,7 @@ from typer import Option
 
 from models import gpt
 from models.config import Mistake, TextRun
-from models.layers import Layout, Weight, cross_entropy, run_stack, shard, wide
+from models.layers import Layout, Weight, cross_entropy, einsum_of, run_stack, shard, wide
 from models.recipe import Recipe
 from models.text import text_batches
 
@@ -129,25 +129,25 @@ class Experts(nnx.Module):
         self.router = weight(P("data", "expert"), hidden, experts, std=hidden**-0.5)
         self.up = weight(P("expert", "data", None), experts, hidden, mlp, std=hidden**-0.5)
         self.down = weight(P("expert", None, "data"), experts, mlp, hidden, std=back)
-        self.config, self.mesh, self.at = config, mesh, at
+        self.config, self.mesh, self.at, self.einsum = config, mesh, at, einsum_of(config)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [batch, sequence, hidden] -> the same shape, and how uneven each group is."""
         config, mesh = self.config, self.mesh
         tokens = shard(x.reshape(-1, config.group, config.hidden), mesh, self.at.stream)
         dtype = wide(x.dtype)
-        logits = jnp.einsum("gsd,de->gse", tokens, self.router(), preferred_element_type=dtype)
+        logits = self.einsum("gsd,de->gse", tokens, self.router(), preferred_element_type=dtype)
         logits = shard(logits, mesh, self.at.stream)
         probabilities = shard(jax.nn.softmax(logits), mesh, self.at.stream)
         dispatch, combine = route(probabilities, config.choices, config.capacity)
         dispatch = shard(dispatch.astype(x.dtype), mesh, ROWS)
         combine = shard(combine.astype(x.dtype), mesh, ROWS)
 
-        there = shard(jnp.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, AT_EXPERTS)
-        inner = shard(jnp.einsum("egcd,edf->egcf", there, self.up()), mesh, AT_EXPERTS)
+        there = shard(self.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, AT_EXPERTS)
+        inner = shard(self.einsum("egcd,edf->egcf", there, self.up()), mesh, AT_EXPERTS)
         inner = shard(jax.nn.gelu(inner), mesh, AT_EXPERTS)
-        said = shard(jnp.einsum("egcf,efd->egcd", inner, self.down()), mesh, AT_EXPERTS)
-        y = shard(jnp.einsum("gsec,egcd->gsd", combine, said), mesh, self.at.stream)
+        said = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, AT_EXPERTS)
+        y = shard(self.einsum("gsec,egcd->gsd", combine, said), mesh, self.at.stream)
         return shard(y.reshape(x.shape), mesh, self.at.stream), uneven(probabilities)
 
 

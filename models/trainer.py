@@ -38,7 +38,7 @@ def train(recipe: Recipe, config: Run) -> Trained:
     rows = []
 
     step = recipe.make_step(config, mesh)
-    if not config.plain:
+    if not config.plain and not config.ops:
         step = jaxoverlap.overlap(step, halves=config.halves or "auto")
 
     with Checkpoints(config) as checkpoints:
@@ -67,7 +67,9 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
     mesh = recipe.make_mesh(config)
     if recipe.report:
         print(recipe.report(config, mesh, state["params"]))
-    if not config.plain:
+    if config.ops:
+        print(jaxoverlap.audit(step.lower(*recipe.abstract_args(config, mesh)).compile()))
+    elif not config.plain:
         print(step.explain(*recipe.abstract_args(config, mesh)))
     return rows
 
@@ -94,7 +96,7 @@ def metrics_file(path: Path | None, start: int) -> Iterator[Callable[[dict], Non
 @contextlib.contextmanager
 def progress(config: Run, start: int) -> Iterator[Callable[[dict], None]]:
     """show(row) moves a bar in a terminal, and elsewhere prints a line every log_every steps."""
-    label = "plain" if config.plain else "overlapped"
+    label = "plain" if config.plain else "by rules" if config.ops else "overlapped"
     if not console.is_terminal:
         yield lambda row: print_row(row, label, config)
         return

@@ -12,7 +12,7 @@ from jaxoverlap.api.overlapped import Overlapped
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
-from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Options
+from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Operations, Options
 from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
@@ -33,6 +33,7 @@ def overlap(
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
+    operations: Operations = ...,
     agree_within_s: float = ...,
     never_slower: bool = ...,
 ) -> Overlapped: ...
@@ -50,6 +51,7 @@ def overlap(
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
+    operations: Operations = ...,
     agree_within_s: float = ...,
     never_slower: bool = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
@@ -66,6 +68,7 @@ def overlap(
     schedule: Scheduler | None = _SCHEDULER,
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
+    operations: Operations = "take over",
     agree_within_s: float = 20.0,
     never_slower: bool = True,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
@@ -116,6 +119,9 @@ def overlap(
         tune: find the plan first, at the first call with arguments of a kind, as `tune` does; a
             `Tuning` says how. What was tried is kept, so that later runs find it at once. Of many
             processes process 0 tunes, and the others wait for its plan.
+        operations: what becomes of `jaxoverlap.dot_general`, `einsum` and `matmul` in the step:
+            "take over", the default, decides on them as on any matmul; "leave" lets them partition
+            themselves, and overlaps the rest. A plan is followed with what it was made with.
         agree_within_s: where the mesh spans processes, how long the first that comes to the step,
             or to `lower`, waits there for the last: none compiles before all are about to compile
             the same. If they are not, or one does not come, all raise `DisagreementError`. As long
@@ -150,6 +156,8 @@ def overlap(
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
     if not isinstance(tune, bool | Tuning):
         raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
+    if operations not in ("take over", "leave"):
+        raise ValueError(f"operations={operations!r}: expected 'take over' or 'leave'")
     if not agree_within_s > 0:
         raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
     if not isinstance(never_slower, bool):
@@ -169,7 +177,11 @@ def overlap(
         if halves != "auto":
             raise ValueError(_said_twice(["halves"]))
         options = Options.of(
-            _read(plan), cluster=named, on_error=on_error, agree_within_s=agree_within_s
+            _read(plan),
+            cluster=named,
+            on_error=on_error,
+            operations=operations,
+            agree_within_s=agree_within_s,
         )
     else:
         options = Options(
@@ -181,6 +193,7 @@ def overlap(
             layouts=layouts,
             halves=halves,
             schedule=schedule,
+            operations=operations,
             agree_within_s=agree_within_s,
             never_slower=never_slower,
         )

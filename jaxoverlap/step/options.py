@@ -13,6 +13,7 @@ from jaxoverlap.plan.plan import FSDP, Plan, ScatteredSum, Variant
 
 OnError = Literal["raise", "plain"]
 LayoutMode = Literal["repair", "complete", "advise"]
+Operations = Literal["take over", "leave"]
 HalvesMode = int | Literal["auto"] | None
 
 
@@ -35,7 +36,7 @@ class Options:
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
         plan: the plan that all of these come from.
-        agree_within_s, never_slower: as in `overlap`.
+        operations, agree_within_s, never_slower: as in `overlap`.
     """
 
     cluster: Cluster | None = None
@@ -55,6 +56,7 @@ class Options:
     sums: tuple[ScatteredSum, ...] | None = None
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
+    operations: Operations = "take over"
     agree_within_s: float = 20.0
     never_slower: bool = True
 

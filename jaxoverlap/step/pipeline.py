@@ -9,6 +9,7 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits
+from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import axis_costs
@@ -23,7 +24,7 @@ from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.step.check_plan import followed
-from jaxoverlap.step.context import StepContext, groups_of, prepare
+from jaxoverlap.step.context import StepContext, prepare
 from jaxoverlap.step.layouts import described
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.ways import Way, overlapped

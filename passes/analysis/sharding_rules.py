@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxoverlap._jax import custom_partitioners
+from jaxoverlap.passes.analysis.matmul_group import MATMUL_GROUP
 
 Factors = tuple[str, ...]
 """The names of a value's dims, in order; none for an operand that stands for a missing one."""
@@ -31,7 +32,7 @@ class ShardingRule(NamedTuple):
 
 def partitions_itself(eqn: Any) -> bool:
     """Return whether XLA's partitioner asks a Python function how an equation is split."""
-    return eqn.primitive.name in ("custom_partitioning", FORWARD, BACKWARD)
+    return eqn.primitive.name in ("custom_partitioning", MATMUL_GROUP, FORWARD, BACKWARD)
 
 
 def rule_of(eqn: Any) -> ShardingRule | None:
@@ -47,6 +48,8 @@ def rule_of(eqn: Any) -> ShardingRule | None:
         )
     if name in (FORWARD, BACKWARD):
         return _attention(eqn)
+    if name == MATMUL_GROUP:
+        return ShardingRule(*eqn.params["group"].factors([v.aval for v in eqn.invars]))
     return None
 
 

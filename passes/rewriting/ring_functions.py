@@ -45,7 +45,7 @@ def ringed(ring: Ring, mesh: Mesh | AbstractMesh, dot: _Dot) -> Callable[..., An
         shard = Value(None, ring.first.spec(ring.side))
         out_specs.append(shard.moved(ring.first.ring.axis, ring.dim, ring.other_dim).spec)
     mapped = jax.shard_map(
-        functools.partial(_arriving if ring.arrives else _leaving, ring, dot),
+        ring_body(ring, dot),
         mesh=mesh,
         in_specs=tuple(partition_spec(spec) for _, spec in operands_of(ring)),
         out_specs=[partition_spec(spec) for spec in out_specs],
@@ -58,6 +58,11 @@ def ringed(ring: Ring, mesh: Mesh | AbstractMesh, dot: _Dot) -> Callable[..., An
         return [end.seen(r) for end, r in zip(ends, results, strict=False)] + results[len(ends) :]
 
     return fn
+
+
+def ring_body(ring: Ring, dot: _Dot) -> Callable[..., list[Array]]:
+    """Make what one device does of a ring, on its parts of what `operands_of` lists."""
+    return functools.partial(_arriving if ring.arrives else _leaving, ring, dot)
 
 
 def likeness(ring: Ring) -> Hashable:
