@@ -34,7 +34,7 @@ _LOCKS = Path("/run") / PREFIX
 _NETNS_FILES = Path("/etc/netns")
 _NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-\w+")
 # The bucket holds two of the packets of 64 KiB that the kernel joins: from one of 64 KiB or less it
-# has to cut them up, and an all-reduce at 1 Gbit/s then takes three times as long as the rate allows
+# has to cut them up, and an all-reduce at 1 Gbit/s then takes thrice as long as the rate allows
 # (measured; with 128 KiB 3% longer). The queue holds 100 ms.
 _BURST_BYTES, _QUEUE_MS = 128 * 1024, 100
 _TOOLS = ("ip", "tc", "unshare", "setpriv", "mount")
