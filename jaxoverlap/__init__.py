@@ -7,6 +7,7 @@ import jaxoverlap._util.passes_link  # noqa: F401 # isort: skip # before all tha
 from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
+from jaxoverlap.hardware.lost import LostError, lost_named
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
@@ -40,6 +41,7 @@ __all__ = [
     "Decision",
     "DisagreementError",
     "Link",
+    "LostError",
     "Lowered",
     "MadeFor",
     "Measured",
@@ -60,6 +62,7 @@ __all__ = [
     "agreed",
     "audit",
     "chips",
+    "lost_named",
     "overlap",
     "parse_cluster",
     "pod_mesh",
