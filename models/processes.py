@@ -27,7 +27,7 @@ def start(config: Run) -> None:
             config.processes,
             config.process,
             initialization_timeout=config.timeout_s,
-            heartbeat_timeout_seconds=3 * config.timeout_s,
+            heartbeat_timeout_seconds=round(3 * within_s(config)),
             shutdown_timeout_seconds=config.timeout_s,
         )
     many = jax.distributed.is_initialized()
@@ -36,3 +36,11 @@ def start(config: Run) -> None:
     with contextlib.suppress(RuntimeError):  # JAX has started: it keeps the devices it has
         jax.config.update("jax_num_cpu_devices", wanted)
     console.quiet = jax.process_index() != 0
+
+
+def within_s(config: Run) -> float:
+    """Return how long a process that failed waits for the others to fail: as collectives do.
+
+    Those of XLA:CPU wait `timeout_s`, its reduce-scatters 30 s whatever was asked for.
+    """
+    return max(config.timeout_s, 30) + 5.0

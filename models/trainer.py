@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import inspect
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import jaxoverlap
 from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
 from models.feed import Feed
-from models.processes import console, start
+from models.processes import console, start, within_s
 from models.recipe import Recipe
 from models.report import Report
 
@@ -35,7 +37,7 @@ def train(recipe: Recipe, config: Run) -> Trained:
     mesh = recipe.make_mesh(config)
     step = overlapped(recipe.make_step(config, mesh), config)
 
-    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(config.timeout_s + 30):
+    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
         state, begin = checkpoints.restore(recipe.abstract_args(config, mesh)[0])
         if state is None:
             state = recipe.init_state(config, mesh, config.seed)
@@ -98,6 +100,9 @@ def command_line(recipe: Recipe, about: str) -> typer.Typer:
             main(recipe, recipe.config(**options))
         except Mistake as error:
             raise typer.BadParameter(str(error)) from error
+        except jaxoverlap.LostError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # to leave in order would wait for the processes that are gone
 
     flag = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
