@@ -128,7 +128,7 @@ class Recipe:
         definition, _ = nnx.split(nnx.eval_shape(lambda: self.model(config, mesh, nnx.Rngs(0))))
         return lambda params, batch: nnx.merge(definition, params).loss(batch)
 
-    def make_step(self, config: Run, mesh: Mesh) -> jax.stages.Wrapped:
+    def make_step(self, config: Run, mesh: Mesh, *, donate: bool = True) -> jax.stages.Wrapped:
         """A jitted train_step(state, batch) -> (state, metrics), which donates the state.
 
         The metrics are {"loss", "grad_norm"} and what else the model's loss gives.
@@ -148,7 +148,7 @@ class Recipe:
             train_step,
             in_shardings=(at, self.batch_shardings(config, mesh)),
             out_shardings=(at, whole),
-            donate_argnums=0,
+            donate_argnums=0 if donate else (),
         )
 
     def make_grads(self, config: Run, mesh: Mesh) -> jax.stages.Wrapped:
