@@ -58,6 +58,10 @@ class _Enough(Exception):
     """Ends the compilation."""
 
 
+# As `flags.required.CPU_SUMS_APART`: on CPUs the pass comes after sums were joined.
+_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+
+
 def new_name() -> str:
     """A name for a module that is only asked about: no other compilation of the process has it."""
     return f"jaxoverlap_asks_{next(_numbers)}"
@@ -91,6 +95,9 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
 def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> Partitioned:
     """Partition a lowering of some name with some more compiler options."""
     _modules[name] = []
+    devices = list(lowering._device_list)
+    if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
+        options = {**_SUMS_APART, **options}
     try:
         _compile(lowering, options)
     except jax.errors.JaxRuntimeError as error:

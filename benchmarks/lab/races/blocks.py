@@ -182,8 +182,8 @@ class Blocks:
 
 
 def _after(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return x, to be read only when y is there."""
-    return lax.optimization_barrier((x, y))[0]
+    """Return x, which is then there only when y is: a number of y so small that it adds nothing."""
+    return x.at[0, 0].add(y[0, 0] * 1e-30)
 
 
 def _gathered(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ GRID = Grid(
     whole_groups=True,
     rounds=5,
 )
+SMALL_GRID = replace(GRID, m=(8, 64), nk=(64, 128), elements=(64, 256, 1024), rounds=2)
 # The flags of XLA:CPU that bear on what runs beside what: the order that gives its threads most to
 # do at once, at the price of memory.
 FLAGS = {"xla_cpu_enable_concurrency_optimized_scheduler": True}
@@ -82,17 +83,18 @@ def start(host: Host) -> None:
     _HERE.barrier = lambda: jax.block_until_ready(add(one))
 
 
-def measure_prices(host: Host) -> str:
+def measure_prices(host: Host, *, smoke: bool = False) -> str:
     """Measure this cluster's prices: all the first time, then its links alone; process 0 writes."""
+    grid = SMALL_GRID if smoke else GRID
 
     def silent(_: str) -> None:
         return
 
     today = datetime.date.today().isoformat()
     if _HERE.tables is None:
-        _HERE.tables = this_machine.tables_here(today, silent, grid=GRID)
+        _HERE.tables = this_machine.tables_here(today, silent, grid=grid)
     else:
-        _HERE.tables = this_machine.with_links_here(_HERE.tables, silent, GRID)
+        _HERE.tables = this_machine.with_links_here(_HERE.tables, silent, grid)
     path = Path(host.folder) / PRICES
     if host.rank == 0:
         calibrate.write(_HERE.tables, path)
@@ -139,7 +141,7 @@ def add_gpt(host: Host, *, name: str, axes: dict[str, int], sizes: dict[str, int
     )
 
 
-def race(host: Host, *, case: str, runs: int, plans: list[str] | None = None) -> dict[str, Any]:
+def race(host: Host, *, case: str, runs: int) -> dict[str, Any]:
     """Race the contenders of one case at the rate of now, jaxoverlap's decided by the prices.
 
     Returns:
