@@ -67,13 +67,19 @@ def new_name() -> str:
     return f"jaxoverlap_asks_{next(_numbers)}"
 
 
-def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
+def ask(
+    lowered: jax.stages.Lowered,
+    mesh: Mesh,
+    tag: str = "",
+    options: Mapping[str, str] | None = None,
+) -> Partitioned:
     """Partition a lowered step by XLA, and read its module and how its results lie.
 
     Args:
         lowered: the step, under a name from `new_name`.
         mesh: the mesh whose axes name how the results lie.
         tag: a frontend attribute; how the matmuls and scatters that have it lie is read too.
+        options: compiler options; None for those that an overlapped step has.
 
     Raises:
         NoAnswerError: if the compilation ended in another way; its message is XLA's.
@@ -82,10 +88,12 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
     name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
     on_cpu = next(iter(lowering._device_list)).platform == "cpu"
     _register("cpu" if on_cpu else "cuda")
+    if options is None:
+        options = _SUMS_APART if _is_many_processes_of_cpus(lowering) else {}
     if not tag:
-        return _asked(lowering, name, mesh, {})
+        return _asked(lowering, name, mesh, options)
     with tempfile.TemporaryDirectory(prefix="jaxoverlap-") as folder:
-        answer = _asked(lowering, name, mesh, propagated.options(Path(folder)))
+        answer = _asked(lowering, name, mesh, {**options, **propagated.options(Path(folder))})
         module = propagated.read(Path(folder))
     if module is None:
         raise NoAnswerError(f"Shardy left no module of {name}")
@@ -95,9 +103,6 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
 def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> Partitioned:
     """Partition a lowering of some name with some more compiler options."""
     _modules[name] = []
-    devices = list(lowering._device_list)
-    if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
-        options = {**_SUMS_APART, **options}
     try:
         _compile(lowering, options)
     except jax.errors.JaxRuntimeError as error:
@@ -109,6 +114,11 @@ def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> 
         raise NoAnswerError(f"XLA compiled {name} without calling the pass after its partitioner")
     avals = lowering.compile_args["global_out_avals"]
     return Partitioned(modules[0].to_string(), _results(modules[0], avals, mesh))
+
+
+def _is_many_processes_of_cpus(lowering: Any) -> bool:
+    devices = list(lowering._device_list)
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
 
 
 def _register(platform: str) -> None:

@@ -162,7 +162,7 @@ def race(host: Host, *, case: str, runs: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "predicted_s": {
-            "plain": predicted_s(it.step, it.args, it.mesh, cost),
+            "plain": predicted_s(it.step, it.args, it.mesh, cost, plain=True),
             "jaxoverlap": predicted_s(overlapped, it.args, it.mesh, cost),
         },
         "closed_form_bytes": it.closed_form_bytes,

@@ -12,7 +12,9 @@ from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.scheduling.estimate import estimate
 
 
-def predicted_s(step: Any, args: tuple[Any, ...], mesh: Mesh, cost: CostModel) -> float:
+def predicted_s(
+    step: Any, args: tuple[Any, ...], mesh: Mesh, cost: CostModel, *, plain: bool = False
+) -> float:
     """Estimate the seconds of a step by its partitioned program, as overlap() decides by.
 
     Args:
@@ -20,7 +22,10 @@ def predicted_s(step: Any, args: tuple[Any, ...], mesh: Mesh, cost: CostModel) -
         args: its arguments.
         mesh: its mesh.
         cost: the measured prices.
+        plain: whether it is compiled without the options of an overlapped step.
     """
     traced = step.trace(*args)
-    picture = partitioned(traced, flatten(traced.jaxpr), mesh, ask=False)
+    picture = partitioned(
+        traced, flatten(traced.jaxpr), mesh, ask=False, options={} if plain else None
+    )
     return estimate(picture.module, cost).step_s

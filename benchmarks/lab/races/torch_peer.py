@@ -4,6 +4,8 @@ The lab runs this file under a Python of its own, with PyTorch and nothing else 
 imports the standard library and torch alone.
 """
 
+# Torch is in an environment of its own.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import os
