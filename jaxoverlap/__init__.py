@@ -7,6 +7,7 @@ import jaxoverlap._util.passes_link  # noqa: F401 # isort: skip # before all tha
 from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
+from jaxoverlap.hardware.lost import LostError, lost_named
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
 from jaxoverlap.ops import (
     attention,
@@ -48,6 +49,7 @@ __all__ = [
     "Decision",
     "DisagreementError",
     "Link",
+    "LostError",
     "Lowered",
     "MadeFor",
     "Measured",
@@ -72,6 +74,7 @@ __all__ = [
     "decisions",
     "dot_general",
     "einsum",
+    "lost_named",
     "matmul",
     "overlap",
     "parse_cluster",

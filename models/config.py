@@ -22,11 +22,21 @@ class Run:
     plain: Annotated[bool, Option("--plain", help="Run the step as it is written.")] = False
     ops: Annotated[bool, Option("--ops", help="Matmuls partition themselves.")] = False
     halves: Annotated[int | None, Option(help="Parts in which rows run; else by price.")] = None
+    plan: Annotated[Path | None, Option(help="Follow process 0's plan in this file.")] = None
     checkpoint: Annotated[Path | None, Option(help="Save here, and resume.")] = None
     save_every: Annotated[int, Option(help="Steps.")] = 50
     metrics: Annotated[Path | None, Option(help="Write JSON lines here.")] = None
     log_every: Annotated[int, Option(help="Steps between lines, if not on a terminal.")] = 10
+    profile: Annotated[int, Option(help="Trace so many steps, to out/profile.")] = 0
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0
+
+    distributed: Annotated[
+        bool, Option("--distributed", help="Join the processes of SLURM, Kubernetes or MPI.")
+    ] = False
+    coordinator: Annotated[str | None, Option(help="HOST:PORT of process 0, to join.")] = None
+    processes: Annotated[int | None, Option(help="In all, with --coordinator.")] = None
+    process: Annotated[int | None, Option(help="This one, with --coordinator.")] = None
+    timeout_s: Annotated[int, Option(help="Seconds to wait for a process.")] = 120
 
     layers: int = 2
     hidden: int = 128
@@ -42,9 +52,19 @@ class Run:
     def __post_init__(self):
         if self.ops and (self.plain or self.halves):
             raise Mistake("ops with plain or halves: matmuls partition themselves, or they do not")
-        for name in ("layers", "steps", "save_every", "log_every"):
+        for name in ("layers", "steps", "save_every", "log_every", "timeout_s"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
+        if (self.coordinator is None) != (self.processes is None) or (self.processes is None) != (
+            self.process is None
+        ):
+            raise Mistake(
+                f"coordinator={self.coordinator}, processes={self.processes}, "
+                f"process={self.process}: give all three, or none; --distributed finds them where "
+                "SLURM, Kubernetes or MPI started the processes"
+            )
+        if self.plan and (self.plain or self.halves):
+            raise Mistake("--plan says what is overlapped: leave out --plain and --halves")
         for name, by, divisor in self.divisors():
             if divisor < 1 or getattr(self, name) % divisor:
                 raise Mistake(
@@ -60,6 +80,15 @@ class Run:
             yield name, first, self.mesh[first]
         for name in ("heads", "mlp"):
             yield name, second, self.mesh[second]
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens a step takes, over all devices."""
+        raise NotImplementedError
+
+    def used(self, path: str) -> float:
+        """Return the share of a weight that each token is multiplied by."""
+        return 1.0
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -89,6 +118,10 @@ class TextRun(Run):
                 f"hidden={self.hidden} with heads={self.heads}: a head must have an even size for "
                 "rotary positions; change one of them"
             )
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
 
     def divisors(self) -> Iterator[tuple[str, str, int]]:
         yield from super().divisors()

@@ -76,6 +76,11 @@ class Config(TextRun):
         yield "batch", "data x expert", self.data * self.expert
         yield "sequence", "group", self.group
 
+    def used(self, path: str) -> float:
+        """Return what a token uses of a weight: of those of the experts, its choices'."""
+        of_experts = "mlp" in path and ("up" in path or "down" in path)
+        return self.choices / self.experts if of_experts else 1.0
+
     @property
     def capacity(self) -> int:
         """Slots that an expert has for each group."""

@@ -51,6 +51,10 @@ class Config(Run):
         yield "patches", "model", self.model
 
     @property
+    def tokens(self) -> int:
+        return self.batch * self.patches
+
+    @property
     def patches(self) -> int:
         """The number of patches of an image, which is the length of the sequence."""
         return (self.image // self.patch) ** 2

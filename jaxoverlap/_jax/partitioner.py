@@ -60,18 +60,28 @@ class _Enough(Exception):
     """Ends the compilation."""
 
 
+# As `flags.required.CPU_SUMS_APART`: on CPUs the pass comes after sums were joined.
+_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+
+
 def new_name() -> str:
     """A name for a module that is only asked about: no other compilation of the process has it."""
     return f"jaxoverlap_asks_{next(_numbers)}"
 
 
-def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
+def ask(
+    lowered: jax.stages.Lowered,
+    mesh: Mesh,
+    tag: str = "",
+    options: Mapping[str, str] | None = None,
+) -> Partitioned:
     """Partition a lowered step by XLA, and read its module and how its results lie.
 
     Args:
         lowered: the step, under a name from `new_name`.
         mesh: the mesh whose axes name how the results lie.
         tag: a frontend attribute; how the matmuls and scatters that have it lie is read too.
+        options: compiler options; None for those that an overlapped step has.
 
     Raises:
         NoAnswerError: if the compilation ended in another way; its message is XLA's.
@@ -79,10 +89,12 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
     lowering: Any = lowered._lowering  # type: ignore[attr-defined]
     name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
     _register(_platform(lowering))
+    if options is None:
+        options = _SUMS_APART if _is_many_processes_of_cpus(lowering) else {}
     if not tag:
-        return _asked(lowering, name, mesh, {})
+        return _asked(lowering, name, mesh, options)
     with tempfile.TemporaryDirectory(prefix="jaxoverlap-") as folder:
-        answer = _asked(lowering, name, mesh, propagated.options(Path(folder)))
+        answer = _asked(lowering, name, mesh, {**options, **propagated.options(Path(folder))})
         module = propagated.read(Path(folder))
     if module is None:
         raise NoAnswerError(f"Shardy left no module of {name}")
@@ -129,6 +141,11 @@ def let_answer(lowered: jax.stages.Lowered) -> None:
 def _platform(lowering: Any) -> str:
     on_cpu = next(iter(lowering._device_list)).platform == "cpu"
     return "cpu" if on_cpu else "cuda"
+
+
+def _is_many_processes_of_cpus(lowering: Any) -> bool:
+    devices = list(lowering._device_list)
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
 
 
 def _register(platform: str) -> None:

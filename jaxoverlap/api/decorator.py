@@ -9,6 +9,7 @@ from typing import Any, overload
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach
 from jaxoverlap.api.overlapped import Overlapped
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
@@ -36,6 +37,7 @@ def overlap(
     operations: Operations = ...,
     agree_within_s: float = ...,
     never_slower: bool = ...,
+    prices: str | os.PathLike[str] | None = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -54,6 +56,7 @@ def overlap(
     operations: Operations = ...,
     agree_within_s: float = ...,
     never_slower: bool = ...,
+    prices: str | os.PathLike[str] | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -71,6 +74,7 @@ def overlap(
     operations: Operations = "take over",
     agree_within_s: float = 20.0,
     never_slower: bool = True,
+    prices: str | os.PathLike[str] | None = None,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -129,6 +133,9 @@ def overlap(
         never_slower: where the GPUs' prices are known, compile the step as it is too, in a child
             process, and take what is faster by simulation; warn if that is not what has the rings.
             `Compiled.speedup` has both. False compiles the overlapped step alone, as does `plan`.
+        prices: a file that `python -m jaxoverlap.calibrate --here` wrote of the devices and links
+            that the step runs on, where the package has no prices of them: on CPUs, for one. The
+            file says what the cluster is, so leave out `cluster`.
 
     Raises:
         ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
@@ -162,6 +169,8 @@ def overlap(
         raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
     if not isinstance(never_slower, bool):
         raise ValueError(f"never_slower={never_slower!r}: expected True or False")
+    if prices is not None and (cluster is not None or plan is not None):
+        raise ValueError("prices= beside cluster= or plan=: give prices alone, which say both")
     tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
@@ -196,6 +205,7 @@ def overlap(
             operations=operations,
             agree_within_s=agree_within_s,
             never_slower=never_slower,
+            prices=None if prices is None else cost_model(table=prices),
         )
     if fn is None:
         return lambda fn: Overlapped(fn, options, tuning)

@@ -19,19 +19,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap.calibrate import fit, step_factors
+from jaxoverlap.calibrate.grid import USUAL, Grid
 from jaxoverlap.cost.tables import Curve, Here, InAStep, Memory, Permutes, Skew, Tables
 from jaxoverlap.plan.collectives import PERMUTE
 
-M_SIZES = (8, 32, 128, 512)  # a matmul of 256 rows in eight is one of 32
-NK_SIZES = (32, 128, 512)
-DTYPES = ("f32", "bf16")
-_ELEMENTS = tuple(1 << p for p in range(8, 21, 3))  # of float32, on each device
-_ROUNDS = 21
 _RUNS = {"kernel": 5, "skew": 5, "step": 3}  # in a round, of what gives differences of noisy times
 _TARGET_S = 0.02  # how long a loop should run: by far longer than its program takes to start
 # So many matmuls run before a collective, to show how long it waits for the last device.
@@ -42,7 +40,7 @@ _FOOTPRINT_BYTES = 1 << 20
 _MOST_SETS = 16  # of arrays, each of which is a kernel to compile and to load
 # Steps transpose batches of matrices, as in attention, and activations, for a weight's gradient.
 _SETS_TRANSPOSED = 2  # a step transposes what it has just written
-_TRANSPOSED_ROWS, _TRANSPOSED = (64, 128, 512), _ELEMENTS[2:4]
+_TRANSPOSED_ROWS = (64, 128, 512)
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
@@ -51,21 +49,27 @@ Shapes = tuple[tuple[int, ...], ...]
 Clock = Callable[[], float]  # seconds of one run of what is measured
 
 
-def measurements() -> int:
+def measurements(grid: Grid = USUAL) -> int:
     """Count the steps that `tables_here` takes: programs to compile, then rounds."""
-    return sum(1 for _ in _programs()) + _ROUNDS
+    return sum(1 for _ in _programs(grid)) + grid.rounds
 
 
 def tables_here(
-    date: str, advance: Callable[[str], None], *, each_round: Callable[[], object] = lambda: None
+    date: str,
+    advance: Callable[[str], None],
+    *,
+    grid: Grid = USUAL,
+    each_round: Callable[[], object] = lambda: None,
 ) -> Tables:
     """Measure, and fit the tables of the cost model.
 
     All is timed once a round, and medians over the rounds are taken: what else the machine does
-    comes and goes over seconds, and meets all alike.
+    comes and goes over seconds, and meets all alike. Where there are many processes, all call this,
+    and process 0's tables count.
 
     Args:
         advance: called with a few words before each program is made, and before each round.
+        grid: the sizes to measure.
         each_round: called in each round, to time something else under the same conditions.
 
     Raises:
@@ -77,46 +81,67 @@ def tables_here(
             "one device has no collectives to time: for eight CPU devices set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
-    clocks: dict[tuple[Any, ...], Clock] = {}
-    for key, make in _programs():
-        advance(" ".join(map(str, key)))
-        clocks[key] = make()
-    taken: dict[tuple[Any, ...], list[float]] = {key: [] for key in clocks}
-    for turn in range(_ROUNDS):
-        advance(f"round {turn + 1} of {_ROUNDS}")
-        for key, clock in clocks.items():
-            runs = _RUNS.get(key[0], 1)
-            taken[key].append(statistics.median(clock() for _ in range(runs)))
-        each_round()
-    return _fit(date, {key: np.array(rounds) for key, rounds in taken.items()})
+    return _fit(date, _timed(_programs(grid), grid.rounds, advance, each_round), grid)
+
+
+def with_links_here(tables: Tables, advance: Callable[[str], None], grid: Grid = USUAL) -> Tables:
+    """Measure collectives alone, where links have changed since `tables` were measured here."""
+    programs = ((key, make) for key, make in _programs(grid) if key[0] in _COLLECTIVES)
+    rows = list(_collective_rows(_timed(programs, grid.rounds, advance, lambda: None)))
+    return msgspec.structs.replace(
+        tables,
+        collectives=fit.fit_collectives([r for r in rows if r.kind != PERMUTE], _SOURCE),
+        permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
+    )
 
 
 Taken = dict[tuple[Any, ...], np.ndarray]  # seconds by what was measured, one a round
 
 
-def _fit(date: str, taken: Taken) -> Tables:
+def _timed(
+    programs: Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]],
+    rounds: int,
+    advance: Callable[[str], None],
+    each_round: Callable[[], object],
+) -> Taken:
+    clocks: dict[tuple[Any, ...], Clock] = {}
+    for key, make in programs:
+        advance(" ".join(map(str, key)))
+        clocks[key] = make()
+    taken: dict[tuple[Any, ...], list[float]] = {key: [] for key in clocks}
+    for turn in range(rounds):
+        advance(f"round {turn + 1} of {rounds}")
+        for key, clock in clocks.items():
+            runs = _RUNS.get(key[0], 1)
+            taken[key].append(statistics.median(clock() for _ in range(runs)))
+        each_round()
+    return {key: np.array(rounds) for key, rounds in taken.items()}
+
+
+def _fit(date: str, taken: Taken, grid: Grid) -> Tables:
     devices = jax.devices()
     matmuls = {}
-    for dtype in DTYPES:
+    for dtype in grid.dtypes:
         timings = [(*key[1:], np.median(s)) for key, s in taken.items() if key[0] == dtype]
         rows, width = fit.MatmulRows(*np.array(timings, float).T), np.dtype(_NAMES[dtype]).itemsize
         rates = fit.fit_rates(rows, float(width), float(width))
-        matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, M_SIZES, NK_SIZES)
+        matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, grid.m, grid.nk)
     rows = list(_collective_rows(taken))
     tables = Tables(
         chip=devices[0].device_kind,
         date=date,
         matmuls=matmuls,
-        memory=_memory(taken),
+        memory=_memory(taken, grid),
         collectives=fit.fit_collectives([r for r in rows if r.kind != PERMUTE], _SOURCE),
         permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
         channels=0,
-        skew=_skew(taken),
+        skew=_skew(taken, grid),
         here=Here(
             devices=len(devices),
             platform=devices[0].platform,
             versions=f"jax {jax.__version__}, Python {platform.python_version()}",
             in_a_step=InAStep(),
+            processes=jax.process_count(),
         ),
     )
     steps = {key: float(np.median(taken["step", *key])) for key in _steps()}
@@ -124,42 +149,43 @@ def _fit(date: str, taken: Taken) -> Tables:
 
 
 def _steps() -> tuple[step_factors.Key, ...]:
-    """Return the steps to time, for devices that share cores and caches."""
-    return step_factors.STEPS if jax.devices()[0].platform == "cpu" else ()
+    """Return the steps to time, for devices that share cores and caches, in one process."""
+    shared = jax.devices()[0].platform == "cpu" and jax.process_count() == 1
+    return step_factors.STEPS if shared else ()
 
 
 # -- what is timed --------------------------------------------------------------------------------
 
 
-def _programs() -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
+def _programs(grid: Grid) -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]]]:
     """Yield each op to time: its key, and a function that makes its program."""
     devices = len(jax.devices())
-    for dtype, m, n, k in itertools.product(DTYPES, M_SIZES, NK_SIZES, NK_SIZES):
+    for dtype, m, n, k in itertools.product(grid.dtypes, grid.m, grid.nk, grid.nk):
         sets = _sets((m * k + k * n + m * n) * np.dtype(_NAMES[dtype]).itemsize)
         shapes = ((m, k), (k, n), (m, n)) * sets
         make = partial(_clock, _matmuls, shapes, _NAMES[dtype], devices, each=sets)
         yield (dtype, m, n, k), make
-    for (name, apply), count in itertools.product(_KERNELS.items(), _ELEMENTS):
+    for (name, apply), count in itertools.product(_KERNELS.items(), grid.elements):
         body, sets = partial(_kernels, apply), _sets(4 * count)
         make = partial(_clock, body, ((count,),) * sets, jnp.float32, devices, each=sets)
         yield (name, count), make
-    for rows, count in itertools.product(_TRANSPOSED_ROWS, _TRANSPOSED):
+    for rows, count in itertools.product(_TRANSPOSED_ROWS, grid.transposed):
         columns, sets = min(rows, _TRANSPOSED_ROWS[1], count // rows), _SETS_TRANSPOSED
         body, shape = partial(_kernels, _transpose), (count // (rows * columns), rows, columns)
         make = partial(_clock, body, (shape,) * sets, jnp.float32, devices, each=sets)
         yield ("transposed", rows, count), make
-    for (kind, (body, lengths, _)), count in itertools.product(_COLLECTIVES.items(), _ELEMENTS):
+    for (kind, (body, lengths, _)), count in itertools.product(_COLLECTIVES.items(), grid.elements):
         # XLA:CPU lets a permute wait for all devices, however few it joins.
-        for size in [devices] if kind == PERMUTE else _group_sizes(devices):
+        for size in [devices] if kind == PERMUTE else grid.groups(devices):
             shapes = tuple((length,) for length in lengths(count, size))
             yield (kind, count, size), partial(_clock, body, shapes, jnp.float32, size)
     for key in _steps():
         yield ("step", *key), partial(step_factors.clock, *key)
-    shapes = (*((_KERNEL_SIZE,) * 2,) * 3, (_ELEMENTS[0],))
+    shapes = (*((_KERNEL_SIZE,) * 2,) * 3, (grid.elements[0],))
     for runs in _RUNS_BEFORE:
         nothing = partial(_after_kernels, runs, lambda x: (x,))
         yield ("kernel", runs), partial(_clock, nothing, shapes, jnp.float32, devices)
-        for size in _group_sizes(devices):
+        for size in grid.groups(devices):
             both = partial(_after_kernels, runs, _reduce)
             yield ("skew", runs, size), partial(_clock, both, shapes, jnp.float32, size)
 
@@ -230,24 +256,20 @@ _COLLECTIVES: dict[str, tuple[Body, Callable[[int, int], tuple[int, ...]], int]]
 }
 
 
-def _group_sizes(devices: int) -> list[int]:
-    return [n for n in range(2, devices + 1) if devices % n == 0]
-
-
 # -- what is found --------------------------------------------------------------------------------
 
 
-def _memory(taken: Taken) -> Memory:
+def _memory(taken: Taken, grid: Grid) -> Memory:
     """Fit a curve by bytes, and what a transcendental (of the larger sizes) or a transpose adds."""
-    moved = tuple(8.0 * count for count in _ELEMENTS)  # a float32 read, one written
+    moved = tuple(8.0 * count for count in grid.elements)  # a float32 read, one written
     simple, hard = (
-        np.array([np.median(taken[name, count]) for count in _ELEMENTS]) for name in _KERNELS
+        np.array([np.median(taken[name, count]) for count in grid.elements]) for name in _KERNELS
     )
-    more_s = ((hard - simple) / _ELEMENTS)[len(_ELEMENTS) // 2 :]
+    more_s = ((hard - simple) / grid.elements)[len(grid.elements) // 2 :]
     curve = Curve(moved, tuple(simple.tolist()))
     turned_s = (
         (np.median(taken["transposed", rows, count]) - curve.at(8.0 * count)) / (8.0 * count)
-        for rows, count in itertools.product(_TRANSPOSED_ROWS, _TRANSPOSED)
+        for rows, count in itertools.product(_TRANSPOSED_ROWS, grid.transposed)
     )
     return Memory(
         launch_s=curve.floor_s,
@@ -274,14 +296,14 @@ def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:
     return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None, curve)
 
 
-def _skew(taken: Taken) -> Skew:
+def _skew(taken: Taken, grid: Grid) -> Skew:
     """Fit the skew by the time that matmuls and a small all-reduce take together beyond alone."""
-    sizes = _group_sizes(len(jax.devices()))
+    sizes = grid.groups(len(jax.devices()))
     computed_s = np.array([np.median(taken["kernel", runs]) for runs in _RUNS_BEFORE])
     waited_s = np.array(
         [
             [np.median(taken["skew", runs, size] - taken["kernel", runs]) for runs in _RUNS_BEFORE]
-            - np.median(taken["all-reduce", _ELEMENTS[0], size])
+            - np.median(taken["all-reduce", grid.elements[0], size])
             for size in sizes
         ]
     )
@@ -333,16 +355,25 @@ def _clock(body: Body, shapes: Shapes, dtype: Any, group: int, *, each: int = 1)
     )
 
     def seconds(trips: jax.Array) -> float:
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("calibrate")
         start = time.perf_counter()
         jax.block_until_ready(run(trips, carry))
         return time.perf_counter() - start
 
     trips = 1
     seconds(_replicated(mesh, trips))  # compiles
-    while seconds(_replicated(mesh, trips)) < _TARGET_S / 2:
+    while _first_says(seconds(_replicated(mesh, trips)) < _TARGET_S / 2):
         trips *= 4
     count = _replicated(mesh, trips)
     return lambda: seconds(count) / trips / each
+
+
+def _first_says(answer: bool) -> bool:
+    """Return process 0's answer in all processes, which have to run the same programs."""
+    if jax.process_count() == 1:
+        return answer
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
 
 
 def _replicated(mesh: Mesh, number: int) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from importlib import resources
@@ -325,12 +326,14 @@ class Here(msgspec.Struct, frozen=True):
         platform: JAX's name of it.
         versions: the versions of jax and python.
         in_a_step: the factors from a loop to a step that the tables have in them.
+        processes: how many processes the devices were in.
     """
 
     devices: int
     platform: str
     versions: str
     in_a_step: InAStep
+    processes: int = 1
 
 
 class InAStep(msgspec.Struct, frozen=True):
@@ -361,7 +364,7 @@ def packaged(chip: str) -> Tables | None:
     return decode(file.read_bytes(), name) if file.is_file() else None
 
 
-def read(path: str | Path) -> Tables:
+def read(path: str | os.PathLike[str]) -> Tables:
     """The tables of a file that `python -m jaxoverlap.calibrate --here` wrote.
 
     Raises:

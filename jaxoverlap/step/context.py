@@ -74,15 +74,18 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
     """
     params, mesh = call.params, mesh_of(call)
     jaxpr = flatten(params["jaxpr"], take_over=options.operations == "take over")
-    if options.cluster is None:
+    if options.cluster is None and options.prices is None:
         cluster_of(mesh, options.agree_within_s)  # waits for the processes, once
-    named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
+    priced = options.prices and options.prices.cluster
+    named = options.cluster or priced or (cluster_for(options.plan, mesh) if options.plan else None)
     _check_cluster(params["name"], mesh, named)
     origin = made_for(call, mesh, named)
     if options.plan:
         check(options.plan, params["name"], origin, mesh, call, jaxpr)
     cluster = named or cluster_of(mesh)
-    cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
+    cost = options.prices
+    if cost is None and cluster and has_cost_model(cluster):
+        cost = cost_model(cluster)
     arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
     outermost = jits.at_top_level()
     return StepContext(params, jaxpr, mesh, cluster, cost, named, origin, arguments, outermost)

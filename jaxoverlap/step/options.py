@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.layouts import Layouts
@@ -37,6 +38,7 @@ class Options:
             those that rings need.
         plan: the plan that all of these come from.
         operations, agree_within_s, never_slower: as in `overlap`.
+        prices: the cost model to decide by; None for the package's of the cluster.
     """
 
     cluster: Cluster | None = None
@@ -59,6 +61,7 @@ class Options:
     operations: Operations = "take over"
     agree_within_s: float = 20.0
     never_slower: bool = True
+    prices: CostModel | None = None
 
     @property
     def chooses(self) -> bool:
