@@ -1,0 +1,1 @@
+"""Pipeline parallelism in one program: schedules as data, and their execution in JAX."""

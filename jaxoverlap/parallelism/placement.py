@@ -1,0 +1,79 @@
+"""Place the axes of a configuration on a cluster: which stay on NVLink, which cross hosts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxoverlap.cost.groups import Group
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.parallelism.configuration import AXES, Configuration
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The order of the axes over the devices, which are counted host by host.
+
+    Attributes:
+        order: the axes, slowest first: the last one's neighbours are neighbours on a host.
+        sizes: their sizes.
+        domain: devices that NVLink joins.
+    """
+
+    order: tuple[str, ...]
+    sizes: tuple[int, ...]
+    domain: int
+
+    def stride(self, axis: str) -> int:
+        """Return how far apart an axis's neighbours are."""
+        at, product = self.order.index(axis), 1
+        for size in self.sizes[at + 1 :]:
+            product *= size
+        return product
+
+    def group(self, *axes: str) -> Group:
+        """Return the devices of a collective over axes, as far as its time depends on them."""
+        members = [0]
+        for axis in axes:
+            size, stride = self.sizes[self.order.index(axis)], self.stride(axis)
+            members = [at + i * stride for at in members for i in range(size)]
+        return Group(len(members), len({at // self.domain for at in members}))
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Return a device's place along each axis."""
+        at = dict[str, int]()
+        for axis, size in zip(reversed(self.order), reversed(self.sizes), strict=True):
+            device, at[axis] = divmod(device, size)
+        return at
+
+    def __str__(self) -> str:
+        shown = [f"{axis}={n}" for axis, n in zip(self.order, self.sizes, strict=True) if n > 1]
+        return " > ".join(shown) or "one device"
+
+
+def place(of: Configuration, cluster: Cluster, order: tuple[str, ...] = AXES) -> Placement:
+    """Place a configuration's axes in an order, slowest first.
+
+    Raises:
+        ValueError: if the configuration has another number of devices than the cluster.
+    """
+    if of.devices != cluster.num_devices:
+        raise ValueError(
+            f"{of}: {of.devices} devices, and {cluster} has {cluster.num_devices}; change a size"
+        )
+    sizes = tuple(of.axes[axis] for axis in order)
+    return Placement(order, sizes, cluster.gpus_per_nvlink_domain)
+
+
+def placements(of: Configuration, cluster: Cluster) -> Iterator[Placement]:
+    """Yield the placements that differ: each order of the axes that are larger than one.
+
+    Tensor parallelism is innermost in all of them: it talks most, by two orders of magnitude
+    (ConfigTuner, arXiv 2512.24750: over 99% of the volume), in every layer of every micro-batch.
+    """
+    ones = tuple(axis for axis in AXES if of.axes[axis] == 1)
+    moving = tuple(axis for axis in AXES if of.axes[axis] > 1 and axis != "model")
+    last = ("model",) if of.model > 1 else ()
+    for order in itertools.permutations(moving):
+        yield place(of, cluster, (*ones, *order, *last))
