@@ -83,6 +83,7 @@ class IterationTime:
         self.global_batch = global_batch
         self._layer = functools.cache(self._layer_uncached)
         self._head = functools.cache(self._head_uncached)
+        self._sends = dict[tuple[object, ...], Terms]()
 
     def terms(self, of: Configuration, placement: Placement) -> Terms:
         """Return a configuration's seconds by term.
@@ -106,6 +107,17 @@ class IterationTime:
             optimizer=self._optimizer_s(of),
         )
 
+    def bound_s(self, of: Configuration, placement: Placement) -> float:
+        """Return seconds that no placement goes below: kernels, their bubble, and rings.
+
+        Args:
+            placement: any; tensor parallelism stands innermost in all of them.
+        """
+        layer_s = self._layer(_kernels_key(of)).step_s + self._layer_sends(of, placement).model
+        stage_s, head_s = layer_s * of.stage_layers(self.model), self._head(_kernels_key(of)).step_s
+        bubble_s = (of.pipeline - 1) * stage_s / of.interleave
+        return (stage_s + head_s) * of.micro_batches(self.global_batch) + bubble_s
+
     # -- kernels ----------------------------------------------------------------------------------
 
     def _layer_uncached(self, of: Configuration) -> Terms:
@@ -117,6 +129,8 @@ class IterationTime:
             "selective": self._work_s(counted.again),
             "full": forward_s,
         }[of.recompute]
+        if self.stack.lockstep and of.pipeline > 1:
+            again_s += forward_s
         passes = 3 if of.recompute == "full" else 2
         host_s = passes * self.stack.host_s
         return Terms(compute=forward_s + backward_s + host_s, recompute=again_s)
@@ -157,6 +171,13 @@ class IterationTime:
 
     def _layer_sends(self, of: Configuration, placement: Placement) -> Terms:
         """Seconds of a layer's collectives that nothing hides, for one micro-batch."""
+        groups = tuple(placement.group(axis) for axis in ("model", "context", "expert", "fsdp"))
+        key = (_kernels_key(of), of.fsdp, of.overlap, groups)
+        if key not in self._sends:
+            self._sends[key] = self._layer_sends_uncached(of, placement)
+        return self._sends[key]
+
+    def _layer_sends_uncached(self, of: Configuration, placement: Placement) -> Terms:
         seconds = dict[str, float]()
         sends = traffic.of_layer(self.model, of)
         for sent in sends:
@@ -220,7 +241,7 @@ class IterationTime:
         return of.interleave * sum(self._sent_s(s, placement) for s in sends)
 
     def _data_s(self, of: Configuration, placement: Placement, slowest: Terms) -> float:
-        """Seconds of the sums of gradients; under the last backward pass if the stack hides them."""
+        """Seconds of the sums of gradients, less what the last backward pass hides of them."""
         sums = [s for s in traffic.of_step(self.model, of, self.stack) if s.term == "data"]
         seconds = sum(self._sent_s(s, placement) for s in sums)
         if not self.stack.hides_data:
@@ -237,6 +258,7 @@ class IterationTime:
 def _kernels_key(of: Configuration) -> Configuration:
     """Return a configuration with only those fields that its kernels depend on."""
     return Configuration(
+        pipeline=min(of.pipeline, 2),
         model=of.model,
         expert=of.expert,
         context=of.context,
@@ -247,6 +269,6 @@ def _kernels_key(of: Configuration) -> Configuration:
 
 
 def _beside(kind: str, index: int, matmuls: tuple[MatmulKernel, ...]) -> MatmulKernel:
-    """Return the matmul that a collective stands beside: gathers before 0, 2, scatters after 1, 3."""
+    """Return a collective's matmul: gathers stand before 0 and 2, scatters after 1 and 3."""
     first = 0 if kind == "all-gather" else 1
     return matmuls[first + 2 * (index % 2)]

@@ -6,10 +6,12 @@ Parameters are exact: they reproduce the integers that Megatron-DeepSpeed printe
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.pipeline.schedule import Schedule
 from jaxoverlap.parallelism.stack import Stack
 
 _ELEMENT = 2  # bytes of an activation
@@ -45,16 +47,7 @@ class StageParams:
     @classmethod
     def of_layer(cls, model: Transformer, of: Configuration) -> StageParams:
         """Count a layer's: matrices over the tensor axis; norms and biases of rows whole."""
-        h, t, kv = model.hidden, of.model, max(model.kv_hidden // of.model, model.head_size)
-        attention = 2 * h * h // t + 2 * h * kv
-        mlp = model.mlp_matrices * h * model.inner // t
-        dense = attention + 2 * model.norm_params
-        if model.biases:
-            dense += h // t + 2 * kv + h
-            mlp += (model.mlp_matrices - 1) * model.inner // t + h
-        if not model.experts:
-            return cls(dense + mlp)
-        return cls(dense + h * model.experts, mlp * model.experts // of.expert)
+        return _layer_params(model, of.model, of.expert)
 
     @classmethod
     def of_stage(cls, model: Transformer, of: Configuration, stage: int) -> StageParams:
@@ -83,6 +76,20 @@ class StageParams:
         return max(ends, key=lambda params: params.total)
 
 
+@functools.cache
+def _layer_params(model: Transformer, t: int, expert: int) -> StageParams:
+    h, kv = model.hidden, max(model.kv_hidden // t, model.head_size)
+    attention = 2 * h * h // t + 2 * h * kv
+    mlp = model.mlp_matrices * h * model.inner // t
+    dense = attention + 2 * model.norm_params
+    if model.biases:
+        dense += h // t + 2 * kv + h
+        mlp += (model.mlp_matrices - 1) * model.inner // t + h
+    if not model.experts:
+        return StageParams(dense + mlp)
+    return StageParams(dense + h * model.experts, mlp * model.experts // expert)
+
+
 @dataclass(frozen=True)
 class Memory:
     """The bytes of one device of a stage.
@@ -106,7 +113,8 @@ class Memory:
     @property
     def total(self) -> float:
         """All of them."""
-        return sum(self.by_term.values())
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.working + self.gathered
 
     @property
     def by_term(self) -> dict[str, float]:
@@ -166,8 +174,8 @@ def memory(
     weight, gradient, state = state_bytes_per_param(of, stack)
     tokens = of.micro_batch * model.sequence / of.context
     split = of.model if of.splits_rows else 1
-    kept = in_flight(of, of.micro_batches(global_batch), stage)
-    layers = of.stage_layers(model) / of.interleave
+    micro_batches, layers = of.micro_batches(global_batch), of.stage_layers(model) / of.interleave
+    kept = in_flight(of, micro_batches, stage)
     one = layer_activation_bytes(model, of, stack)
     stream = _ELEMENT * tokens * model.hidden / split
     per_layer = stream if of.recompute == "full" else one
@@ -175,15 +183,18 @@ def memory(
     logits = tokens * model.vocab / of.model * (2 + 4 + 4) if last else 0.0
     mask = stream / _ELEMENT if stage == 0 and stack.dropout else 0.0  # of the embedding's dropout
     layer = StageParams.of_layer(model, of).total
+    piece = layers * per_layer + mask + stack.micro_batch_bytes
+    running = one if of.recompute == "full" else 0.0
+    if stack.lockstep and of.pipeline > 1:
+        kept = Schedule(of.pipeline, micro_batches, of.interleave).live_pieces(stage)
+        running, piece = running + piece, stream
     return Memory(
         stage,
         weights=weight * params,
         gradients=gradient * params,
         optimizer=state * params,
-        activations=kept * (layers * per_layer + mask + stack.micro_batch_bytes),
-        working=max(one if of.recompute == "full" else 0.0, logits)
-        + 2 * stream
-        + stack.buffer_bytes,
+        activations=kept * piece,
+        working=max(running, logits) + 2 * stream + stack.buffer_bytes,
         gathered=2 * _ELEMENT * layer * (1 - 1 / of.fsdp),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,20 +26,9 @@ class Placement:
     sizes: tuple[int, ...]
     domain: int
 
-    def stride(self, axis: str) -> int:
-        """Return how far apart an axis's neighbours are."""
-        at, product = self.order.index(axis), 1
-        for size in self.sizes[at + 1 :]:
-            product *= size
-        return product
-
     def group(self, *axes: str) -> Group:
         """Return the devices of a collective over axes, as far as its time depends on them."""
-        members = [0]
-        for axis in axes:
-            size, stride = self.sizes[self.order.index(axis)], self.stride(axis)
-            members = [at + i * stride for at in members for i in range(size)]
-        return Group(len(members), len({at // self.domain for at in members}))
+        return _group(self.order, self.sizes, self.domain, axes)
 
     def coordinates(self, device: int) -> dict[str, int]:
         """Return a device's place along each axis."""
@@ -50,6 +40,18 @@ class Placement:
     def __str__(self) -> str:
         shown = [f"{axis}={n}" for axis, n in zip(self.order, self.sizes, strict=True) if n > 1]
         return " > ".join(shown) or "one device"
+
+
+@functools.cache  # a search asks for the same few groups again and again
+def _group(
+    order: tuple[str, ...], sizes: tuple[int, ...], domain: int, axes: tuple[str, ...]
+) -> Group:
+    members, stride = [0], 1
+    for axis, size in zip(reversed(order), reversed(sizes), strict=True):
+        if axis in axes:
+            members = [at + i * stride for at in members for i in range(size)]
+        stride *= size
+    return Group(len(members), len({at // domain for at in members}))
 
 
 def place(of: Configuration, cluster: Cluster, order: tuple[str, ...] = AXES) -> Placement:

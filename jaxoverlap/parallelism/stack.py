@@ -22,6 +22,8 @@ class Stack:
             a search for infinities, the norm, clipping.
         split_sends: whether stages send each device's part of an activation (scatter and gather,
             Narayanan et al., arXiv 2104.04473, section 4.1) and not whole copies.
+        lockstep: whether stages share a clock, as those of `jaxoverlap.parallelism.pipeline`: a
+            piece keeps its input alone, and its backward pass runs it forward again.
         hides_data: whether sums over data run under the last micro-batch's backward pass.
         compute_factor: seconds of kernels, over those of the chip's tables.
         network_share: bytes per second over the network, over those of NCCL's model for the
@@ -45,6 +47,7 @@ class Stack:
     optimizer_bytes: int = 12
     gradient_passes: int = 3
     split_sends: bool = True
+    lockstep: bool = False
     hides_data: bool = False
     compute_factor: float = 1.0
     network_share: float = 1.0
@@ -83,4 +86,6 @@ MEGATRON_DEEPSPEED = Stack(
 )
 # This project's trainers: 32-bit weights that are cast, Adam without master weights. Attention is
 # counted as a kernel that keeps no scores; the trainers' own einsums take longer.
-JAX = Stack(name="JAX", weight_bytes=4, optimizer_bytes=8, hides_data=True, reserve=1.05)
+JAX = Stack(
+    name="JAX", weight_bytes=4, optimizer_bytes=8, lockstep=True, hides_data=True, reserve=1.05
+)
