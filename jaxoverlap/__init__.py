@@ -8,6 +8,10 @@ from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
+from jaxoverlap.parallelism import pipeline
+from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.configure import Configurations, NothingFitsError, configure
+from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
 from jaxoverlap.plan.plan import (
@@ -36,6 +40,8 @@ __all__ = [
     "Cluster",
     "Collective",
     "Compiled",
+    "Configuration",
+    "Configurations",
     "Coverage",
     "Decision",
     "DisagreementError",
@@ -44,6 +50,7 @@ __all__ = [
     "MadeFor",
     "Measured",
     "Nccl",
+    "NothingFitsError",
     "Overlapped",
     "Plan",
     "PodsUnavailableError",
@@ -55,13 +62,16 @@ __all__ = [
     "Simulation",
     "Skip",
     "Speedup",
+    "Transformer",
     "Tuning",
     "Variant",
     "agreed",
     "audit",
     "chips",
+    "configure",
     "overlap",
     "parse_cluster",
+    "pipeline",
     "pod_mesh",
     "ring",
     "simulate",

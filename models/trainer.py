@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import jaxoverlap
 from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
+from models.configured import chosen
 from models.recipe import Recipe
 
 console = Console()
@@ -120,7 +121,7 @@ def command_line(recipe: Recipe, about: str) -> typer.Typer:
 
     def command(**options: Any) -> None:
         try:
-            main(recipe, recipe.config(**options))
+            main(*chosen(recipe, recipe.config(**options)))
         except Mistake as error:
             raise typer.BadParameter(str(error)) from error
 

@@ -77,7 +77,8 @@ class Configurations(Sequence[Scored]):
         found = self.found
         head = (
             f"{self.model.name}, {self.model.params / 1e9:.1f}B parameters, sequence "
-            f"{self.model.sequence}, batch {self.global_batch}, on {self.cluster}; {self.stack.name}"
+            f"{self.model.sequence}, batch {self.global_batch}, on {self.cluster}; "
+            f"{self.stack.name}"
         )
         searched = (
             f"{found.splits} legal splits, {found.fitting} fit in memory, {found.priced} priced, "

@@ -242,16 +242,20 @@ class IterationTime:
 
     def _data_s(self, of: Configuration, placement: Placement, slowest: Terms) -> float:
         """Seconds of the sums of gradients, less what the last backward pass hides of them."""
-        sums = [s for s in traffic.of_step(self.model, of, self.stack) if s.term == "data"]
-        seconds = sum(self._sent_s(s, placement) for s in sums)
+        sums = [s for s in self._of_step(of) if s.term == "data"]
+        seconds = sum(s.count * self._sent_s(s, placement) for s in sums)
         if not self.stack.hides_data:
             return seconds
         layers = of.stage_layers(self.model)
-        hidden_s = slowest.compute * 2 / 3 * (layers - 1) / layers
+        passes = of.micro_batches(self.global_batch) if of.zero_stage == 2 else 1
+        hidden_s = passes * slowest.compute * 2 / 3 * (layers - 1) / layers
         return max(seconds - hidden_s, seconds / layers)
 
+    def _of_step(self, of: Configuration) -> list[Sent]:
+        return traffic.of_step(self.model, of, self.stack, of.micro_batches(self.global_batch))
+
     def _table_s(self, of: Configuration, placement: Placement) -> float:
-        sums = [s for s in traffic.of_step(self.model, of, self.stack) if s.term == "pipeline"]
+        sums = [s for s in self._of_step(of) if s.term == "pipeline"]
         return sum(self._sent_s(s, placement) for s in sums)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.hardware.cluster import Cluster
@@ -30,12 +33,14 @@ class Placement:
         """Return the devices of a collective over axes, as far as its time depends on them."""
         return _group(self.order, self.sizes, self.domain, axes)
 
-    def coordinates(self, device: int) -> dict[str, int]:
-        """Return a device's place along each axis."""
-        at = dict[str, int]()
-        for axis, size in zip(reversed(self.order), reversed(self.sizes), strict=True):
-            device, at[axis] = divmod(device, size)
-        return at
+    def members(self, device: int, axes: tuple[str, ...]) -> list[int]:
+        """Return the devices of one device's group over axes, in the order of the ring."""
+        numbers = np.arange(math.prod(self.sizes)).reshape(self.sizes)
+        place = np.unravel_index(device, self.sizes)
+        index = tuple(
+            slice(None) if axis in axes else at for axis, at in zip(self.order, place, strict=True)
+        )
+        return numbers[index].ravel().tolist()
 
     def __str__(self) -> str:
         shown = [f"{axis}={n}" for axis, n in zip(self.order, self.sizes, strict=True) if n > 1]

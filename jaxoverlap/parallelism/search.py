@@ -1,8 +1,8 @@
 """Search all legal configurations of a model on a cluster: exact, and small.
 
 Candidates are pruned in three ways that cannot lose the best one. Illegal splits and those that
-do not fit in memory are dropped. Of one split's ways to save memory only the fastest that fits is
-kept: recomputing less is never slower in the form, nor is a higher ZeRO stage. And candidates are
+do not fit in memory are dropped. Of one split and ZeRO stage only the least recompute that fits is
+kept, which is never slower in the form. And candidates are
 tried in the order of a bound (kernels without any collective), until the bound alone is slower
 than the last of those kept.
 """
@@ -49,7 +49,7 @@ class Found:
     Attributes:
         best: the fastest, fastest first.
         splits: splits of the devices that divide everything evenly.
-        fitting: configurations that fit in memory, one for each split that has any.
+        fitting: configurations that fit in memory, one for each split and ZeRO stage.
         priced: those whose seconds were worked out, over all their placements.
         smallest: of what does not fit, what needs least memory; None if all fit.
         search_s: seconds that the search took.
@@ -121,11 +121,10 @@ def _sized(
             yield of
 
 
-def leanest_first(of: Configuration) -> Iterator[Configuration]:
-    """Yield a split's ways to save memory, fastest first."""
-    stages = (1, 2) if of.data > 1 else (0,)
-    for recompute, zero_stage in itertools.product(_RECOMPUTES, stages):
-        yield replace(of, recompute=recompute, zero_stage=zero_stage)
+def ways_to_save(of: Configuration) -> Iterator[list[Configuration]]:
+    """Yield a split's ways to save memory: for each ZeRO stage, recompute, fastest first."""
+    for zero_stage in (1, 2) if of.data > 1 else (0,):
+        yield [replace(of, recompute=r, zero_stage=zero_stage) for r in _RECOMPUTES]
 
 
 def search(
@@ -141,29 +140,31 @@ def search(
     room = cluster.chip.memory_bytes / stack.reserve
     fitting = list[tuple[float, int, Configuration, Memory]]()
     smallest: tuple[Configuration, Memory] | None = None
-    number = -1
-    for number, split in enumerate(splits(model, cluster, global_batch, space)):
-        of, needs = _fitting(model, split, stack, global_batch, room)
-        if needs.total <= room:
-            fitting.append((times.bound_s(of, place(of, cluster)), number, of, needs))
-        elif smallest is None or needs.total < smallest[1].total:
-            smallest = (of, needs)
+    count = 0
+    for split in splits(model, cluster, global_batch, space):
+        count += 1
+        for ways in ways_to_save(split):
+            of, needs = _fitting(model, ways, stack, global_batch, room)
+            if needs.total <= room:
+                bound_s = times.bound_s(of, place(of, cluster))
+                fitting.append((bound_s, len(fitting), of, needs))
+            elif smallest is None or needs.total < smallest[1].total:
+                smallest = (of, needs)
     kept, priced = _fastest(sorted(fitting), cluster, times, keep) if keep else ((), 0)
     took_s = time.perf_counter() - began
-    return Found(kept, number + 1, len(fitting), priced, smallest, took_s)
+    return Found(kept, count, len(fitting), priced, smallest, took_s)
 
 
 def _fitting(
-    model: Transformer, split: Configuration, stack: Stack, global_batch: int, room: float
+    model: Transformer, ways: list[Configuration], stack: Stack, global_batch: int, room: float
 ) -> tuple[Configuration, Memory]:
-    """Return the fastest way of a split that fits in memory, or else the one that needs least."""
-    of, needs = split, None
-    for of in leanest_first(split):
-        needs = peak(model, of, stack, global_batch)
-        if needs.total <= room:
-            break
-    assert needs is not None
-    return of, needs
+    """Return the first way that fits in memory, or else the one that needs least."""
+    needs = [(of, peak(model, of, stack, global_batch)) for of in ways[:1]]
+    while needs[-1][1].total > room and len(needs) < len(ways):
+        of = ways[len(needs)]
+        needs.append((of, peak(model, of, stack, global_batch)))
+    fits = needs[-1][1].total <= room
+    return needs[-1] if fits else min(needs, key=lambda pair: pair[1].total)
 
 
 def _fastest(

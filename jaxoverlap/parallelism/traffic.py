@@ -8,12 +8,19 @@ from how each kind of parallelism works, and are reconstructions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.memory import StageParams
 from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.stack import Stack
 from jaxoverlap.plan.collectives import PERMUTE
+
+if TYPE_CHECKING:
+    from jaxoverlap.parallelism.search import Scored
 
 _ELEMENT = 2  # bytes of an activation
 
@@ -119,10 +126,11 @@ def of_stage(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
     ]
 
 
-def of_step(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
+def of_step(model: Transformer, of: Configuration, stack: Stack, micro_batches: int) -> list[Sent]:
     """List the sums of gradients at a step's end, on the device that has most to sum.
 
-    ZeRO stages 1 and 2 scatter gradients and gather weights: as many bytes as an all-reduce.
+    ZeRO-1 scatters gradients and gathers weights: as many bytes as an all-reduce. ZeRO-2 keeps
+    only its part of the gradients, so that it scatters them after every micro-batch.
     """
     params = StageParams.largest(model, of)
     axes = tuple(axis for axis in ("data", "expert", "context") if getattr(of, axis) > 1)
@@ -131,8 +139,12 @@ def of_step(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
     for elements, over in ((params.dense, axes), (params.experts, expert_axes)):
         ways = _product(of, over)
         if ways > 1 and elements:
-            summed = stack.reduced_bytes * elements / of.fsdp
-            sent.append(Sent("data", "end", "all-reduce", over, 2 * summed * (ways - 1) / ways))
+            summed = stack.reduced_bytes * elements / of.fsdp * (ways - 1) / ways
+            if of.zero_stage < 2:
+                sent.append(Sent("data", "end", "all-reduce", over, 2 * summed))
+                continue
+            sent.append(Sent("data", "end", "reduce-scatter", over, summed, micro_batches))
+            sent.append(Sent("data", "end", "all-gather", over, summed))
     if of.pipeline > 1 and model.tied:  # the first and the last stage have a copy of the table
         table = stack.reduced_bytes * params.tables / of.fsdp
         sent.append(Sent("pipeline", "end", "all-reduce", ("pipeline",), table))
@@ -144,3 +156,39 @@ def _product(of: Configuration, axes: tuple[str, ...]) -> int:
     for axis in axes:
         product *= getattr(of, axis)
     return product
+
+
+def matrix(
+    model: Transformer, scored: Scored, stack: Stack, global_batch: int, devices: int
+) -> np.ndarray:
+    """Bytes that each of the first devices sends to each other in a step: [from, to].
+
+    Rings send to the next device of their group; an all-to-all sends each its part.
+    """
+    of, at = scored.configuration, scored.placement
+    micro_batches = of.micro_batches(global_batch)
+    total = np.zeros((devices, devices))
+    for sent, times in (
+        *((s, micro_batches * of.stage_layers(model)) for s in of_layer(model, of)),
+        *((s, micro_batches * of.interleave) for s in of_stage(model, of, stack)),
+        *((s, 1) for s in of_step(model, of, stack, micro_batches)),
+    ):
+        each = sent.sent_bytes * sent.count * times
+        for device in range(devices):
+            for peer, share in _receivers(sent, at, device).items():
+                if peer < devices:
+                    total[device, peer] += share * each
+    return total
+
+
+def _receivers(sent: Sent, at: Placement, device: int) -> dict[int, float]:
+    """Return who receives what share of the bytes that a device sends."""
+    members = at.members(device, sent.axes)
+    place, size = members.index(device), len(members)
+    if sent.term == "pipeline" and sent.phase == "end":
+        ends = {0: members[-1], size - 1: members[0]}
+        return {ends[place]: 1.0} if place in ends else {}
+    if sent.kind == "all-to-all":
+        return {peer: 1 / (size - 1) for peer in members if peer != device}
+    step = -1 if sent.kind == PERMUTE and sent.phase == "backward" else 1
+    return {members[(place + step) % size]: 1.0}

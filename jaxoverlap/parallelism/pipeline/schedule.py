@@ -11,13 +11,13 @@ What a piece sends is needed one tick later by the next stage of the ring, alway
 stage starts a micro-batch's backward pass in the tick of its forward pass. Forward passes take
 m v + p - 1 ticks in all, backward passes as many, so that a step lasts
 
-    (m v + p - 1) (forward + backward of a piece) = (m + (p - 1) / v) (forward + backward of a stage)
+    (m v + p - 1) (forward + backward of a piece) = (m + (p - 1) / v) (the same of a stage)
 
 whose bubble is 1F1B's (Narayanan et al., arXiv 2104.04473, section 2.2). It costs memory that
-1F1B's without a common clock does not: stage s has p v + p - 1 - 2 s pieces in flight, 2 (p - s) - 1
-where v = 1, and not p - s. With separate ticks for forward and backward passes it would be p - s,
-but neighbours, one of which runs forward while the other runs backward, would wait for each other:
-a third longer, or half with recompute.
+1F1B without a common clock does not: stage s has p v + p - 1 - 2 s pieces in flight, which is
+2 (p - s) - 1 where v = 1, and not p - s. With separate ticks for forward and backward passes it
+would be p - s, but neighbours, one of which runs forward while the other runs backward, would wait
+for each other: a third longer, or half with recompute.
 """
 
 from __future__ import annotations
