@@ -7,9 +7,10 @@
     MLP inner               [batch, sequence, mlp]            (BATCH, "context", "model")
     at the experts          [expert, group, slot, hidden]     ("expert", DATA, None, None)
 
-DATA is ("data", "fsdp"), BATCH is ("data", "fsdp", "expert"). Weights lie over fsdp and model, experts over expert too, and
-layers over pipeline. Micro-batches go through `jaxoverlap.parallelism.pipeline`, which computes
-the gradients itself; to the recipe that is a loss with a gradient of its own.
+DATA is ("data", "fsdp"), BATCH is ("data", "fsdp", "expert"). Weights lie over fsdp and model,
+experts over expert too, and layers over pipeline. Micro-batches go through
+`jaxoverlap.parallelism.pipeline`, which computes the gradients itself; to the recipe that is a
+loss with a gradient of its own.
 """
 
 import dataclasses

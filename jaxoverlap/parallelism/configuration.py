@@ -9,7 +9,7 @@ from typing import Literal
 from jaxoverlap.parallelism.model import Transformer
 
 Recompute = Literal["none", "selective", "full"]
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "model")  # slowest first
+AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "model")  # slowest first
 
 
 @dataclass(frozen=True, kw_only=True)

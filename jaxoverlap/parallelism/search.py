@@ -89,7 +89,7 @@ def splits(
 ) -> Iterator[Configuration]:
     """Yield every legal split of a cluster's devices, with each size of micro-batch and piece."""
     for sizes in _factorizations(cluster.num_devices, len(AXES)):
-        axes = dict(zip(AXES, sizes, strict=True))
+        axes: dict[str, int] = dict(zip(AXES, sizes, strict=True))
         if any(axes[name] not in allowed for name, allowed in space.axes.items()):
             continue
         if (axes["expert"] > 1 and not model.experts) or model.heads % axes["model"]:
