@@ -17,6 +17,10 @@ from jaxoverlap.ops import (
     matmul,
     softmax_cross_entropy_with_integer_labels,
 )
+from jaxoverlap.parallelism import pipeline
+from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.configure import Configurations, NothingFitsError, configure
+from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, Scheduler
 from jaxoverlap.plan.plan import (
@@ -45,6 +49,8 @@ __all__ = [
     "Cluster",
     "Collective",
     "Compiled",
+    "Configuration",
+    "Configurations",
     "Coverage",
     "Decision",
     "DisagreementError",
@@ -54,6 +60,7 @@ __all__ = [
     "MadeFor",
     "Measured",
     "Nccl",
+    "NothingFitsError",
     "Overlapped",
     "Plan",
     "PodsUnavailableError",
@@ -65,12 +72,14 @@ __all__ = [
     "Simulation",
     "Skip",
     "Speedup",
+    "Transformer",
     "Tuning",
     "Variant",
     "agreed",
     "attention",
     "audit",
     "chips",
+    "configure",
     "decisions",
     "dot_general",
     "einsum",
@@ -78,6 +87,7 @@ __all__ = [
     "matmul",
     "overlap",
     "parse_cluster",
+    "pipeline",
     "pod_mesh",
     "ring",
     "simulate",

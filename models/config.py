@@ -137,6 +137,9 @@ class Config(TextRun):
 
     data: Annotated[int, Option(help="Mesh axis: batch and FSDP.")] = 2
     model: Annotated[int, Option(help="Mesh axis: tensor and sequence.")] = 4
+    configuration: Annotated[
+        Path | None, Option(help="A file of `jaxoverlap configure --json`: its first mesh.")
+    ] = None
 
     def divisors(self) -> Iterator[tuple[str, str, int]]:
         yield from super().divisors()

@@ -30,8 +30,12 @@ class Layout:
 
 
 def shard(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """Pin `x`, and in the backward pass its cotangent, to `spec`."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    """Pin `x`, and in the backward pass its cotangent, to `spec`.
+
+    Inside a shard_map, as a pipeline has, the mesh is the context's, with its manual axes.
+    """
+    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.lax.with_sharding_constraint(x, spec if inside else NamedSharding(mesh, spec))
 
 
 def wide(dtype: Any) -> jnp.dtype:

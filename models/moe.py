@@ -24,6 +24,7 @@ order send it elsewhere, and runs that agreed to seven digits differ in the four
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -59,6 +60,9 @@ class Config(TextRun):
     mlp: Annotated[int, Option(help="Of each expert.")] = 128
     data: Annotated[int, Option(help="Mesh axis: batch and FSDP.")] = 2
     expert: Annotated[int, Option(help="Mesh axis: batch and experts.")] = 4
+    configuration: Annotated[
+        Path | None, Option(help="A file of `jaxoverlap configure --json`: its first mesh.")
+    ] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -124,6 +128,14 @@ def route(probabilities: jax.Array, choices: int, capacity: int) -> tuple[jax.Ar
 class Experts(nnx.Module):
     """Many MLPs, and the router that picks a few for each token."""
 
+    router_at, up_at, down_at = (
+        P("data", "expert"),
+        P("expert", "data", None),
+        P("expert", None, "data"),
+    )
+    tokens_at, mask_at = BY_BATCH.stream, ROWS  # [group, token, ...], and with experts and slots
+    there_at = inner_at = AT_EXPERTS
+
     def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
         experts, hidden, mlp = config.experts, config.hidden, config.mlp
         back = (2 * config.layers * mlp) ** -0.5
@@ -131,28 +143,28 @@ class Experts(nnx.Module):
         def weight(spec, *shape, std):
             return Weight(config, mesh, rngs, spec, shape, std)
 
-        self.router = weight(P("data", "expert"), hidden, experts, std=hidden**-0.5)
-        self.up = weight(P("expert", "data", None), experts, hidden, mlp, std=hidden**-0.5)
-        self.down = weight(P("expert", None, "data"), experts, mlp, hidden, std=back)
+        self.router = weight(self.router_at, hidden, experts, std=hidden**-0.5)
+        self.up = weight(self.up_at, experts, hidden, mlp, std=hidden**-0.5)
+        self.down = weight(self.down_at, experts, mlp, hidden, std=back)
         self.config, self.mesh, self.at, self.einsum = config, mesh, at, einsum_of(config)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [batch, sequence, hidden] -> the same shape, and how uneven each group is."""
         config, mesh = self.config, self.mesh
-        tokens = shard(x.reshape(-1, config.group, config.hidden), mesh, self.at.stream)
+        tokens = shard(x.reshape(-1, config.group, config.hidden), mesh, self.tokens_at)
         dtype = wide(x.dtype)
         logits = self.einsum("gsd,de->gse", tokens, self.router(), preferred_element_type=dtype)
-        logits = shard(logits, mesh, self.at.stream)
-        probabilities = shard(jax.nn.softmax(logits), mesh, self.at.stream)
+        logits = shard(logits, mesh, self.tokens_at)
+        probabilities = shard(jax.nn.softmax(logits), mesh, self.tokens_at)
         dispatch, combine = route(probabilities, config.choices, config.capacity)
-        dispatch = shard(dispatch.astype(x.dtype), mesh, ROWS)
-        combine = shard(combine.astype(x.dtype), mesh, ROWS)
+        dispatch = shard(dispatch.astype(x.dtype), mesh, self.mask_at)
+        combine = shard(combine.astype(x.dtype), mesh, self.mask_at)
 
-        there = shard(self.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, AT_EXPERTS)
-        inner = shard(self.einsum("egcd,edf->egcf", there, self.up()), mesh, AT_EXPERTS)
-        inner = shard(jax.nn.gelu(inner), mesh, AT_EXPERTS)
-        said = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, AT_EXPERTS)
-        y = shard(self.einsum("gsec,egcd->gsd", combine, said), mesh, self.at.stream)
+        there = shard(self.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, self.there_at)
+        inner = shard(self.einsum("egcd,edf->egcf", there, self.up()), mesh, self.inner_at)
+        inner = shard(jax.nn.gelu(inner), mesh, self.inner_at)
+        said = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, self.there_at)
+        y = shard(self.einsum("gsec,egcd->gsd", combine, said), mesh, self.tokens_at)
         return shard(y.reshape(x.shape), mesh, self.at.stream), uneven(probabilities)
 
 
@@ -167,6 +179,7 @@ class Block(gpt.Block):
     """The GPT's, with experts for its MLP; it hands on the stream and the unevenness so far."""
 
     mlp_type = Experts
+    load_at = P(BOTH)
 
     def __call__(self, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         stream, load = x
@@ -174,7 +187,7 @@ class Block(gpt.Block):
         stream = shard(stream + attended, self.mesh, self.at.stream)
         said, more = self.mlp(self.mlp_norm(stream))
         stream = shard(stream + said, self.mesh, self.at.stream)
-        return stream, shard(load + more, self.mesh, P(BOTH))
+        return stream, shard(load + more, self.mesh, self.load_at)
 
 
 class MoE(gpt.GPT):

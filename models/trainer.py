@@ -15,6 +15,7 @@ import typer
 import jaxoverlap
 from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
+from models.configured import chosen
 from models.feed import Feed
 from models.processes import console, start, within_s
 from models.recipe import Recipe
@@ -101,7 +102,7 @@ def command_line(recipe: Recipe, about: str) -> typer.Typer:
 
     def command(**options: Any) -> None:
         try:
-            main(recipe, recipe.config(**options))
+            main(*chosen(recipe, recipe.config(**options)))
         except Mistake as error:
             raise typer.BadParameter(str(error)) from error
         except jaxoverlap.LostError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from jaxoverlap.cli.advise import advise
+from jaxoverlap.cli.configure import configure
 from jaxoverlap.cli.flags import flags
 from jaxoverlap.cli.plan import plan
 from jaxoverlap.cli.pods import pods
@@ -18,7 +19,7 @@ app = typer.Typer(
     epilog="Exit codes: 0, all is well; 1, the answer is no; 2, a mistake in what was asked; 3, "
     "something failed on the way.",
 )
-for command in (explain, advise, audit, simulate, tune, flags, pods):
+for command in (explain, advise, configure, audit, simulate, tune, flags, pods):
     app.command()(command)
 app.add_typer(plan, name="plan")
 

@@ -246,14 +246,36 @@ _GB200 = replace(  # the network, as DGX GB200: also one ConnectX-7 of 400 Gb/s 
     nvlink_rack_gpus=72,  # GB200 NVL72: 18 hosts of four, one NVLink domain
     source=f"openxla/xla@300ec95ab85f {_SPECS}/gb200.txtpb; NVIDIA Blackwell data sheet",
 )
+# A graphics compute die of an MI250X, which is a device to the software; eight on a Frontier host.
+# XLA's compiler without a GPU is CUDA's, so this chip has facts only (`jaxoverlap.parallelism`).
+_MI250X = Chip(
+    name="mi250x-gcd",
+    device_name="AMD Instinct MI250X",
+    compute_capability=(0, 0),  # not CUDA's
+    num_sms=110,
+    fpus_per_sm=64,
+    clock_ghz=1.7,
+    memory_bytes=68_702_699_520,
+    memory_bandwidth_bytes_per_s=1.6384e12,
+    l2_bytes=8_388_608,
+    shared_memory_per_sm_bytes=65_536,
+    shared_memory_per_block_bytes=65_536,
+    bf16_flops_per_s=191.5e12,
+    nvlinks=0,
+    # Two dies of a package have 200 GB/s, packages 50 to 100 GB/s: a ring goes by the slowest.
+    nvlink=Link("Infinity Fabric", 50e9, 15e-6),
+    network=Link("Slingshot, 4 x 200 Gb/s a host", 12.5e9, 20e-6),
+    source="AMD CDNA 2 white paper; OLCF, Frontier user guide (64 GB and 191.5 TFLOP/s a die)",
+)
 _CHIPS = {c.name: c for c in (_A100_40, _A100_80, _H100, _H200, _B200, _GB200)}
+_KNOWN = {**_CHIPS, _MI250X.name: _MI250X}
 _FORM = re.compile(
     r"(?P<chip>[^:\s]+):(?P<hosts>-?\d+)x(?P<gpus>-?\d+)(?:/(?P<processes>-?\d+))?", re.ASCII
 )
 
 
 def chips() -> tuple[Chip, ...]:
-    """All chips that `parse_cluster` knows, oldest first."""
+    """All chips that can be compiled for, oldest first; `parse_cluster` also knows mi250x-gcd."""
     return tuple(_CHIPS.values())
 
 
@@ -274,12 +296,12 @@ def parse_cluster(text: str) -> Cluster:
             "'h100-sxm:8x8' for eight hosts of eight GPUs, or 'h100-sxm:8x8/8' where each host "
             "runs eight processes"
         )
-    chip = _CHIPS.get(form["chip"])
+    chip = _KNOWN.get(form["chip"])
     if chip is None:
-        near = difflib.get_close_matches(form["chip"].lower(), _CHIPS, cutoff=0.5)
+        near = difflib.get_close_matches(form["chip"].lower(), _KNOWN, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"unknown chip {form['chip']!r} in {text!r}: {hint}Known are {', '.join(_CHIPS)}"
+            f"unknown chip {form['chip']!r} in {text!r}: {hint}Known are {', '.join(_KNOWN)}"
         )
     processes = int(form["processes"] or 1)
     return Cluster(

@@ -105,6 +105,11 @@ def pod_mesh(cluster: str | Cluster, axes: Mapping[str, int]) -> Mesh:
     """
     pod = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     _check_axes(pod, axes)
+    if pod.chip.compute_capability == (0, 0):
+        raise ValueError(
+            f"{pod}: XLA compiles without a GPU for CUDA's chips only; for {pod.chip.name} there "
+            "are estimates (`jaxoverlap configure`) and no schedules"
+        )
     shape = tuple(axes.values())
     return Mesh(
         np.array(devices(pod), dtype=object).reshape(shape),

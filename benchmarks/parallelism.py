@@ -1,0 +1,377 @@
+"""Compare the form of `jaxoverlap.configure` with measured steps.
+
+python -m benchmarks.parallelism                  # all tables
+python -m benchmarks.parallelism --csv FILE       # predict every row of a file like vTrain's
+
+Nothing is compiled. vTrain's rows are read from ../shared/data where they are there.
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from scipy.optimize import brentq, minimize
+
+from jaxoverlap._util.text import table
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.hardware.cluster import Link, parse_cluster
+from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
+from jaxoverlap.parallelism.memory import memory
+from jaxoverlap.parallelism.model import Transformer, named_model
+from jaxoverlap.parallelism.placement import place
+from jaxoverlap.parallelism.rates import Analytic, Rates, Tabled, rates_of
+from jaxoverlap.parallelism.recipes import (
+    FRONTIER,
+    FRONTIER_STACK,
+    SCALING,
+    Recipe,
+    megatron_flops,
+)
+from jaxoverlap.parallelism.search import Space, best_placement, search, splits
+from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_DEEPSPEED, Stack
+
+VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
+_HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs
+
+console = Console(width=160)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+# -- vTrain ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step: its size of model as the file names it, and how it was split."""
+
+    size: str
+    model: Transformer
+    of: Configuration
+    devices: int
+    global_batch: int
+    measured_s: float
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file with vTrain's columns."""
+    with path.open() as file:
+        return [_row(fields) for fields in csv.DictReader(file)]
+
+
+def _row(fields: dict[str, str]) -> Row:
+    def number(name: str) -> int:
+        return int(float(fields[name]))
+
+    sequence = number("sequence length")
+    model = Transformer(
+        name=f"{fields['Parameters (billion)']}B",
+        layers=number("# layers"),
+        hidden=number("hidden size"),
+        heads=number("attention heads"),
+        sequence=sequence,
+        learned_positions=sequence,
+    )
+    of = Configuration(
+        data=number("data parallelism"),
+        model=number("tensor parallelism"),
+        pipeline=number("pipeline parallelism"),
+        micro_batch=number("micro batch"),
+    )
+    measured_s = float(fields["iteration time (ms)"]) / 1e3
+    return Row(
+        fields["Parameters (billion)"], model, of, number("# GPUs"), number("global batch"),
+        measured_s,
+    )  # fmt: skip
+
+
+_rates: dict[int, Rates] = {}
+
+
+def predicted(row: Row, stack: Stack) -> Terms:
+    """A row's seconds by term."""
+    hosts, gpus = max(row.devices // 8, 1), min(row.devices, 8)
+    cluster = replace(parse_cluster(f"a100-sxm-80:{hosts}x{gpus}"), network=_HDR)
+    if row.devices not in _rates:
+        _rates[row.devices] = Tabled(cost_model(cluster))
+    times = IterationTime(row.model, _rates[row.devices], stack, global_batch=row.global_batch)
+    return times.terms(row.of, place(row.of, cluster))
+
+
+def errors(rows: Sequence[Row], stack: Stack) -> np.ndarray:
+    """predicted / measured - 1."""
+    return np.array([predicted(row, stack).step_s / row.measured_s - 1 for row in rows])
+
+
+def fitted(rows: Sequence[Row]) -> Stack:
+    """Megatron-DeepSpeed with its two constants fitted to rows, by the mean of |log error|."""
+
+    def stack(x: np.ndarray) -> Stack:
+        share, host_s = min(max(x[0], 0.05), 1.0), max(x[1], 0.0) * 1e-3
+        return replace(MEGATRON_DEEPSPEED, partial_host_share=share, host_s=host_s)
+
+    def loss(x: np.ndarray) -> float:
+        return float(np.mean(np.abs(np.log1p(errors(rows, stack(x))))))
+
+    options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 120}
+    return stack(minimize(loss, (0.3, 0.1), method="Nelder-Mead", options=options).x)
+
+
+def left_out(rows: Sequence[Row]) -> str:
+    """Errors on each size of model, the constants fitted to the other sizes; and the choice."""
+    lines, all_errors = [], list[float]()
+    for size in dict.fromkeys(row.size for row in rows):
+        mine = [row for row in rows if row.size == size]
+        stack = fitted([row for row in rows if row.size != size])
+        off = errors(mine, stack)
+        all_errors += list(off)
+        lines.append((f"{size}B", *_summary(off), *_constants(stack), *_choice(mine, off)))
+    lines.append(("all", *_summary(np.array(all_errors)), "", "", "", ""))
+    stack = fitted(rows)
+    lines.append(("in sample", *_summary(errors(rows, stack)), *_constants(stack), "", ""))
+    columns = ("left out", "rows", "mean", "median", "worst", "partial share", "host ms", "slower",
+               "first choice")  # fmt: skip
+    title = "vTrain: |predicted / measured - 1| on sizes that the constants were not fitted to"
+    return table(title, columns, lines, right=columns[1:8], width=console.width)
+
+
+def _summary(off: np.ndarray) -> tuple[str, ...]:
+    size = np.abs(off)
+    return (str(len(off)), *(f"{x:.1%}" for x in (size.mean(), np.median(size), size.max())))
+
+
+def _constants(stack: Stack) -> tuple[str, str]:
+    return f"{stack.partial_host_share:.3f}", f"{stack.host_s * 1e3:.3f}"
+
+
+def _choice(rows: Sequence[Row], off: np.ndarray) -> tuple[str, str]:
+    """How much slower the first choice is than the best that was measured, and which it is."""
+    seconds = np.array([row.measured_s for row in rows])
+    chosen = int(np.argmin(seconds * (1 + off)))
+    return f"{seconds[chosen] / seconds.min() - 1:.1%}", str(rows[chosen].of)
+
+
+def every_row(rows: Sequence[Row]) -> str:
+    """Each row by the packaged constants."""
+    lines = []
+    for row in rows:
+        terms = predicted(row, MEGATRON_DEEPSPEED)
+        parts = ", ".join(f"{n} {s:.2f}" for n, s in terms.by_term.items() if s > 0.005)
+        off = terms.step_s / row.measured_s - 1
+        lines.append(
+            (f"{row.size}B", str(row.of), f"{row.measured_s:.3f}", f"{terms.step_s:.3f}",
+             f"{off:+.1%}", parts)
+        )  # fmt: skip
+    columns = ("model", "configuration", "measured s", "predicted s", "off", "terms, s")
+    title = "Every row, by the packaged constants"
+    return table(title, columns, lines, right=columns[2:5], width=console.width)
+
+
+# -- calculon's set -------------------------------------------------------------------------------
+
+# Korthikanti et al., arXiv 2205.05198, table 5: full recompute, and sequence + selective.
+_KORTHIKANTI = (
+    ("gpt-22b", 8, 1, 1, 4, 4, 1.42, 1.10),
+    ("gpt-175b", 64, 8, 3, 1, 64, 18.13, 13.75),
+    ("gpt-530b", 280, 35, 3, 1, 280, 49.05, 37.83),
+    ("gpt-1t", 512, 64, 1, 1, 512, 94.42, 71.49),
+)
+_CALCULON = (1.40, 1.14, 18.03, 13.64, 49.89, 34.47, 90.08, 66.04)  # as run for ../shared/facts
+
+
+def korthikanti_rows() -> Iterator[tuple[str, str, float, Terms]]:
+    """(model, what is recomputed, measured seconds, predicted terms); nothing is fitted."""
+    for name, gpus, pipeline, pieces, micro_batch, batch, full_s, selective_s in _KORTHIKANTI:
+        cluster = parse_cluster(f"a100-sxm-80:{gpus // 8}x8")
+        times = IterationTime(named_model(name), rates_of(cluster), MEGATRON, global_batch=batch)
+        for recompute, measured_s in (("full", full_s), ("selective", selective_s)):
+            of = Configuration(
+                model=8,
+                pipeline=pipeline,
+                interleave=pieces,
+                micro_batch=micro_batch,
+                recompute=recompute,  # type: ignore[arg-type]
+                sequence_parallel=recompute == "selective",
+            )
+            yield name, recompute, measured_s, times.terms(of, place(of, cluster))
+
+
+def korthikanti() -> str:
+    """Megatron-LM on A100s, from the chip's tables alone."""
+    lines, off = [], []
+    for (name, recompute, measured_s, terms), other_s in zip(
+        korthikanti_rows(), _CALCULON, strict=True
+    ):
+        off.append(terms.step_s / measured_s - 1)
+        parts = ", ".join(f"{n} {s:.2f}" for n, s in terms.by_term.items() if s > 0.005)
+        lines.append(
+            (name, recompute, f"{measured_s:.2f}", f"{terms.step_s:.2f}", f"{off[-1]:+.1%}",
+             f"{other_s / measured_s - 1:+.1%}", parts)
+        )  # fmt: skip
+    mean, other = (
+        np.abs(off).mean(),
+        np.mean(
+            np.abs(
+                [c / m - 1 for c, (_, _, m, _) in zip(_CALCULON, korthikanti_rows(), strict=True)]
+            )
+        ),
+    )
+    lines.append(("mean", "", "", "", f"{mean:.1%}", f"{other:.1%}", ""))
+    columns = ("model", "recompute", "measured s", "predicted s", "off", "calculon", "terms, s")
+    title = "Korthikanti et al., table 5, A100: nothing fitted"
+    return table(title, columns, lines, right=columns[2:6], width=console.width)
+
+
+# -- Frontier -------------------------------------------------------------------------------------
+
+
+def share_of_peak(recipe: Recipe, matmul_share: float) -> float:
+    """A recipe's operations per second over the peak, as the paper counts them."""
+    cluster = parse_cluster(recipe.cluster)
+    rates = Analytic(cluster, matmul_share=matmul_share)
+    times = IterationTime(recipe.model, rates, FRONTIER_STACK, global_batch=recipe.global_batch)
+    step_s = times.terms(recipe.configuration, place(recipe.configuration, cluster)).step_s
+    peak = cluster.num_devices * cluster.chip.bf16_flops_per_s
+    return megatron_flops(recipe.model, recipe.global_batch) / step_s / peak
+
+
+def frontier_matmul_share() -> float:
+    """Matmuls' share of the peak that gives the 22B run's published rate."""
+    small = FRONTIER["frontier-22b"]
+    return brentq(lambda x: share_of_peak(small, x) - small.share_of_peak, 0.2, 0.95)  # type: ignore[return-value]
+
+
+def scaled(name: str, devices: int, batch: int) -> Recipe:
+    """A recipe with as many replicas as fit, and another batch."""
+    recipe = FRONTIER[name]
+    of = recipe.configuration
+    data = devices // (of.model * of.pipeline)
+    return replace(
+        recipe,
+        configuration=replace(of, data=data),
+        cluster=f"mi250x-gcd:{devices // 8}x8",
+        global_batch=batch // data * data,
+    )
+
+
+def frontier() -> str:
+    """Frontier: one constant, from the 22B run."""
+    share, lines = frontier_matmul_share(), []
+    for name, recipe in FRONTIER.items():
+        mine, published = share_of_peak(recipe, share), recipe.share_of_peak
+        lines.append((name, f"{mine:.1%}", f"{published:.1%}", f"{mine / published - 1:+.1%}"))
+    for name, s in SCALING.items():
+        more = share_of_peak(scaled(s.recipe, s.devices, s.batch), share)
+        few = share_of_peak(scaled(s.recipe, s.base, s.base_batch), share)
+        points = (more / few - s.published) * 100
+        what = f"{name} scaling, {s.base} to {s.devices}"
+        lines.append((what, f"{more / few:.1%}", f"{s.published:.1%}", f"{points:+.1f} points"))
+    title = f"Frontier: matmuls at {share:.3f} of the peak, fitted to the 22B run alone"
+    columns = ("what", "predicted", "published", "off")
+    return table(title, columns, lines, right=columns[1:], width=console.width)
+
+
+# A run's log, branch frontier-sd, logs/gpt175b_megatron_16N_newcomm-405287.o: MiB at the peak.
+FRONTIER_LOG_MIB = {
+    0: 33901.5,
+    **{stage: 26935.5 + 300.0 * (16 - stage) for stage in range(1, 15)},
+    15: 29137.8,
+}
+
+
+def frontier_memory() -> str:
+    """Memory of the 175B run, stage by stage."""
+    recipe, lines = FRONTIER["frontier-175b"], []
+    for stage, logged in FRONTIER_LOG_MIB.items():
+        needs = memory(recipe.model, recipe.configuration, FRONTIER_STACK, 640, stage)
+        mine = needs.total / 2**20
+        lines.append((str(stage), f"{mine:.1f}", f"{logged:.1f}", f"{mine / logged - 1:+.2%}"))
+    title = "Frontier, 175B on 128 GCDs: MiB at the peak (two constants read off stages 1 to 14)"
+    columns = ("stage", "estimated", "logged", "off")
+    return table(title, columns, lines, right=columns[1:])
+
+
+# -- the search -----------------------------------------------------------------------------------
+
+
+def searched() -> str:
+    """The search beside pricing every candidate, and beside Alpa's space."""
+    lines = []
+    for name, pod, batch in (
+        ("gpt-3.6b", "a100-sxm-80:2x8", 64),
+        ("gpt-18.4b", "a100-sxm-80:8x8", 512),
+        ("gpt-175b", "a100-sxm-80:64x8", 1536),
+    ):
+        model, cluster, space = named_model(name), parse_cluster(pod), Space(axes={})
+        times = IterationTime(model, rates_of(cluster), JAX, global_batch=batch)
+        found = search(model, cluster, times, space=space, keep=1)
+        candidates = 6 * sum(1 for _ in splits(model, cluster, batch, space))
+        layouts = 6 * model.layers * np.log10(9)
+        lines.append(
+            (name, pod, str(candidates), str(found.priced), f"{found.search_s * 1e3:.0f}",
+             f"1e{layouts:.0f}", str(found.best[0].configuration))
+        )  # fmt: skip
+    title = (
+        "The search. Alpa-like: each of six matmuls of each layer one of nine ways over two axes, "
+        "counted, not run"
+    )
+    columns = ("model", "cluster", "candidates", "priced", "ms", "Alpa-like", "choice")
+    return table(title, columns, lines, right=columns[2:6], width=console.width)
+
+
+def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float:
+    """The fastest step of every legal candidate that fits, each priced in every placement."""
+    from jaxoverlap.parallelism.memory import peak
+
+    cluster = parse_cluster(pod)
+    times = IterationTime(model, rates_of(cluster), stack, global_batch=batch)
+    room, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
+    for split in splits(model, cluster, batch, Space(axes={})):
+        for zero_stage in (1, 2) if split.data > 1 else (0,):
+            for recompute in ("none", "selective", "full"):
+                of = replace(split, zero_stage=zero_stage, recompute=recompute)
+                needs = peak(model, of, stack, batch)
+                if needs.total <= room:
+                    best_s = min(best_s, best_placement(of, cluster, times, needs).step_s)
+    return float(best_s)
+
+
+TABLES: tuple[Callable[[], str], ...] = (korthikanti, frontier, frontier_memory, searched)
+
+
+@app.command()
+def main(
+    path: Annotated[
+        Path | None, typer.Option("--csv", help="Predict every row of a file like vTrain's.")
+    ] = None,
+) -> None:
+    """Print all tables; of a file that is named, only its own."""
+    rows_from = path or VTRAIN
+    if rows_from.exists():
+        rows = read(rows_from)
+        print(every_row(rows))
+        off = errors(rows, MEGATRON_DEEPSPEED)
+        print("mean {1}, median {2}, worst {3} of {0} rows".format(*_summary(off)))
+        for size in dict.fromkeys(row.size for row in rows):
+            mine = [i for i, row in enumerate(rows) if row.size == size]
+            slower, chosen = _choice([rows[i] for i in mine], off[mine])
+            print(f"{size}B: {', '.join(_summary(off[mine])[1:3])}; first choice {slower} slower "
+                  f"than the best measured: {chosen}")  # fmt: skip
+        if len({row.size for row in rows}) > 1:
+            print("\n" + left_out(rows))
+    elif path:
+        raise typer.BadParameter(f"--csv {path}: there is no such file")
+    else:
+        print(f"vTrain's rows are left out: {VTRAIN} is not there")
+    if not path:
+        for make in TABLES:
+            print("\n" + make())
+
+
+if __name__ == "__main__":
+    app()

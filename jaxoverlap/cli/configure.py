@@ -1,0 +1,72 @@
+"""The command that ranks the ways to split a model over a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from jaxoverlap.cli.output import OK, Json, command, say, show_json
+from jaxoverlap.cli.target import Pod, parse_axes
+from jaxoverlap.parallelism.configure import configure as configured
+from jaxoverlap.parallelism.model import Transformer
+
+
+@command
+def configure(
+    model: Annotated[
+        str, typer.Argument(help="A model's name, as in gpt-175b, or a JSON file of its sizes.")
+    ],
+    *,
+    pod: Pod,
+    global_batch: Annotated[int, typer.Option(help="Sequences of a step.", min=1)],
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=1)] = None,
+    fix: Annotated[
+        str | None, typer.Option("--axes", help="Sizes of some axes, as in model=8,pipeline=1.")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Count collectives as nothing hides them.")
+    ] = False,
+    keep: Annotated[int, typer.Option(help="How many to rank.", min=1)] = 10,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write a picture: time by term, time against memory.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Which mesh a model should have on a cluster, by an analytical form; compiles nothing.
+
+    `--json` writes what the trainers take: python -m models.train_gpt --configuration FILE.
+    """
+    axes = {name: [size] for name, size in parse_axes(fix).items()} if fix else None
+    found = configured(
+        _model(model),
+        pod,
+        global_batch=global_batch,
+        sequence=sequence,
+        axes=axes,
+        overlap=not plain,
+        keep=keep,
+    )
+    if picture:
+        from jaxoverlap.parallelism.picture import draw
+
+        draw(found, picture)
+    if json:
+        show_json(found.to_builtins())
+    else:
+        say(str(found))
+    return OK
+
+
+def _model(named: str) -> Transformer | str:
+    path = Path(named)
+    if path.suffix != ".json":
+        return named
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Transformer)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(
+            f"{named}: {error}; expected the fields of jaxoverlap.parallelism.model.Transformer"
+        ) from error

@@ -1,0 +1,137 @@
+"""Describe how a model is split over the devices of a cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxoverlap.parallelism.model import Transformer
+
+Recompute = Literal["none", "selective", "full"]
+AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "model")  # slowest first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """The axes of a mesh, and how a step runs on it.
+
+    The batch is split over data, fsdp and expert, the sequence over context.
+
+    Attributes:
+        data: replicas of the weights (data parallel).
+        fsdp: devices that share the weights, their gradients and the optimizer's state (ZeRO-3).
+        model: tensor parallelism, with sequence parallelism if `sequence_parallel`.
+        pipeline: stages.
+        expert: expert parallelism; for other weights it counts as data.
+        context: context parallelism; for weights it counts as data.
+        micro_batch: sequences of one micro-batch on a device.
+        zero_stage: 0; 1: optimizer's state split over data; 2: gradients too. (3 is `fsdp`.)
+        recompute: what the backward pass computes again: "none"; "selective": scores of
+            attention; "full": each layer from its input.
+        interleave: pieces of the model that each stage has, in turn (1: one).
+        sequence_parallel: whether what tensor parallelism leaves whole is split over the sequence.
+        overlap: whether tensor and FSDP collectives run as rings and gathers ahead, as
+            `jaxoverlap.overlap` makes them.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    model: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    context: int = 1
+    micro_batch: int = 1
+    zero_stage: int = 0
+    recompute: Recompute = "full"
+    interleave: int = 1
+    sequence_parallel: bool = False
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (*AXES, "micro_batch", "interleave"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
+        if self.zero_stage not in (0, 1, 2):
+            raise ValueError(
+                f"zero_stage={self.zero_stage}: expected 0, 1 or 2; stage 3 is the axis fsdp"
+            )
+        if self.recompute not in ("none", "selective", "full"):
+            raise ValueError(f"recompute={self.recompute!r}: expected none, selective or full")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Return the size of each axis, slowest first."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        return math.prod(self.axes.values())
+
+    @property
+    def batch_ways(self) -> int:
+        """Devices over which the batch is split."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def replicas(self) -> int:
+        """Devices that compute gradients of the same weights outside experts, to be summed."""
+        return self.batch_ways * self.context
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Micro-batches of a step; `global_batch` is its sequences."""
+        return global_batch // (self.batch_ways * self.micro_batch)
+
+    def stage_layers(self, model: Transformer) -> int:
+        """Layers of the stage that has most."""
+        pieces = self.pipeline * self.interleave
+        return self.interleave * -(-model.layers // pieces)
+
+    def illegal(self, model: Transformer, global_batch: int) -> str:
+        """Say why a model cannot be split so; "" if it can."""
+        per_step = self.batch_ways * self.micro_batch
+        rules: tuple[tuple[bool, str], ...] = (
+            (bool(model.heads % self.model), f"{model.heads} heads over model={self.model}"),
+            (bool(model.inner % self.model), f"an MLP of {model.inner} over model={self.model}"),
+            (
+                bool(model.key_heads % self.model) and bool(self.model % model.key_heads),
+                f"{model.key_heads} heads of keys over model={self.model}",
+            ),
+            (
+                bool(model.layers % (self.pipeline * self.interleave)),
+                f"{model.layers} layers over pipeline={self.pipeline}, "
+                f"interleave={self.interleave}",
+            ),
+            (self.interleave > 1 and self.pipeline == 1, "interleave without a pipeline"),
+            (
+                self.expert > 1 and (not model.experts or bool(model.experts % self.expert)),
+                f"{model.experts} experts over expert={self.expert}",
+            ),
+            (
+                bool(model.sequence % (self.context * (self.model if self.splits_rows else 1))),
+                f"a sequence of {model.sequence} over context={self.context}"
+                + (f" and model={self.model}" if self.splits_rows else ""),
+            ),
+            (bool(model.hidden % self.fsdp), f"hidden size {model.hidden} over fsdp={self.fsdp}"),
+            (bool(global_batch % per_step), f"a batch of {global_batch} in parts of {per_step}"),
+            (
+                self.interleave > 1 and bool(self.micro_batches(global_batch) % self.pipeline),
+                f"{self.micro_batches(global_batch)} micro-batches in rounds of "
+                f"pipeline={self.pipeline}, which interleaving asks for",
+            ),
+        )
+        return next((reason for broken, reason in rules if broken), "")
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether tensor parallelism splits the sequence between matmuls."""
+        return self.sequence_parallel and self.model > 1
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
+        more = [f"micro-batch {self.micro_batch}"]
+        more += [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
+        more += [f"{self.recompute} recompute"] if self.recompute != "none" else []
+        more += [f"interleave {self.interleave}"] if self.interleave > 1 else []
+        return f"{axes or 'one device'}, {', '.join(more)}"

@@ -1,0 +1,228 @@
+"""Rank the ways to split a model over a cluster: `jaxoverlap.configure`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, overload
+
+from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
+from jaxoverlap.parallelism.memory import Memory
+from jaxoverlap.parallelism.model import Transformer, named_model
+from jaxoverlap.parallelism.rates import Rates, rates_of
+from jaxoverlap.parallelism.search import Found, Scored, Space, search
+from jaxoverlap.parallelism.stack import JAX, Stack
+
+_MOST_HOSTS = 65536
+
+
+class NothingFitsError(ValueError):
+    """No configuration of the model fits in the cluster's memory; the message says what would."""
+
+
+@dataclass(frozen=True)
+class Configurations(Sequence[Scored]):
+    """Ranked configurations, fastest first. Prints as a table.
+
+    Attributes:
+        model, cluster, global_batch, stack: what was asked.
+        found: the outcome of the search, counts and all.
+    """
+
+    model: Transformer
+    cluster: Cluster
+    global_batch: int
+    stack: Stack
+    found: Found
+
+    @overload
+    def __getitem__(self, index: int) -> Scored: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Scored]: ...
+    def __getitem__(self, index: int | slice) -> Scored | Sequence[Scored]:
+        return self.found.best[index]
+
+    def __len__(self) -> int:
+        return len(self.found.best)
+
+    def __iter__(self) -> Iterator[Scored]:
+        return iter(self.found.best)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of the choice, on the whole cluster."""
+        return self.global_batch * self.model.sequence / self[0].step_s
+
+    def why(self) -> str:
+        """Say in words why the best beats the second, by the terms that differ most."""
+        if len(self) < 2:
+            return "it is the only configuration that is legal and fits"
+        best, second = (scored.terms.by_term for scored in self.found.best[:2])
+        more = {name: second[name] - best[name] for name in best}
+        ahead_s = self[1].step_s - self[0].step_s
+        gains = [n for n in sorted(more, key=lambda n: -more[n]) if more[n] > 0.1 * ahead_s][:2]
+        costs = [n for n in sorted(more, key=lambda n: more[n]) if more[n] < -0.1 * ahead_s][:2]
+        parts = [f"{more[n] * 1e3:.0f} ms less of {n}" for n in gains]
+        parts += [f"{-more[n] * 1e3:.0f} ms more of {n}" for n in costs]
+        share = ahead_s / self[1].step_s
+        return (
+            f"1 beats 2 by {ahead_s * 1e3:.0f} ms ({share:.1%}): {', '.join(parts) or 'a tie'}. "
+            "Differences below the form's error (docs/accuracy.md) are no reason to choose."
+        )
+
+    def __str__(self) -> str:
+        found = self.found
+        head = (
+            f"{self.model.name}, {self.model.params / 1e9:.1f}B parameters, sequence "
+            f"{self.model.sequence}, batch {self.global_batch}, on {self.cluster}; "
+            f"{self.stack.name}"
+        )
+        searched = (
+            f"{found.splits} legal splits, {found.fitting} fit in memory, {found.priced} priced, "
+            f"in {found.search_s * 1e3:.0f} ms; {self.tokens_per_s:,.0f} tokens/s by the choice"
+        )
+        return f"{head}\n\n{self._table()}\n{self.why()}\n{searched}"
+
+    def _table(self) -> str:
+        columns = ("", "configuration", "step s", "compute", "collectives", "bubble", "memory GB")
+        rows = [
+            (
+                str(number),
+                str(scored.configuration),
+                f"{scored.step_s:.3g}",
+                f"{scored.terms.compute + scored.terms.recompute:.3g}",
+                f"{exposed_s(scored.terms):.3g}",
+                f"{scored.terms.bubble:.3g}",
+                f"{scored.memory.total / 1e9:.1f}",
+            )
+            for number, scored in enumerate(self, 1)
+        ]
+        return table("Fastest first, by the form", columns, rows, right=columns[2:])
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Return all of it as plain dicts and lists."""
+        return {
+            "model": asdict(self.model),
+            "cluster": str(self.cluster),
+            "global_batch": self.global_batch,
+            "search_s": self.found.search_s,
+            "splits": self.found.splits,
+            "configurations": [
+                {
+                    **asdict(s.configuration),
+                    "order": s.placement.order,
+                    "step_s": s.step_s,
+                    "terms": s.terms.by_term,
+                    "memory": s.memory.by_term,
+                }
+                for s in self
+            ],
+        }
+
+
+def exposed_s(terms: Terms) -> float:
+    """Seconds of collectives that nothing hides."""
+    names = ("model", "context", "expert", "fsdp", "pipeline", "data")
+    return sum(getattr(terms, name) for name in names)
+
+
+def configure(
+    model: Transformer | str,
+    cluster: Cluster | str,
+    *,
+    global_batch: int,
+    sequence: int | None = None,
+    stack: Stack = JAX,
+    axes: Mapping[str, Collection[int]] | None = None,
+    overlap: bool = True,
+    keep: int = 10,
+    rates: Rates | None = None,
+) -> Configurations:
+    """Rank the ways to split a model over a cluster, fastest first.
+
+    ConfigTuner's analytical form (arXiv 2512.24750, completed: `iteration_time`) for every legal
+    configuration that fits in memory, each in its best placement.
+
+    Args:
+        model: a `Transformer`, or the name of one ("gpt-175b").
+        cluster: what `parse_cluster` takes or gives.
+        global_batch: sequences of a step.
+        sequence: tokens of a sequence; None: the model's.
+        stack: the training software.
+        axes: sizes allowed of some axes, as in {"pipeline": [1], "model": [1, 2, 4, 8]}.
+        overlap: count tensor and FSDP collectives as `jaxoverlap.overlap` hides them.
+        keep: how many to rank.
+        rates: seconds of kernels and collectives; None: by the cluster's tables, or its facts.
+
+    Raises:
+        ValueError: for an unknown model or axis, or a cluster that does not parse.
+        NothingFitsError: if no configuration is legal and fits; it says which term is too large,
+            and which cluster would do.
+    """
+    cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    if global_batch < 1 or keep < 1:
+        raise ValueError(f"global_batch={global_batch}, keep={keep}: expected 1 or more of each")
+    if isinstance(model, str):
+        model = named_model(model, sequence=sequence)
+    elif sequence is not None:
+        model = replace(model, sequence=sequence)
+    space = Space(axes=axes or {}, overlap=overlap)
+    times = IterationTime(model, rates or rates_of(cluster), stack, global_batch=global_batch)
+    found = search(model, cluster, times, space=space, keep=keep)
+    if not found.best:
+        raise NothingFitsError(_nothing_fits(model, cluster, times, space, found))
+    return Configurations(model, cluster, global_batch, stack, found)
+
+
+def _nothing_fits(
+    model: Transformer, cluster: Cluster, times: IterationTime, space: Space, found: Found
+) -> str:
+    if found.smallest is None:
+        return (
+            f"no legal way to split {model.name} and a batch of {times.global_batch} over "
+            f"{cluster}: sizes have to divide heads ({model.heads}), layers ({model.layers}) and "
+            "the batch; change the batch or the number of GPUs"
+        )
+    of, needs = found.smallest
+    room = cluster.chip.memory_bytes / times.stack.reserve
+    larger = _smallest_cluster(model, cluster, times, space)
+    would = f"{larger} would do" if larger else f"no cluster of up to {_MOST_HOSTS} hosts would do"
+    return (
+        f"{model.name} does not fit on {cluster}: even {of} needs {human_bytes(int(needs.total))} "
+        f"of the {human_bytes(int(room))} of a GPU that a step can use; most of it is "
+        f"{_largest(needs)}. {would}."
+    )
+
+
+def _largest(needs: Memory) -> str:
+    name, size = max(needs.by_term.items(), key=lambda item: item[1])
+    return f"{name}, {human_bytes(int(size))}"
+
+
+def _smallest_cluster(
+    model: Transformer, cluster: Cluster, times: IterationTime, space: Space
+) -> Cluster | None:
+    """Return the smallest cluster, of twice as many hosts again and again, in which it fits."""
+    hosts = 2 * cluster.num_hosts
+    while hosts <= _MOST_HOSTS:
+        larger = replace(cluster, num_hosts=hosts)
+        if search(model, larger, times, space=space, keep=0).fitting:
+            return larger
+        hosts *= 2
+    return None
+
+
+def load_configuration(data: Mapping[str, Any]) -> Configuration:
+    """Return a configuration from plain data, as `Configurations.to_builtins` has them.
+
+    Raises:
+        ValueError: for a field that is missing or unknown.
+    """
+    known = set(Configuration.__dataclass_fields__)
+    more = {"order", "step_s", "terms", "memory"}
+    if unknown := set(data) - known - more:
+        raise ValueError(f"unknown fields {sorted(unknown)}: known are {', '.join(sorted(known))}")
+    return Configuration(**{name: value for name, value in data.items() if name in known})

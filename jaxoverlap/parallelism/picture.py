@@ -1,0 +1,72 @@
+"""Draw configurations: seconds by term of the best, time against memory, and who sends to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap.parallelism import traffic
+from jaxoverlap.parallelism.configure import Configurations
+from jaxoverlap.parallelism.iteration_time import Terms
+
+_TERMS = tuple(Terms().by_term)
+_COLOURS = dict(zip(_TERMS, (
+    "#4c72b0", "#a1b8dc", "#dd8452", "#937860", "#da8bc3", "#c44e52", "#8172b3", "#ccb974",
+    "#bbbbbb", "#55a868",
+), strict=True))  # fmt: skip
+
+
+def draw(found: Configurations, path: str | Path) -> None:
+    """Write a picture of three parts, as the file's ending says (.png, .svg).
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 8.5), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 2.6))
+    _bars(figure.add_subplot(grid[0, :]), found)
+    _pareto(figure.add_subplot(grid[1, 0]), found)
+    _matrix(figure.add_subplot(grid[1, 1]), found)
+    figure.suptitle(f"{found.model.name} on {found.cluster}, batch {found.global_batch}")
+    figure.savefig(path, dpi=110)
+
+
+def _bars(axes: Any, found: Configurations) -> None:
+    names = [f"{i}  {scored.configuration}" for i, scored in enumerate(found, 1)]
+    left = np.zeros(len(found))
+    for term in _TERMS:
+        seconds = np.array([scored.terms.by_term[term] for scored in found])
+        if seconds.max() > 1e-3 * found[0].step_s:
+            axes.barh(names, seconds, left=left, color=_COLOURS[term], label=term, height=0.72)
+        left += seconds
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step, by the form")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    axes.tick_params(axis="y", labelsize=8)
+
+
+def _pareto(axes: Any, found: Configurations) -> None:
+    memory = np.array([scored.memory.total / 1e9 for scored in found])
+    seconds = np.array([scored.step_s for scored in found])
+    front = [i for i in range(len(found)) if i == int(np.argmin(memory[: i + 1]))]
+    axes.scatter(memory, seconds, color="#4c72b0", s=22)
+    axes.step(memory[front], seconds[front], where="pre", color="#c44e52", lw=1, label="Pareto")
+    for i, (x, y) in enumerate(zip(memory, seconds, strict=True), 1):
+        axes.annotate(str(i), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("GB of a GPU, estimated")
+    axes.set_ylabel("seconds a step")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _matrix(axes: Any, found: Configurations) -> None:
+    shown = min(found.cluster.num_devices, 64)
+    matrix = traffic.matrix(found.model, found[0], found.stack, found.global_batch, shown)
+    image = axes.imshow(np.log10(np.maximum(matrix, 1)), cmap="Blues", vmin=6)
+    axes.figure.colorbar(image, ax=axes, label="log10 of bytes a step", shrink=0.9)
+    axes.set_title(f"who sends how much to whom, choice 1, first {shown} GPUs", fontsize=9)
+    axes.set_xlabel("to GPU")
+    axes.set_ylabel("from GPU")

@@ -1,0 +1,206 @@
+"""Search all legal configurations of a model on a cluster: exact, and small.
+
+Candidates are pruned in three ways that cannot lose the best one. Illegal splits and those that
+do not fit in memory are dropped. Of one split and ZeRO stage only the least recompute that fits is
+kept, which is never slower in the form. And candidates are
+tried in the order of a bound (kernels without any collective), until the bound alone is slower
+than the last of those kept.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.parallelism.configuration import AXES, Configuration, Recompute
+from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
+from jaxoverlap.parallelism.memory import Memory, peak
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.placement import Placement, place, placements
+from jaxoverlap.parallelism.stack import Stack
+
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
+_MOST_PIECES = 8  # of a stage, interleaved
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A configuration with its best placement, its seconds by term, and its memory."""
+
+    configuration: Configuration
+    placement: Placement
+    terms: Terms
+    memory: Memory
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, by the form."""
+        return self.terms.step_s
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        best: the fastest, fastest first.
+        splits: splits of the devices that divide everything evenly.
+        fitting: configurations that fit in memory, one for each split and ZeRO stage.
+        priced: those whose seconds were worked out, over all their placements.
+        smallest: of what does not fit, what needs least memory; None if all fit.
+        search_s: seconds that the search took.
+    """
+
+    best: tuple[Scored, ...]
+    splits: int
+    fitting: int
+    priced: int
+    smallest: tuple[Configuration, Memory] | None
+    search_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Which configurations a search may take.
+
+    Attributes:
+        axes: the sizes allowed of some axes; others may have any.
+        overlap: whether rings and gathers ahead hide collectives, as `jaxoverlap.overlap` does.
+        sequence_parallel: whether tensor parallelism splits the sequence between matmuls.
+        interleave: whether a stage may have several pieces.
+    """
+
+    axes: Mapping[str, Collection[int]]
+    overlap: bool = True
+    sequence_parallel: bool = True
+    interleave: bool = True
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.axes) - set(AXES):
+            raise ValueError(f"unknown axes {sorted(unknown)}: known are {', '.join(AXES)}")
+
+
+def splits(
+    model: Transformer, cluster: Cluster, global_batch: int, space: Space
+) -> Iterator[Configuration]:
+    """Yield every legal split of a cluster's devices, with each size of micro-batch and piece."""
+    for sizes in _factorizations(cluster.num_devices, len(AXES)):
+        axes: dict[str, int] = dict(zip(AXES, sizes, strict=True))
+        if any(axes[name] not in allowed for name, allowed in space.axes.items()):
+            continue
+        if (axes["expert"] > 1 and not model.experts) or model.heads % axes["model"]:
+            continue
+        if model.layers % axes["pipeline"] or global_batch % (
+            axes["data"] * axes["fsdp"] * axes["expert"]
+        ):
+            continue
+        yield from _sized(model, global_batch, axes, space)
+
+
+def _sized(
+    model: Transformer, global_batch: int, axes: dict[str, int], space: Space
+) -> Iterator[Configuration]:
+    here = global_batch // (axes["data"] * axes["fsdp"] * axes["expert"])
+    micro_batches = [b for b in range(1, here + 1) if here % b == 0 and b & (b - 1) == 0]
+    pieces = range(1, _MOST_PIECES + 1 if space.interleave and axes["pipeline"] > 1 else 2)
+    for micro_batch, interleave in itertools.product(micro_batches, pieces):
+        of = Configuration(
+            **axes,
+            micro_batch=micro_batch,
+            interleave=interleave,
+            recompute="none",
+            zero_stage=1 if axes["data"] > 1 else 0,
+            sequence_parallel=space.sequence_parallel and axes["model"] > 1,
+            overlap=space.overlap,
+        )
+        if not of.illegal(model, global_batch):
+            yield of
+
+
+def ways_to_save(of: Configuration) -> Iterator[list[Configuration]]:
+    """Yield a split's ways to save memory: for each ZeRO stage, recompute, fastest first."""
+    for zero_stage in (1, 2) if of.data > 1 else (0,):
+        yield [replace(of, recompute=r, zero_stage=zero_stage) for r in _RECOMPUTES]
+
+
+def search(
+    model: Transformer,
+    cluster: Cluster,
+    times: IterationTime,
+    *,
+    space: Space,
+    keep: int = 10,
+) -> Found:
+    """Find the fastest configurations that fit in memory."""
+    began, stack, global_batch = time.perf_counter(), times.stack, times.global_batch
+    room = cluster.chip.memory_bytes / stack.reserve
+    fitting = list[tuple[float, int, Configuration, Memory]]()
+    smallest: tuple[Configuration, Memory] | None = None
+    count = 0
+    for split in splits(model, cluster, global_batch, space):
+        count += 1
+        for ways in ways_to_save(split):
+            of, needs = _fitting(model, ways, stack, global_batch, room)
+            if needs.total <= room:
+                bound_s = times.bound_s(of, place(of, cluster))
+                fitting.append((bound_s, len(fitting), of, needs))
+            elif smallest is None or needs.total < smallest[1].total:
+                smallest = (of, needs)
+    kept, priced = _fastest(sorted(fitting), cluster, times, keep) if keep else ((), 0)
+    took_s = time.perf_counter() - began
+    return Found(kept, count, len(fitting), priced, smallest, took_s)
+
+
+def _fitting(
+    model: Transformer, ways: list[Configuration], stack: Stack, global_batch: int, room: float
+) -> tuple[Configuration, Memory]:
+    """Return the first way that fits in memory, or else the one that needs least."""
+    needs = [(of, peak(model, of, stack, global_batch)) for of in ways[:1]]
+    while needs[-1][1].total > room and len(needs) < len(ways):
+        of = ways[len(needs)]
+        needs.append((of, peak(model, of, stack, global_batch)))
+    fits = needs[-1][1].total <= room
+    return needs[-1] if fits else min(needs, key=lambda pair: pair[1].total)
+
+
+def _fastest(
+    fitting: list[tuple[float, int, Configuration, Memory]],
+    cluster: Cluster,
+    times: IterationTime,
+    keep: int,
+) -> tuple[tuple[Scored, ...], int]:
+    """Price candidates in the order of their bounds, until a bound is slower than all kept."""
+    kept, priced = list[tuple[float, int, Scored]](), 0  # a heap, slowest first
+    for bound_s, number, of, needs in fitting:
+        if len(kept) == keep and bound_s > -kept[0][0]:
+            break
+        scored = best_placement(of, cluster, times, needs)
+        priced += 1
+        item = (-scored.step_s, -number, scored)
+        if len(kept) < keep:
+            heapq.heappush(kept, item)
+        elif item > kept[0]:
+            heapq.heapreplace(kept, item)
+    return tuple(scored for *_, scored in sorted(kept, reverse=True)), priced
+
+
+def best_placement(
+    of: Configuration, cluster: Cluster, times: IterationTime, needs: Memory
+) -> Scored:
+    """Price a configuration in each placement, and return the fastest."""
+    options = (Scored(of, at, times.terms(of, at), needs) for at in placements(of, cluster))
+    return min(options, key=lambda scored: scored.step_s)
+
+
+def _factorizations(product: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (product,)
+        return
+    for first in range(1, product + 1):
+        if product % first == 0:
+            for rest in _factorizations(product // first, parts - 1):
+                yield (first, *rest)

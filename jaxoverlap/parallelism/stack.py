@@ -1,0 +1,91 @@
+"""Describe training software: what it stores, what it sends, and what it hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The training software, as far as time and memory depend on it.
+
+    Attributes:
+        name: for people.
+        fused_attention: whether scores never reach memory (FlashAttention).
+        causal: whether masked scores are left out of the work.
+        dropout: whether activations and scores are dropped at random, as the first GPTs were.
+        weight_bytes: a stored weight's, in the precision of matmuls.
+        gradient_bytes: a stored gradient's.
+        reduced_bytes: a gradient's, as it is summed over data.
+        optimizer_bytes: the state's of a parameter: Adam's moments, and master weights.
+        gradient_passes: reads and writes of all gradients between backward pass and Adam: scaling,
+            a search for infinities, the norm, clipping.
+        split_sends: whether stages send each device's part of an activation (scatter and gather,
+            Narayanan et al., arXiv 2104.04473, section 4.1) and not whole copies.
+        lockstep: whether stages share a clock, as those of `jaxoverlap.parallelism.pipeline`: a
+            piece keeps its input alone, and its backward pass runs it forward again.
+        hides_data: whether sums over data run under the last micro-batch's backward pass.
+        compute_factor: seconds of kernels, over those of the chip's tables.
+        network_share: bytes per second over the network, over those of NCCL's model for the
+            cluster's links.
+        partial_host_share: the same for collectives of groups that have several GPUs of a host but
+            not all: other groups' rings cross on the same NICs.
+        host_s: seconds of a layer's pass that no kernel explains, each micro-batch.
+        buffer_bytes: buffers of collectives, and what else does not grow.
+        micro_batch_bytes: what a micro-batch in flight keeps beside its layers' activations.
+        reserve: memory that the allocator takes from the device, over what the step needs.
+        source: where fitted factors come from; "" if nothing was fitted.
+    """
+
+    name: str
+    fused_attention: bool = True
+    causal: bool = True
+    dropout: bool = False
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    reduced_bytes: int = 4
+    optimizer_bytes: int = 12
+    gradient_passes: int = 3
+    split_sends: bool = True
+    lockstep: bool = False
+    hides_data: bool = False
+    compute_factor: float = 1.0
+    network_share: float = 1.0
+    partial_host_share: float = 1.0
+    host_s: float = 0.0
+    buffer_bytes: float = 0.0
+    micro_batch_bytes: float = 0.0
+    reserve: float = 1.0
+    source: str = ""
+
+
+# Megatron-LM of 2022, as Korthikanti et al. (arXiv 2205.05198) timed it: unfused attention that
+# computes all scores, dropout, main gradients of 32 bits; between backward pass and Adam gradients
+# are scaled, searched, normed, clipped and zeroed. Nothing is fitted.
+MEGATRON = Stack(
+    name="Megatron-LM (2022)",
+    fused_attention=False,
+    causal=False,
+    dropout=True,
+    gradient_passes=11,
+)
+# Megatron-DeepSpeed as vTrain's authors ran it: gradients are summed in 16 bits. Two numbers are
+# fitted (`python -m benchmarks.parallelism`, which leaves one size of model out at a time);
+# network_share is what NCCL's rings usually reach of a NIC, and was not fitted.
+MEGATRON_DEEPSPEED = Stack(
+    name="Megatron-DeepSpeed",
+    fused_attention=False,
+    causal=False,
+    dropout=True,
+    reduced_bytes=2,
+    gradient_passes=11,
+    network_share=0.92,
+    partial_host_share=0.25,
+    host_s=0.2e-3,
+    source="62 rows of vTrain's ground_truth_multi.csv (MICRO'24), A100s with 4 HDR NICs a host",
+)
+# This project's trainers: 32-bit weights that are cast, Adam without master weights. Attention is
+# counted as a kernel that keeps no scores; the trainers' own einsums take longer.
+JAX = Stack(
+    name="JAX", weight_bytes=4, optimizer_bytes=8, lockstep=True, hides_data=True, reserve=1.05
+)

@@ -1,0 +1,151 @@
+"""Count the work of one device: kernels of a layer, of the head and of the optimizer.
+
+The unit is one micro-batch. Kernels are those of Megatron's layer (Korthikanti et al., arXiv
+2205.05198, sections 3 and 4): what is no matmul is counted by the bytes that it reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
+from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.stack import Stack
+
+_ELEMENT = 2  # bytes of an activation
+
+
+@dataclass(frozen=True)
+class Work:
+    """The kernels of a part of a step.
+
+    Attributes:
+        matmuls: each matmul.
+        attention: each kernel of fused attention.
+        memory_bytes: bytes that other kernels read and write.
+        kernels: how many other kernels there are.
+    """
+
+    matmuls: tuple[MatmulKernel, ...] = ()
+    attention: tuple[AttentionKernel, ...] = ()
+    memory_bytes: float = 0.0
+    kernels: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.matmuls + other.matmuls,
+            self.attention + other.attention,
+            self.memory_bytes + other.memory_bytes,
+            self.kernels + other.kernels,
+        )
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matmuls and attention, a multiply-add counted as two."""
+        return sum(m.flops for m in self.matmuls) + sum(a.flops for a in self.attention)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One part of a model, forward and backward.
+
+    Attributes:
+        forward: the forward pass.
+        backward: the backward pass, without what it computes again.
+        again: what the backward pass computes again under "selective": scores and their use.
+    """
+
+    forward: Work
+    backward: Work
+    again: Work = Work()
+
+
+def layer(model: Transformer, of: Configuration, stack: Stack) -> Pass:
+    """Count a layer's kernels on one device, for one micro-batch."""
+    tokens = of.micro_batch * model.sequence // of.context
+    scores = _attention(model, of, stack)
+    matmuls = (*_attention_matmuls(model, of, tokens), *_mlp_matmuls(model, of, tokens))
+    memory_forward, memory_backward = _pointwise(model, of, stack, tokens)
+    return Pass(
+        Work(matmuls) + memory_forward + scores.forward,
+        Work(tuple(_gradients(matmuls))) + memory_backward + scores.backward,
+        scores.forward,
+    )
+
+
+def head(model: Transformer, of: Configuration) -> Pass:
+    """Count the head's kernels: logits, and the loss in 32 bits."""
+    tokens, columns = of.micro_batch * model.sequence // of.context, model.vocab // of.model
+    matmul = MatmulKernel(tokens, max(columns, 1), model.hidden)
+    logits = tokens * max(columns, 1)
+    # Cast to 32 bits, maximum, exponentials and their sum; backward reads and writes them once.
+    return Pass(
+        Work((matmul,), memory_bytes=18.0 * logits, kernels=4),
+        Work(tuple(_gradients((matmul,))), memory_bytes=10.0 * logits, kernels=2),
+    )
+
+
+def optimizer(params: float, stack: Stack) -> Work:
+    """Count Adam's bytes for so many parameters of a device: state, gradient and weight."""
+    moved = 2 * stack.optimizer_bytes + stack.weight_bytes
+    return Work(memory_bytes=params * (moved + stack.gradient_passes * 4), kernels=1)
+
+
+def _gradients(matmuls: Iterable[MatmulKernel]) -> Iterable[MatmulKernel]:
+    """Yield each matmul's two gradients: of its input, and of its weight."""
+    for m in matmuls:
+        yield MatmulKernel(m.m, m.k, m.n, m.batch, m.dtype)
+        yield MatmulKernel(m.k, m.n, m.m, m.batch, m.dtype)
+
+
+def _attention_matmuls(
+    model: Transformer, of: Configuration, tokens: int
+) -> tuple[MatmulKernel, ...]:
+    h, t = model.hidden, of.model
+    columns = h // t + 2 * max(model.kv_hidden // t, model.head_size)
+    return MatmulKernel(tokens, columns, h), MatmulKernel(tokens, h, h // t)
+
+
+def _mlp_matmuls(model: Transformer, of: Configuration, tokens: int) -> tuple[MatmulKernel, ...]:
+    """Experts get equal loads: a device's experts serve as many choices as it has tokens."""
+    h, inner = model.hidden, model.inner // of.model
+    batch = max(model.experts // of.expert, 1)
+    rows = max(tokens * max(model.choices, 1) // batch, 1)
+    up = MatmulKernel(rows, inner * (model.mlp_matrices - 1), h, batch)
+    return up, MatmulKernel(rows, h, inner, batch)
+
+
+def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
+    """Count the kernels between q, k, v and what attention gives."""
+    heads = max(of.micro_batch * model.heads // of.model, 1)
+    queries, keys, size = model.sequence // of.context, model.sequence, model.head_size
+    if stack.fused_attention:
+        kernel = AttentionKernel(queries, keys, heads, size, stack.causal)
+        backward = AttentionKernel(queries, keys, heads, size, stack.causal, backward=True)
+        return Pass(Work((), (kernel,)), Work((), (backward,)))
+    scores = MatmulKernel(queries, keys, size, heads)
+    values = MatmulKernel(queries, size, keys, heads)
+    elements = heads * queries * keys
+    # Softmax reads and writes a score; dropout reads it, writes it, and a byte of mask. Backward
+    # softmax reads its result and a cotangent, and writes one.
+    drop = (2 * _ELEMENT + 1) * elements if stack.dropout else 0
+    forward = Work((scores, values), (), 2.0 * _ELEMENT * elements + drop, 3)
+    backward = Work((*_gradients((scores, values)),), (), 3.0 * _ELEMENT * elements + drop, 3)
+    return Pass(forward, backward)
+
+
+def _pointwise(
+    model: Transformer, of: Configuration, stack: Stack, tokens: int
+) -> tuple[Work, Work]:
+    """Count norms, residuals, dropout and the MLP's activation, forward and backward."""
+    whole = _ELEMENT * tokens * model.hidden / (of.model if of.splits_rows else 1)
+    inner = _ELEMENT * tokens * max(model.choices, 1) * model.inner / of.model
+    inner *= model.mlp_matrices - 1
+    # Forward: two norms (read, write), two residuals (two reads, a write), two masks of a byte;
+    # the activation (read, write). Backward: norms read twice and write, cotangents are added.
+    masks = whole if stack.dropout else 0.0
+    forward = Work(memory_bytes=10 * whole + masks + 2 * inner, kernels=5)
+    backward = Work(memory_bytes=(12 + (4 if stack.dropout else 0)) * whole + 3 * inner, kernels=7)
+    return forward, backward
