@@ -88,14 +88,18 @@ PUBLIC = [
     "Cluster",
     "Collective",
     "Compiled",
+    "Configuration",
+    "Configurations",
     "Coverage",
     "Decision",
     "DisagreementError",
     "Link",
+    "LostError",
     "Lowered",
     "MadeFor",
     "Measured",
     "Nccl",
+    "NothingFitsError",
     "Overlapped",
     "Plan",
     "PodsUnavailableError",
@@ -107,16 +111,26 @@ PUBLIC = [
     "Simulation",
     "Skip",
     "Speedup",
+    "Transformer",
     "Tuning",
     "Variant",
     "agreed",
+    "attention",
     "audit",
     "chips",
+    "configure",
+    "decisions",
+    "dot_general",
+    "einsum",
+    "lost_named",
+    "matmul",
     "overlap",
     "parse_cluster",
+    "pipeline",
     "pod_mesh",
     "ring",
     "simulate",
+    "softmax_cross_entropy_with_integer_labels",
     "tune",
 ]
 
@@ -124,6 +138,7 @@ PUBLIC = [
 COMMANDS = """
     advise: --debug --json --mesh --pod --processes-per-host STEP
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
+    configure: --axes --debug --global-batch --json --keep --picture --plain --pod --sequence MODEL
     explain: --debug --json --mesh --pod --processes-per-host --verbose STEP
     flags: --as --check --debug --json POD
     plan diff: --debug --json A B
