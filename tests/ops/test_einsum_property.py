@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -28,6 +30,14 @@ def options(count: int) -> settings:
 @given(cases(AT_ONCE))
 def test_values_gradients_and_shardings_are_plains(case: Case):
     check(case, by_rule)
+
+
+@options(3 * AT_ONCE)
+@given(cases(AT_ONCE))
+def test_the_decorator_takes_them_over(case: Case):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in some programs nothing can be overlapped
+        check(case, by_rule, lambda fn: jaxoverlap.overlap(jax.jit(fn)))
 
 
 @pytest.mark.nightly
