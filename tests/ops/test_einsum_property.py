@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 import jaxoverlap
 from tests.ops.drawn import Case, cases, check
 
-AT_ONCE = 8  # einsums that are compiled as one program: a compilation has a price of its own
+AT_ONCE = 20  # einsums that are compiled as one program: a compilation has a price of its own
 
 
 def by_rule(spec: str, x: Any, ws: Any) -> Any:
@@ -32,7 +32,7 @@ def test_values_gradients_and_shardings_are_plains(case: Case):
     check(case, by_rule)
 
 
-@options(3 * AT_ONCE)
+@options(2 * AT_ONCE)
 @given(cases(AT_ONCE))
 def test_the_decorator_takes_them_over(case: Case):
     with warnings.catch_warnings():
