@@ -11,6 +11,7 @@ from jaxoverlap.hardware.lost import LostError, lost_named
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
 from jaxoverlap.ops import (
     attention,
+    compiler_options,
     decisions,
     dot_general,
     einsum,
@@ -79,6 +80,7 @@ __all__ = [
     "attention",
     "audit",
     "chips",
+    "compiler_options",
     "configure",
     "decisions",
     "dot_general",

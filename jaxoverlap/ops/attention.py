@@ -25,7 +25,7 @@ from jaxoverlap._jax.operations.specs import Spec, block_index, local_structs, t
 from jaxoverlap._util.text import short_source
 from jaxoverlap.ops.define import operation
 from jaxoverlap.ops.einsum import stays_plain
-from jaxoverlap.ops.partition import terms_on
+from jaxoverlap.ops.partition import terms_now
 from jaxoverlap.passes.rings.ring_attention import (
     SCORES,
     TO_KEY,
@@ -239,7 +239,7 @@ def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> str:
 
     With t for a block's two matmuls, tau for a hop: t + (N - 1) max(t, tau) against c + w.
     """
-    prices, n = terms_on(op.mesh).prices, op.mesh.shape[axis]
+    prices, n = terms_now(op.mesh).prices, op.mesh.shape[axis]
     dtype = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(op.avals[0].dtype.name)
     if prices is None or dtype not in prices.cost.dtypes:
         return ""

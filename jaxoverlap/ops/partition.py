@@ -11,17 +11,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax.operations import specs
+from jaxoverlap._jax.operations.options import compiler_option
 from jaxoverlap._jax.operations.question import Operation, Partition, Partitioned, Wish
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import groups_of
-from jaxoverlap.flags import is_gpu
+from jaxoverlap.flags import is_gpu, options_for
+from jaxoverlap.flags.required import BY_COPY, RINGS
 from jaxoverlap.hardware.topology import axis_costs, cluster_of
 from jaxoverlap.ops.local import LocalGroup, local_group
 from jaxoverlap.passes.analysis.einsum import Spec
@@ -43,9 +46,9 @@ def partition(*, group: MatmulGroup) -> Partition:
 
     def answer(operation: Operation) -> Partitioned:
         avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operation.avals)
-        made, jaxpr, entries = _partitioned(
-            group, avals, operation.operands, operation.results, operation.wishes, operation.mesh
-        )
+        told = operation.operands, operation.results, operation.wishes
+        mesh = operation.mesh
+        made, jaxpr, entries = _partitioned(group, avals, *told, mesh, _permutes_are_copies())
         operations.note(operation.number, entries, short_source(*operation.source))
         return Partitioned(jaxpr, made.operands, made.results, made.fulfilled)
 
@@ -60,6 +63,7 @@ def _partitioned(
     results: Told,
     wishes: tuple[Wish, ...],
     mesh: Mesh,
+    by_copy: bool,
 ) -> tuple[LocalGroup, Any, tuple[Decision | Skip, ...]]:
     """Decide on a group, and trace one device's part of it.
 
@@ -69,9 +73,10 @@ def _partitioned(
         operands, results: how these lie.
         wishes: what later operations would read gathered.
         mesh: the mesh.
+        by_copy: whether permutes inside a process are copies.
     """
+    terms = _terms(mesh, by_copy)
     (body,) = bodies(group.jaxpr(_unspread(group, avals)))
-    terms = terms_on(mesh)
     told = _shardings(group, operands, results)
     entries, sharings = decide([body], told, terms)
     made = local_group(body, told, sharings[body.index], wishes, mesh)
@@ -97,12 +102,27 @@ def _shardings(group: MatmulGroup, operands: Told, results: Told) -> dict[int, S
     return told
 
 
-@functools.lru_cache(maxsize=16)
-def terms_on(mesh: Mesh) -> Terms:
-    """Collect the terms of decisions on a mesh: what its links cost, and the prices of its GPUs."""
+def terms_now(mesh: Mesh) -> Terms:
+    """Collect the terms of decisions on a mesh, in the compilation that is going on.
+
+    Permutes are priced as copies between the GPUs of a process only where XLA is told to make them
+    so (`compiler_options`); else they are NCCL's, and most rings lose against whole collectives.
+    """
+    return _terms(mesh, _permutes_are_copies())
+
+
+def _permutes_are_copies() -> bool:
+    wanted = next((s.value for s in RINGS if s.name == BY_COPY), None)
+    return compiler_option(BY_COPY) == wanted
+
+
+@functools.lru_cache(maxsize=32)
+def _terms(mesh: Mesh, by_copy: bool) -> Terms:
     cluster = cluster_of(mesh)
     cost = cost_model(cluster) if cluster and has_cost_model(cluster) and is_gpu(mesh) else None
     groups = groups_of(mesh, None)
+    if not by_copy:
+        groups = {axis: replace(group, by_copy=False) for axis, group in groups.items()}
 
     def bare(ring: Ring) -> float | None:
         """Take a sum over the network to hide: mostly a weight's gradient, which nobody awaits."""
@@ -114,3 +134,17 @@ def terms_on(mesh: Mesh) -> Terms:
         costs=axis_costs(mesh, None),
         prices=cost and RingCosts(cost, groups, bare),
     )
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """Return the XLA options for steps whose matmuls partition themselves.
+
+        step = jax.jit(train_step, compiler_options=jaxoverlap.compiler_options(mesh))
+
+    With them permutes inside a process are copies between its GPUs, and hops stay apart. Without
+    them permutes are NCCL's, and most collectives are left whole.
+
+    Args:
+        mesh: the step's mesh; for one that is not of NVIDIA GPUs there are none.
+    """
+    return options_for(mesh)

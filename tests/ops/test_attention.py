@@ -58,9 +58,9 @@ PLACES = {  # of q, and of k and v
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("kv_heads", [8, 4])
-def test_attention_is_jaxs(mesh: Mesh, place: str, causal: bool, kv_heads: int):
+def test_attention_is_jaxs(mesh: Mesh, place: str):
+    number = list(PLACES).index(place)
+    causal, kv_heads = number % 2 == 0, (8, 4)[number // 2 % 2]
     q_at, k_at = PLACES[place]
     q = array(mesh, q_at, 4, 32, 8, 16)
     k, v = (array(mesh, k_at, 4, 32, kv_heads, 16, seed=s) for s in (1, 2))

@@ -27,7 +27,7 @@ def check(name: str, steps: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt"])
 def test_trains_as_plain(name: str):
-    check(name, 5)
+    check(name, 3)
 
 
 @pytest.mark.nightly
