@@ -125,7 +125,7 @@ class _Race:
             return rows
         with self._lab.processes(python=python) as hosts:
             self._say("starting PyTorch")
-            version = hosts.call(f"{TORCH}:start", threads=2)[0]
+            version = hosts.call(f"{TORCH}:start", threads=1)[0]
             for way in ways:
                 hosts.call(f"{TORCH}:add", way=way, **BLOCKS[way])
             for rate in self._rates:
