@@ -57,7 +57,9 @@ def verdict(monkeypatch, said: str, store: FakeStore, hosts: int = 4, me: int = 
 def test_who_closed_the_connection_and_says_nothing_is_gone(monkeypatch):
     error = verdict(monkeypatch, CLOSED, FakeStore(4, reported=()))
     assert error.hosts == ("node2",)
-    said = "an all-reduce failed on node0 (process 0): it waited for node2 (process 2), which closed"
+    said = (
+        "an all-reduce failed on node0 (process 0): it waited for node2 (process 2), which closed"
+    )
     assert said in str(error) and "last checkpoint" in str(error)
 
 
