@@ -10,7 +10,9 @@ Let nothing else run on the machine meanwhile. docs/lab.md says what is raced an
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,12 +67,11 @@ def main(
     rows: list[Row] = []
     with Progress(console=console) as bar, Lab(Network(hosts=hosts, rate_mbit=None)) as lab:
         race = _Race(lab, bar, cases, rates, runs, smoke)
-        rows += race.jax()
-        if python:
-            rows += race.pytorch(python)
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "race.jsonl").open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "race.jsonl").open("w", buffering=1) as file:  # a race cut short has its rows
+            for row in itertools.chain(race.jax(), race.pytorch(python) if python else ()):
+                rows.append(row)
+                print(json.dumps(row), file=file)
     console.print(table(rows))
     if not python:
         console.print(f"PyTorch was not raced: {missing}")
@@ -95,9 +96,8 @@ class _Race:
         self._runs, self._small = runs, smoke
         self._task = bar.add_task("", total=None)
 
-    def jax(self) -> list[Row]:
+    def jax(self) -> Iterator[Row]:
         """Race what runs on JAX: at every rate prices first, then each case."""
-        rows: list[Row] = []
         with self._lab.processes() as hosts:
             self._say("starting JAX")
             hosts.call(f"{JAX}:start")
@@ -114,18 +114,16 @@ class _Race:
                     first = answers[0]
                     more = {k: first[k] for k in ("predicted_s", "closed_form_bytes", "plan")}
                     more |= {"error": max(a["error"] for a in answers), **self._stamp("JAX")}
-                    rows += rows_of(case, rate, timed([a["rows"] for a in answers]), more)
-        return rows
+                    yield from rows_of(case, rate, timed([a["rows"] for a in answers]), more)
 
-    def pytorch(self, python: str) -> list[Row]:
+    def pytorch(self, python: str) -> Iterator[Row]:
         """Race PyTorch's DDP and FSDP2, each beside its own compute and communication."""
-        rows: list[Row] = []
         ways = [case for case in self._cases if case in ("data", "fsdp")]
         if not ways:
-            return rows
+            return
         with self._lab.processes(python=python) as hosts:
             self._say("starting PyTorch")
-            version = hosts.call(f"{TORCH}:start", threads=2)[0]
+            version = hosts.call(f"{TORCH}:start", threads=1)[0]
             for way in ways:
                 hosts.call(f"{TORCH}:add", way=way, **BLOCKS[way])
             for rate in self._rates:
@@ -134,8 +132,7 @@ class _Race:
                     self._say(f"PyTorch, {way} at {rate:g} Mbit/s")
                     answers = hosts.call(f"{TORCH}:race", case=way, runs=self._runs)
                     more = {"version": version, **self._stamp("PyTorch")}
-                    rows += rows_of(way, rate, timed([a["rows"] for a in answers]), more)
-        return rows
+                    yield from rows_of(way, rate, timed([a["rows"] for a in answers]), more)
 
     def _add(self, hosts: Any, case: str) -> None:
         if case in BLOCKS:

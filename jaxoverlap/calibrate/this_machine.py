@@ -14,6 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap.calibrate import fit, step_factors
+from jaxoverlap.calibrate.collectives import COLLECTIVES, Body, permute, reduce
 from jaxoverlap.calibrate.grid import USUAL, Grid
 from jaxoverlap.cost.tables import Curve, Here, InAStep, Memory, Permutes, Skew, Tables
 from jaxoverlap.plan.collectives import PERMUTE
@@ -38,13 +40,14 @@ _RUNS_BEFORE, _KERNEL_SIZE = (1, 2, 4, 8), 128
 # that is timed takes turns among so many bytes on each device, which no core's own cache holds.
 _FOOTPRINT_BYTES = 1 << 20
 _MOST_SETS = 16  # of arrays, each of which is a kernel to compile and to load
+# Matmuls and permutes that run beside each other, to show what these take from those.
+_BESIDE, _BESIDE_SIZE, _BESIDE_ELEMENTS = 4, 1024, 1 << 19
 # Steps transpose batches of matrices, as in attention, and activations, for a weight's gradient.
 _SETS_TRANSPOSED = 2  # a step transposes what it has just written
 _TRANSPOSED_ROWS = (64, 128, 512)
 _NAMES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _SOURCE = "python -m jaxoverlap.calibrate --here"
 
-Body = Callable[..., tuple[jax.Array, ...]]
 Shapes = tuple[tuple[int, ...], ...]
 Clock = Callable[[], float]  # seconds of one run of what is measured
 
@@ -86,7 +89,7 @@ def tables_here(
 
 def with_links_here(tables: Tables, advance: Callable[[str], None], grid: Grid = USUAL) -> Tables:
     """Measure collectives alone, where links have changed since `tables` were measured here."""
-    programs = ((key, make) for key, make in _programs(grid) if key[0] in _COLLECTIVES)
+    programs = ((key, make) for key, make in _programs(grid) if key[0] in COLLECTIVES)
     rows = list(_collective_rows(_timed(programs, grid.rounds, advance, lambda: None)))
     return msgspec.structs.replace(
         tables,
@@ -125,6 +128,9 @@ def _fit(date: str, taken: Taken, grid: Grid) -> Tables:
         timings = [(*key[1:], np.median(s)) for key, s in taken.items() if key[0] == dtype]
         rows, width = fit.MatmulRows(*np.array(timings, float).T), np.dtype(_NAMES[dtype]).itemsize
         rates = fit.fit_rates(rows, float(width), float(width))
+        # Of few rows the fastest may be no slower than a launch, and then say nothing.
+        reached = float(np.max(2.0 * rows.m * rows.n * rows.k / rows.seconds))
+        rates = replace(rates, flops_per_s=min(rates.flops_per_s, 1.5 * reached))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, grid.m, grid.nk)
     rows = list(_collective_rows(taken))
     tables = Tables(
@@ -136,6 +142,7 @@ def _fit(date: str, taken: Taken, grid: Grid) -> Tables:
         permutes=_permutes([r for r in rows if r.kind == PERMUTE]),
         channels=0,
         skew=_skew(taken, grid),
+        taken=_taken(taken),
         here=Here(
             devices=len(devices),
             platform=devices[0].platform,
@@ -174,11 +181,16 @@ def _programs(grid: Grid) -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]
         body, shape = partial(_kernels, _transpose), (count // (rows * columns), rows, columns)
         make = partial(_clock, body, (shape,) * sets, jnp.float32, devices, each=sets)
         yield ("transposed", rows, count), make
-    for (kind, (body, lengths, _)), count in itertools.product(_COLLECTIVES.items(), grid.elements):
+    for (kind, (body, lengths, _)), count in itertools.product(COLLECTIVES.items(), grid.elements):
         # XLA:CPU lets a permute wait for all devices, however few it joins.
         for size in [devices] if kind == PERMUTE else grid.groups(devices):
             shapes = tuple((length,) for length in lengths(count, size))
             yield (kind, count, size), partial(_clock, body, shapes, jnp.float32, size)
+    if jax.process_count() > 1:
+        shapes = ((_BESIDE_SIZE,) * 2, (_BESIDE_SIZE,) * 2, (_BESIDE_ELEMENTS,))
+        for what in ((True, False), (False, True), (True, True)):
+            body = partial(_beside, *what)
+            yield ("beside", *what), partial(_clock, body, shapes, jnp.float32, devices)
     for key in _steps():
         yield ("step", *key), partial(step_factors.clock, *key)
     shapes = (*((_KERNEL_SIZE,) * 2,) * 3, (grid.elements[0],))
@@ -186,8 +198,18 @@ def _programs(grid: Grid) -> Iterator[tuple[tuple[Any, ...], Callable[[], Clock]
         nothing = partial(_after_kernels, runs, lambda x: (x,))
         yield ("kernel", runs), partial(_clock, nothing, shapes, jnp.float32, devices)
         for size in grid.groups(devices):
-            both = partial(_after_kernels, runs, _reduce)
+            both = partial(_after_kernels, runs, reduce)
             yield ("skew", runs, size), partial(_clock, both, shapes, jnp.float32, size)
+
+
+def _beside(computes: bool, sends: bool, a: jax.Array, b: jax.Array, x: jax.Array) -> Any:
+    """Run a few matmuls, and beside them a few permutes that none of them waits for."""
+    for _ in range(_BESIDE):
+        if computes:
+            a = jnp.dot(a, b)
+        if sends:
+            (x,) = permute(x)
+    return a, b, x
 
 
 def _matmuls(*carry: jax.Array) -> tuple[jax.Array, ...]:
@@ -224,38 +246,6 @@ def _sets(num_bytes: int) -> int:
     return min(math.ceil(_FOOTPRINT_BYTES / num_bytes), _MOST_SETS)
 
 
-def _permute(x: jax.Array) -> tuple[jax.Array, ...]:
-    size = lax.axis_size("x")
-    return (lax.ppermute(x, "x", [(i, (i + 1) % size) for i in range(size)]),)
-
-
-def _gather(x: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
-    whole = lax.all_gather(x, "x", tiled=True)
-    return x.at[0].set(before[0]), whole
-
-
-def _scatter(x: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
-    return x.at[0].set(before[0]), lax.psum_scatter(x, "x", tiled=True)
-
-
-def _reduce(x: jax.Array) -> tuple[jax.Array, ...]:
-    return (lax.psum(x, "x") / lax.axis_size("x"),)
-
-
-def _exchange(x: jax.Array) -> tuple[jax.Array, ...]:
-    return (lax.all_to_all(x, "x", 0, 0, tiled=True),)
-
-
-# Each has its body, the lengths of the arrays that it carries, and its passes over the bytes.
-_COLLECTIVES: dict[str, tuple[Body, Callable[[int, int], tuple[int, ...]], int]] = {
-    "all-gather": (_gather, lambda count, n: (count // n, count), 1),
-    "reduce-scatter": (_scatter, lambda count, n: (count, count // n), 1),
-    "all-reduce": (_reduce, lambda count, n: (count,), 2),
-    "all-to-all": (_exchange, lambda count, n: (count,), 1),
-    PERMUTE: (_permute, lambda count, n: (count,), 1),
-}
-
-
 # -- what is found --------------------------------------------------------------------------------
 
 
@@ -283,9 +273,9 @@ def _memory(taken: Taken, grid: Grid) -> Memory:
 
 def _collective_rows(taken: Taken) -> Iterator[fit.CollectiveRow]:
     """Yield collectives; bytes are what each device sends by a ring, for a permute all it has."""
-    for kind, count, size in (key for key in taken if key[0] in _COLLECTIVES):
+    for kind, count, size in (key for key in taken if key[0] in COLLECTIVES):
         share = 1.0 if kind == PERMUTE else (size - 1) / size
-        moved = _COLLECTIVES[kind][2] * 4 * count * share
+        moved = COLLECTIVES[kind][2] * 4 * count * share
         yield fit.CollectiveRow(kind, size, moved, float(np.median(taken[kind, count, size])))
 
 
@@ -294,6 +284,18 @@ def _permutes(rows: list[fit.CollectiveRow]) -> Permutes:
     curve = Curve(tuple(r.bytes_moved for r in rows), tuple(r.seconds for r in rows))
     rate = curve.bytes_moved[-1] / max(curve.seconds[-1] - curve.floor_s, 1e-9)
     return Permutes(curve.floor_s, 0.0, rate, _SOURCE, None, curve)
+
+
+def _taken(taken: Taken) -> float:
+    """Fit the share of compute that a collective takes while it runs, where both share cores."""
+    if ("beside", True, True) not in taken:
+        return 0.0
+    compute_s, send_s, both_s = (
+        float(np.median(taken["beside", *what]))
+        for what in ((True, False), (False, True), (True, True))
+    )
+    more = (both_s - max(compute_s, send_s)) / min(compute_s, send_s)
+    return round(min(max(more, 0.0), 1.0), 3)
 
 
 def _skew(taken: Taken, grid: Grid) -> Skew:

@@ -273,6 +273,8 @@ class CostModel:
         channels = channels or self._given.get((kind, bytes_moved, group))
         kind = self._known(kind, bytes_moved)
         most = self.tables.channels
+        if group.size > 1 and self.tables.taken:
+            return Share(self.tables.taken * self.cluster.chip.num_sms)
         if group.size == 1 or most == 0:
             return ALONE
         rate = bytes_moved / self.collective_s(kind, bytes_moved, group, channels)

@@ -302,6 +302,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
         channels: the most channels that a collective runs on, each with an SM to itself; 0 where
             collectives take no SMs.
         skew: how long collectives wait for the last device; None where each has cores of its own.
+        taken: the share of compute that a collective takes while it runs, where both share cores.
         here: what `--here` found: how many devices, on what host; None for a chip of the package.
     """
 
@@ -314,6 +315,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     channels: int
     attention: Attention | None = None
     skew: Skew | None = None
+    taken: float = 0.0
     here: Here | None = None
     format: int = FORMAT
 

@@ -150,7 +150,7 @@ def _slices(products: Computes, axis: str, dtype: Any) -> Array:
         mine = chunks.scatter(product, dim, axis, cut)
         product = products.multiply(None, j, dtype)
         # The next slice waits for this one: XLA would combine the two.
-        mine, product = lax.optimization_barrier((mine, product))
+        mine, product = chunks.tied((mine, product))
         results.append(mine)
     results.append(chunks.scatter(product, dim, axis, cut))
     return chunks.join(results, dim, cut.shard())
@@ -186,7 +186,7 @@ class Hops:
         kept = [self.arriving.pop((s, piece)) for s in step.keeps]
         if not joined and not kept:
             return [], [], product
-        return lax.optimization_barrier((joined, kept, product))
+        return chunks.tied((joined, kept, product))
 
 
 class Products:
@@ -209,7 +209,7 @@ class Products:
             }
             for t in self.terms
         ]
-        cut, leaving = lax.optimization_barrier((cut, leaving))
+        cut, leaving = chunks.tied((cut, leaving))
         self.terms = [replace(t, **operands) for t, operands in zip(self.terms, cut, strict=True)]
         return leaving
 
