@@ -69,7 +69,7 @@ class Configurations(Sequence[Scored]):
         parts += [f"{-more[n] * 1e3:.0f} ms more of {n}" for n in costs]
         share = ahead_s / self[1].step_s
         return (
-            f"1 beats 2 by {ahead_s * 1e3:.0f} ms ({share:.1%}): {', '.join(parts) or 'a tie'}. "
+            f"1 beats 2 by {ahead_s * 1e3:.0f} ms ({share:.1%}): {', '.join(parts) or 'a tie'}.\n"
             "Differences below the form's error (docs/accuracy.md) are no reason to choose."
         )
 

@@ -80,8 +80,8 @@ MEGATRON_DEEPSPEED = Stack(
     reduced_bytes=2,
     gradient_passes=11,
     network_share=0.92,
-    partial_host_share=0.25,
-    host_s=0.2e-3,
+    partial_host_share=0.262,
+    host_s=0.189e-3,
     source="62 rows of vTrain's ground_truth_multi.csv (MICRO'24), A100s with 4 HDR NICs a host",
 )
 # This project's trainers: 32-bit weights that are cast, Adam without master weights. Attention is
