@@ -20,7 +20,7 @@ from scipy.optimize import brentq, minimize
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Link, parse_cluster
-from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.configuration import Configuration, Recompute
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
 from jaxoverlap.parallelism.memory import memory
 from jaxoverlap.parallelism.model import Transformer, named_model
@@ -33,7 +33,7 @@ from jaxoverlap.parallelism.recipes import (
     Recipe,
     megatron_flops,
 )
-from jaxoverlap.parallelism.search import Space, best_placement, search, splits
+from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_DEEPSPEED, Stack
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
@@ -189,7 +189,8 @@ def korthikanti_rows() -> Iterator[tuple[str, str, float, Terms]]:
     for name, gpus, pipeline, pieces, micro_batch, batch, full_s, selective_s in _KORTHIKANTI:
         cluster = parse_cluster(f"a100-sxm-80:{gpus // 8}x8")
         times = IterationTime(named_model(name), rates_of(cluster), MEGATRON, global_batch=batch)
-        for recompute, measured_s in (("full", full_s), ("selective", selective_s)):
+        both: tuple[tuple[Recompute, float], ...] = (("full", full_s), ("selective", selective_s))
+        for recompute, measured_s in both:
             of = Configuration(
                 model=8,
                 pipeline=pipeline,
@@ -333,7 +334,7 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
     room, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
     for split in splits(model, cluster, batch, Space(axes={})):
         for zero_stage in (1, 2) if split.data > 1 else (0,):
-            for recompute in ("none", "selective", "full"):
+            for recompute in RECOMPUTES:
                 of = replace(split, zero_stage=zero_stage, recompute=recompute)
                 needs = peak(model, of, stack, batch)
                 if needs.total <= room:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from jaxoverlap.cli.configure_step import rank, shown
 from jaxoverlap.cli.output import OK, Json, command, say, show_json
 from jaxoverlap.cli.target import Pod, parse_axes
 from jaxoverlap.parallelism.configure import configure as configured
@@ -17,11 +18,15 @@ from jaxoverlap.parallelism.model import Transformer
 @command
 def configure(
     model: Annotated[
-        str, typer.Argument(help="A model's name, as in gpt-175b, or a JSON file of its sizes.")
+        str,
+        typer.Argument(
+            help="A model's name, as in gpt-175b, or a JSON file of its sizes; with --over your "
+            "own step, MODULE:FUNCTION."
+        ),
     ],
     *,
     pod: Pod,
-    global_batch: Annotated[int, typer.Option(help="Sequences of a step.", min=1)],
+    global_batch: Annotated[int | None, typer.Option(help="Sequences of a step.", min=1)] = None,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence.", min=1)] = None,
     fix: Annotated[
         str | None, typer.Option("--axes", help="Sizes of some axes, as in model=8,pipeline=1.")
@@ -33,12 +38,31 @@ def configure(
     picture: Annotated[
         Path | None, typer.Option(help="Write a picture: time by term, time against memory.")
     ] = None,
+    over: Annotated[
+        str | None, typer.Option(help="Axes of your own step's mesh, as in data,model.")
+    ] = None,
+    compiled: Annotated[
+        int, typer.Option("--compile", help="With --over: compile and simulate so many.", min=0)
+    ] = 0,
     json: Json = False,
 ) -> int:
     """Which mesh a model should have on a cluster, by an analytical form; compiles nothing.
 
+    With `--over` your own step is priced on each mesh by XLA's partitioner, and the best compiled.
+
     `--json` writes what the trainers take: python -m models.train_gpt --configuration FILE.
     """
+    if over:
+        ranked = rank(model, pod, over.split(","), compiled=compiled)
+        if json:
+            show_json(ranked)
+        else:
+            say(shown(ranked, pod))
+        return OK
+    if global_batch is None or compiled:
+        raise ValueError(
+            "a model wants --global-batch; --compile is for your own step, with --over"
+        )
     axes = {name: [size] for name, size in parse_axes(fix).items()} if fix else None
     found = configured(
         _model(model),

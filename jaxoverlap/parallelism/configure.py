@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
@@ -17,6 +18,7 @@ from jaxoverlap.parallelism.search import Found, Scored, Space, search
 from jaxoverlap.parallelism.stack import JAX, Stack
 
 _MOST_HOSTS = 65536
+_ONE_BY_ONE = 60  # hosts
 
 
 class NothingFitsError(ValueError):
@@ -69,7 +71,7 @@ class Configurations(Sequence[Scored]):
         parts += [f"{-more[n] * 1e3:.0f} ms more of {n}" for n in costs]
         share = ahead_s / self[1].step_s
         return (
-            f"1 beats 2 by {ahead_s * 1e3:.0f} ms ({share:.1%}): {', '.join(parts) or 'a tie'}. "
+            f"1 beats 2 by {ahead_s * 1e3:.0f} ms ({share:.1%}): {', '.join(parts) or 'a tie'}.\n"
             "Differences below the form's error (docs/accuracy.md) are no reason to choose."
         )
 
@@ -205,13 +207,21 @@ def _largest(needs: Memory) -> str:
 def _smallest_cluster(
     model: Transformer, cluster: Cluster, times: IterationTime, space: Space
 ) -> Cluster | None:
-    """Return the smallest cluster, of twice as many hosts again and again, in which it fits."""
-    hosts = 2 * cluster.num_hosts
-    while hosts <= _MOST_HOSTS:
+    """Return the smallest cluster in which it fits, of as many GPUs a host.
+
+    Hosts are tried one by one from what the state alone needs, then doubled.
+    """
+    stack = times.stack
+    room = cluster.chip.memory_bytes / stack.reserve * cluster.gpus_per_host
+    each = stack.weight_bytes + stack.gradient_bytes + stack.optimizer_bytes
+    least = max(cluster.num_hosts + 1, math.ceil(model.params * each / room))
+    doubled = (least << n for n in range(6, 20))
+    for hosts in (*range(least, least + _ONE_BY_ONE), *doubled):
+        if hosts > _MOST_HOSTS:
+            return None
         larger = replace(cluster, num_hosts=hosts)
         if search(model, larger, times, space=space, keep=0).fitting:
             return larger
-        hosts *= 2
     return None
 
 

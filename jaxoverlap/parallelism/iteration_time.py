@@ -247,7 +247,8 @@ class IterationTime:
         if not self.stack.hides_data:
             return seconds
         layers = of.stage_layers(self.model)
-        passes = of.micro_batches(self.global_batch) if of.zero_stage == 2 else 1
+        every = of.zero_stage == 2 or self.stack.sums_every_micro_batch
+        passes = of.micro_batches(self.global_batch) if every else 1
         hidden_s = passes * slowest.compute * 2 / 3 * (layers - 1) / layers
         return max(seconds - hidden_s, seconds / layers)
 

@@ -23,7 +23,7 @@ from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement, place, placements
 from jaxoverlap.parallelism.stack import Stack
 
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
 _MOST_PIECES = 8  # of a stage, interleaved
 
 
@@ -124,7 +124,7 @@ def _sized(
 def ways_to_save(of: Configuration) -> Iterator[list[Configuration]]:
     """Yield a split's ways to save memory: for each ZeRO stage, recompute, fastest first."""
     for zero_stage in (1, 2) if of.data > 1 else (0,):
-        yield [replace(of, recompute=r, zero_stage=zero_stage) for r in _RECOMPUTES]
+        yield [replace(of, recompute=r, zero_stage=zero_stage) for r in RECOMPUTES]
 
 
 def search(

@@ -141,7 +141,8 @@ def of_step(model: Transformer, of: Configuration, stack: Stack, micro_batches: 
         if ways > 1 and elements:
             summed = stack.reduced_bytes * elements / of.fsdp * (ways - 1) / ways
             if of.zero_stage < 2:
-                sent.append(Sent("data", "end", "all-reduce", over, 2 * summed))
+                times = micro_batches if stack.sums_every_micro_batch else 1
+                sent.append(Sent("data", "end", "all-reduce", over, 2 * summed, times))
                 continue
             sent.append(Sent("data", "end", "reduce-scatter", over, summed, micro_batches))
             sent.append(Sent("data", "end", "all-gather", over, summed))

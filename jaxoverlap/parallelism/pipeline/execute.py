@@ -181,10 +181,14 @@ def _device(
         return {**carry, "x": send(carry["y"], 1)}, None
 
     def steady(carry: dict[str, Tree], tick: jax.Array) -> tuple[dict[str, Tree], None]:
-        carry = {**carry, "dy": send(carry["dx"], -1)}  # runs under the forward pass
+        dy = send(carry["dx"], -1)  # runs under the forward pass
         carry = run_forward(carry, tick)
-        carry = {**carry, "x": send(carry["y"], 1)}  # runs under the backward pass
-        return run_backward(carry, tick), None
+        # Barriers hold the order: else XLA runs one pass behind the other's sends.
+        dy, y = lax.optimization_barrier((dy, carry["y"]))
+        x = send(y, 1)  # runs under the backward pass
+        carry = run_backward({**carry, "y": y, "dy": dy}, tick)
+        x, dx = lax.optimization_barrier((x, carry["dx"]))
+        return {**carry, "x": x, "dx": dx}, None
 
     def drain(carry: dict[str, Tree], tick: jax.Array) -> tuple[dict[str, Tree], None]:
         carry = {**carry, "dy": send(carry["dx"], -1)}

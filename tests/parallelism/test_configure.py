@@ -1,0 +1,121 @@
+"""The search is exact, its answer prints, and what fits nowhere is told why."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
+
+import jaxoverlap
+from benchmarks.parallelism import brute_force
+from jaxoverlap.cli.app import app
+from jaxoverlap.parallelism.configuration import AXES, Configuration
+from jaxoverlap.parallelism.configure import configure, load_configuration
+from jaxoverlap.parallelism.model import named_model
+from jaxoverlap.parallelism.placement import place
+from jaxoverlap.parallelism.sharding import mesh_of, spec_of
+from jaxoverlap.parallelism.stack import JAX, MEGATRON
+
+SMALL = replace(named_model("gpt-3.6b"), layers=8)
+
+
+@pytest.mark.parametrize("stack", [JAX, MEGATRON], ids=lambda s: s.name)
+@pytest.mark.parametrize("name", ["gpt-3.6b", "mixtral-8x7b"])
+def test_the_search_finds_what_brute_force_finds(name, stack):
+    model = replace(named_model(name), layers=8)
+    found = configure(model, "a100-sxm-80:1x8", global_batch=16, stack=stack, keep=1)
+    assert found[0].step_s == brute_force(model, "a100-sxm-80:1x8", 16, stack)
+
+
+def test_configurations_are_ranked_legal_and_fit():
+    found = configure(SMALL, "h100-sxm:2x8", global_batch=64)
+    assert [s.step_s for s in found] == sorted(s.step_s for s in found)
+    for scored in found:
+        assert not scored.configuration.illegal(SMALL, 64)
+        assert scored.memory.total <= found.cluster.chip.memory_bytes / JAX.reserve
+        assert scored.configuration.devices == 16
+
+
+def test_it_prints_as_a_table_and_says_why():
+    found = configure("gpt-18.4b", "h100-sxm:8x8", global_batch=256, axes={"fsdp": [1, 2, 4, 8]})
+    text = str(found)
+    assert "legal splits" in text and "1 beats 2 by" in text
+    assert max(map(len, text.splitlines())) < 140
+
+
+def test_axes_are_kept():
+    found = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"pipeline": [2], "fsdp": [1]})
+    assert {s.configuration.pipeline for s in found} == {2}
+    with pytest.raises(ValueError, match="unknown axes"):
+        configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"tensor": [2]})
+
+
+def test_what_fits_nowhere_is_told_the_term_and_the_cluster():
+    with pytest.raises(jaxoverlap.NothingFitsError) as error:
+        configure("gpt-175b", "a100-sxm-80:1x8", global_batch=64)
+    assert "most of it is optimizer" in str(error.value)
+    would = re.search(r"a100-sxm-80:(\d+)x8 would do", str(error.value))
+    assert would
+    hosts = int(would[1])
+    assert configure("gpt-175b", f"a100-sxm-80:{hosts}x8", global_batch=64, keep=1)
+    with pytest.raises(jaxoverlap.NothingFitsError):
+        configure("gpt-175b", f"a100-sxm-80:{hosts - 1}x8", global_batch=64)
+
+
+def test_what_divides_nowhere_is_told_so():
+    with pytest.raises(jaxoverlap.NothingFitsError, match="no legal way to split"):
+        configure("gpt-3.6b", "h100-sxm:7x1", global_batch=16)
+
+
+def test_a_configuration_goes_through_json(tmp_path):
+    found = configure(SMALL, "h100-sxm:1x8", global_batch=64, keep=2)
+    plain = json.loads(json.dumps(found.to_builtins()))["configurations"][0]
+    assert load_configuration(plain) == found[0].configuration
+    with pytest.raises(ValueError, match="unknown fields"):
+        load_configuration({"tensor": 2})
+
+
+def test_the_command(tmp_path):
+    picture = tmp_path / "picture.png"
+    pod = ["--pod", "mi250x-gcd:2x8", "--global-batch", "64"]
+    run = CliRunner().invoke(app, ["configure", "gpt-3.6b", *pod, "--picture", str(picture)])
+    assert run.exit_code == 0, run.output
+    assert "tokens/s" in run.output
+    assert picture.stat().st_size > 10_000
+    run = CliRunner().invoke(app, ["configure", "gpt-3.6b", *pod, "--json", "--axes", "model=2"])
+    assert {c["model"] for c in json.loads(run.output)["configurations"]} == {2}
+    assert CliRunner().invoke(app, ["configure", "gpt-3", *pod]).exit_code == 2
+
+
+def test_a_mesh_puts_the_last_axis_on_neighbours():
+    cluster = jaxoverlap.parse_cluster("h100-sxm:2x4")
+    order = ("expert", "context", "fsdp", "data", "pipeline", "model")
+    at = place(Configuration(data=2, pipeline=2, model=2), cluster, order)
+    mesh = mesh_of(at, list(range(8)))  # type: ignore[arg-type]
+    assert mesh.axis_names == AXES
+    devices = np.array(mesh.devices).reshape(2, 2, 2)  # pipeline, data, model
+    assert devices[0, 0].tolist() == [0, 1]
+    assert devices[1, 0].tolist() == [2, 3]
+    assert devices[0, 1].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("path", "ndim", "spec"),
+    [
+        ("layers/mlp/up/kernel", 3, P("pipeline", "fsdp", "model")),
+        ("layers/attention/out/kernel", 2, P("model", "fsdp")),
+        ("layers/attention_norm/scale", 2, P("pipeline", None)),
+        ("embedding/embedding", 2, P(("fsdp", "model"), None)),
+        ("layers/experts/down", 4, P("pipeline", "expert", "model", "fsdp")),
+    ],
+)
+def test_rules_by_path(path, ndim, spec):
+    assert spec_of(path, ndim) == spec
+
+
+def test_a_chip_with_facts_alone_cannot_be_compiled_for():
+    with pytest.raises(ValueError, match="CUDA's chips only"):
+        jaxoverlap.pod_mesh("mi250x-gcd:1x8", {"x": 8})
