@@ -11,7 +11,7 @@ from models.config import Mistake, Run
 
 # These may change from one run to the next, as may the mesh: they say how long a run is, and what
 # it writes.
-FREE = {"steps", "plain", "checkpoint", "save_every", "metrics", "log_every"}
+FREE = {"steps", "plain", "workers", "checkpoint", "save_every", "metrics", "log_every"}
 
 
 class Checkpoints:
@@ -38,9 +38,12 @@ class Checkpoints:
             return None, 0
         return self.manager.restore(taken, args=ocp.args.StandardRestore(abstract_state)), taken
 
-    def save(self, taken: int, state: Any) -> None:
-        """Keep the state after `taken` steps, if that is a multiple of save_every or the last."""
-        if self.manager and (taken % self.every == 0 or taken == self.steps):
+    def save(self, taken: int, state: Any, span: int = 1) -> None:
+        """Keep the state after `taken` steps, if one of the last `span` is due or all are taken.
+
+        Due is each multiple of save_every.
+        """
+        if self.manager and (taken % self.every < span or taken >= self.steps):
             self.manager.save(taken, args=ocp.args.StandardSave(state))
 
     def __enter__(self) -> "Checkpoints":

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +33,10 @@ class Trained(NamedTuple):
 def train(recipe: Recipe, config: Run) -> Trained:
     """Train to `config.steps` steps, from the newest checkpoint if there is one."""
     simulate_devices(config)
+    if config.local_updates:
+        from models import local_updates  # which imports this module
+
+        return local_updates.train(recipe, config)
     mesh, batch_of = recipe.make_mesh(config), recipe.batches(config)
     rows = []
 
@@ -67,7 +70,7 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
     mesh = recipe.make_mesh(config)
     if recipe.report:
         print(recipe.report(config, mesh, state["params"]))
-    if not config.plain:
+    if not config.plain and not config.local_updates:
         print(step.explain(*recipe.abstract_args(config, mesh)))
     return rows
 
@@ -75,7 +78,7 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
 def simulate_devices(config: Run) -> None:
     """Give JAX's CPU backend as many devices as the mesh needs; other backends have their own."""
     with contextlib.suppress(RuntimeError):  # JAX has started: it keeps the devices it has
-        jax.config.update("jax_num_cpu_devices", max(8, math.prod(config.mesh.values())))
+        jax.config.update("jax_num_cpu_devices", max(8, config.devices))
 
 
 @contextlib.contextmanager
