@@ -29,7 +29,7 @@ class Report:
     def __init__(self, recipe: Recipe, config: Run, mesh: Mesh, begin: int):
         self.rows: list[Row] = []
         self._config, self._begin = config, begin
-        self._label = "plain" if config.plain else "by rules" if config.ops else "overlapped"
+        self._label = config.local_updates or _label(config)
         kind = mesh.devices.flat[0].device_kind
         chip = next((c for c in jaxoverlap.chips() if c.device_name == kind), None)
         peak = mesh.size * chip.bf16_flops_per_s if chip else math.nan
@@ -68,6 +68,10 @@ class Report:
         numbers = {name: float(value) for name, value in metrics.items()}  # waits for that step
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
+        self.tell(index, numbers, seconds)
+
+    def tell(self, index: int, numbers: Row, seconds: float) -> None:
+        """Report a step whose numbers are here, and how long it took."""
         row = {"step": index, **numbers, "seconds": seconds}
         row["tokens_per_s"] = self._config.tokens / seconds
         if not math.isnan(self._peak_s):
@@ -80,6 +84,10 @@ class Report:
             self._bar.update(self._bar.task_ids[0], completed=index + 1, description=text)
         elif not console.quiet:
             print_row(row, self._label, self._config)
+
+
+def _label(config: Run) -> str:
+    return "plain" if config.plain else "by rules" if config.ops else "overlapped"
 
 
 def opened(path: Path | None, begin: int) -> Any:
