@@ -149,7 +149,8 @@ def _leaving(ring: Ring, dot: _Dot, *operands: Array) -> list[Array]:
     layout, axis = ring.first, ring.first.ring.axis
     pairs = zip(operands[::2], operands[1::2], strict=True)
     terms = [_term(m, dot, lhs, rhs) for m, (lhs, rhs) in zip(ring.members, pairs, strict=True)]
-    if len({_shape(term, m) for term, m in zip(terms, ring.members, strict=True)}) == 1:
+    alike = len({_shape(term, m) for term, m in zip(terms, ring.members, strict=True)}) == 1
+    if alike and _contracted(terms[0]):  # else there is no dim to join them along
         terms = [_side_by_side(terms)]
     gathered = None
     if ring.kind == "all_to_all":
@@ -201,7 +202,7 @@ def _side_by_side(terms: list[Term]) -> Term:
 
     XLA would put all but the last of several matmuls before their hop: one cannot be split so.
     """
-    if len(terms) == 1 or not _contracted(terms[0]):
+    if len(terms) == 1:
         return terms[0]
     first, letter = terms[0], _contracted(terms[0])[0]
     lhs, rhs = (

@@ -124,6 +124,22 @@ def test_gradients_gather_and_scatter_once(mesh: Mesh):
     close(compiled(x, ws), jax.jit(wanted)(x, ws))
 
 
+def test_sums_of_matmuls_that_contract_nothing(mesh: Mesh):
+    """The gradients of x send one sum of outer products back, which no dim can join."""
+    both = P(("data", "model"))
+    x, ws = array(mesh, both, 8, 8), [array(mesh, both, 8, 8), array(mesh, both, 8, 8) + 1]
+
+    def of(einsum: Any) -> Any:
+        def loss(x: Any, ws: Any) -> Any:
+            return sum(jnp.mean(y**2) for y in einsum(x, ws))
+
+        return jax.jit(jax.grad(loss, (0, 1)))
+
+    ours = of(lambda x, ws: jaxoverlap.einsum("ab,ba->a", x, ws))
+    theirs = of(lambda x, ws: [jnp.einsum("ab,ba->a", x, w) for w in ws])
+    close(ours(x, ws), theirs(x, ws))
+
+
 # -- derivatives and transformations --------------------------------------------------------------
 
 
