@@ -88,6 +88,8 @@ PUBLIC = [
     "Cluster",
     "Collective",
     "Compiled",
+    "Configuration",
+    "Configurations",
     "Coverage",
     "Decision",
     "DisagreementError",
@@ -96,6 +98,7 @@ PUBLIC = [
     "MadeFor",
     "Measured",
     "Nccl",
+    "NothingFitsError",
     "Overlapped",
     "Plan",
     "PodsUnavailableError",
@@ -107,13 +110,16 @@ PUBLIC = [
     "Simulation",
     "Skip",
     "Speedup",
+    "Transformer",
     "Tuning",
     "Variant",
     "agreed",
     "audit",
     "chips",
+    "configure",
     "overlap",
     "parse_cluster",
+    "pipeline",
     "pod_mesh",
     "ring",
     "simulate",
@@ -124,6 +130,8 @@ PUBLIC = [
 COMMANDS = """
     advise: --debug --json --mesh --pod --processes-per-host STEP
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
+    configure: --axes --compile --debug --global-batch --json --keep --over --picture --plain \\
+        --pod --sequence MODEL
     explain: --debug --json --mesh --pod --processes-per-host STEP
     flags: --as --check --debug --json POD
     plan diff: --debug --json A B
