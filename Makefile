@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help install demo test lint format nightly clean FORCE
+.PHONY: help install demo test lint format nightly lab clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -48,6 +48,9 @@ format: install ## fix style and layout
 
 nightly: install ## run the tests that take too long for every change
 	$(PYTEST) -m nightly
+
+lab: install ## race on hosts with slow links, on this machine (root)
+	$(BIN)/python -m benchmarks.lab
 
 clean: ## remove .venv, downloads, caches and build outputs
 	rm -rf $(VENV) .python build dist *.egg-info out

@@ -116,7 +116,7 @@ def _built(step: Step, said: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     return plain_gpt.make_step(step.gpt, mesh, pinned), plain_gpt.abstract_args(step.gpt, mesh)
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, pin: plain_gpt.Pin) -> jax.Array:
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, pin: plain_gpt.Pin, *_: Any) -> jax.Array:
     """Attention as JAX has it, which takes no constraints inside."""
     del pin
     return jax.nn.dot_product_attention(

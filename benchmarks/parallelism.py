@@ -196,7 +196,7 @@ def korthikanti_rows() -> Iterator[tuple[str, str, float, Terms]]:
                 pipeline=pipeline,
                 interleave=pieces,
                 micro_batch=micro_batch,
-                recompute=recompute,
+                recompute=recompute,  # type: ignore[arg-type]
                 sequence_parallel=recompute == "selective",
             )
             yield name, recompute, measured_s, times.terms(of, place(of, cluster))

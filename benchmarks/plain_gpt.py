@@ -18,6 +18,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
+
 MESH = {"fsdp": 8, "tp": 8}
 
 STREAM = {"stream": P("fsdp", "tp", None)}
@@ -90,6 +92,7 @@ def optimizer() -> optax.GradientTransformation:
 
 
 Pin = Callable[[jax.Array, str], jax.Array]
+Einsum = Callable[..., Any]
 MLP = Callable[[jax.Array, jax.Array, jax.Array, Pin], jax.Array]  # of x, up and down
 
 
@@ -100,8 +103,18 @@ def plain_mlp(x: jax.Array, up: jax.Array, down: jax.Array, pin: Pin) -> jax.Arr
     return jnp.einsum("bsf,fd->bsd", inner, down)
 
 
+def rules_mlp(x: jax.Array, up: jax.Array, down: jax.Array, pin: Pin) -> jax.Array:
+    """Up, GELU, down, by matmuls that partition themselves."""
+    inner = pin(jaxoverlap.einsum("bsd,df->bsf", x, up), "inner")
+    return jaxoverlap.einsum("bsf,fd->bsd", pin(jax.nn.gelu(inner), "inner"), down)
+
+
 def make_step(
-    sizes: Sizes, mesh: Mesh, pinned: dict[str, P], mlp: MLP = plain_mlp
+    sizes: Sizes,
+    mesh: Mesh,
+    pinned: dict[str, P],
+    mlp: MLP = plain_mlp,
+    einsum: Einsum = jnp.einsum,
 ) -> Callable[..., Any]:
     """A jitted step(weights, moments, inputs, targets) -> (weights, moments, loss).
 
@@ -111,6 +124,8 @@ def make_step(
         pinned: where activations are constrained to lie, by name: stream, heads, scores, inner,
             attended, logits.
         mlp: of every layer.
+        einsum: all other matmuls; `jaxoverlap.einsum` has the three of queries, keys and values as
+            one.
     """
 
     def pin(x: jax.Array, name: str) -> jax.Array:
@@ -119,7 +134,9 @@ def make_step(
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, pinned[name]))
 
     def step(weights, moments, inputs, targets):
-        loss, gradients = jax.value_and_grad(loss_of)(weights, inputs, targets, sizes, pin, mlp)
+        loss, gradients = jax.value_and_grad(loss_of)(
+            weights, inputs, targets, sizes, pin, mlp, einsum
+        )
         updates, moments = optimizer().update(gradients, moments, weights)
         return optax.apply_updates(weights, updates), moments, loss
 
@@ -129,45 +146,65 @@ def make_step(
 
 
 def loss_of(
-    weights: Any, inputs: jax.Array, targets: jax.Array, sizes: Sizes, pin: Pin, mlp: MLP
+    weights: Any,
+    inputs: jax.Array,
+    targets: jax.Array,
+    sizes: Sizes,
+    pin: Pin,
+    mlp: MLP,
+    einsum: Einsum = jnp.einsum,
 ) -> jax.Array:
     """The mean cross-entropy of the next token, in nats; matmuls are in bfloat16."""
     x = pin(weights["embedding"].astype(jnp.bfloat16)[inputs], "stream")
 
     def layer(x, weights):
         weights = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
-        return block(x, weights, sizes, pin, mlp), None
+        return block(x, weights, sizes, pin, mlp, einsum), None
 
     x = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights["layers"])[0]
-    logits = pin(jnp.einsum("bsd,dv->bsv", x, weights["head"].astype(jnp.bfloat16)), "logits")
+    logits = pin(einsum("bsd,dv->bsv", x, weights["head"].astype(jnp.bfloat16)), "logits")
     wide = logits.astype(jnp.float32)
     at_target = jnp.sum(wide * jax.nn.one_hot(targets, sizes.vocab), axis=-1)
     return jnp.mean(jax.nn.logsumexp(wide, axis=-1) - at_target)
 
 
 def block(
-    x: jax.Array, weights: dict[str, jax.Array], sizes: Sizes, pin: Pin, mlp: MLP
+    x: jax.Array,
+    weights: dict[str, jax.Array],
+    sizes: Sizes,
+    pin: Pin,
+    mlp: MLP,
+    einsum: Einsum = jnp.einsum,
 ) -> jax.Array:
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     y = norm(x, weights["attention_norm"])
-    q, k, v = (heads(jnp.einsum("bsd,de->bse", y, weights[n]), sizes, pin) for n in "qkv")
-    attended = attention(q, k, v, pin).reshape(x.shape)
-    x = pin(x + jnp.einsum("bse,ed->bsd", attended, weights["out"]), "stream")
+    made = project(y, [weights[n] for n in "qkv"], einsum)
+    q, k, v = (heads(of, sizes, pin) for of in made)
+    attended = attention(q, k, v, pin, einsum).reshape(x.shape)
+    x = pin(x + einsum("bse,ed->bsd", attended, weights["out"]), "stream")
     y = norm(x, weights["mlp_norm"])
     return pin(x + mlp(y, weights["up"], weights["down"], pin), "stream")
+
+
+def project(x: jax.Array, weights: list[jax.Array], einsum: Einsum) -> list[jax.Array]:
+    if einsum is jaxoverlap.einsum:
+        return list(jaxoverlap.einsum("bsd,de->bse", x, weights))
+    return [einsum("bsd,de->bse", x, weight) for weight in weights]
 
 
 def heads(x: jax.Array, sizes: Sizes, pin: Pin) -> jax.Array:
     return pin(x.reshape(*x.shape[:2], sizes.heads, -1), "heads")
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, pin: Pin) -> jax.Array:
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, pin: Pin, einsum: Einsum = jnp.einsum
+) -> jax.Array:
     """Causal attention of [batch, sequence, heads, size], with scores written out."""
-    scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
+    scores = einsum("bqnh,bknh->bnqk", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
     causal = jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
     scores = pin(jnp.where(causal, scores, -jnp.inf), "scores")
     probabilities = pin(jax.nn.softmax(scores).astype(q.dtype), "scores")
-    return pin(jnp.einsum("bnqk,bknh->bqnh", probabilities, v), "attended")
+    return pin(einsum("bnqk,bknh->bqnh", probabilities, v), "attended")
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -7,7 +7,17 @@ import jaxoverlap._util.passes_link  # noqa: F401 # isort: skip # before all tha
 from jaxoverlap import ring
 from jaxoverlap.api import Overlapped, overlap, tune
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips, parse_cluster
+from jaxoverlap.hardware.lost import LostError, lost_named
 from jaxoverlap.hardware.pods import PodsUnavailableError, pod_mesh
+from jaxoverlap.ops import (
+    attention,
+    compiler_options,
+    decisions,
+    dot_general,
+    einsum,
+    matmul,
+    softmax_cross_entropy_with_integer_labels,
+)
 from jaxoverlap.parallelism import pipeline
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.configure import Configurations, NothingFitsError, configure
@@ -46,6 +56,7 @@ __all__ = [
     "Decision",
     "DisagreementError",
     "Link",
+    "LostError",
     "Lowered",
     "MadeFor",
     "Measured",
@@ -66,14 +77,22 @@ __all__ = [
     "Tuning",
     "Variant",
     "agreed",
+    "attention",
     "audit",
     "chips",
+    "compiler_options",
     "configure",
+    "decisions",
+    "dot_general",
+    "einsum",
+    "lost_named",
+    "matmul",
     "overlap",
     "parse_cluster",
     "pipeline",
     "pod_mesh",
     "ring",
     "simulate",
+    "softmax_cross_entropy_with_integer_labels",
     "tune",
 ]

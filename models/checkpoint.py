@@ -5,17 +5,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from models.config import Mistake, Run
 
-# These may change from one run to the next, as may the mesh: they say how long a run is, and what
-# it writes.
-FREE = {"steps", "plain", "checkpoint", "save_every", "metrics", "log_every"}
+# These may change from one run to the next, as may the mesh: they say how long a run is, what it
+# writes, and in which processes it runs.
+FREE = {"steps", "plain", "halves", "plan", "checkpoint", "save_every", "metrics", "log_every"}
+FREE |= {"profile", "distributed", "coordinator", "processes", "process", "timeout_s", "workers"}
 
 
 class Checkpoints:
-    """The states kept in `config.checkpoint`; keeps nothing where that is None."""
+    """The states kept in `config.checkpoint`; keeps nothing where that is None.
+
+    Every process writes its part while the next steps run; a checkpoint has its name only when all
+    parts are there.
+    """
 
     def __init__(self, config: Run):
         self.manager = None
@@ -27,8 +33,9 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
         check_same_run(directory / "config.json", config)
         self.every, self.steps = config.save_every, config.steps
+        waits = ocp.options.AsyncOptions(timeout_secs=config.timeout_s)
         # The next line alone decides which steps are kept.
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, async_options=waits)
         self.manager = ocp.CheckpointManager(directory, options=options)
 
     def restore(self, abstract_state: Any) -> tuple[Any, int]:
@@ -36,28 +43,43 @@ class Checkpoints:
         taken = self.manager.latest_step() if self.manager else None
         if not self.manager or taken is None:
             return None, 0
-        return self.manager.restore(taken, args=ocp.args.StandardRestore(abstract_state)), taken
+        wanted = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract_state), feed=ocp.args.JsonRestore()
+        )
+        found = self.manager.restore(taken, args=wanted)
+        return found["state"], found["feed"]["next_index"]
 
-    def save(self, taken: int, state: Any) -> None:
-        """Keep the state after `taken` steps, if that is a multiple of save_every or the last."""
-        if self.manager and (taken % self.every == 0 or taken == self.steps):
-            self.manager.save(taken, args=ocp.args.StandardSave(state))
+    def save(self, taken: int, state: Any, feed: dict[str, Any], span: int = 1) -> None:
+        """Keep the state after `taken` steps, if one of the last `span` is due or all are taken.
+
+        Due is each multiple of save_every.
+        """
+        if self.manager and (taken % self.every < span or taken >= self.steps):
+            kept = ocp.args.Composite(
+                state=ocp.args.StandardSave(state), feed=ocp.args.JsonSave(feed)
+            )
+            self.manager.save(taken, args=kept)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
-        if self.manager:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        # Where a step failed in one of several processes nobody may be there to finish a save with:
+        # it stays without its name, and is no checkpoint.
+        if self.manager and (kind is None or jax.process_count() == 1):
             self.manager.close()  # waits for a save that is still being written
 
 
 def check_same_run(path: Path, config: Run) -> None:
-    """Write the configuration beside the checkpoints, or compare it with the one that is there."""
+    """Compare the configuration with the one beside the checkpoints; process 0 writes the first."""
     free = FREE | set(config.AXES)
     fixed = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
     fixed = json.loads(json.dumps(fixed, default=str))
     if not path.exists():
-        path.write_text(json.dumps(fixed, indent=1) + "\n")
+        if jax.process_index() == 0:
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(fixed, indent=1) + "\n")
+            part.rename(path)  # others may be reading
         return
     saved = json.loads(path.read_text())
     changed = [

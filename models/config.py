@@ -1,6 +1,7 @@
 """Configure training runs: the fields that all runs share, and the GPT's own."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -20,12 +21,26 @@ class Run:
 
     steps: Annotated[int, Option(help="Train to this many steps.")] = 100
     plain: Annotated[bool, Option("--plain", help="Run the step as it is written.")] = False
+    ops: Annotated[bool, Option("--ops", help="Matmuls partition themselves.")] = False
     halves: Annotated[int | None, Option(help="Parts in which rows run; else by price.")] = None
+    plan: Annotated[Path | None, Option(help="Follow process 0's plan in this file.")] = None
     checkpoint: Annotated[Path | None, Option(help="Save here, and resume.")] = None
     save_every: Annotated[int, Option(help="Steps.")] = 50
     metrics: Annotated[Path | None, Option(help="Write JSON lines here.")] = None
     log_every: Annotated[int, Option(help="Steps between lines, if not on a terminal.")] = 10
+    profile: Annotated[int, Option(help="Trace so many steps, to out/profile.")] = 0
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0
+    local_updates: Annotated[str | None, Option(help="Train in rounds, as by co2.")] = None
+    every: Annotated[int, Option(help="Steps of such a round.")] = 12
+    workers: Annotated[int, Option(help="Of local updates, each with the mesh below.")] = 2
+
+    distributed: Annotated[
+        bool, Option("--distributed", help="Join the processes of SLURM, Kubernetes or MPI.")
+    ] = False
+    coordinator: Annotated[str | None, Option(help="HOST:PORT of process 0, to join.")] = None
+    processes: Annotated[int | None, Option(help="In all, with --coordinator.")] = None
+    process: Annotated[int | None, Option(help="This one, with --coordinator.")] = None
+    timeout_s: Annotated[int, Option(help="Seconds to wait for a process.")] = 120
 
     layers: int = 2
     hidden: int = 128
@@ -39,9 +54,21 @@ class Run:
     weight_decay: float = 0.1
 
     def __post_init__(self):
-        for name in ("layers", "steps", "save_every", "log_every"):
+        if self.ops and (self.plain or self.halves):
+            raise Mistake("ops with plain or halves: matmuls partition themselves, or they do not")
+        for name in ("layers", "steps", "save_every", "log_every", "timeout_s", "every", "workers"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
+        if (self.coordinator is None) != (self.processes is None) or (self.processes is None) != (
+            self.process is None
+        ):
+            raise Mistake(
+                f"coordinator={self.coordinator}, processes={self.processes}, "
+                f"process={self.process}: give all three, or none; --distributed finds them where "
+                "SLURM, Kubernetes or MPI started the processes"
+            )
+        if self.plan and (self.plain or self.halves):
+            raise Mistake("--plan says what is overlapped: leave out --plain and --halves")
         for name, by, divisor in self.divisors():
             if divisor < 1 or getattr(self, name) % divisor:
                 raise Mistake(
@@ -53,10 +80,26 @@ class Run:
         """(field, what must divide it, its value): each device gets an equal part of everything."""
         first, second = self.AXES
         yield "hidden", "heads", self.heads
+        if self.local_updates:
+            yield "batch", f"workers x {first}", self.workers * self.mesh[first]
         for name in ("hidden", "batch"):
             yield name, first, self.mesh[first]
         for name in ("heads", "mlp"):
             yield name, second, self.mesh[second]
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens a step takes, over all devices."""
+        raise NotImplementedError
+
+    def used(self, path: str) -> float:
+        """Return the share of a weight that each token is multiplied by."""
+        return 1.0
+
+    @property
+    def devices(self) -> int:
+        """Return how many devices all workers take."""
+        return (self.workers if self.local_updates else 1) * math.prod(self.mesh.values())
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -86,6 +129,10 @@ class TextRun(Run):
                 f"hidden={self.hidden} with heads={self.heads}: a head must have an even size for "
                 "rotary positions; change one of them"
             )
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
 
     def divisors(self) -> Iterator[tuple[str, str, int]]:
         yield from super().divisors()

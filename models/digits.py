@@ -58,13 +58,13 @@ def cut(images: np.ndarray, patch: int) -> np.ndarray:
     return apart.swapaxes(2, 3).reshape(count, -1, patch * patch * channels)
 
 
-def digit_batches(config: Wanted) -> Callable[[int], dict[str, np.ndarray]]:
-    """The batch of each step, a function of the seed and the step alone; none is held out."""
+def digit_batches(config: Wanted) -> Callable[..., dict[str, np.ndarray]]:
+    """The batch of each step, or some rows of it; a function of seed and step, none held out."""
     digits = load_digits(config)
 
-    def batch_of(step: int) -> dict[str, np.ndarray]:
+    def batch_of(step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((config.seed, step))
-        chosen = rng.integers(0, len(digits["labels"]) - HELD_OUT, config.batch)
+        chosen = rng.integers(0, len(digits["labels"]) - HELD_OUT, config.batch)[rows]
         return {name: array[chosen] for name, array in digits.items()}
 
     return batch_of

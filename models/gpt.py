@@ -30,6 +30,8 @@ from models.layers import (
     Norm,
     Weight,
     cross_entropy,
+    einsum_of,
+    project,
     rotate,
     run_stack,
     shard,
@@ -62,28 +64,29 @@ class Attention(nnx.Module):
         self.k = Weight(config, mesh, rngs, into, shape, std)
         self.v = Weight(config, mesh, rngs, into, shape, std)
         self.out = Weight(config, mesh, rngs, P(second, None, first), (heads, size, hidden), back)
-        self.mesh, self.at = mesh, at
+        self.config, self.mesh, self.at = config, mesh, at
+        self.einsum = einsum_of(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mesh, heads = self.mesh, self.at.heads
-        q = shard(jnp.einsum("bsd,dnh->bsnh", x, self.q()), mesh, heads)
-        k = shard(jnp.einsum("bsd,dnh->bsnh", x, self.k()), mesh, heads)
-        v = shard(jnp.einsum("bsd,dnh->bsnh", x, self.v()), mesh, heads)
+        made = project(self.config, "bsd,dnh->bsnh", x, (self.q(), self.k(), self.v()))
+        q, k, v = (shard(y, mesh, heads) for y in made)
         if self.ordered:
             q, k = shard(rotate(q), mesh, heads), shard(rotate(k), mesh, heads)
         attended = shard(self.attend(q, k, v), mesh, heads)
-        return shard(jnp.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
+        return shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """The values, weighted by how well their keys fit each query."""
         mesh, at, dtype = self.mesh, self.at, q.dtype
-        scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(wide(dtype)) / math.sqrt(q.shape[-1])
+        scores = self.einsum("bqnh,bknh->bnqk", q, k)
+        scores = scores.astype(wide(dtype)) / math.sqrt(q.shape[-1])
         if self.ordered:
             causal = jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
             scores = jnp.where(causal, scores, -jnp.inf)
         scores = shard(scores, mesh, at.scores)
         probabilities = shard(jax.nn.softmax(scores).astype(dtype), mesh, at.scores)
-        return shard(jnp.einsum("bnqk,bknh->bqnh", probabilities, v), mesh, at.heads)
+        return shard(self.einsum("bnqk,bknh->bqnh", probabilities, v), mesh, at.heads)
 
 
 class MLP(nnx.Module):
@@ -94,12 +97,12 @@ class MLP(nnx.Module):
         back = (2 * config.layers * mlp) ** -0.5
         self.up = Weight(config, mesh, rngs, P(first, second), (hidden, mlp), hidden**-0.5)
         self.down = Weight(config, mesh, rngs, P(second, first), (mlp, hidden), back)
-        self.mesh, self.at = mesh, at
+        self.mesh, self.at, self.einsum = mesh, at, einsum_of(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        inner = shard(jnp.einsum("bsd,df->bsf", x, self.up()), self.mesh, self.at.inner)
+        inner = shard(self.einsum("bsd,df->bsf", x, self.up()), self.mesh, self.at.inner)
         inner = shard(jax.nn.gelu(inner), self.mesh, self.at.inner)
-        return shard(jnp.einsum("bsf,fd->bsd", inner, self.down()), self.mesh, self.at.stream)
+        return shard(self.einsum("bsf,fd->bsd", inner, self.down()), self.mesh, self.at.stream)
 
 
 class Block(nnx.Module):
@@ -132,7 +135,7 @@ class GPT(nnx.Module):
         self.embedding = Weight(config, mesh, rngs, P(config.AXES, None), shape, std)
         self.norm = Norm(config, mesh, self.at.stream)
         self.layers = stack(lambda r: self.block(config, mesh, r, self.at), config.layers, rngs)
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.einsum = config, mesh, einsum_of(config)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens [batch, sequence] -> logits [batch, sequence, vocab], in the wide dtype."""
@@ -146,12 +149,12 @@ class GPT(nnx.Module):
         """The rows of tokens, found by a matmul: its gradient is one too, and ends in a scatter."""
         rows = jax.nn.one_hot(tokens, self.config.vocab, dtype=table.dtype)
         rows = shard(rows, self.mesh, self.at.stream)
-        return shard(jnp.einsum("bsv,vd->bsd", rows, table), self.mesh, self.at.stream)
+        return shard(self.einsum("bsv,vd->bsd", rows, table), self.mesh, self.at.stream)
 
     def score(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """The logits of the next token."""
         x, dtype = self.norm(x), wide(x.dtype)
-        logits = jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=dtype)
+        logits = self.einsum("bsd,vd->bsv", x, table, preferred_element_type=dtype)
         return shard(logits, self.mesh, self.at.stream)
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from typer import Option
 
+import jaxoverlap
 from models import gpt
 from models.config import TextRun
 from models.layers import Layout, shard
@@ -75,6 +76,10 @@ class Attention(gpt.Attention):
         self.at_once = config.heads_at_once
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if self.config.ops:  # keys and values travel, and no device holds more than a block
+            attended = jaxoverlap.attention(q, k, v, is_causal=self.ordered)
+            return shard(attended, self.mesh, self.at.heads)
+
         def grouped(x: jax.Array) -> jax.Array:
             apart = x.reshape(*x.shape[:2], -1, self.at_once, x.shape[-1])
             return shard(jnp.moveaxis(apart, 2, 0), self.mesh, GROUPS)

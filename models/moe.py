@@ -36,7 +36,7 @@ from typer import Option
 
 from models import gpt
 from models.config import Mistake, TextRun
-from models.layers import Layout, Weight, cross_entropy, run_stack, shard, wide
+from models.layers import Layout, Weight, cross_entropy, einsum_of, run_stack, shard, wide
 from models.recipe import Recipe
 from models.text import text_batches
 
@@ -79,6 +79,11 @@ class Config(TextRun):
         yield "experts", "expert", self.expert
         yield "batch", "data x expert", self.data * self.expert
         yield "sequence", "group", self.group
+
+    def used(self, path: str) -> float:
+        """Return what a token uses of a weight: of those of the experts, its choices'."""
+        of_experts = "mlp" in path and ("up" in path or "down" in path)
+        return self.choices / self.experts if of_experts else 1.0
 
     @property
     def capacity(self) -> int:
@@ -141,25 +146,25 @@ class Experts(nnx.Module):
         self.router = weight(self.router_at, hidden, experts, std=hidden**-0.5)
         self.up = weight(self.up_at, experts, hidden, mlp, std=hidden**-0.5)
         self.down = weight(self.down_at, experts, mlp, hidden, std=back)
-        self.config, self.mesh, self.at = config, mesh, at
+        self.config, self.mesh, self.at, self.einsum = config, mesh, at, einsum_of(config)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [batch, sequence, hidden] -> the same shape, and how uneven each group is."""
         config, mesh = self.config, self.mesh
         tokens = shard(x.reshape(-1, config.group, config.hidden), mesh, self.tokens_at)
         dtype = wide(x.dtype)
-        logits = jnp.einsum("gsd,de->gse", tokens, self.router(), preferred_element_type=dtype)
+        logits = self.einsum("gsd,de->gse", tokens, self.router(), preferred_element_type=dtype)
         logits = shard(logits, mesh, self.tokens_at)
         probabilities = shard(jax.nn.softmax(logits), mesh, self.tokens_at)
         dispatch, combine = route(probabilities, config.choices, config.capacity)
         dispatch = shard(dispatch.astype(x.dtype), mesh, self.mask_at)
         combine = shard(combine.astype(x.dtype), mesh, self.mask_at)
 
-        there = shard(jnp.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, self.there_at)
-        inner = shard(jnp.einsum("egcd,edf->egcf", there, self.up()), mesh, self.inner_at)
+        there = shard(self.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, self.there_at)
+        inner = shard(self.einsum("egcd,edf->egcf", there, self.up()), mesh, self.inner_at)
         inner = shard(jax.nn.gelu(inner), mesh, self.inner_at)
-        said = shard(jnp.einsum("egcf,efd->egcd", inner, self.down()), mesh, self.there_at)
-        y = shard(jnp.einsum("gsec,egcd->gsd", combine, said), mesh, self.tokens_at)
+        said = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, self.there_at)
+        y = shard(self.einsum("gsec,egcd->gsd", combine, said), mesh, self.tokens_at)
         return shard(y.reshape(x.shape), mesh, self.at.stream), uneven(probabilities)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -38,27 +39,32 @@ class Model(Protocol):
 class Recipe:
     """A model, its configuration, and the data that it learns from.
 
-    `batches(config)` gives a function from the number of a step to its batch, as numpy arrays: of
-    the seed and the step alone, so that a run that resumes sees the batches it would have seen.
+    `batches(config)` gives a function of the number of a step, and of the rows wanted, to its batch
+    as numpy arrays: of the seed and the step alone, so that a run that resumes sees the batches it
+    would have seen, and each process makes its own part.
     `report(config, mesh, params)` is what there is to say after training.
     """
 
     config: type[Run]
     model: type[Model]
-    batches: Callable[[Any], Callable[[int], Batch]]
+    batches: Callable[[Any], Callable[..., Batch]]
     report: Callable[[Any, Mesh, Any], str] | None = None
 
     def make_mesh(self, config: Run) -> Mesh:
         """The first of the devices JAX sees, as a mesh of automatic axes."""
-        sizes, devices = tuple(config.mesh.values()), jax.devices()
-        needed = sizes[0] * sizes[1]
+        sizes, names, devices = tuple(config.mesh.values()), config.AXES, jax.devices()
+        if config.local_updates:
+            sizes, names = (config.workers, *sizes), ("worker", *names)
+        needed = config.devices
         if len(devices) < needed:
-            asked = " x ".join(f"{axis}={size}" for axis, size in config.mesh.items())
+            asked = " x ".join(f"{axis}={n}" for axis, n in zip(names, sizes, strict=True))
             raise Mistake(
                 f"a mesh of {asked} needs {needed} devices and JAX sees {len(devices)}; ask for a "
                 "smaller mesh, or on a CPU for more devices (jax_num_cpu_devices)"
             )
-        return jax.make_mesh(sizes, config.AXES, (AxisType.Auto,) * 2, devices=devices[:needed])
+        # Host by host, the last axis within hosts first. (jax.make_mesh refuses several hosts.)
+        places = np.array(devices[:needed]).reshape(sizes)
+        return Mesh(places, names, axis_types=(AxisType.Auto,) * len(sizes))
 
     def new_state(self, config: Run, mesh: Mesh, seed: int) -> dict[str, Any]:
         """{"params", "optimizer", "step"}, plain dicts and tuples of arrays."""
@@ -110,12 +116,21 @@ class Recipe:
         config = self.config.pod(**mesh.shape)  # type: ignore[attr-defined]  # all but Run have it
         return self.make_step(config, mesh), self.abstract_args(config, mesh)
 
+    def model_flops(self, config: Run, mesh: Mesh) -> float:
+        """Count the operations of a step: 6 a weight and token (Kaplan et al., arXiv:2001.08361).
+
+        Matrices alone, and not what remat or attention's scores add.
+        """
+        leaves = jax.tree.leaves_with_path(self.abstract_args(config, mesh)[0]["params"])
+        used = (leaf.size * config.used(jax.tree_util.keystr(at)) for at, leaf in leaves)
+        return 6.0 * config.tokens * sum(used)
+
     def make_loss(self, config: Run, mesh: Mesh) -> Callable:
         """loss(params, batch) -> (the loss, other numbers)."""
         definition, _ = nnx.split(nnx.eval_shape(lambda: self.model(config, mesh, nnx.Rngs(0))))
         return lambda params, batch: nnx.merge(definition, params).loss(batch)
 
-    def make_step(self, config: Run, mesh: Mesh) -> jax.stages.Wrapped:
+    def make_step(self, config: Run, mesh: Mesh, *, donate: bool = True) -> jax.stages.Wrapped:
         """A jitted train_step(state, batch) -> (state, metrics), which donates the state.
 
         The metrics are {"loss", "grad_norm"} and what else the model's loss gives.
@@ -135,7 +150,7 @@ class Recipe:
             train_step,
             in_shardings=(at, self.batch_shardings(config, mesh)),
             out_shardings=(at, whole),
-            donate_argnums=0,
+            donate_argnums=0 if donate else (),
         )
 
     def make_grads(self, config: Run, mesh: Mesh) -> jax.stages.Wrapped:

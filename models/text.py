@@ -37,22 +37,24 @@ def load_text(path: Path | None = None, *, sequence: int) -> np.ndarray:
     return np.frombuffer(text, np.uint8)
 
 
-def make_batch(text: np.ndarray, config: TextRun, step: int) -> dict[str, np.ndarray]:
+def make_batch(
+    text: np.ndarray, config: TextRun, step: int, rows: slice = slice(None)
+) -> dict[str, np.ndarray]:
     """Inputs and targets, int32 [batch, sequence] each: the targets are the inputs one byte on.
 
     A function of the seed and the step alone, so a run that resumes sees the batches it would have
-    seen without the interruption.
+    seen without the interruption, in however many processes. Each makes its own rows.
     """
     rng = np.random.default_rng((config.seed, step))
-    starts = rng.integers(0, len(text) - config.sequence, config.batch)
+    starts = rng.integers(0, len(text) - config.sequence, config.batch)[rows]
     windows = text[starts[:, None] + np.arange(config.sequence + 1)].astype(np.int32)
     return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
 
 
-def text_batches(config: TextRun) -> Callable[[int], dict[str, np.ndarray]]:
-    """The batch of each step, from the text that `config` names."""
+def text_batches(config: TextRun) -> Callable[..., dict[str, np.ndarray]]:
+    """The batch of each step, or some rows of it, from the text that `config` names."""
     text = load_text(config.text, sequence=config.sequence)
-    return lambda step: make_batch(text, config, step)
+    return lambda step, rows=slice(None): make_batch(text, config, step, rows)
 
 
 def text_like(config: TextRun, mesh: Mesh, spec: PartitionSpec) -> dict[str, jax.ShapeDtypeStruct]:

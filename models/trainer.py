@@ -3,25 +3,25 @@
 import contextlib
 import dataclasses
 import inspect
-import json
-import math
-import time
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jaxoverlap
 from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
 from models.configured import chosen
+from models.feed import Feed
+from models.processes import console, start, within_s
 from models.recipe import Recipe
+from models.report import Report
 
-console = Console()
+PROFILE = Path("out/profile")
 
 
 class Trained(NamedTuple):
@@ -34,86 +34,71 @@ class Trained(NamedTuple):
 
 def train(recipe: Recipe, config: Run) -> Trained:
     """Train to `config.steps` steps, from the newest checkpoint if there is one."""
-    simulate_devices(config)
-    mesh, batch_of = recipe.make_mesh(config), recipe.batches(config)
-    rows = []
+    start(config)
+    if config.local_updates:
+        from models import local_updates  # which imports this module
 
-    step = recipe.make_step(config, mesh)
-    if not config.plain:
-        step = jaxoverlap.overlap(step, halves=config.halves or "auto")
+        return local_updates.train(recipe, config)
+    mesh = recipe.make_mesh(config)
+    step = overlapped(recipe.make_step(config, mesh), config)
 
-    with Checkpoints(config) as checkpoints:
-        state, start = checkpoints.restore(recipe.abstract_args(config, mesh)[0])
+    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
+        state, begin = checkpoints.restore(recipe.abstract_args(config, mesh)[0])
         if state is None:
             state = recipe.init_state(config, mesh, config.seed)
         else:
-            console.print(f"resuming after step {start} of {config.steps}")
+            console.print(f"resuming after step {begin} of {config.steps}")
+        feed = Feed(recipe, config, mesh, begin)
 
-        with metrics_file(config.metrics, start) as write, progress(config, start) as show:
-            for index in range(start, config.steps):
-                began = time.perf_counter()
-                state, metrics = step(state, batch_of(index))
-                numbers = {name: float(value) for name, value in metrics.items()}  # waits
-                row = {"step": index, **numbers, "seconds": time.perf_counter() - began}
-                rows.append(row)
-                write(row)
-                show(row)
-                checkpoints.save(index + 1, state)
-    return Trained(rows, step, state)
+        with Report(recipe, config, mesh, begin) as report:
+            for index, batch in zip(range(begin, config.steps), feed, strict=False):
+                with profiled(index - begin, config):
+                    state, metrics = step(state, batch)
+                report.add(index, metrics)  # fetches those of the step before
+                checkpoints.save(index + 1, state, feed.state())
+    return Trained(report.rows, step, state)
+
+
+def overlapped(step: Any, config: Run) -> Any:
+    """Overlap a step as the configuration says; every process follows process 0's plan."""
+    if config.plain or config.ops:
+        return step
+    if config.plan:
+        path = config.plan
+        return jaxoverlap.overlap(step, plan=jaxoverlap.agreed(lambda: jaxoverlap.Plan.read(path)))
+    return jaxoverlap.overlap(step, halves=config.halves or "auto")
 
 
 def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
     """Train, then say how well, and what became of the step's collectives."""
     rows, step, state = train(recipe, config)
     mesh = recipe.make_mesh(config)
-    if recipe.report:
-        print(recipe.report(config, mesh, state["params"]))
-    if not config.plain:
+    if recipe.report and jax.process_count() == 1:
+        console.print(recipe.report(config, mesh, state["params"]))
+    if config.plain or config.local_updates or jax.process_index() != 0:
+        return rows
+    if config.ops:
+        print(jaxoverlap.audit(step.lower(*recipe.abstract_args(config, mesh)).compile()))
+    else:
         print(step.explain(*recipe.abstract_args(config, mesh)))
     return rows
 
 
-def simulate_devices(config: Run) -> None:
-    """Give JAX's CPU backend as many devices as the mesh needs; other backends have their own."""
-    with contextlib.suppress(RuntimeError):  # JAX has started: it keeps the devices it has
-        jax.config.update("jax_num_cpu_devices", max(8, math.prod(config.mesh.values())))
-
-
 @contextlib.contextmanager
-def metrics_file(path: Path | None, start: int) -> Iterator[Callable[[dict], None]]:
-    """write(row) adds a line of JSON to the file; lines of steps that are taken again go first."""
-    if path is None:
-        yield lambda row: None
+def profiled(index: int, config: Run) -> Iterator[None]:
+    """Trace the steps of a run that `config.profile` asks for, from the second on, in order."""
+    if not 1 <= index <= config.profile:
+        yield
         return
-    lines = path.read_text().splitlines() if start and path.exists() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", buffering=1) as file:  # a line is on disk when its step is done
-        file.writelines(f"{line}\n" for line in lines if json.loads(line)["step"] < start)
-        yield lambda row: print(json.dumps(row), file=file)
-
-
-@contextlib.contextmanager
-def progress(config: Run, start: int) -> Iterator[Callable[[dict], None]]:
-    """show(row) moves a bar in a terminal, and elsewhere prints a line every log_every steps."""
-    label = "plain" if config.plain else "overlapped"
-    if not console.is_terminal:
-        yield lambda row: print_row(row, label, config)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task(f"{label}  compiling", total=config.steps, completed=start)
-        yield lambda row: bar.update(
-            task, completed=row["step"] + 1, description=f"{label}  loss {row['loss']:.3f}"
-        )
-
-
-def print_row(row: dict[str, float], label: str, config: Run) -> None:
-    taken = int(row["step"]) + 1
-    if taken % config.log_every == 0 or taken == config.steps:
-        known = {"step", "loss", "seconds"}
-        others = [f"{k.replace('_', ' ')} {v:.3f}" for k, v in row.items() if k not in known]
-        numbers = (f"loss {row['loss']:.4f}", *others, f"{row['seconds']:.3f} s")
-        print(f"{label}  step {taken}/{config.steps}", *numbers, sep="  ", flush=True)
+    with contextlib.ExitStack() as stack:
+        if index == 1:
+            jax.profiler.start_trace(str(PROFILE))
+        stack.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=index))
+        yield
+    if index == config.profile:
+        jax.effects_barrier()
+        jax.profiler.stop_trace()
+        console.print(f"traced {index} steps: {PROFILE}")
 
 
 def command_line(recipe: Recipe, about: str) -> typer.Typer:
@@ -124,6 +109,9 @@ def command_line(recipe: Recipe, about: str) -> typer.Typer:
             main(*chosen(recipe, recipe.config(**options)))
         except Mistake as error:
             raise typer.BadParameter(str(error)) from error
+        except jaxoverlap.LostError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # to leave in order would wait for the processes that are gone
 
     flag = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it

@@ -24,7 +24,7 @@ from typer import Option
 from models import gpt
 from models.config import Run
 from models.digits import digit_batches, held_out
-from models.layers import Norm, Weight, cross_entropy, run_stack, shard, stack, wide
+from models.layers import Norm, Weight, cross_entropy, einsum_of, run_stack, shard, stack, wide
 from models.recipe import Recipe
 
 AT = gpt.MEGATRON
@@ -49,6 +49,10 @@ class Config(Run):
         yield from super().divisors()
         yield "image", "patch", self.patch
         yield "patches", "model", self.model
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.patches
 
     @property
     def patches(self) -> int:
@@ -94,17 +98,17 @@ class ViT(nnx.Module):
         self.layers = stack(lambda r: Block(config, mesh, r, AT), config.layers, rngs)
         self.norm = Norm(config, mesh, AT.stream)
         self.head = weight(P("data", None), hidden, config.classes, std=hidden**-0.5)
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.einsum = config, mesh, einsum_of(config)
 
     def __call__(self, patches: jax.Array) -> jax.Array:
         """patches [batch, patch, pixel] -> logits [batch, class], in the wide dtype."""
         mesh, patches = self.mesh, patches.astype(self.config.dtype)
-        x = shard(jnp.einsum("bsp,pd->bsd", patches, self.embedding()), mesh, AT.stream)
+        x = shard(self.einsum("bsp,pd->bsd", patches, self.embedding()), mesh, AT.stream)
         x = shard(x + shard(self.positions(), mesh, P("model", None)), mesh, AT.stream)
         x = self.norm(run_stack(self.layers, x))
         mean = jnp.mean(x, axis=1, dtype=wide(x.dtype)).astype(x.dtype)
         mean, dtype = shard(mean, mesh, P("data", None)), wide(x.dtype)
-        logits = jnp.einsum("bd,dc->bc", mean, self.head(), preferred_element_type=dtype)
+        logits = self.einsum("bd,dc->bc", mean, self.head(), preferred_element_type=dtype)
         return shard(logits, mesh, P("data", None))
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

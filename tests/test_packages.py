@@ -94,6 +94,7 @@ PUBLIC = [
     "Decision",
     "DisagreementError",
     "Link",
+    "LostError",
     "Lowered",
     "MadeFor",
     "Measured",
@@ -114,15 +115,22 @@ PUBLIC = [
     "Tuning",
     "Variant",
     "agreed",
+    "attention",
     "audit",
     "chips",
     "configure",
+    "decisions",
+    "dot_general",
+    "einsum",
+    "lost_named",
+    "matmul",
     "overlap",
     "parse_cluster",
     "pipeline",
     "pod_mesh",
     "ring",
     "simulate",
+    "softmax_cross_entropy_with_integer_labels",
     "tune",
 ]
 
@@ -132,7 +140,7 @@ COMMANDS = """
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
     configure: --axes --compile --debug --global-batch --json --keep --over --picture --plain \\
         --pod --sequence MODEL
-    explain: --debug --json --mesh --pod --processes-per-host STEP
+    explain: --debug --json --mesh --pod --processes-per-host --verbose STEP
     flags: --as --check --debug --json POD
     plan diff: --debug --json A B
     plan show: --as --debug --json FILE

@@ -29,7 +29,7 @@ class Sketch:
         axes: sizes of the mesh's axes (dp, fsdp, tp), slowest first.
         layers, hidden, mlp, gated, parallel: of the layers; parallel: attention and MLP read the
             same norm.
-        attention: none; written with einsums; or `jax.nn.dot_product_attention`.
+        attention: none; written with einsums; `jax.nn.dot_product_attention`; or cuDNN's by it.
         heads, kv_heads: of the attention.
         projection: whether queries, keys and values have a weight each, one together, or one each
             with heads as a dim of its own.
@@ -57,7 +57,7 @@ class Sketch:
     mlp: int
     gated: bool
     parallel: bool
-    attention: Literal["none", "einsum", "library"]
+    attention: Literal["none", "einsum", "library", "cudnn"]
     heads: int
     kv_heads: int
     projection: Literal["each", "fused", "headwise"]
@@ -89,6 +89,7 @@ class Sketch:
     def about(self) -> str:
         """The sketch in a line."""
         attention = {"none": "MLPs", "einsum": "einsum attention", "library": "attention"}
+        attention["cudnn"] = "cuDNN's attention"
         parts = [
             f"{self.layers} x {self.hidden}, mlp {self.mlp}{' gated' * self.gated}",
             attention[self.attention] + (f" {self.projection}" if self.attention != "none" else ""),

@@ -162,10 +162,13 @@ def mlp(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin) -
 def attention(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin) -> jax.Array:
     """Causal attention with its projections."""
     q, k, v = projected(x, weights, sketch, pin)
-    if sketch.attention == "library":
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    else:
+    if sketch.attention == "einsum":
         attended = written_out(q, k, v)
+    else:
+        implementation = "cudnn" if sketch.attention == "cudnn" else None
+        attended = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=implementation
+        )
     attended = pin(attended, "attended")
     if sketch.projection == "headwise":
         return jnp.einsum("bsnh,nhd->bsd", attended, weights["out"])

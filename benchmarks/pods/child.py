@@ -14,10 +14,12 @@ from benchmarks.pods.suite import (
     HALVES_RINGS,
     OVERLAPPED,
     PRESET_ROWS,
+    RULES,
     SCHEDULED,
     Step,
 )
 from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap.flags import options_for
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.simulation.simulation import Simulation
 
@@ -48,6 +50,8 @@ def measure(step: Step, row: str) -> Row:
         function = jaxoverlap.overlap(plain, cluster=step.pod, never_slower=False, **asked)
     elif row in PRESET_ROWS:
         options, refused = accepted(row.removeprefix("plain, "))
+    elif row == RULES:
+        options = options_for(mesh)
     else:
         options = compiler_options()
     cpu_s, began = _cpu_s(), time.perf_counter()

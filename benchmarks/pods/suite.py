@@ -5,16 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step, plain_mlp
+import jaxoverlap
+from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step, plain_mlp, rules_mlp
 from benchmarks.pods.hand_ring import hand_mlp
 from benchmarks.pods.presets import PRESETS
 from jaxoverlap.hardware.cluster import parse_cluster
 
 PLAIN, HAND, IN_SHARDINGS = "plain", "hand ring", "in_shardings only"
+RULES = "by rules"  # matmuls partition themselves, and there is no overlap()
 OVERLAPPED, SCHEDULED = "overlapped", "overlapped + pass"
 PRESET_ROWS = tuple(f"plain, {name}" for name in PRESETS)
 HALVES, HALVES_RINGS = "halves", "halves + rings"  # whether or not that is faster by price
-ROWS = (PLAIN, *PRESET_ROWS, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)  # of every step
+ROWS = (PLAIN, *PRESET_ROWS, RULES, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)  # of every step
 
 # 7B as in benchmarks/plain_gpt.py. 70B class: layers, hidden size and heads of LLaMA-65B
 # (arXiv:2302.13971, table 2) with an MLP of two matrices, 4 x hidden: 65B parameters.
@@ -52,10 +54,14 @@ class Step:
         """The jitted step that a row compiles, and its arguments as shapes."""
         if self.gpt is not None:
             pinned = {} if row == IN_SHARDINGS else EVERYWHERE
+            if row == RULES:
+                step = make_step(self.gpt, mesh, pinned, rules_mlp, jaxoverlap.einsum)
+                return step, abstract_args(self.gpt, mesh)
             mlp = hand_mlp(mesh) if row == HAND else plain_mlp
             return make_step(self.gpt, mesh, pinned, mlp), abstract_args(self.gpt, mesh)
         module = importlib.import_module(f"models.{self.model}")
-        config = module.RECIPE.config.pod(**self.axes, **self.changes)
+        changes = self.changes | ({"ops": True} if row == RULES else {})
+        config = module.RECIPE.config.pod(**self.axes, **changes)
         return module.make_step(config, mesh), module.abstract_args(config, mesh)
 
 

@@ -16,10 +16,13 @@ from jaxoverlap._jax.compat import Jaxpr, JaxprEqn, is_jaxpr
 from jaxoverlap._jax.jits import Cache
 
 
-def opened(eqn: JaxprEqn, body: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
+def opened(
+    eqn: JaxprEqn, body: Jaxpr, *, relined: bool = False
+) -> tuple[list[JaxprEqn], list[Any]]:
     """The equations of a call's body on its operands, and the atoms that are its results.
 
-    Every variable is a new one, so that a body may be opened in several places.
+    Every variable is a new one, so that a body may be opened in several places. Equations that
+    JAX's own code has traced (`jnp.cumsum`) get the source line of the call; all, if `relined`.
     """
     env: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
 
@@ -34,6 +37,8 @@ def opened(eqn: JaxprEqn, body: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
         outvars = [v if isinstance(v, core.DropVar) else core.Var(v.aval) for v in inner.outvars]
         env.update(zip(inner.outvars, outvars, strict=True))
         info = inner.source_info.replace(name_stack=above + inner.source_info.name_stack)
+        if relined or source_info_util.user_frame(info.traceback) is None:
+            info = info.replace(traceback=eqn.source_info.traceback)
         made.append(inner.replace(invars=invars, outvars=outvars, source_info=info))
     return made, [outer(v) for v in body.outvars]
 

@@ -6,6 +6,7 @@ Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_compat.py` pins each beh
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 from jax._src import (
     api_util,
+    checkify,
     core,
     distributed,
     pjit,
@@ -27,6 +29,11 @@ from jax._src.interpreters import pxla
 def is_jitted(fn: Any) -> bool:
     """Return whether `fn` came out of `jax.jit`."""
     return hasattr(fn, "trace") and hasattr(fn, "_jit_info") and hasattr(fn, "_fun")
+
+
+def stated_shardings(jitted: Any) -> tuple[Any, ...]:
+    """Return the shardings that a jit states for its arguments, flat; some may be left open."""
+    return tuple(jitted._jit_info.in_shardings_leaves)
 
 
 class Call(NamedTuple):
@@ -90,6 +97,18 @@ def at_top_level() -> bool:
     return core.trace_ctx.is_top_level()
 
 
+def in_checkify() -> bool:
+    """Return whether `checkify` is tracing what is called here, to put its checks into it.
+
+    It calls the function with the caller's own arrays, so that only the stack tells.
+    """
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        if frame.f_code.co_filename == checkify.__file__:
+            return True
+    return False
+
+
 def varying_axes(array: jax.Array) -> frozenset[str]:
     """The manual mesh axes on whose devices an array may differ; none where JAX does not check."""
     return jax.typeof(array).mat.varying  # type: ignore[attr-defined]
@@ -136,7 +155,12 @@ def bind_jit(flat: Sequence[Any], params: dict[str, Any]) -> list[Any]:
 def with_jaxpr(
     params: dict[str, Any], jaxpr: core.Jaxpr, options: dict[str, str]
 ) -> dict[str, Any]:
-    """A jit equation's parameters with another jaxpr, and compiler options that its own beat."""
+    """A jit equation's parameters with another jaxpr, and compiler options that its own beat.
+
+    A jaxpr that has lost the names of arguments and results, which JAX's errors name, gets those.
+    """
+    if jaxpr.debug_info.arg_names is None:
+        jaxpr = jaxpr.replace(debug_info=params["jaxpr"].debug_info)
     merged = {**options, **dict(params["compiler_options_kvs"])}
     return {**params, "jaxpr": jaxpr, "compiler_options_kvs": tuple(merged.items())}
 

@@ -7,7 +7,7 @@ child, which needs the lowered module and XLA's options, and not the user's Pyth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import custom_partitioners, jits, partitioner
+from jaxoverlap._jax.custom_partitioners import Answers
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class Job:
         platform: the devices' platform: "cuda" or "cpu".
         places: for each device, in the order of the mesh, how many have a smaller id. Ids may be
             others where it is compiled.
+        answers: the answers of operations that partition themselves by Python.
     """
 
     module: bytes
     options: bytes
     platform: str
     places: tuple[int, ...]
+    answers: Answers = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
     """Make the job that compiles a lowered step.
 
     Raises:
-        ValueError: if the step calls back into Python, which a child cannot.
+        ValueError: if the step calls back into Python, which a child cannot; or if XLA does not
+            partition it.
     """
     lowering: Any = lowered._lowering  # type: ignore[attr-defined]
     if lowering.compile_args["host_callbacks"]:
@@ -71,12 +75,30 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
     place_of = {i: place for place, i in enumerate(sorted(device.id for device in devices))}
     places = [place_of[device.id] for device in devices]
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([places]))
+    module, answers = _module_of(lowered)
     return Job(
-        mlir.module_to_bytecode(lowering._hlo),
+        module,
         options.SerializeAsString(),
         "cuda" if gpu else devices[0].platform,
         tuple(places),
+        answers,
     )
+
+
+def _module_of(lowered: jax.stages.Lowered) -> tuple[bytes, Answers]:
+    """Return the module of a lowered step, and the answers of what partitions itself in it."""
+    lowering: Any = lowered._lowering  # type: ignore[attr-defined]
+    keys = custom_partitioners.keys_of(lowering)
+    if not keys:
+        return mlir.module_to_bytecode(lowering._hlo), {}
+    custom_partitioners.record()
+    try:
+        partitioner.let_answer(lowered)
+    except partitioner.NoAnswerError as error:
+        raise ValueError(f"XLA does not partition the step: {error}") from error
+    names = {key: f"operation {place}" for place, key in enumerate(keys)}
+    answers = {names[key]: said for key, said in custom_partitioners.recorded(keys).items()}
+    return custom_partitioners.renamed(lowering._hlo, names), answers
 
 
 def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> Compiled:
@@ -88,6 +110,7 @@ def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> Compiled:
     by_id = sorted(devices, key=lambda device: device.id)
     assert [device.id for device in by_id] == [*range(len(by_id))]
     devices = [by_id[place] for place in job.places]
+    custom_partitioners.give(job.answers)
     options = xla_client.CompileOptions.ParseFromString(job.options)
     options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = str(kernels)
     with mlir.make_ir_context():

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src import compiler
+from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
+from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.extend import xla
 from jax.sharding import AbstractMesh, Mesh
@@ -58,30 +60,41 @@ class _Enough(Exception):
     """Ends the compilation."""
 
 
+# As `flags.required.CPU_SUMS_APART`: on CPUs the pass comes after sums were joined.
+_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+
+
 def new_name() -> str:
     """A name for a module that is only asked about: no other compilation of the process has it."""
     return f"jaxoverlap_asks_{next(_numbers)}"
 
 
-def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
+def ask(
+    lowered: jax.stages.Lowered,
+    mesh: Mesh,
+    tag: str = "",
+    options: Mapping[str, str] | None = None,
+) -> Partitioned:
     """Partition a lowered step by XLA, and read its module and how its results lie.
 
     Args:
         lowered: the step, under a name from `new_name`.
         mesh: the mesh whose axes name how the results lie.
         tag: a frontend attribute; how the matmuls and scatters that have it lie is read too.
+        options: compiler options; None for those that an overlapped step has.
 
     Raises:
         NoAnswerError: if the compilation ended in another way; its message is XLA's.
     """
     lowering: Any = lowered._lowering  # type: ignore[attr-defined]
     name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
-    on_cpu = next(iter(lowering._device_list)).platform == "cpu"
-    _register("cpu" if on_cpu else "cuda")
+    _register(_platform(lowering))
+    if options is None:
+        options = _SUMS_APART if _is_many_processes_of_cpus(lowering) else {}
     if not tag:
-        return _asked(lowering, name, mesh, {})
+        return _asked(lowering, name, mesh, options)
     with tempfile.TemporaryDirectory(prefix="jaxoverlap-") as folder:
-        answer = _asked(lowering, name, mesh, propagated.options(Path(folder)))
+        answer = _asked(lowering, name, mesh, {**options, **propagated.options(Path(folder))})
         module = propagated.read(Path(folder))
     if module is None:
         raise NoAnswerError(f"Shardy left no module of {name}")
@@ -90,9 +103,16 @@ def ask(lowered: jax.stages.Lowered, mesh: Mesh, tag: str = "") -> Partitioned:
 
 def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> Partitioned:
     """Partition a lowering of some name with some more compiler options."""
+    module = _partitioned(lowering, lowering._hlo, name, options)
+    avals = lowering.compile_args["global_out_avals"]
+    return Partitioned(module.to_string(), _results(module, avals, mesh))
+
+
+def _partitioned(lowering: Any, module: Any, name: str, options: Mapping[str, str]) -> Any:
+    """Return the partitioned module of a lowering, whose module may have another name."""
     _modules[name] = []
     try:
-        _compile(lowering, options)
+        _compile(lowering, module, options)
     except jax.errors.JaxRuntimeError as error:
         if not _modules[name]:
             raise NoAnswerError(str(error)) from error
@@ -100,8 +120,32 @@ def _asked(lowering: Any, name: str, mesh: Mesh, options: Mapping[str, str]) -> 
         modules = _modules.pop(name)
     if not modules:
         raise NoAnswerError(f"XLA compiled {name} without calling the pass after its partitioner")
-    avals = lowering.compile_args["global_out_avals"]
-    return Partitioned(modules[0].to_string(), _results(modules[0], avals, mesh))
+    return modules[0]
+
+
+def let_answer(lowered: jax.stages.Lowered) -> None:
+    """Have XLA partition a lowered step, so that operations that partition themselves answer.
+
+    Raises:
+        NoAnswerError: as `ask`.
+    """
+    lowering: Any = lowered._lowering  # type: ignore[attr-defined]
+    _register(_platform(lowering))
+    name = new_name()  # another compilation may have the step's own
+    with mlir.make_ir_context():
+        module = ir.Module.parse(mlir.module_to_bytecode(lowering._hlo))
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(name)
+        _partitioned(lowering, module, name, {})
+
+
+def _platform(lowering: Any) -> str:
+    on_cpu = next(iter(lowering._device_list)).platform == "cpu"
+    return "cpu" if on_cpu else "cuda"
+
+
+def _is_many_processes_of_cpus(lowering: Any) -> bool:
+    devices = list(lowering._device_list)
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
 
 
 def _register(platform: str) -> None:
@@ -137,12 +181,12 @@ def module_name(serialized: bytes) -> str:
             return serialized[at : at + size].decode()
 
 
-def _compile(lowering: Any, options: Mapping[str, str]) -> None:
+def _compile(lowering: Any, module: Any, options: Mapping[str, str]) -> None:
     """Compile a lowering as JAX would, but for what JAX caches, logs and counts."""
     given = lowering.compile_args
     compiler.backend_compile_and_load(
         given["backend"],
-        lowering._hlo,
+        module,
         lowering._device_list,
         jits.compile_options(lowering, options),
         list(given["host_callbacks"]),

@@ -177,7 +177,7 @@ def _spec_of(value: Any) -> Spec | None:
     else:
         sharding = _of_result(op, number)
         manual = _manual_axes(op.parent)
-    return ((),) * rank if sharding is None else _spec(sharding, manual)
+    return ((),) * rank if sharding is None else _spec(sharding, manual, rank)
 
 
 def _of_argument(op: Any, number: int) -> Any:
@@ -219,12 +219,15 @@ def _manual_axes(op: Any) -> set[str]:
     return axes
 
 
-def _spec(attribute: Any, manual: set[str]) -> Spec | None:
-    """Translate a sharding; None where it splits a mesh axis."""
+def _spec(attribute: Any, manual: set[str], rank: int) -> Spec | None:
+    """Translate a sharding; None where it splits a mesh axis, or is that of a value on one device.
+
+    The result of a callback into Python is on one device: its sharding has no dims.
+    """
     dims = []
     for dim in sdy.TensorShardingAttr(attribute).dimension_shardings:
         axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dim).axes]
         if any(axis.sub_axis_info is not None for axis in axes):
             return None
         dims.append(tuple(axis.name for axis in axes if axis.name not in manual))
-    return tuple(dims)
+    return tuple(dims) if len(dims) == rank else None

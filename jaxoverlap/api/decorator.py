@@ -9,10 +9,11 @@ from typing import Any, overload
 
 from jaxoverlap._jax.jit_wrappers import arguments_reach
 from jaxoverlap.api.overlapped import Overlapped
+from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
-from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Options
+from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Operations, Options
 from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
@@ -33,8 +34,10 @@ def overlap(
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
+    operations: Operations = ...,
     agree_within_s: float = ...,
     never_slower: bool = ...,
+    prices: str | os.PathLike[str] | None = ...,
 ) -> Overlapped: ...
 @overload
 def overlap(
@@ -50,8 +53,10 @@ def overlap(
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
+    operations: Operations = ...,
     agree_within_s: float = ...,
     never_slower: bool = ...,
+    prices: str | os.PathLike[str] | None = ...,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
 def overlap(
     fn: Callable[..., Any] | None = None,
@@ -66,8 +71,10 @@ def overlap(
     schedule: Scheduler | None = _SCHEDULER,
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
+    operations: Operations = "take over",
     agree_within_s: float = 20.0,
     never_slower: bool = True,
+    prices: str | os.PathLike[str] | None = None,
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
@@ -116,6 +123,9 @@ def overlap(
         tune: find the plan first, at the first call with arguments of a kind, as `tune` does; a
             `Tuning` says how. What was tried is kept, so that later runs find it at once. Of many
             processes process 0 tunes, and the others wait for its plan.
+        operations: what becomes of `jaxoverlap.dot_general`, `einsum` and `matmul` in the step:
+            "take over", the default, decides on them as on any matmul; "leave" lets them partition
+            themselves, and overlaps the rest. A plan is followed with what it was made with.
         agree_within_s: where the mesh spans processes, how long the first that comes to the step,
             or to `lower`, waits there for the last: none compiles before all are about to compile
             the same. If they are not, or one does not come, all raise `DisagreementError`. As long
@@ -123,6 +133,9 @@ def overlap(
         never_slower: where the GPUs' prices are known, compile the step as it is too, in a child
             process, and take what is faster by simulation; warn if that is not what has the rings.
             `Compiled.speedup` has both. False compiles the overlapped step alone, as does `plan`.
+        prices: a file that `python -m jaxoverlap.calibrate --here` wrote of the devices and links
+            that the step runs on, where the package has no prices of them: on CPUs, for one. The
+            file says what the cluster is, so leave out `cluster`.
 
     Raises:
         ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
@@ -150,10 +163,14 @@ def overlap(
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
     if not isinstance(tune, bool | Tuning):
         raise ValueError(f"tune={tune!r}: expected True, False or a jaxoverlap.Tuning")
+    if operations not in ("take over", "leave"):
+        raise ValueError(f"operations={operations!r}: expected 'take over' or 'leave'")
     if not agree_within_s > 0:
         raise ValueError(f"agree_within_s={agree_within_s!r}: expected seconds, more than zero")
     if not isinstance(never_slower, bool):
         raise ValueError(f"never_slower={never_slower!r}: expected True or False")
+    if prices is not None and (cluster is not None or plan is not None):
+        raise ValueError("prices= beside cluster= or plan=: give prices alone, which say both")
     tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
@@ -169,7 +186,11 @@ def overlap(
         if halves != "auto":
             raise ValueError(_said_twice(["halves"]))
         options = Options.of(
-            _read(plan), cluster=named, on_error=on_error, agree_within_s=agree_within_s
+            _read(plan),
+            cluster=named,
+            on_error=on_error,
+            operations=operations,
+            agree_within_s=agree_within_s,
         )
     else:
         options = Options(
@@ -181,8 +202,10 @@ def overlap(
             layouts=layouts,
             halves=halves,
             schedule=schedule,
+            operations=operations,
             agree_within_s=agree_within_s,
             never_slower=never_slower,
+            prices=None if prices is None else cost_model(table=prices),
         )
     if fn is None:
         return lambda fn: Overlapped(fn, options, tuning)

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import fused_attention, jits
 from jaxoverlap._jax.jit_wrappers import WrappedJit, arguments_reach, find_jit
 from jaxoverlap._util.text import warn
 from jaxoverlap.hardware import hosts
-from jaxoverlap.hardware.pods import is_pod
+from jaxoverlap.hardware.pods import capability_of, is_pod
 from jaxoverlap.passes.analysis.errors import own_faults
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
@@ -30,6 +30,10 @@ from jaxoverlap.step.stages import Lowered
 from jaxoverlap.tuning.subject import subject_of
 from jaxoverlap.tuning.tune import Tuning, tuned
 
+_CHECKIFY = (
+    "checkify puts its checks into the step as it was traced, and cannot put them into rings. "
+    "Overlap the function that is around checkify.checkify"
+)
 _MAX_SEEN = 128  # signatures that a step remembers; a run has a few
 _BESIDE_BUDGET_S = 3600.0  # that a tuning may take beside its budget: two candidates have none
 
@@ -78,6 +82,10 @@ class Overlapped:
         """Copies, shallow or deep, and pickles are new steps: they decide for themselves."""
         return Overlapped, (self._fn, self._options, self._tuning)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Overlapped:
+        """Copy the step, and not the function inside, as functions are never copied."""
+        return Overlapped(self._fn, self._options, self._tuning)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step."""
         return self._wrapped_jit.around(self._run)(*args, **kwargs)
@@ -113,7 +121,7 @@ class Overlapped:
         self._jitted.clear_cache()
 
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
-        return self._tuned(jits.infer(self._jitted, args, kwargs), args, kwargs, tuning)
+        return self._tuned(self._inferred(args, kwargs), args, kwargs, tuning)
 
     # The methods below get the arguments of the jit inside: nnx.jit has taken its models apart.
 
@@ -122,6 +130,9 @@ class Overlapped:
             return self._jitted(*args, **kwargs)
         call = jits.infer(self._jitted, args, kwargs)
         outermost = jits.at_top_level()
+        if not outermost and jits.in_checkify():
+            self._tell("checkify", f"{call.params['name']} runs without overlap: {_CHECKIFY}")
+            return self._jitted(*args, **kwargs)
         program = (self._decided if outermost else self._agreed)(call, args, kwargs)
         if program.params is program.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
@@ -135,7 +146,7 @@ class Overlapped:
         return jax.tree.unflatten(call.out_tree, flat)
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
-        call = jits.infer(self._jitted, args, kwargs)
+        call = self._inferred(args, kwargs)
         program = self._rewritten(call, args, kwargs)
         if program.error is not None:
             raise program.error
@@ -148,12 +159,12 @@ class Overlapped:
             )
 
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        call = jits.infer(self._jitted, args, kwargs)
+        call = self._inferred(args, kwargs)
         program = self._rewritten(call, args, kwargs)
         return jits.traced_with(self._jitted.trace(*args, **kwargs), program.params)
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        call = jits.infer(self._jitted, args, kwargs)
+        call = self._inferred(args, kwargs)
         program = self._decided(call, args, kwargs)
         ordering, params = program.ordering, program.params
         if ordering:
@@ -172,6 +183,12 @@ class Overlapped:
             speedup=program.speedup or predicted(program.plan),
         )
 
+    def _inferred(self, args: tuple, kwargs: dict) -> jits.Call:
+        """Trace the step, once a signature; for a pod as if its chip were here."""
+        values = (*jax.tree.leaves((args, kwargs)), *jits.stated_shardings(self._jitted))
+        with fused_attention.tracing_for(capability_of(values)):
+            return jits.infer(self._jitted, args, kwargs)
+
     def _rewritten(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """Rewrite the step for arguments like these; later calls with such get the same program."""
         key = _key(call)
@@ -185,10 +202,15 @@ class Overlapped:
                 find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
             program = step_program(self._jitted, call, args, kwargs, self._options, find_plan)
             self._seen.put(key, program, at_most=_MAX_SEEN)
-            if program.notice and program.notice.topic not in self._told:
-                self._told.add(program.notice.topic)
-                warn(program.notice.text)
+            if program.notice:
+                self._tell(*program.notice)
         return program
+
+    def _tell(self, topic: str, text: str) -> None:
+        """Warn the user, once a topic."""
+        if topic not in self._told:
+            self._told.add(topic)
+            warn(text)
 
     def _agreed(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
         """Return the rewritten step once all processes are about to compile the same."""

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import msgspec
 import numpy as np
 from rich.console import Console
@@ -26,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from jaxoverlap.calibrate import fit, this_machine, xla_perf_table
+from jaxoverlap.calibrate.grid import USUAL
 from jaxoverlap.cost.tables import (
     Attention,
     Collectives,
@@ -243,9 +245,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--here", type=Path, metavar="FILE", help="measure this machine's devices, and write FILE"
     )
+    job = parser.add_argument_group(
+        "several processes", "one on each host, all started alike: the links between are measured"
+    )
+    job.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, for all the same")
+    job.add_argument("--processes", type=int, help="in all")
+    job.add_argument("--process", type=int, help="this one, from 0")
     options = parser.parse_args(arguments)
+    said = (options.coordinator, options.processes, options.process)
+    if any(s is not None for s in said):
+        if None in said or not options.here:
+            parser.error("--coordinator, --processes and --process go together, and with --here")
+        jax.distributed.initialize(*said)
     today = datetime.date.today().isoformat()
     console = Console()
+    console.quiet = bool(options.process)  # only process 0 speaks
     with Progress(console=console) as progress:
         if options.here:
             made = [_here(options.here, today, progress)]
@@ -262,13 +276,14 @@ def _packaged(source: Source, today: str) -> Tables:
 
 
 def _here(path: Path, today: str, progress: Progress) -> Tables:
-    task = progress.add_task("here", total=this_machine.measurements())
+    task = progress.add_task("here", total=this_machine.measurements(USUAL))
 
     def advance(what: str) -> None:
         progress.update(task, advance=1, description=what)
 
-    tables = this_machine.tables_here(today, advance)
-    write(tables, path)
+    tables = this_machine.tables_here(today, advance, grid=USUAL)
+    if jax.process_index() == 0:
+        write(tables, path)
     return tables
 
 

@@ -28,7 +28,15 @@ _KeepRings = Annotated[
 
 @command
 def explain(
-    step: Step, *, pod: Pod, axes: Axes, processes: Processes = None, json: Json = False
+    step: Step,
+    *,
+    pod: Pod,
+    axes: Axes,
+    processes: Processes = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Give each matmul and collective a row of its own.")
+    ] = False,
+    json: Json = False,
 ) -> int:
     """What becomes of each matmul of a step, and why; compiles nothing.
 
@@ -36,7 +44,7 @@ def explain(
     """
     of = target(step, with_processes(pod, processes), axes)
     plan = of.overlapped.explain(*of.args)
-    say(plan.to_json() if json else str(plan))
+    say(plan.to_json() if json else plan.text(verbose=verbose))
     return OK if any(plan.changes) else NO
 
 

@@ -69,6 +69,8 @@ def _longer(curve: Curve, times: float) -> Curve:
 def cluster_here(tables: Tables, here: Here) -> Cluster:
     """The cluster that `--here` found: one host, whose devices all reach each other.
 
+    Devices of several hosts count as one host's, as what was measured is the links between them.
+
     What was not measured (memory, caches, clocks) is zero.
     """
     link = Link("this host", tables.permutes.bytes_per_s, tables.permutes.latency_s)
@@ -90,4 +92,4 @@ def cluster_here(tables: Tables, here: Here) -> Cluster:
         network=link,
         source=f"measured, {here.versions}",
     )
-    return Cluster(chip, 1, here.devices, link, link)
+    return Cluster(chip, 1, here.devices, link, link, here.processes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of
@@ -11,7 +11,7 @@ from jaxoverlap.hardware.cluster import Cluster, chips, parse_cluster
 
 
 def cost_model(
-    cluster: Cluster | str | None = None, *, table: str | Path | None = None
+    cluster: Cluster | str | None = None, *, table: str | os.PathLike[str] | None = None
 ) -> CostModel:
     """The cost model of a cluster, with the package's tables of its chip or with a file's.
 

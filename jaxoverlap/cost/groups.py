@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from jax.sharding import Mesh
+
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.hardware.topology import axis_domains, axis_processes
+
 
 @dataclass(frozen=True)
 class Group:
@@ -54,3 +59,12 @@ ALONE = Share()
 def pair(group: Group) -> Group:
     """Return the group of a hop along a ring of this group: two devices."""
     return replace(group, size=2, domains=min(group.domains, 2))
+
+
+def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
+    """Map each mesh axis to the group of its collectives; permutes in one process are copies."""
+    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh, cluster)
+    return {
+        axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)
+        for axis, size in mesh.shape.items()
+    }

@@ -241,6 +241,14 @@ class CostModel:
         rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
         return max(seconds, self.collective_s(kind, 0, group) + bytes_moved / rate)
 
+    @property
+    def scatters_sums(self) -> bool:
+        """Return whether XLA makes a reduce-scatter of an all-reduce that is only sliced.
+
+        XLA:CPU does not.
+        """
+        return self.tables.here is None or self.tables.here.platform != "cpu"
+
     def skew_s(self, computed_s: float, kind: str, group: Group) -> float:
         """Return seconds that a collective waits for the last device after `computed_s` of compute.
 
@@ -265,6 +273,8 @@ class CostModel:
         channels = channels or self._given.get((kind, bytes_moved, group))
         kind = self._known(kind, bytes_moved)
         most = self.tables.channels
+        if group.size > 1 and self.tables.taken:
+            return Share(self.tables.taken * self.cluster.chip.num_sms)
         if group.size == 1 or most == 0:
             return ALONE
         rate = bytes_moved / self.collective_s(kind, bytes_moved, group, channels)

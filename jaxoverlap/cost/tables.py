@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from importlib import resources
@@ -301,6 +302,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
         channels: the most channels that a collective runs on, each with an SM to itself; 0 where
             collectives take no SMs.
         skew: how long collectives wait for the last device; None where each has cores of its own.
+        taken: the share of compute that a collective takes while it runs, where both share cores.
         here: what `--here` found: how many devices, on what host; None for a chip of the package.
     """
 
@@ -313,6 +315,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     channels: int
     attention: Attention | None = None
     skew: Skew | None = None
+    taken: float = 0.0
     here: Here | None = None
     format: int = FORMAT
 
@@ -325,12 +328,14 @@ class Here(msgspec.Struct, frozen=True):
         platform: JAX's name of it.
         versions: the versions of jax and python.
         in_a_step: the factors from a loop to a step that the tables have in them.
+        processes: how many processes the devices were in.
     """
 
     devices: int
     platform: str
     versions: str
     in_a_step: InAStep
+    processes: int = 1
 
 
 class InAStep(msgspec.Struct, frozen=True):
@@ -361,7 +366,7 @@ def packaged(chip: str) -> Tables | None:
     return decode(file.read_bytes(), name) if file.is_file() else None
 
 
-def read(path: str | Path) -> Tables:
+def read(path: str | os.PathLike[str]) -> Tables:
     """The tables of a file that `python -m jaxoverlap.calibrate --here` wrote.
 
     Raises:

@@ -78,6 +78,17 @@ _MOST_MERGED_MIB = 64  # that a matmul reads and writes; XLA's default
 _MATMULS_APART = "xla_gpu_dot_merger_threshold_mb"
 
 
+# XLA:CPU joins all the sums of a step in one at its end, of both halves or of all gradients: then
+# none of them hides behind anything. Its threads run what is ready, so apart they do.
+CPU_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+
+
+def is_many_processes_of_cpus(mesh: Mesh) -> bool:
+    """Return whether a mesh is of CPUs in several processes, which send over a network."""
+    devices = list(mesh.devices.flat)
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+
+
 def is_gpu(mesh: Mesh) -> bool:
     """Return whether a mesh is of NVIDIA GPUs, present or only described."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
@@ -91,9 +102,10 @@ def options_for(
     least_sum: int | None = None,
     least_matmul: int | None = None,
 ) -> dict[str, str]:
-    """Compiler options for an overlapped step on a mesh: none unless its devices are NVIDIA GPUs.
+    """Compiler options for an overlapped step on a mesh.
 
-    Where each process has one GPU of the mesh no permute is a copy, and none is asked for.
+    On CPUs of several processes: sums stay apart (`CPU_SUMS_APART`). On those of one, none. Where
+    each process has one GPU of the mesh no permute is a copy, and none is asked for.
 
     Args:
         mesh: the mesh.
@@ -111,10 +123,13 @@ def options_for(
         What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
         step's own options win over these.
     """
-    if not is_gpu(mesh):
-        return {}
     devices = list(mesh.devices.flat)
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    if not is_gpu(mesh):
+        known = is_many_processes_of_cpus(mesh) and all(
+            jits.accepts_option(name, value, mine) for name, value in CPU_SUMS_APART.items()
+        )
+        return dict(CPU_SUMS_APART) if known else {}
     together = len({device.process_index for device in devices}) < len(devices)
     settings = RINGS if rings else (*_APART, *_PERMUTES) if parts else _PERMUTES
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}

@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import fused_attention, jits
 from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
 
 # The plugins that bring XLA's GPU compiler, newest first: module, and the package it comes in.
@@ -33,6 +33,7 @@ _PLUGINS = {
     "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
 }
 _INSTALL = "pip install 'jaxoverlap[pods]'"
+_CUDNN = divmod(fused_attention.CUDNN_VERSION // 100, 100)  # major and minor
 _SKIP_CUDA_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
@@ -64,7 +65,7 @@ gpu_device_info {{
   device_interconnect_info {{ active_links: {chip.nvlinks} }}
 {_SAME_ON_ALL}}}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
+dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} }}
 device_description_str: "{chip.device_name}"
 """
 
@@ -123,9 +124,11 @@ def devices(pod: Cluster) -> tuple[Any, ...]:
     Raises:
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
-    described = replace(pod, nvlink=pod.chip.nvlink, network=pod.chip.network)
+    network = pod.network if pod.names_network else pod.chip.network
+    described = replace(pod, nvlink=pod.chip.nvlink, network=network)
     gpus = _devices(described)
     _described[gpus[0].client] = described
+    fused_attention.answers_for(pod.chip.compute_capability)
     return gpus
 
 
@@ -135,6 +138,19 @@ _described: dict[Any, Cluster] = {}  # by the client of its devices: each pod ha
 def pod_of(mesh: Mesh) -> Cluster | None:
     """The pod that a mesh is of, with its chip's own links; None for a mesh of other devices."""
     return _described.get(mesh.devices.flat[0].client)
+
+
+def capability_of(values: Iterable[Any]) -> tuple[int, int] | None:
+    """The compute capability of the pod that one of some values or shardings is on; None if none.
+
+    Args:
+        values: shardings, or what has one.
+    """
+    for value in values:
+        mesh = getattr(getattr(value, "sharding", value), "mesh", None)
+        if isinstance(mesh, Mesh) and (pod := pod_of(mesh)) is not None:
+            return pod.chip.compute_capability
+    return None
 
 
 def topology_of(pod: Cluster) -> str:

@@ -38,6 +38,12 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_s: float | None = None
     why_not: str = ""
 
+    def __post_init__(self) -> None:
+        for name, least in (("parts", 2), ("shards", 1), ("unroll", 1)):
+            given = getattr(self, name)
+            if not isinstance(given, int) or isinstance(given, bool) or given < least:
+                raise ValueError(f"{name}={given!r}: expected a whole number, {least} or more")
+
     @property
     def lines(self) -> list[str]:
         """The lines that are printed below the table of a plan's matmuls."""

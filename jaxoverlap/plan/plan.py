@@ -26,13 +26,17 @@ from jaxoverlap.plan.decisions import (
 )
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import Layouts
+from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.table import (
     cluster_lines,
-    count_lines,
-    entry_table,
+    count_line,
+    idle_lines,
+    left_table,
     mesh_text,
+    partitioning_lines,
     prefetched_lines,
     remaining_lines,
+    ring_table,
     scattered_line,
 )
 from jaxoverlap.plan.tuned import Attempt, Measured, Predictions
@@ -59,7 +63,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 6  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 7  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +71,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     slack: float
     in_flight: int
+    extra_bytes: int = 0
 
 
 class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +126,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         layouts: the results of matmuls that are pinned; None if nobody looked for any.
         halves: whether its rows run in parts; `entries` are then the matmuls of all parts. None if
             nobody asked.
+        price: what it takes and saves by price; None where no price is known.
+        partitioning: the operations that partition themselves, with their source lines; they are
+            left alone.
         fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
         schedule: the scheduler pass; None where there is none.
         xla_options: compiler options, beyond the user's own and those that a pod needs.
@@ -143,6 +151,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sums: tuple[ScatteredSum, ...] = ()
     layouts: Layouts | None = None
     halves: Halves | None = None
+    price: Price | None = None
+    partitioning: tuple[str, ...] = ()
     fsdp: FSDP = "prefetch"
     schedule: Schedule | None = None
     xla_options: Mapping[str, str] = {}
@@ -203,7 +213,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         plan = self.without_rings("left alone: the step as it is is faster")
         return msgspec.structs.replace(
-            plan, plain=True, layouts=None, halves=None, schedule=schedule, xla_options={}
+            plan,
+            plain=True,
+            layouts=None,
+            halves=None,
+            price=None,
+            schedule=schedule,
+            xla_options={},
         )
 
     def without_rings(self, why: str) -> Plan:
@@ -264,28 +280,54 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def summary(self) -> str:
-        """Return the lines that are printed below the table of its matmuls."""
+        """Return the lines that are printed beside the tables: what was done, and with what."""
         settings = (self._compiled(), self._nccl())
         tuned = (f"  {one}" for one in (self.predictions, self.measured) if one is not None)
         origin = self.made_for
         return "\n".join(
             (
-                *count_lines(self.entries),
+                count_line(self.entries),
                 *prefetched_lines(self.prefetched),
                 *map(scattered_line, self.scattered),
                 *(self.layouts.lines if self.layouts else ()),
                 *(self.halves.lines if self.halves else ()),
+                *partitioning_lines(self.partitioning),
                 *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),
                 *tuned,
             )
         )
 
-    def __str__(self) -> str:
-        title = f"{self.step} on {mesh_text(self.mesh)}"
-        return "\n".join(
-            (entry_table(title, self.entries), self.summary, *remaining_lines(self.remaining))
+    @property
+    def verdict(self) -> str:
+        """Say in a line what the step gains; without prices, how many matmuls become rings."""
+        if self.price is not None:
+            return self.price.verdict
+        if self.plain:
+            return "the step is left as it is"
+        return (
+            f"{len(self.decisions)} of {len(self.entries)} matmuls become rings, at no known price"
         )
+
+    def text(self, *, verbose: bool = False) -> str:
+        """Write the plan as `print` shows it: the verdict, what was done, what was left alone.
+
+        Args:
+            verbose: whether each matmul and each collective gets a row of its own. Otherwise equal
+                rows are one, and the smaller of XLA's collectives are summed up.
+        """
+        parts = [
+            f"{self.step} on {mesh_text(self.mesh)}: {self.verdict}",
+            self.summary,
+            *ring_table(self.entries, verbose=verbose),
+            *left_table(self.entries, verbose=verbose),
+            *(idle_lines(self.entries) if verbose else ()),
+            *remaining_lines(self.remaining, verbose=verbose),
+        ]
+        return "\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.text()
 
     def _compiled(self) -> str:
         options = len(self.xla_options)

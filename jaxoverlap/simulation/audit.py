@@ -16,11 +16,12 @@ import jax
 
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.plan.collectives import OPCODES, RING_PASSES
+from jaxoverlap.plan.operations import OPERATIONS, described
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties
 
-_RING = re.compile(rf"({'|'.join(RING_PASSES.values())})\.(\d+)/")
+_RING = re.compile(rf"\b({'|'.join((*RING_PASSES.values(), *OPERATIONS))})\.(\d+)(?![\w.])")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
 _BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
@@ -112,11 +113,14 @@ class Audit:
         module: the module's name.
         collectives: all of them.
         speedup: how it compares with the step as it is, where `overlap` compared them.
+        operations: what was decided for the operations that partition themselves, in words, by
+            their names.
     """
 
     module: str
     collectives: tuple[Collective, ...]
     speedup: Speedup | None = None
+    operations: tuple[tuple[str, str], ...] = ()
 
     @property
     def total(self) -> Coverage:
@@ -143,6 +147,7 @@ class Audit:
                 f"all collectives: {self.total}",
                 f"  ring hops:     {self.hops}",
                 f"  XLA's own:     {self.rest}",
+                *(f"{name}: {said}" for name, said in self.operations),
                 *([str(self.speedup)] if self.speedup else ()),
             )
         )
@@ -179,7 +184,7 @@ def audit(compiled: jax.stages.Compiled | str) -> Audit:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = hlo.parse(text)
-    return Audit(module.name, collectives(module))
+    return Audit(module.name, collectives(module), operations=described(text))
 
 
 def collectives(module: hlo.Module) -> tuple[Collective, ...]:

@@ -74,7 +74,7 @@ class Instruction:
     def op_name(self) -> str:
         """The path of names above the JAX operation it came from; empty if there is none."""
         match = _OP_NAME.search(self.line)
-        return match.group(1) if match else ""
+        return match.group(1).replace("\\'", "'") if match else ""
 
     @property
     def trip_count(self) -> int | None:

@@ -8,10 +8,12 @@ only what it needs (a slice of a stacked weight, an update of a buffer in place)
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxoverlap.cost.kernels import FREE, AttentionKernel, KernelWork, MatmulKernel
 from jaxoverlap.simulation import hlo
@@ -46,7 +48,7 @@ _DIMS = re.compile(
     r'"?lhs_(contracting|batch)_dim(?:ension)?s"?[=:][\[{]([^\]}]*)[\]}]'
 )  # of a dot, and of a call to cuBLAS
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_SCORES = re.compile(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]')
+_CONFIG = re.compile(r"backend_config=(?=\{)")
 HOST_SPACE = "S(5)"  # in a layout: the array lies in the host's memory
 
 
@@ -274,18 +276,38 @@ def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: s
 
 def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> KernelWork:
     """Flash attention by cuDNN. XLA gives its scores' shape: batch, heads, queries, keys."""
-    scores = _SCORES.search(instruction.line)
+    config = _cudnn_config(instruction.line)
+    scores = config.get("intermediate_tensor_shape", {}).get("dimensions")
     if scores is None:
         return KernelWork((), _touched(instruction, shapes), target)
-    *heads, queries, keys = (int(d) for d in re.findall(r"\d+", scores.group(1)))
+    *heads, queries, keys = map(int, scores)
     query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
+    causal = config.get("mask_type") in _CAUSAL
+    window = int(config.get("sliding_window_length") or 0)
+    if causal and window > 0:  # a query then has `window` keys, as of twice as many under the mask
+        keys = min(keys, 2 * window)
     kernel = AttentionKernel(
         queries=queries,
         keys=keys,
         heads=math.prod(heads),
         head_size=hlo.dims(query)[-1],
-        causal='"mask_type":"CAUSAL"' in instruction.line,
+        causal=causal,
         backward="Backward" in target,
         dtype=query.partition("[")[0],
     )
     return KernelWork(memory_bytes=_touched(instruction, shapes), attention=kernel)
+
+
+_CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
+
+
+def _cudnn_config(line: str) -> Mapping[str, Any]:
+    """Read the configuration of a call to cuDNN's attention, which is JSON; empty if it is not."""
+    at = _CONFIG.search(line)
+    if at is None:
+        return {}
+    try:
+        config, _ = json.JSONDecoder().raw_decode(line, at.end())
+    except json.JSONDecodeError:
+        return {}
+    return config.get("cudnn_fmha_backend_config", config)

@@ -24,6 +24,7 @@ from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.fingerprint import fingerprint, memory_text
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.planning.entries import letters_of, source_of
+from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, MadeFor, Plan, Skip
 from jaxoverlap.plan.table import mesh_text
 
@@ -245,11 +246,14 @@ def followed(plan: Plan, done: Plan) -> Plan:
     Raises:
         ValueError: if the two differ; it says in which matmul.
     """
-    pairs = list(zip(plan.entries, done.entries, strict=True))
     lines = []
     pins, kept = (p.layouts.changes if p.layouts else () for p in (plan, done))
     if pins != kept:  # stands first, as the matmuls follow from it
         lines.append(f"layouts: {_two(f'{len(pins)} pins', f'{len(kept)} pins')}")
+    lines += _cut_otherwise(plan.cut, done.cut)
+    if len(plan.entries) != len(done.entries):
+        lines.append(f"matmuls: {_two(len(plan.entries), len(done.entries))}")
+    pairs = list(zip(plan.entries, done.entries, strict=False))
     lines += [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
     for what in ("prefetched", "scattered"):
         then, now = (_unsourced(getattr(p, what)) for p in (plan, done))
@@ -272,6 +276,17 @@ def _rows(plan: Plan) -> str:
     if plan.cut is None:
         return "rows whole"
     return f"rows in {plan.cut.parts} parts, scans unrolled {plan.cut.unroll} times"
+
+
+def _cut_otherwise(planned: Halves | None, done: Halves | None) -> list[str]:
+    """Say in what the cuts of rows differ: their parts, or what is cut, or how scans run."""
+    if planned is None or done is None:
+        return []  # what cannot be cut was refused before
+    return [
+        f"halves.{name}: {_two(then, now)}"
+        for name in ("parts", "rows", "shards", "unroll")
+        if (then := getattr(planned, name)) != (now := getattr(done, name))
+    ]
 
 
 def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:

@@ -10,11 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._jax import compat, jits
 from jaxoverlap.cost.find import cost_model, has_cost_model
-from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
 from jaxoverlap.hardware.cluster import Cluster
-from jaxoverlap.hardware.topology import axis_domains, axis_processes, cluster_of, processes_of_one
+from jaxoverlap.hardware.topology import cluster_of, processes_of_one
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
@@ -73,16 +72,20 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
         DisagreementError: if the cluster is not named, and a process of the mesh does not say on
             which host it runs.
     """
-    params, jaxpr, mesh = call.params, flatten(call.params["jaxpr"]), mesh_of(call)
-    if options.cluster is None:
+    params, mesh = call.params, mesh_of(call)
+    jaxpr = flatten(params["jaxpr"], take_over=options.operations == "take over")
+    if options.cluster is None and options.prices is None:
         cluster_of(mesh, options.agree_within_s)  # waits for the processes, once
-    named = options.cluster or (cluster_for(options.plan, mesh) if options.plan else None)
+    priced = options.prices and options.prices.cluster
+    named = options.cluster or priced or (cluster_for(options.plan, mesh) if options.plan else None)
     _check_cluster(params["name"], mesh, named)
     origin = made_for(call, mesh, named)
     if options.plan:
         check(options.plan, params["name"], origin, mesh, call, jaxpr)
     cluster = named or cluster_of(mesh)
-    cost = cost_model(cluster) if cluster and has_cost_model(cluster) else None
+    cost = options.prices
+    if cost is None and cluster and has_cost_model(cluster):
+        cost = cost_model(cluster)
     arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
     outermost = jits.at_top_level()
     return StepContext(params, jaxpr, mesh, cluster, cost, named, origin, arguments, outermost)
@@ -106,15 +109,6 @@ def mesh_of(call: jits.Call) -> Mesh:
     jaxpr = params["jaxpr"]
     places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
     return find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
-
-
-def groups_of(mesh: Mesh, cluster: Cluster | None) -> dict[str, Group]:
-    """Map each mesh axis to the group of its collectives; permutes in one process are copies."""
-    spread, processes = axis_domains(mesh, cluster), axis_processes(mesh, cluster)
-    return {
-        axis: Group(size, spread[axis], processes[axis] == 1, communicator=size)
-        for axis, size in mesh.shape.items()
-    }
 
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:

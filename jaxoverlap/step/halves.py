@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,11 @@ from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.layouts import LaidOut, changed, described, examples
 
+SOONEST = 4  # ways that tell which of two layouts is better for rings, or that halves are
+_CLEARLY = 0.05  # of the step: the other ways with rings seldom gain more on the first
+_STEPS = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
+_ROOM = 0.005  # of the step: what unrolled scans have to gain, as they need more memory
+GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
 _UNROLLED = 1.3  # times the memory that is estimated for unrolled scans beside the arguments
 _XLA_USES = 0.8  # of a device's memory: where a step needs more, XLA computes values again
 _MEMORY = 1.15  # times the memory that the plain step needs, by estimate
@@ -63,6 +69,57 @@ def in_parts(
     return replace(cut, layouts=laid.layouts)
 
 
+def in_halves(
+    step: StepContext,
+    traced: jax.stages.Traced,
+    plain: Picture,
+    laid: LaidOut,
+    ways_of: Callable[[LaidOut], Any],
+) -> Any:
+    """Take the step in halves, if it is estimated to be faster so than with whole rows.
+
+    Args:
+        step, traced, plain, laid: as for `in_parts`.
+        ways_of: gives the ways to run a step that is laid out (`ways._Ways`).
+
+    Returns:
+        The `ways.Way` that is taken.
+    """
+    whole = ways_of(laid)
+    best = whole.fastest(most=SOONEST)
+    cut = in_parts(step, traced, plain, laid, 2, 1)
+    assert cut.halves is not None
+    record, why_not = cut.halves, cut.halves.why_not
+    if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
+        cuts = [cut]
+        if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
+            unrolled = in_parts(step, traced, plain, laid, 2, _STEPS)
+            cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
+        way, *others = (ways_of(cut).fastest(rings=False) for cut in cuts)
+        most_s = seconds(way) * (1 - _ROOM)
+        way = next((other for other in others if seconds(other) < most_s), way)
+        step_s = seconds(way)
+        if step_s > seconds(best) * (1 - _CLEARLY):
+            best = whole.fastest()
+        assert way.plan.halves is not None
+        whole_s = seconds(best)
+        record = msgspec.structs.replace(way.plan.halves, whole_s=whole_s, step_s=step_s)
+        # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
+        least = 0 if best.plan.decisions else GAIN
+        if step_s < whole_s * (1 - least):
+            return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
+        why_not = "the step is faster with whole rows"
+    else:
+        best = whole.fastest()
+    record = msgspec.structs.replace(record, why_not=why_not)
+    return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
+
+
+def seconds(way: Any) -> float:
+    """Return the estimated seconds of a way; infinity where they are not known."""
+    return math.inf if way.step_s is None else way.step_s
+
+
 def safe_terms(step: StepContext, laid: LaidOut, terms: Terms) -> Terms:
     """Return terms without rings where XLA:CPU would mix up those of two parts.
 
@@ -88,7 +145,7 @@ def _in_parts(
     if record.why_not:
         return replace(laid, halves=record)
     shardings = shardings_of_parts(laid.jaxpr, jaxpr, laid.picture.shardings, parts)
-    if unroll > 1:
+    if record.unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
     try:
         picture = partitioned(traced, with_one_view(jaxpr), step.mesh, ask=False)
@@ -175,7 +232,7 @@ def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any
         parts=parts,
         rows=_named(step.jaxpr, dims, rows),
         shards=rows.shards,
-        unroll=unroll,
+        unroll=done.unroll,
         mixing=tuple(dict.fromkeys(map(described, done.mixing))),
     )
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.layouts import Layouts
@@ -13,6 +16,7 @@ from jaxoverlap.plan.plan import FSDP, Plan, ScatteredSum, Variant
 
 OnError = Literal["raise", "plain"]
 LayoutMode = Literal["repair", "complete", "advise"]
+Operations = Literal["take over", "leave"]
 HalvesMode = int | Literal["auto"] | None
 
 
@@ -30,11 +34,13 @@ class Options:
         halves: as in `overlap`.
         unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
+        lookups: whether the gradients of embedding lookups may be scattered.
         sums: the sums of activations that stay scattered; None to take what leaves less exposed.
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
             those that rings need.
         plan: the plan that all of these come from.
-        agree_within_s, never_slower: as in `overlap`.
+        operations, agree_within_s, never_slower: as in `overlap`.
+        prices: the cost model to decide by; None for the package's of the cluster.
     """
 
     cluster: Cluster | None = None
@@ -50,11 +56,14 @@ class Options:
     halves: HalvesMode = "auto"
     unroll: int = 1
     rings: bool = True
+    lookups: bool = True
     sums: tuple[ScatteredSum, ...] | None = None
     xla_options: Mapping[str, str] | None = None
     plan: Plan | None = None
+    operations: Operations = "take over"
     agree_within_s: float = 20.0
     never_slower: bool = True
+    prices: CostModel | None = None
 
     @property
     def chooses(self) -> bool:
@@ -69,9 +78,10 @@ class Options:
         cut = plan.cut
         return cls(
             fsdp=plan.fsdp,
-            schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
+            schedule=at and Scheduler(**msgspec.structs.asdict(at)),
             choices=plan.choices,
             rings=plan.may_ring,
+            lookups=bool(plan.scattered),
             alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
             sums=plan.sums,
             layouts=None,

@@ -9,19 +9,25 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits
+from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import axis_costs
+from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.mesh import unread
+from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.plan import Plan
+from jaxoverlap.plan.price import Price
 from jaxoverlap.step.check_plan import followed
-from jaxoverlap.step.context import StepContext, groups_of, prepare
+from jaxoverlap.step.context import StepContext, prepare
+from jaxoverlap.step.layouts import described
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.ways import overlapped
+from jaxoverlap.step.ways import Way, overlapped
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def run_passes(
         return PassResult(options.plan, jaxpr, step.mesh, step.cluster, step.cost)
     traced = None if unread(step.mesh) else jitted.trace(*args, **kwargs)
     done = overlapped(step, traced, _terms(step, options), options)
-    plan = msgspec.structs.replace(done.plan, made_for=step.origin)
+    plan = msgspec.structs.replace(_with_price(step, done), made_for=step.origin)
     if options.plan:
         plan = followed(options.plan, plan)
     return PassResult(plan, done.jaxpr, step.mesh, step.cluster, step.cost, done.rings, done.step_s)
@@ -91,6 +97,31 @@ def _terms(step: StepContext, options: Options) -> Terms:
         prices=step.cost and RingCosts(step.cost, groups_of(step.mesh, step.named)),
         prefetch=options.fsdp == "prefetch",
         rings=options.rings,
+        lookups=options.lookups,
         explicit=step.explicit,
         unread=unread(step.mesh),
     )
+
+
+def _with_price(step: StepContext, way: Way) -> Plan:
+    """Add to a way's plan what it saves by price, and the operations that partition themselves."""
+    operations = (e for body in bodies(step.jaxpr) for e in body.eqns if partitions_itself(e))
+    partitioning = tuple(dict.fromkeys(map(described, operations)))
+    plan = msgspec.structs.replace(way.plan, partitioning=partitioning)
+    if step.cost is None or way.step_s is None or way.plain is None or way.laid is None:
+        return plan
+    as_it_is = estimate(way.plain.module, step.cost)
+    laid_s = estimate(way.laid.module, step.cost).step_s
+    saved_s = {}
+    if plan.layouts and plan.layouts.changes:
+        saved_s["layouts"] = as_it_is.step_s - laid_s
+    if plan.cut or plan.rewrites:
+        rings = any(d.num_chunks > 1 for d in plan.decisions)
+        saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - way.step_s
+    price = Price(
+        plain_s=as_it_is.step_s,
+        plain_exposed_s=as_it_is.exposed_s,
+        step_s=way.step_s,
+        saved_s=saved_s,
+    )
+    return msgspec.structs.replace(plan, price=price)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from jaxoverlap.step.pipeline import PassResult, run_passes
 from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
 from jaxoverlap.step.trial import Request
 
-_SHOWN = 40  # matmuls of a step whose plan is shown in a warning
 _REASONS = 5  # that are named of a longer one
 
 
@@ -181,7 +181,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
     plan = msgspec.structs.replace(
         done.plan,
         xla_options=own,
-        schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
+        schedule=at and Schedule(**dataclasses.asdict(at)),
     )
     ours = jits.with_jaxpr(params, done.jaxpr, compiled_with)
     return StepProgram(
@@ -201,12 +201,11 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
 
 def _no_ring(name: str, plan: Plan) -> Notice:
     """Word the notice for a step on a mesh in which nothing becomes a ring."""
-    if len(plan.entries) <= _SHOWN:
-        return Notice("no ring", f"overlap() changes nothing in {name}:\n{plan}")
     reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
     lines = "".join(f"\n  {count} matmuls: {reason}" for reason, count in reasons)
-    said = f"overlap() changes nothing in {name}; explain() says why of each matmul, mostly:"
-    return Notice("no ring", said + lines)
+    said = f"overlap() changes nothing in {name}; explain() says why of each matmul"
+    mostly = f", mostly:{lines}" if lines else ""
+    return Notice("no ring", f"{said}{mostly}")
 
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:

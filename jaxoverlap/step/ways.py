@@ -12,16 +12,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import msgspec
 from jax.sharding import Mesh
 
 from jaxoverlap.passes.analysis.errors import UserError
-from jaxoverlap.passes.analysis.jaxprs import bodies, dots
+from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.manual.decide import decide_manual
@@ -43,15 +42,17 @@ from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.halves import fits, in_parts, safe_terms, too_large
+from jaxoverlap.step.halves import (
+    GAIN,
+    SOONEST,
+    in_halves,
+    in_parts,
+    safe_terms,
+    seconds,
+    too_large,
+)
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
-
-_SOONEST = 4  # ways that tell which of two layouts is better for rings, or that halves are
-_CLEARLY = 0.05  # of the step: the other ways with rings seldom gain more on the first
-_UNROLL = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
-_ROOM = 0.005  # of the step: what unrolled scans have to gain, as they need more memory
-_GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,16 @@ class Way:
         rings: its rings, except those written by hand.
         step_s: seconds of the step, estimated from its partitioned program; None where no price
             is known.
+        plain, laid: the partitioned program of the step as it is, and laid out, with whole rows and
+            no rings; None where the step was not partitioned.
     """
 
     plan: Plan
     jaxpr: Any
     rings: tuple[Ring, ...]
     step_s: float | None = None
+    plain: Picture | None = None
+    laid: Picture | None = None
 
 
 def overlapped(
@@ -96,7 +101,17 @@ def overlapped(
     def ways_of(laid: LaidOut) -> _Ways:
         return _Ways(step, traced, terms, options, plain, laid, timed)
 
-    laid = lay_out(step, traced, plain, options, lambda laid: ways_of(laid).soonest_s())
+    def soonest_s(laid: LaidOut) -> float:
+        whole_s, parts = ways_of(laid).soonest_s(), options.halves
+        if parts is None:
+            return whole_s
+        cut = in_parts(step, traced, plain, laid, 2 if parts == "auto" else parts, options.unroll)
+        if not cut.is_cut or too_large(plain, cut.picture):
+            return whole_s
+        return min(whole_s, seconds(ways_of(cut).fastest(rings=False)))
+
+    laid = lay_out(step, traced, plain, options, soonest_s)
+    whole_rows = laid
     if isinstance(options.halves, int):
         laid = in_parts(step, traced, plain, laid, options.halves, options.unroll)
         terms = safe_terms(step, laid, terms)
@@ -106,61 +121,16 @@ def overlapped(
                 f"{options.halves} parts: {laid.halves.why_not}. Tune again"
             )
     if not (terms.prices and options.chooses):
-        return ways_of(laid).by_bytes()
-    if options.halves != "auto":
-        return ways_of(laid).fastest()
-    return _in_halves(step, traced, plain, laid, ways_of)
-
-
-def _in_halves(
-    step: StepContext,
-    traced: jax.stages.Traced,
-    plain: Picture,
-    laid: LaidOut,
-    ways_of: Callable[[LaidOut], _Ways],
-) -> Way:
-    """Take the step in halves, if it is estimated to be faster so than with whole rows.
-
-    Args:
-        step, traced, plain, laid: as for `in_parts`.
-        ways_of: the ways to run a step that is laid out.
-    """
-    whole = ways_of(laid)
-    best = whole.fastest(most=_SOONEST)
-    cut = in_parts(step, traced, plain, laid, 2, 1)
-    assert cut.halves is not None
-    record, why_not = cut.halves, cut.halves.why_not
-    if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
-        cuts = [cut]
-        if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
-            unrolled = in_parts(step, traced, plain, laid, 2, _UNROLL)
-            cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
-        way, *others = (ways_of(cut).fastest(rings=False) for cut in cuts)
-        most_s = _seconds(way) * (1 - _ROOM)
-        way = next((other for other in others if _seconds(other) < most_s), way)
-        step_s = _seconds(way)
-        if step_s > _seconds(best) * (1 - _CLEARLY):
-            best = whole.fastest()
-        assert way.plan.halves is not None
-        whole_s = _seconds(best)
-        record = msgspec.structs.replace(way.plan.halves, whole_s=whole_s, step_s=step_s)
-        # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
-        least = 0 if best.plan.decisions else _GAIN
-        if step_s < whole_s * (1 - least):
-            return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
-        why_not = "the step is faster with whole rows"
+        way = ways_of(laid).by_bytes()
+    elif options.halves != "auto":
+        way = ways_of(laid).fastest()
     else:
-        best = whole.fastest()
-    record = msgspec.structs.replace(record, why_not=why_not)
-    return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
+        way = in_halves(step, traced, plain, laid, ways_of)
+    return replace(way, plain=plain, laid=whole_rows.picture)
 
 
 _Timed = dict[tuple[Any, ...], tuple[Any, float | None]]
 """The seconds of ways that were timed, by what they change in a step, and that step."""
-
-
-def _seconds(way: Way) -> float:
-    return math.inf if way.step_s is None else way.step_s
 
 
 class _Ways:
@@ -186,7 +156,7 @@ class _Ways:
         """Take the way asked for, or the rules', with sums scattered where that sends less."""
         way = self._finished(self._by_bytes())
         if not any(way.plan.changes):
-            return replace(way, jaxpr=self._step.jaxpr)
+            return replace(way, jaxpr=self._step.jaxpr, step_s=self._plain_s)
         after = self._partitioned(way.jaxpr)
         if why := changed(self._plain, after):
             return self._without_rings(way, why)
@@ -194,17 +164,23 @@ class _Ways:
             return way
         return replace(way, step_s=estimate(after.module, self._terms.prices.cost).step_s)
 
+    @property
+    def _plain_s(self) -> float | None:
+        """The seconds of the step as it is; None where no price is known."""
+        cost = self._step.cost
+        return None if cost is None else estimate(self._plain.module, cost).step_s
+
     def _by_bytes(self) -> Rewriting:
         mesh, sums = self._step.mesh, self._options.sums
 
-        def decided(jaxpr: Any, picture: Picture) -> Rewriting:
+        def anew(jaxpr: Any, picture: Picture) -> Rewriting:
             return _decided(jaxpr, picture.shardings, mesh, self._terms)
 
         first = self._decided(self._terms)
         if sums is None:
-            return scatter_sums(self._traced, first, decided, mesh, self._terms.costs)
+            return scatter_sums(self._traced, first, anew, mesh, self._terms.costs)
         where = {s.site: Point(s.dim, s.axes) for s in sums}
-        return self._with_sums_scattered(where, decided) if where else first
+        return self._with_sums_scattered(where, anew) if where else first
 
     # -- by price -----------------------------------------------------------------------------
 
@@ -217,10 +193,10 @@ class _Ways:
         """
         base_s, _ = self._base
         ways = self._first(most) if rings else list(self._timed([self._gathered_ahead()]))
-        best_s = min(map(_seconds, ways), default=math.inf)
-        if best_s < base_s * (1 - _GAIN if rings else 1):  # gathers ahead alone risk nothing
-            return next(way for way in ways if _seconds(way) <= best_s * (1 + _GAIN))
-        rings_s = min((_seconds(way) for way in ways if way.plan.decisions), default=math.inf)
+        best_s = min(map(seconds, ways), default=math.inf)
+        if best_s < base_s * (1 - GAIN if rings else 1):  # gathers ahead alone risk nothing
+            return next(way for way in ways if seconds(way) <= best_s * (1 + GAIN))
+        rings_s = min((seconds(way) for way in ways if way.plan.decisions), default=math.inf)
         why = f"by price the step takes {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
         return replace(self._without_rings(ways[0], why), step_s=base_s)
@@ -228,7 +204,7 @@ class _Ways:
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
         base_s, _ = self._base
-        return min([base_s, *map(_seconds, self._first(_SOONEST))])
+        return min([base_s, *map(seconds, self._first(SOONEST))])
 
     def _first(self, most: int | None) -> list[Way]:
         """Return the first of all ways with their seconds; each is made and timed once."""
@@ -373,7 +349,8 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
     inside, manual = decide_manual(all_bodies, shardings, terms.requests)
     entries = tuple(inside.get(entry.site, entry) for entry in entries)
     rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
-    known = [] if terms.explicit else lookups(all_bodies, shardings, mesh, terms.costs)
+    may = terms.lookups and not terms.explicit
+    known = lookups(all_bodies, shardings, mesh, terms.costs) if may else []
     return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
 
 

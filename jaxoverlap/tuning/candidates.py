@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Trial
@@ -95,7 +94,7 @@ def settings(at: Candidate, plan: Plan) -> list[Candidate]:
         return []
     variations = []
     if options.schedule:
-        roomy = Scheduler(slack=_SLACK, in_flight=options.schedule.in_flight)
+        roomy = replace(options.schedule, slack=_SLACK)
         variations.append((f"slack {_SLACK}", replace(options, schedule=roomy)))
     rest = {k: v for k, v in plan.xla_options.items() if k not in _MERGES}
     if rest != plan.xla_options:
@@ -187,7 +186,13 @@ def said(base: Options, plan: Plan) -> Options:
     """Return options that name every ring of a plan, so that single rings can be changed."""
     plain = {skip.site: Variant("plain") for skip in plan.skips if skip.left_plain}
     choices = {**plan.choices, **plain}
-    return replace(base, choices=choices, sums=plan.sums, rings=plan.may_ring)
+    return replace(
+        base,
+        choices=choices,
+        sums=plan.sums,
+        rings=plan.may_ring,
+        lookups=bool(plan.scattered),
+    )
 
 
 def changed(options: Options, to: Mapping[int, Variant]) -> Options:

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from jaxoverlap._jax import jits
+from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.plan.plan import MadeFor, Plan, Variant
-from jaxoverlap.step.context import StepContext, groups_of
+from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import run_passes
 from jaxoverlap.step.program import StepProgram, as_it_is, lowered_as, request_of, step_program

@@ -11,6 +11,13 @@ Only jits that hold a matmul are opened. One that says more than "compile this" 
 donation, compiler options, a wish about inlining, constants, effects) stays as it is; so do the
 bodies of primitives that have rules of their own, but for shard_map.
 
+    q, k = matmul_group[...] x wq wk
+
+->  q = dot_general x wq ;  k = dot_general x wk
+
+Operations of `jaxoverlap.ops` are taken over so: they are then matmuls like any other, and no
+longer partition themselves. Where the user leaves them (`operations="leave"`) they stay.
+
     k = sharding_constraint[...] x ;  v = sharding_constraint[...] x     # the same one
 
 ->  k = sharding_constraint[...] x ;  v = k
@@ -25,14 +32,20 @@ from typing import Any
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import TRANSPARENT, has_matmul
+from jaxoverlap.passes.analysis.matmul_group import MATMUL_GROUP
 
 
-def flatten(jaxpr: Any) -> Any:
-    """Inline the plain jits around matmuls, and merge equal constraints; it computes the same."""
-    return _body(jaxpr) if any(map(has_matmul, jaxpr.eqns)) else jaxpr
+def flatten(jaxpr: Any, *, take_over: bool = True) -> Any:
+    """Inline the plain jits around matmuls, and merge equal constraints; it computes the same.
+
+    Args:
+        jaxpr: the step.
+        take_over: whether to open the groups of matmuls that partition themselves.
+    """
+    return _body(jaxpr, take_over) if any(map(has_matmul, jaxpr.eqns)) else jaxpr
 
 
-def _body(jaxpr: Any) -> Any:
+def _body(jaxpr: Any, take_over: bool) -> Any:
     renamed: dict[Any, Any] = {}
     constraints: dict[Any, list[Any]] = {}
 
@@ -48,11 +61,19 @@ def _body(jaxpr: Any) -> Any:
                 renamed[eqn.outvars[0]] = first.outvars[0]
                 continue
             alike.append(eqn)
+        if eqn.primitive.name == MATMUL_GROUP:
+            group = eqn.params["group"].jaxpr([v.aval for v in eqn.invars])
+            inner, results = (
+                inlining.opened(eqn, group, relined=True) if take_over else ([eqn], eqn.outvars)
+            )
+            eqns.extend(inner)
+            renamed.update(zip(eqn.outvars, results, strict=True))
+            continue
         opaque = eqn.primitive.name not in (*TRANSPARENT, "shard_map")
         if opaque or not has_matmul(eqn):
             eqns.append(eqn)
             continue
-        eqn = compat.map_jaxprs(_body, eqn)
+        eqn = compat.map_jaxprs(lambda inner: _body(inner, take_over), eqn)
         if not compat.is_plain_jit(eqn):
             eqns.append(eqn)
             continue

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AxisType
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.matmul_group import MATMUL_GROUP
 
 REMATS = ("remat2", "checkpoint")  # one primitive, by the names that it has had
 
@@ -147,8 +148,8 @@ def bodies(jaxpr: Any) -> tuple[Body, ...]:
 
 
 def has_matmul(eqn: Any) -> bool:
-    """Return whether an equation is a `dot_general`, or has one in its bodies at any depth."""
-    if eqn.primitive.name == "dot_general":
+    """Return whether an equation is a matmul or a group of some, or has one in its bodies."""
+    if eqn.primitive.name in ("dot_general", MATMUL_GROUP):
         return True
     return any(has_matmul(inner) for body in compat.jaxprs_in(eqn) for inner in body.eqns)
 

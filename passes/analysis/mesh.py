@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap._jax import compat, jits
 from jaxoverlap.passes.analysis.errors import UserError
@@ -113,10 +113,16 @@ def partition_spec(spec: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in spec))
 
 
-def automatic(mesh: Mesh) -> Mesh:
-    """Return the mesh with all of its axes left to the partitioner."""
+def automatic(mesh: Mesh) -> Mesh | AbstractMesh:
+    """Return the mesh with all of its axes left to the partitioner.
+
+    Where axes are explicit it is abstract: it stands inside `auto_axes`, where JAX knows the
+    devices, and a step with an operation that partitions itself may name but one mesh of devices.
+    """
+    if not explicit_axes(mesh):
+        return mesh
     types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh.abstract_mesh.update(axis_types=types)
 
 
 def is_cpu(mesh: Mesh) -> bool:

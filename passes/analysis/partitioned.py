@@ -81,7 +81,14 @@ class Picture:
         return hlo.parse_partitioned(self.text, self.num_devices)
 
 
-def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool = True) -> Picture:
+def partitioned(
+    traced: jax.stages.Traced,
+    jaxpr: Any,
+    mesh: Mesh,
+    *,
+    ask: bool = True,
+    options: Mapping[str, str] | None = None,
+) -> Picture:
     """Partition a traced step with XLA, and read its shardings.
 
     Args:
@@ -89,12 +96,13 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
         jaxpr: its jaxpr, flattened or rewritten; the numbers of the answer are of this one.
         mesh: the step's mesh.
         ask: whether to ask for the shardings of its matmuls.
+        options: compiler options; None for those that an overlapped step has.
 
     Raises:
         RewriteError: if XLA does not partition the step.
     """
     if not ask:
-        spmd_program = _partition(traced, jaxpr, mesh)
+        spmd_program = _partition(traced, jaxpr, mesh, options=options)
         return Picture({}, spmd_program.results, spmd_program.text, mesh.size)
     asked: dict[Any, _Asked] = {}
 
@@ -117,13 +125,18 @@ def partitioned(traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, ask: bool 
 
 
 def _partition(
-    traced: jax.stages.Traced, jaxpr: Any, mesh: Mesh, *, tag: str = ""
+    traced: jax.stages.Traced,
+    jaxpr: Any,
+    mesh: Mesh,
+    *,
+    tag: str = "",
+    options: Mapping[str, str] | None = None,
 ) -> partitioner.Partitioned:
     """Partition a traced step with another jaxpr in the place of its own."""
     params = jits.with_jaxpr(jits.traced_params(traced), jaxpr, {})
     params["name"] = partitioner.new_name()
     try:
-        return partitioner.ask(jits.traced_with(traced, params).lower(), mesh, tag)
+        return partitioner.ask(jits.traced_with(traced, params).lower(), mesh, tag, options)
     except partitioner.NoAnswerError as error:
         raise RewriteError(
             f"XLA's partitioner gave no answer about {traced.fun_name}: {error}"

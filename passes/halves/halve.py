@@ -45,6 +45,7 @@ class Halved:
     Attributes:
         jaxpr: the step.
         mixing: the equations that mix the rows, and so run on the parts joined.
+        unroll: how many steps of its scans stand in one body; 1 where none could be unrolled.
     """
 
     def __init__(self, jaxpr: Any, rows_of: RowsOf, cut: Cut, unroll: int = 1):
@@ -58,6 +59,7 @@ class Halved:
                 each other only within one.
         """
         self.mixing: list[Any] = []
+        self.unroll = 1
         self._rows_of, self._cut, self._unroll = rows_of, cut, unroll
         body = _Body(cut)
         for var in jaxpr.invars:
@@ -179,6 +181,7 @@ class Halved:
         length, unroll, inner = (scan.params[name] for name in ("length", "unroll", "jaxpr"))
         if unroll != 1 or length % self._unroll or _has_scan(inner):
             return scan
+        self.unroll = self._unroll
         apart = own_slices(inner, has_rows, scan)
         return scan.replace(params={**scan.params, "unroll": self._unroll, "jaxpr": apart})
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxoverlap.passes.analysis.sharding_rules import BACKWARD, FORWARD, rule_of
+
 
 class Cut(NamedTuple):
     """How rows are cut: each shard of the rows in the same number of parts.
@@ -107,8 +109,9 @@ def _dot_general(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     for paired in (contract, batch):
         for pair in zip(*paired, strict=True):
             if all(d in (None, p) for d, p in zip(dims, pair, strict=True)):
+                whole = "or" if eqn.outvars[0].aval.dtype == np.bool_ else "add"
                 return Followed(
-                    pair, ("add",) if paired is contract else (batch[0].index(pair[0]),)
+                    pair, (whole,) if paired is contract else (batch[0].index(pair[0]),)
                 )
     return None
 
@@ -294,6 +297,22 @@ def _convolution(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return None
 
 
+def _attention(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+    """Each sequence of the batch attends to itself; what is dropped depends on its place in it."""
+    rule = rule_of(eqn)
+    if rule is None or eqn.params["dropout_rate"]:
+        return None
+    operands = tuple(names.index(_BATCH) if _BATCH in names else None for names in rule.operands)
+    if any(d not in (None, p) for d, p in zip(dims, operands, strict=True)):
+        return None
+    if any(_BATCH not in names for names in rule.results):
+        return None  # the gradient of a bias that all sequences share
+    return Followed(operands, tuple(names.index(_BATCH) for names in rule.results))
+
+
+_BATCH = "b"  # the batch's name in the rule of cuDNN's attention
+
+
 def _stack(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     if (dim := _only(dims)) is None:
         return None
@@ -374,4 +393,5 @@ _RULES: dict[str, Callable[[Any, Dims, Cut], Followed | None]] = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul"), _scatter),
     "conv_general_dilated": _convolution,
+    **dict.fromkeys((FORWARD, BACKWARD), _attention),
 }

@@ -1,7 +1,10 @@
 """Choose the rows of a step that are cut: a dim of its batch that most matmuls have.
 
 The dims of a step have names (`passes/layouts/dims.py`). A dim of the batch is one that no weight
-has; most steps have two that every matmul has: the rows of the batch, and the sequence.
+has; most steps have two that every matmul has: the rows of the batch, and the sequence. A step
+without a backward pass may give back a batch of the type that it took, which then looks like a
+weight: there a dim that every matmul has and none contracts is the batch's. (Weight gradients
+contract the rows.) Weights cut along their inner dim would send each sum twice.
 """
 
 from __future__ import annotations
@@ -71,10 +74,26 @@ def rows_to_cut(
                 work[name] += own
                 depth[name] += own * d
     total = sum(map(_work, every_dot))
+    if free := _free(every_dot, dims):
+        work = Counter({name: total for name in free})
+        depth = Counter({name: place for place, name in enumerate(free)})
     for name in sorted(work, key=lambda name: (-work[name], depth[name])):
         if work[name] >= _COVERED * total:
             shards = _shards(name, every_dot, dims, shardings, sizes)
             yield Rows(name, shards, _held(name, every_dot, dims, shards))
+
+
+def _free(every_dot: Sequence[Dot], dims: DimNames) -> list[Name]:
+    """Return the names that every matmul has and none contracts, in the order of the first's."""
+    names = [dict.fromkeys(n for v in dot.eqn.invars[:2] for n in dims.of(v)) for dot in every_dot]
+    contracted = {
+        dims.of(v)[d]
+        for dot in every_dot
+        for v, ds in zip(dot.eqn.invars[:2], dot.eqn.params["dimension_numbers"][0], strict=True)
+        for d in ds
+    }
+    first = names[0] if names else {}
+    return [n for n in first if n not in contracted and all(n in its for its in names)]
 
 
 def _work(dot: Dot) -> int:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.jaxprs import TRANSPARENT
+from jaxoverlap.passes.analysis.sharding_rules import ShardingRule, rule_of
 
 Name = int
 """The number of a named dim; of no meaning beyond the step that it is from."""
@@ -78,6 +79,8 @@ class DimNames:
             name = eqn.primitive.name
             if name in TRANSPARENT:
                 self._called(eqn)
+            elif named := rule_of(eqn):
+                self._ruled(eqn, named)
             elif rule := _RULES.get(name):
                 for operand, result, pairs in rule(eqn):
                     self._same(operand, result, pairs)
@@ -99,6 +102,17 @@ class DimNames:
                     self._same(operand, result, same)
                     joined.add(result)
         return not eqn.invars or all(v in joined or not v.aval.shape for v in eqn.outvars)
+
+    def _ruled(self, eqn: Any, rule: ShardingRule) -> None:
+        """Join the dims that an operation's own sharding rule gives one name."""
+        first: dict[tuple[str, int], _Dim] = {}
+        sides = (*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results)
+        for var, names in zip(*sides, strict=True):
+            if not names or compat.is_literal(var):
+                continue
+            for d, (name, size) in enumerate(zip(names, var.aval.shape, strict=True)):
+                at = first.setdefault((name, size), _Dim(var, d))
+                self._same(at.var, var, [(at.dim, d)])
 
     def _called(self, eqn: Any) -> None:
         """Join the operands and results of an equation with those of the bodies that it runs."""

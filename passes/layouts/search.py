@@ -108,19 +108,22 @@ class LayoutSearch:
             self.best = Candidate({}, self.plain)
 
     def rivals(self, most: int) -> list[Candidate]:
-        """Return the best candidate and others that rings may make faster, if any is faster.
+        """Return the best candidate and others that rings or halves may make faster.
 
-        They are the layouts to start from: its neighbours differ from the best one by little.
+        They are the layouts to start from, as its neighbours differ from the best one by little,
+        and the step without pins. None is slower than that by the search's own price.
 
         Args:
-            most: the most candidates to return.
+            most: the most candidates with pins to return.
         """
         if not self.best.pins:
             return [self.best]
-        limit_s = self.best.answer.step_s * _RIVAL
+        limit_s = min(self.best.answer.step_s * _RIVAL, self.plain.step_s)
         others = [c for c in self._first if c.answer.step_s <= limit_s]
         others.sort(key=lambda c: c.answer.step_s)
-        return [self.best, *(c for c in others if c.pins != self.best.pins)][:most]
+        pinned = [self.best, *(c for c in others if c.pins != self.best.pins)][:most]
+        unpinned = [Candidate({}, self.plain)] if self.plain.step_s <= limit_s else []
+        return [*pinned, *unpinned]
 
     def leave_out(self, chosen: Mapping[int, Spec | None]) -> None:
         """Leave out the pins that say what XLA does unasked, if it does so without them.

@@ -171,8 +171,15 @@ class RingCosts:
     def hops_s(self, ring: Ring, variant: Variant) -> float:
         """Return the seconds of a ring's hops, one after the other on their link; of one run."""
         count, sent = hops(ring, variant)
-        group = self.groups[ring.first.ring.axis]
-        return count * self.cost.collective_s(PERMUTE, sent, pair(group))
+        return count * self.hop_s(ring.first.ring.axis, sent)
+
+    def hop_s(self, axis: str, sent: int) -> float:
+        """Return the seconds of one hop along an axis, of so many bytes from each device."""
+        return self.cost.collective_s(PERMUTE, sent, pair(self.groups[axis]))
+
+    def gather_s(self, axis: str, sent: int) -> float:
+        """Return the seconds of a whole all-gather along an axis, of so many bytes sent."""
+        return self.cost.collective_s(OPCODE_OF["all_gather"], sent, self.groups[axis])
 
     def _collective_s(self, ring: Ring, slices: int = 1) -> float:
         """Return the seconds of one of so many slices of a ring's collective."""

@@ -171,6 +171,22 @@ def split(matmul: ShardedMatmul, axis: str) -> Split | Refusal:
     rest; among equals the fewest bytes win. All devices doing the same work (no dim) is taken only
     where it moves nothing and every split does.
     """
+    letter, paid = _cheapest(matmul, axis)
+    if _decomposed(paid):
+        return _split(matmul, axis, letter, paid)
+    wanted = " and ".join(map(_said, paid))
+    operands = sorted((m for m in paid if m.side != "out"), key=lambda m: m.bytes_moved)
+    first = tuple(m.motion() for m in operands[: len(paid) - 1])
+    return Refusal(axis, f"{axis} wants {wanted}: no ring for that", first)
+
+
+def shared_letter(matmul: ShardedMatmul, axis: str) -> str | None:
+    """Return the letter along which an axis shares the work best; None where all do the same."""
+    return _cheapest(matmul, axis)[0]
+
+
+def _cheapest(matmul: ShardedMatmul, axis: str) -> tuple[str | None, list[_Move]]:
+    """Return the letter that an axis splits along best, and the moves that this needs."""
     paid = {c: _paid_moves(matmul, axis, c) for c in (*sorted(matmul.einsum.sizes), None)}
 
     def rank(c: str | None) -> tuple[bool, bool, bool, int]:
@@ -179,12 +195,7 @@ def split(matmul: ShardedMatmul, axis: str) -> Split | Refusal:
         return bool(moves), c is None, not _decomposed(moves), total
 
     best = min(paid, key=rank)
-    if _decomposed(paid[best]):
-        return _split(matmul, axis, best, paid[best])
-    wanted = " and ".join(map(_said, paid[best]))
-    operands = sorted((m for m in paid[best] if m.side != "out"), key=lambda m: m.bytes_moved)
-    first = tuple(m.motion() for m in operands[: len(paid[best]) - 1])
-    return Refusal(axis, f"{axis} wants {wanted}: no ring for that", first)
+    return best, paid[best]
 
 
 def _said(move: _Move) -> str:

@@ -20,6 +20,7 @@ class Terms:
         prices: the prices of rings on the cluster, if that is known.
         prefetch: whether the weights of a scan are gathered before any ring.
         rings: whether matmuls may become rings; if not, `prefetch` is all that is done.
+        lookups: whether the gradients of lookups may be scattered.
         explicit: the mesh's axes whose shardings are a part of types.
         unread: why none of the shardings could be read; None if they could.
     """
@@ -30,5 +31,6 @@ class Terms:
     prices: RingCosts | None = None
     prefetch: bool = False
     rings: bool = True
+    lookups: bool = True
     explicit: Sequence[str] = ()
     unread: str | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
@@ -71,6 +71,7 @@ class _Rewritten:
         self.body, self.sharing = body, sharing
         self.explicit = explicit_axes(mesh)
         self.mesh = automatic(mesh)
+        self.dot = dot_on(mesh)
         self.made: dict[Value, Any] = {}  # the variables of gathered values
         self.new: list[Any] = []
 
@@ -140,7 +141,7 @@ class _Rewritten:
             if ring.keep:
                 self.made[ring.whole] = self.moved(ring.whole)
                 results.append(self.made[ring.whole])
-            fn = ringed(ring, self.mesh)
+            fn = ringed(ring, self.mesh, self.dot)
             self.emit(fn, operands, results, eqn, likeness(ring), scope(ring))
         except Exception as error:
             raise _failed(ring, error) from error
@@ -152,7 +153,7 @@ def _failed(ring: Ring, error: Exception) -> RewriteError:
     return could_not_rewrite([dot.index for dot in dots], what, map(source_of, dots), error)
 
 
-def _gather(hoist: Hoist, mesh: Mesh) -> Callable[[Array], list[Array]]:
+def _gather(hoist: Hoist, mesh: Mesh | AbstractMesh) -> Callable[[Array], list[Array]]:
     """Make the function of a hoisted motion: XLA does it whole, and once for all that read it."""
     sharding = NamedSharding(mesh, partition_spec(hoist.after.spec))
     gather = functools.partial(lax.with_sharding_constraint, shardings=sharding)

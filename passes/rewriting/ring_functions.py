@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxoverlap.passes.analysis.einsum import Side, Spec
 from jaxoverlap.passes.analysis.mesh import is_cpu, partition_spec
@@ -19,7 +19,7 @@ from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Value
 from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.passes.rings import chunks
-from jaxoverlap.passes.rings.all_gather_matmul import Reader
+from jaxoverlap.passes.rings.all_gather_matmul import Reader, wide
 from jaxoverlap.passes.rings.by_kind import Along, Dim, operand_ring, result_ring
 from jaxoverlap.passes.rings.chunks import Cut
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term
@@ -31,15 +31,21 @@ def scope(ring: Ring) -> str:
     return f"{RING_PASSES[ring.kind]}.{ring.site}"
 
 
-def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
-    """Make the function that takes the place of a ring's matmuls."""
+def ringed(ring: Ring, mesh: Mesh | AbstractMesh, dot: _Dot) -> Callable[..., Any]:
+    """Make the function that takes the place of a ring's matmuls.
+
+    Args:
+        ring: the ring.
+        mesh: the mesh of its shard_map.
+        dot: multiplies chunks, from `dot_on`.
+    """
     layouts = [_layout(m) for m in ring.members]
     out_specs = [layout.out for layout in layouts] if ring.arrives else [ring.first.out]
     if ring.keep:
         shard = Value(None, ring.first.spec(ring.side))
         out_specs.append(shard.moved(ring.first.ring.axis, ring.dim, ring.other_dim).spec)
     mapped = jax.shard_map(
-        functools.partial(_arriving if ring.arrives else _leaving, ring, dot_on(mesh)),
+        ring_body(ring, dot),
         mesh=mesh,
         in_specs=tuple(partition_spec(spec) for _, spec in operands_of(ring)),
         out_specs=[partition_spec(spec) for spec in out_specs],
@@ -52,6 +58,11 @@ def ringed(ring: Ring, mesh: Mesh) -> Callable[..., Any]:
         return [end.seen(r) for end, r in zip(ends, results, strict=False)] + results[len(ends) :]
 
     return fn
+
+
+def ring_body(ring: Ring, dot: _Dot) -> Callable[..., list[Array]]:
+    """Make what one device does of a ring, on its parts of what `operands_of` lists."""
+    return functools.partial(_arriving if ring.arrives else _leaving, ring, dot)
 
 
 def likeness(ring: Ring) -> Hashable:
@@ -206,14 +217,16 @@ _Dot = Callable[..., Array]
 
 def dot_on(mesh: Mesh) -> _Dot:
     """Make the function that multiplies chunks of matmuls on a mesh's devices."""
-    # XLA:CPU lacks some matmuls of narrow operands with a wide result, and widens them in others.
+    # XLA:CPU lacks some matmuls of narrow operands with a wide result, widens them in others, and
+    # in some of chunks' sizes adds up in 16 bits.
     widens = is_cpu(mesh)
 
     def dot(member: Member | ManualSite, lhs: Array, rhs: Array, dtype: Any) -> Array:
         params = member.dot.eqn.params
         if widens:
+            inside = wide(dtype)
             lhs, rhs = (
-                x.astype(dtype) if jnp.dtype(dtype).itemsize > x.dtype.itemsize else x
+                x.astype(inside) if jnp.dtype(inside).itemsize > x.dtype.itemsize else x
                 for x in (lhs, rhs)
             )
         return lax.dot_general(

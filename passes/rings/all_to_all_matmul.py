@@ -190,7 +190,7 @@ def _slices(products: Products, dim: int, cut: Cut, axis: str, dtype: Any) -> li
         mine = chunks.exchange(product, dim, cut, products.dim, split, axis)
         product = products.multiply(None, j, dtype)
         # The next slice waits for this one: XLA would combine the two.
-        mine, product = lax.optimization_barrier((mine, product))
+        mine, product = chunks.tied((mine, product))
         results.append(mine)
     return [*results, chunks.exchange(product, dim, cut, products.dim, split, axis)]
 

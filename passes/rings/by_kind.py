@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax import Array
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from jaxoverlap._jax.row_layout import in_rows
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
 from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
@@ -121,4 +121,4 @@ def _in_rows(value: Array, along: Along) -> Array:
     """
     if along.variant.style == "sliced":
         return value
-    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+    return in_rows(value)

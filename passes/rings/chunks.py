@@ -11,12 +11,36 @@ the same dim: then a chunk does not lie side by side.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+_ties = ContextVar("ties", default=True)
+
+
+@contextlib.contextmanager
+def without_ties(without: bool) -> Iterator[None]:
+    """Make the rings that are traced in this block without ties, if so.
+
+    XLA:CPU runs what is ready, and merges no matmuls: there a tie only keeps a hop from starting
+    while the matmul before it runs.
+    """
+    token = _ties.set(not without)
+    try:
+        yield
+    finally:
+        _ties.reset(token)
+
+
+def tied[Tree](values: Tree) -> Tree:
+    """Tie values, so that what reads one waits for all; or leave them where ties only delay."""
+    return lax.optimization_barrier(values) if _ties.get() else values
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,9 @@ def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -
             if came:
                 before = [kept[j]] if j in kept else []
                 kept[j] = _sum([*before, *(c.astype(wide(dtype)) for c in came)])
-            total = _sum([*joined, product])
+            total = _sum([*(c.astype(wide(dtype)) for c in joined), product])
             if step.shift:
-                hops.leaving = (i, j), total
+                hops.leaving = (i, j), total.astype(dtype)
             else:
                 results.append(_sum([kept[j], total]) if j in kept else total)
     return chunks.join(results, products.dim, products.cut.shard()).astype(dtype)
@@ -150,7 +150,7 @@ def _slices(products: Computes, axis: str, dtype: Any) -> Array:
         mine = chunks.scatter(product, dim, axis, cut)
         product = products.multiply(None, j, dtype)
         # The next slice waits for this one: XLA would combine the two.
-        mine, product = lax.optimization_barrier((mine, product))
+        mine, product = chunks.tied((mine, product))
         results.append(mine)
     results.append(chunks.scatter(product, dim, axis, cut))
     return chunks.join(results, dim, cut.shard())
@@ -186,7 +186,7 @@ class Hops:
         kept = [self.arriving.pop((s, piece)) for s in step.keeps]
         if not joined and not kept:
             return [], [], product
-        return lax.optimization_barrier((joined, kept, product))
+        return chunks.tied((joined, kept, product))
 
 
 class Products:
@@ -209,7 +209,7 @@ class Products:
             }
             for t in self.terms
         ]
-        cut, leaving = lax.optimization_barrier((cut, leaving))
+        cut, leaving = chunks.tied((cut, leaving))
         self.terms = [replace(t, **operands) for t, operands in zip(self.terms, cut, strict=True)]
         return leaving
 

@@ -94,7 +94,7 @@ class _Slices:
 
     def tie[Tree](self, leaving: Tree) -> Tree:
         """Tie what leaves to the queries that are sliced next: neither starts before the other."""
-        self.q, leaving = lax.optimization_barrier((self.q, leaving))
+        self.q, leaving = chunks.tied((self.q, leaving))
         return leaving
 
     def multiply(self, chunk: Any, piece: int, dtype: Any) -> Array:

@@ -142,7 +142,7 @@ class _Travel:
         used = {(step.back, piece), *((send.back, piece) for send in step.sends)}
         tied = {key: self.held[key] for key in sorted(used)}
         if jax.tree.leaves(state):
-            tied, state = lax.optimization_barrier((tied, state))
+            tied, state = chunks.tied((tied, state))
         self.held |= tied
         for send in step.sends:
             pairs = orders.permutation(self.how.axis_size, send.shift)
@@ -171,14 +171,14 @@ class _Home:
         """Send sums on with their chunk, or home; under the matmul that reads `next_read`."""
         joined = self.arriving.pop((step.back, piece), None)
         landed = self.landed.pop(piece, None)
-        joined, landed, sums = lax.optimization_barrier((joined, landed, sums))
+        joined, landed, sums = chunks.tied((joined, landed, sums))
         self.sums |= {piece: _add(self.sums.get(piece), landed)} if landed else {}
         sums = _add(sums, joined)
         if step.back == 0:
             self.sums[piece] = sums
             return next_read
         sums = sums[0].astype(dtype), sums[1].astype(dtype)
-        sums, next_read = lax.optimization_barrier((sums, next_read))
+        sums, next_read = chunks.tied((sums, next_read))
         shift = next((s.shift for s in step.sends if s.back == step.back), -step.back)
         pairs = orders.permutation(self.how.axis_size, shift)
         coming = lax.ppermute(sums, self.how.axis, pairs)

@@ -24,7 +24,7 @@ from jaxoverlap.passes.scheduling.list_schedule import Rule, Turn, list_schedule
 from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.audit import Collective
+from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
 
@@ -90,8 +90,11 @@ class _Estimator:
 
     def __init__(self, module: hlo.Module, cost: CostModel):
         self._module, self._cost = module, cost
-        sent = {(c.computation, c.name): c for c in moved(module)}
-        self._collectives = {place: sent[place] for place in sent.keys() - joined(module)}
+        sums = cost.scatters_sums
+        found = moved(module) if sums else collectives(module)
+        sent = {(c.computation, c.name): c for c in found}
+        left = sent.keys() - joined(module) if sums else sent.keys()
+        self._collectives = {place: sent[place] for place in left}
         self.computation = functools.cache(self._computation)
         self._kernel_s = functools.cache(lambda kernel: cost.kernel_s(cost.known(kernel)))
 

@@ -263,7 +263,7 @@ def test_every_source_line_is_the_one_that_wrote_the_matmul(small):
 def test_the_printed_plan_shows_every_matmul(small):
     _, plan = small
     text = str(plan)
-    assert text.startswith("small_step on data 2 x model 4")
+    assert text.startswith("small_step on data 2 x model 4: ")
     idle = [s for s in plan.skips if s.reason.startswith("no collective")]
     waiting = len(plan.skips) - len(idle)
     assert f"{len(plan.entries)} matmuls: {len(plan.decisions)} ringed" in text

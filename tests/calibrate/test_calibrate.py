@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxoverlap.calibrate import calibrate, fit, step_factors, this_machine, xla_perf_table
+from jaxoverlap.calibrate.grid import Grid
 from jaxoverlap.cost import adjusted_tables, find
 from jaxoverlap.cost import model as cost
 from jaxoverlap.cost import tables as measured
@@ -102,16 +103,12 @@ def test_the_packages_tables_are_what_calibrate_makes(source):
 
 def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
     """A short measurement is written and read back, and prices what was measured."""
-    monkeypatch.setattr(this_machine, "DTYPES", ("f32",))
-    monkeypatch.setattr(this_machine, "M_SIZES", (8, 16, 64))
-    monkeypatch.setattr(this_machine, "NK_SIZES", (16, 32, 64))
-    monkeypatch.setattr(this_machine, "_ELEMENTS", (64, 256, 1024))
-    monkeypatch.setattr(this_machine, "_ROUNDS", 2)
+    small = dict(m=(8, 16, 64), nk=(16, 32, 64), elements=(64, 256, 1024), rounds=2)
+    grid = Grid(dtypes=("f32",), whole_groups=True, **small)
+    monkeypatch.setattr(calibrate, "USUAL", grid)
     monkeypatch.setattr(this_machine, "_MOST_SETS", 2)
-    monkeypatch.setattr(this_machine, "_TRANSPOSED", (1024,))
     monkeypatch.setattr(this_machine, "_RUNS_BEFORE", (1, 2))
     monkeypatch.setattr(this_machine, "_TARGET_S", 1e-4)
-    monkeypatch.setattr(this_machine, "_group_sizes", lambda devices: [devices])
     steps = tuple((how, (16, 32, 1)) for how, _ in step_factors.STEPS[::2])
     monkeypatch.setattr(step_factors, "STEPS", steps)
     # Factors are given because steps as small as this may not take longer than their kernels.

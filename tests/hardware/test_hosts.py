@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap._jax import jits
+from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.flags import options_for, preset
 from jaxoverlap.flags.required import BY_COPY
 from jaxoverlap.hardware import hosts, topology
@@ -25,7 +26,6 @@ from jaxoverlap.hardware.topology import axis_domains, axis_processes, cluster_o
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import collectives
 from jaxoverlap.simulation.replay import group_of
-from jaxoverlap.step.context import groups_of
 from tests.support.many_processes import abstract, make_mesh, make_step, train
 from tests.support.pods import needs_plugin
 from tests.support.processes import run

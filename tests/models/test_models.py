@@ -195,10 +195,10 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(whole_run, tmp
     def interrupted(config):
         batch_of = text_batches(config)
 
-        def at(step):
+        def at(step, rows):
             if step == 5:  # after the state of 4 steps was saved, and one more step was taken
                 raise KeyboardInterrupt
-            return batch_of(step)
+            return batch_of(step, rows)
 
         return at
 

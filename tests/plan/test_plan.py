@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.plan.plan import Plan, Skip, Variant
+from jaxoverlap.plan.plan import Plan, Remaining, Skip, Variant
+from jaxoverlap.plan.price import Price
 from tests.support.plans import ALSO_IDLE, IDLE, ODD, OPAQUE, OUT, PLAN, QKV, _plans, _variants
 
 # -- data ---------------------------------------------------------------------------------------
@@ -78,15 +79,74 @@ def test_a_field_that_no_plan_has_is_refused():
 # -- how it reads -------------------------------------------------------------------------------
 
 
-def rows(plan: Plan) -> dict[int, str]:
-    """Return the lines of the table that start with a site's number, by that number."""
-    lines = re.findall(r"^ +(\d+)  (.*)$", str(plan), re.MULTILINE)
+def rows(plan: Plan, *, verbose: bool = False) -> dict[int, str]:
+    """Return the lines of the tables that start with a site's number, by that number."""
+    lines = re.findall(r"^ +(\d+)  +(\S.*)$", plan.text(verbose=verbose), re.MULTILINE)
     return {int(site): line for site, line in lines}
 
 
+def test_a_plan_opens_with_its_verdict():
+    text = str(PLAN)
+    assert text.startswith(
+        "train_step on data 2 x model 8: 2 of 6 matmuls become rings, at no known price\n"
+    )
+    price = Price(
+        plain_s=0.7407,
+        plain_exposed_s=0.3,
+        step_s=0.4595,
+        saved_s={"layouts": 0.268, "halves": 0.0132},
+    )
+    gains = msgspec.structs.replace(PLAN, price=price)
+    assert gains.verdict == ("740.7 ms -> 459.5 ms, 1.61 x by price: layouts 268, halves 13.2")
+    bare = Price(plain_s=0.0594, plain_exposed_s=0.0022, step_s=0.0594)
+    nothing = msgspec.structs.replace(PLAN, price=bare)
+    assert nothing.verdict == "2.2 of 59.4 ms are exposed: at most 1.04 x to gain by price"
+    assert Plan.from_json(gains.to_json()) == gains
+
+
 def test_every_ring_and_every_waiting_matmul_has_a_row():
-    assert list(rows(PLAN)) == [3, 5, 1]
-    assert str(PLAN).startswith("train_step on data 2 x model 8\n")
+    for verbose in (False, True):
+        assert list(rows(PLAN, verbose=verbose)) == [3, 5, 1]
+
+
+def test_equal_rows_are_one_unless_all_are_asked_for():
+    """Only the numbers in their reasons differ, as in the layers of an unrolled model."""
+    skips = [
+        Skip(
+            site=n,
+            source="gpt.py:81",
+            einsum="ab,bc->ac",
+            runs=2,
+            reason=f"left plain: its hops take 85 µs, of which {n} µs is exposed",
+        )
+        for n in range(8)
+    ]
+    rings = [msgspec.structs.replace(QKV, site=n, ring=n) for n in (8, 9)]
+    other = msgspec.structs.replace(QKV, site=10, ring=10, axis="data")
+    plan = Plan(step="s", mesh={"x": 2}, entries=(*skips, *rings, other))
+    text = str(plan)
+    assert re.search(
+        r"^ 0, 1, 2, 3, 4, 5, \.\.\. \(8\)  gpt.py:81  ab,bc->ac +16  left", text, re.M
+    )
+    assert re.search(r"^ 8, 9  +gpt.py:88  abc,cd->abd +8  model .* 58.8 MB ", text, re.M)
+    assert list(rows(plan)) == [10]
+    assert list(rows(plan, verbose=True)) == [8, 9, 10, *range(8)]
+
+
+def test_of_many_collectives_the_largest_are_shown():
+    remaining = tuple(
+        Remaining(kind="all_gather", axes=("x",), source=f"a.py:{n}", runs=1, bytes_moved=n)
+        for n in range(1, 13)
+    )
+    plan = Plan(step="s", mesh={"x": 2}, entries=(), remaining=remaining)
+    assert "a.py:12" in str(plan) and "a.py:4 " not in str(plan)
+    assert re.search(r"^ 4 more +10 B$", str(plan), re.M)
+    assert "a.py:4 " in plan.text(verbose=True) and "more" not in plan.text(verbose=True)
+
+
+def test_what_partitions_itself_is_named():
+    plan = msgspec.structs.replace(PLAN, partitioning=("custom_partitioning (ops.py:7)",))
+    assert "  Left as they partition themselves: custom_partitioning (ops.py:7).\n" in str(plan)
 
 
 def test_a_ring_s_row_says_all_of_it():
@@ -113,9 +173,7 @@ def test_a_matmul_that_is_not_cut_is_whole():
 
 
 def test_a_waiting_matmul_s_row_says_why():
-    assert re.split(r" {2,}", rows(PLAN)[1]) == [
-        "gpt.py:81", "ab,bc->ac", "2", "skip: dim s has size 30",
-    ]  # fmt: skip
+    assert re.split(r" {2,}", rows(PLAN)[1]) == ["gpt.py:81", "ab,bc->ac", "2", "dim s has size 30"]
 
 
 def test_the_sums_are_those_of_the_entries():
@@ -125,17 +183,17 @@ def test_the_sums_are_those_of_the_entries():
     ) in str(PLAN)
 
 
-def test_idle_matmuls_stand_together_by_reason():
-    lines = str(PLAN).splitlines()
-    assert lines[-2:] == [
+def test_idle_matmuls_stand_together_by_reason_where_all_is_asked_for():
+    assert PLAN.text(verbose=True).splitlines()[-2:] == [
         "  no collective: 0 (gpt.py:80), 2 (gpt.py:86)",
         "  no collective known: auto: 4 (gpt.py:90)",
     ]
+    assert "no collective known" not in str(PLAN)
 
 
 def test_a_step_without_matmuls_reads_well():
     text = str(Plan(step="nothing", mesh={"x": 2}, entries=()))
-    assert text.startswith("nothing on x 2\n")
+    assert text.startswith("nothing on x 2: 0 of 0 matmuls")
     assert "0 matmuls: 0 ringed (0 B sent" in text
 
 

@@ -418,6 +418,8 @@ RING_OPS = {
     "jit(train_step)/jvp()/while/body/eval_jaxpr/bsd,dnh->bsnh/all_gather_matmul.3/shard_map/ppermute": "all_gather_matmul.3",
     "jit(f)/matmul_reduce_scatter.12/shard_map/ppermute": "matmul_reduce_scatter.12",
     "jit(f)/matmul_all_reduce.0/shard_map/ppermute": "matmul_all_reduce.0",
+    # of a matmul that jax.grad has traced without a name of its own
+    "jit(f)/jvp(all_gather_matmul.0)/shard_map/ppermute": "all_gather_matmul.0",
     # two hops in one permute, as XLA's combiner names them
     "jit(f)/checkpoint/(rematted_computation/bsd,df->bsf/all_gather_matmul.18/shard_map/ppermute:bsd,df->bsf/all_gather_matmul.19/shard_map/ppermute)": "all_gather_matmul.18",
     "jit(f)/shard_map/ppermute": None,

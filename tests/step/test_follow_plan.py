@@ -544,3 +544,39 @@ def test_the_cluster_that_a_plan_went_by(plan):
     assert str(made.cluster_for(named, MESH)) == "h100-sxm:2x4"
     assert made.cluster_for(with_made_for(plan, cluster="h100-sxm:2x8"), MESH) is None
     assert made.cluster_for(with_made_for(plan, cluster="mine:2x4"), MESH) is None
+
+
+@needs_plugin
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_plan_that_leaves_lookups_whole_is_followed(tmp_path, tied):
+    """Their gradients could be scattered; the price decided that nothing is rewritten."""
+    mesh = jaxoverlap.pod_mesh("h100-sxm:1x8", {"fsdp": 8})
+
+    def shaped(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=at(mesh, "fsdp"))
+
+    params: dict[str, Any] = {"table": shaped(8192, 1024)}
+    params["layers"] = [{"up": shaped(1024, 4096), "down": shaped(4096, 1024)} for _ in range(2)]
+    params |= {} if tied else {"head": shaped(1024, 8192)}
+
+    def loss(params, tokens):
+        x = params["table"][tokens]
+        for layer in params["layers"]:
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        logits = x @ (params["table"].T if tied else params["head"])
+        picked = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - picked).astype(jnp.float32).mean()
+
+    @jax.jit
+    def step(params, tokens):
+        gradients = jax.grad(loss)(params, tokens)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradients)
+
+    args = params, shaped(16, 512, dtype=jnp.int32)
+    plan = overlap(step).explain(*args)
+    plan.write(tmp_path / "plan.json")
+    follows = overlap(step, plan=tmp_path / "plan.json")
+    assert follows.explain(*args).entries == plan.entries
+    assert follows.explain(*args).scattered == plan.scattered
+    tuning = jaxoverlap.Tuning(budget_s=1, cache=str(tmp_path), show=False)
+    assert overlap(step, tune=tuning).lower(*args).plan is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -98,6 +99,31 @@ def test_a_plan_whose_cut_cannot_be_made_is_refused(plan, gpt, monkeypatch):
     step, args = gpt
     with pytest.raises(ValueError, match="whose rows it has in 2 parts: a result moves"):
         jaxoverlap.overlap(step, plan=plan, cluster=GPT_POD).explain(*args)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("parts", 1), ("parts", -1), ("parts", True), ("unroll", 0), ("shards", 0)]
+)
+def test_a_cut_that_is_none_is_refused_where_it_is_written(plan, field, value):
+    with pytest.raises(ValueError, match=rf"{field}={value}: expected a whole number, \d or more"):
+        msgspec.structs.replace(plan.halves, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("parts", 4, r"matmuls: the plan's \d+, here \d+"),
+        ("shards", 1, "halves.shards: the plan's 1, here 8"),
+        ("unroll", 3, "halves.unroll: the plan's 3, here 1"),
+        ("rows", "dim 1 of targets", "halves.rows: the plan's dim 1 of targets, here dim 0"),
+    ],
+)
+def test_a_plan_with_another_cut_is_refused(plan, gpt, field, value, said):
+    halves = msgspec.structs.replace(plan.halves, **{field: value})
+    edited = msgspec.structs.replace(plan, halves=halves)
+    step, args = gpt
+    with pytest.raises(ValueError, match=said):
+        jaxoverlap.overlap(step, plan=edited, cluster=GPT_POD).explain(*args)
 
 
 def test_the_step_as_it_is_has_whole_rows(plan):

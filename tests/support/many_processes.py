@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap import DisagreementError, Plan
 from jaxoverlap.api import overlapped
+from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.hardware import hosts, topology
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.rewriting import rewrite
-from jaxoverlap.step.context import groups_of
 
 DEVICES, STEPS = 4, 3
 HIDDEN, FF, ROWS = 16, 32, 16

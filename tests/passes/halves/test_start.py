@@ -52,3 +52,21 @@ def test_parts_have_to_divide_what_a_device_holds(parts):
     assert batch.divides(parts)
     assert sequence.divides(parts) == (parts == 2)
     assert batch.cut(parts) == (1, parts)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_batch_that_looks_like_a_weight_is_cut_all_the_same(residual):
+    def forward(weights, x):
+        for up, down in weights:
+            y = jax.nn.relu(x @ up) @ down
+            x = x + y if residual else y
+        return x
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    jaxpr = jax.make_jaxpr(forward)([(shape(16, 32), shape(32, 16))] * 3, shape(64, 16))
+    dims = DimNames(jaxpr)
+    ranked = list(rows_to_cut(jaxpr, dims, {}, SIZES))
+    assert [(r.dim(dims, jaxpr.invars[-1]), r.held) for r in ranked] == [(0, 64)]
+    assert all(r.dim(dims, weight) is None for r in ranked for weight in jaxpr.invars[:-1])

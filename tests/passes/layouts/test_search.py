@@ -121,9 +121,16 @@ def test_rivals_are_the_first_layouts_that_are_not_much_slower():
     machine = Machine(rows=Answer(8.5, 900), columns=Answer(8.0, 900))
     assert [c.pins[0] for c in search_on(machine).rivals(3)] == [COLUMNS, ROWS]
     assert [c.pins[0] for c in search_on(machine).rivals(1)] == [COLUMNS]
-    slow = Machine(rows=Answer(9.8, 900), columns=Answer(8.0, 900))
+    slow = Machine(rows=Answer(9.3, 900), columns=Answer(8.0, 900))
     assert [c.pins[0] for c in search_on(slow).rivals(3)] == [COLUMNS]
     assert search_on(Machine()).rivals(3) == [Candidate({}, PLAIN)]
+
+
+def test_the_step_without_pins_is_a_rival_and_nothing_slower_than_it_is():
+    machine = Machine(rows=Answer(10.2, 900), columns=Answer(9.0, 900))
+    best, plain = search_on(machine).rivals(3)
+    assert best.pins == {0: COLUMNS}
+    assert plain == Candidate({}, PLAIN)
 
 
 def test_a_source_line_may_lie_in_another_way_than_the_rest():

@@ -1,0 +1,1 @@
+"""The first race: what hides communication, on hosts whose links are slow."""

@@ -1,0 +1,84 @@
+"""Let cuDNN's attention be traced for GPUs that are not there.
+
+`jax.nn.dot_product_attention(implementation="cudnn")` asks, while it is traced, which cuDNN is
+installed and what the first local GPU can do. For a pod these are the wrong questions. The three
+functions that ask are replaced, once a pod is described: they answer for the pod's chip while a
+step is traced for one, and where this process has no NVIDIA GPU. Elsewhere JAX's own answer.
+
+Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_fused_attention.py` pins what is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from jax._src import xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+Capability = tuple[int, int]
+"""A GPU's compute capability, major and minor."""
+
+CUDNN_VERSION = 91000  # as JAX writes 9.10.0: the one that a pod's description names
+
+_traced_for: ContextVar[Capability | None] = ContextVar("_traced_for", default=None)
+_last_described: list[Capability] = []
+
+
+def answers_for(capability: Capability) -> None:
+    """Let JAX's questions be answered for this chip, where the process has no GPU of its own."""
+    _last_described[:] = [capability]
+    _installed()
+
+
+@contextlib.contextmanager
+def tracing_for(capability: Capability | None) -> Iterator[None]:
+    """Answer for a pod's chip inside, whatever GPUs are here; None changes nothing."""
+    if capability is None:
+        yield
+        return
+    _installed()
+    token = _traced_for.set(capability)
+    try:
+        yield
+    finally:
+        _traced_for.reset(token)
+
+
+def _chip() -> Capability | None:
+    """Return the capability of the chip to answer for; None where JAX is to answer."""
+    asked = _traced_for.get()
+    if asked is not None or not _last_described or _has_gpu():
+        return asked
+    return _last_described[0]
+
+
+def _has_gpu() -> bool:
+    return "cuda" in xla_bridge.get_backend().platform_version
+
+
+@functools.cache
+def _installed() -> None:
+    """Replace the functions that ask; each falls back on JAX's own."""
+
+    def replace(name: str, answer: Callable[..., Any]) -> None:
+        own = getattr(cudnn, name)
+
+        @functools.wraps(own)
+        def answered(*args: Any) -> Any:
+            chip = _chip()
+            return own(*args) if chip is None else answer(chip, *args)
+
+        setattr(cudnn, name, answered)
+
+    replace("check_cudnn_version", lambda chip: CUDNN_VERSION)
+    replace("check_compute_capability", lambda chip, least: chip >= _parsed(least))
+    replace("is_cuda_compute_capability_equal", lambda chip, other: chip == _parsed(other))
+
+
+def _parsed(capability: str) -> Capability:
+    major, minor = map(int, capability.split("."))
+    return major, minor

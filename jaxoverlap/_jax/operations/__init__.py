@@ -1,0 +1,1 @@
+"""Parts of jax that may change: primitives whose operations partition themselves."""

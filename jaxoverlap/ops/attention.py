@@ -1,0 +1,318 @@
+"""Attention that answers XLA's partitioner with a ring where the sequence is sharded.
+
+    o = jaxoverlap.attention(q, k, v, is_causal=True)
+
+Where XLA lays queries out along the sequence, keys and values travel in a ring, each hop under a
+block of attention (`passes/rings/ring_attention.py`), or are gathered, if the ring loses by price.
+Batch and heads may be sharded beside that, and cost nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from jaxoverlap._jax.operations.question import Operation, Partitioned, even
+from jaxoverlap._jax.operations.specs import Spec, block_index, local_structs, trace_on
+from jaxoverlap._util.text import short_source
+from jaxoverlap.ops.define import operation
+from jaxoverlap.ops.einsum import stays_plain
+from jaxoverlap.ops.partition import terms_now
+from jaxoverlap.passes.rings.ring_attention import (
+    SCORES,
+    TO_KEY,
+    TO_QUERY,
+    Attention,
+    attend,
+    attend_backward,
+    dot,
+)
+from jaxoverlap.plan import operations
+from jaxoverlap.plan.decisions import Decision, Skip, Variant
+
+
+def attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    **others: Any,
+) -> Any:
+    """Compute `jax.nn.dot_product_attention`, in a ring where the sequence is sharded.
+
+    | query | key, value | result |
+    | --- | --- | --- |
+    | [batch, sequence, heads, size] | [batch, keys, kv heads, size] | like query |
+
+    Differentiable in reverse mode, like every `jax.custom_vjp`. The scores of one block are held
+    whole, in float32. With a bias, a mask, three dims or any other argument of
+    `jax.nn.dot_product_attention` (`implementation="cudnn"` too) it is that function.
+
+    Args:
+        query, key, value: kv heads divide heads; a causal mask wants as many keys as queries.
+        bias, mask, others: as in `jax.nn.dot_product_attention`.
+        scale: what scores are multiplied by; none: 1/sqrt(size).
+        is_causal: whether a query sees no keys after its own position.
+    """
+    q, k, v = (jnp.asarray(x) for x in (query, key, value))
+    usual = bias is not None or mask is not None or any(x is not None for x in others.values())
+    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[2] and q.shape[2] % k.shape[2] == 0
+    aligned = not is_causal or q.shape[1] == k.shape[1]
+    if usual or not fits or not aligned or k.shape[:3] != v.shape[:3] or stays_plain(q, k, v):
+        return jax.nn.dot_product_attention(
+            q, k, v, bias, mask, scale=scale, is_causal=is_causal, **others
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    out = _attention(is_causal, scale, grouped, k, v)
+    return out.reshape(*q.shape[:3], v.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(causal: bool, scale: float, q: Array, k: Array, v: Array) -> Array:
+    return _bind(q, k, v, causal=causal, scale=scale)[0]
+
+
+def _forward(causal: bool, scale: float, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    out, log_sums = _bind(q, k, v, causal=causal, scale=scale)
+    return out, (q, k, v, out, log_sums)
+
+
+def _backward(causal: bool, scale: float, kept: Any, to_out: Array) -> tuple[Array, ...]:
+    return tuple(_bind_backward(*kept, to_out, causal=causal, scale=scale))
+
+
+_attention.defvjp(_forward, _backward)
+
+
+# -- without a ring -------------------------------------------------------------------------------
+
+
+def _scores(q: Array, k: Array, causal: bool, scale: float, first: Any) -> Array:
+    """Compute masked scores, f32[batch, kv heads, group, queries, keys].
+
+    Args:
+        q, k: queries, and all keys.
+        causal, scale: as in `attention`.
+        first: the position of the first of the queries.
+    """
+    scores = dot(SCORES, q, k) * scale
+    if not causal:
+        return scores
+    queries = first + lax.iota(jnp.int32, q.shape[1])
+    return jnp.where(lax.iota(jnp.int32, k.shape[1]) <= queries[:, None], scores, -jnp.inf)
+
+
+def _plain(
+    q: Array, k: Array, v: Array, *, causal: bool, scale: float, first: Any = 0
+) -> list[Array]:
+    """Compute attention of some queries and all keys, and the log of the softmax's sums."""
+    scores = _scores(q, k, causal, scale, first)
+    log_sums = jax.nn.logsumexp(scores, -1)
+    p = jnp.exp(scores - log_sums[..., None]).astype(v.dtype)
+    return [dot(TO_QUERY, p, v).astype(q.dtype), log_sums]
+
+
+def _plain_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    log_sums: Array,
+    to_out: Array,
+    *,
+    causal: bool,
+    scale: float,
+    first: Any = 0,
+) -> list[Array]:
+    """Compute the gradients of q, k and v; those of k and v by these queries alone."""
+    wide = log_sums.dtype
+    delta = jnp.einsum("bskgd,bskgd->bkgs", to_out.astype(wide), out.astype(wide))
+    p = jnp.exp(_scores(q, k, causal, scale, first) - log_sums[..., None])
+    to_p = dot(SCORES, to_out, v)
+    to_scores = (p * (to_p - delta[..., None]) * scale).astype(q.dtype)
+    to_q, to_k = dot(TO_QUERY, to_scores, k), dot(TO_KEY, to_scores, q)
+    to_v = dot(TO_KEY, p.astype(q.dtype), to_out)
+    return [to_q.astype(q.dtype), to_k.astype(k.dtype), to_v.astype(v.dtype)]
+
+
+# -- the rule, and each device's part -------------------------------------------------------------
+
+_Q, _K, _V, _OUT, _STATS = "b t m g h", "b s m h", "b s m w", "b t m g w", "b m g t"
+
+
+def _rule(_: Sequence[Any], **__: Any) -> tuple[str, dict[str, Any]]:
+    return f"{_Q}, {_K}, {_V} -> {_OUT}, {_STATS}", {"reduction_factors": ("h", "s")}
+
+
+def _rule_backward(_: Sequence[Any], **__: Any) -> tuple[str, dict[str, Any]]:
+    return f"{_Q}, {_K}, {_V}, {_OUT}, {_STATS}, {_OUT} -> {_Q}, {_K}, {_V}", {}
+
+
+@dataclass(frozen=True)
+class _Lies:
+    """How an attention lies on a mesh.
+
+    Attributes:
+        batch, heads: the mesh axes of the batch and of the kv heads.
+        queries: those of the queries' sequence.
+        ring: the axis along which keys and values travel; "" where each device has all of them.
+    """
+
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    queries: tuple[str, ...]
+    ring: str
+
+    def spec(self, letters: str) -> Spec:
+        """Return how a value of these dims lies."""
+        keys = (self.ring,) if self.ring else ()
+        at = {"b": self.batch, "m": self.heads, "t": self.queries, "s": keys}
+        return tuple(at.get(letter, ()) for letter in letters.split(" "))
+
+
+def _partition(backward: bool, *, causal: bool, scale: float) -> Callable[[Operation], Partitioned]:
+    operands = (_Q, _K, _V, *((_OUT, _STATS, _OUT) if backward else ()))
+    results = (_Q, _K, _V) if backward else (_OUT, _STATS)
+
+    def answer(op: Operation) -> Partitioned:
+        lies, why = _lies(op)
+        given = tuple(map(lies.spec, operands))
+        structs = local_structs(op.mesh, op.avals, given)
+        how = functools.partial(_local, op.mesh, lies, backward, causal, scale)
+        operations.note(op.number, [_entry(op, lies, why, backward)], short_source(*op.source))
+        jaxpr = trace_on(op.mesh, how, structs)
+        return Partitioned(jaxpr, given, tuple(map(lies.spec, results)), ())
+
+    return answer
+
+
+def _local(
+    mesh: Mesh, lies: _Lies, backward: bool, causal: bool, scale: float, *operands: Array
+) -> list[Array]:
+    """Compute one device's part."""
+    if lies.ring:
+        how = Attention(lies.ring, mesh.shape[lies.ring], causal, scale, Variant())
+        return list((attend_backward if backward else attend)(how, *operands))
+    first = 0
+    if lies.queries:
+        size = operands[0].shape[1]
+        first = block_index(mesh, lies.queries) * size
+    if not backward:
+        return _plain(*operands, causal=causal, scale=scale, first=first)
+    to_q, to_k, to_v = _plain_backward(*operands, causal=causal, scale=scale, first=first)
+    if lies.queries:
+        to_k, to_v = lax.psum((to_k, to_v), lies.queries)
+    return [to_q, to_k, to_v]
+
+
+def _lies(op: Operation) -> tuple[_Lies, str]:
+    """Lay an attention out, and say why its keys are gathered if they are."""
+    batch, queries, heads, _, _ = even(op, 0)
+    keys = even(op, 1)[1]
+    if len(queries) != 1:
+        why = f"queries lie along {' and '.join(queries)}: a ring takes one axis"
+        return _Lies(batch, heads, queries, ""), why if queries else "no collective"
+    (axis,) = queries
+    if op.avals[1].shape[1] % op.mesh.shape[axis]:
+        return _Lies(batch, heads, queries, ""), f"{op.avals[1].shape[1]} keys do not divide"
+    if axis not in keys:
+        return _Lies(batch, heads, queries, ""), "no collective: each device has all keys"
+    why = _why_unprofitable(op, axis, _Lies(batch, heads, queries, axis))
+    return _Lies(batch, heads, queries, "" if why else axis), why
+
+
+def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> str:
+    """Return why a ring is not worth it: its blocks and hops take longer than gather and whole.
+
+    With t for a block's two matmuls, tau for a hop: t + (N - 1) max(t, tau) against c + w.
+    """
+    prices, n = terms_now(op.mesh).prices, op.mesh.shape[axis]
+    dtype = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(op.avals[0].dtype.name)
+    if prices is None or dtype not in prices.cost.dtypes:
+        return ""
+    specs = [lies.spec(s) for s in (_Q, _K)]
+    q, k = local_structs(op.mesh, op.avals[:2], specs)
+    b, t, m, g, h = q.shape
+
+    def matmuls_s(keys: int) -> float:
+        return sum(
+            prices.cost.matmul_s(g * t, columns, inner, batch=b * m, dtype=dtype)
+            for columns, inner in ((keys, h), (h, keys))
+        )
+
+    sent = 2 * k.size * k.dtype.itemsize
+    hop_s = prices.hop_s(axis, sent)
+    gather_s = prices.gather_s(axis, sent * (n - 1))
+    block_s, whole_s = matmuls_s(k.shape[1]), matmuls_s(k.shape[1] * n)
+    ring_s = block_s + (n - 1) * max(block_s, hop_s)
+    if ring_s <= whole_s + gather_s:
+        return ""
+    return (
+        f"left plain: its blocks and hops take {ring_s * 1e6:.0f} µs, more than attention and "
+        f"all_gather, {(whole_s + gather_s) * 1e6:.0f} µs"
+    )
+
+
+def _entry(op: Operation, lies: _Lies, why: str, backward: bool) -> Decision | Skip:
+    einsum = "btmgh,bsmh,bsmw->btmgw"
+    if not lies.ring:
+        return Skip(site=0, source="", einsum=einsum, runs=1, reason=why)
+    k, v = local_structs(op.mesh, op.avals[1:3], list(map(lies.spec, (_K, _V))))
+    sent = (k.size * k.dtype.itemsize + v.size * v.dtype.itemsize) * (op.mesh.shape[lies.ring] - 1)
+    return Decision(
+        site=0,
+        ring=0,
+        source="",
+        einsum=einsum,
+        kind="ring_attention",
+        axis=lies.ring,
+        letter="s",
+        num_chunks=op.mesh.shape[lies.ring],
+        bytes_moved=sent * (2 if backward else 1),
+        runs=1,
+        why="keys, values and the sums of their gradients travel" if backward else "",
+    )
+
+
+def _batch(
+    bind: Callable[..., list[Array]], operands: Sequence[Any], dims: Sequence[int | None]
+) -> tuple[list[Array], list[int]]:
+    """Compute a batch: its dim is joined with the batch of each attention."""
+    size = next(o.shape[d] for o, d in zip(operands, dims, strict=True) if d is not None)
+    front = [
+        jnp.broadcast_to(o, (size, *o.shape)) if d is None else jnp.moveaxis(o, d, 0)
+        for o, d in zip(operands, dims, strict=True)
+    ]
+    results = bind(*(o.reshape(-1, *o.shape[2:]) for o in front))
+    return [r.reshape(size, -1, *r.shape[1:]) for r in results], [0] * len(results)
+
+
+_bind = operation(
+    "sharded_attention",
+    3,
+    lambda **how: functools.partial(_plain, **how),
+    _rule,
+    functools.partial(_partition, False),
+    _batch,
+)
+_bind_backward = operation(
+    "sharded_attention_backward",
+    6,
+    lambda **how: functools.partial(_plain_backward, **how),
+    _rule_backward,
+    functools.partial(_partition, True),
+    _batch,
+)

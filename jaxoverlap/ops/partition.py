@@ -1,0 +1,150 @@
+"""Partition an operation: decide with the rules of the whole road, and write one device's part.
+
+XLA's partitioner has settled how the operands and the results lie, and asks. The matmuls are
+decided on as the body of a step would be (`passes/planning`): rings, who shares them, what they
+cost. What a ring reads may have to be gathered on other axes before: then the operation asks for
+operands that are gathered, and XLA gathers them, once for all operations that read them so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxoverlap._jax.operations import specs
+from jaxoverlap._jax.operations.options import compiler_option
+from jaxoverlap._jax.operations.question import Operation, Partition, Partitioned, Wish
+from jaxoverlap._util.text import short_source
+from jaxoverlap.cost.find import cost_model, has_cost_model
+from jaxoverlap.cost.groups import groups_of
+from jaxoverlap.flags import is_gpu, options_for
+from jaxoverlap.flags.required import BY_COPY, RINGS
+from jaxoverlap.hardware.topology import axis_costs, cluster_of
+from jaxoverlap.ops.local import LocalGroup, local_group
+from jaxoverlap.passes.analysis.einsum import Spec
+from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.matmul_group import MatmulGroup
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.planning.profit import RingCosts
+from jaxoverlap.passes.planning.ring_plan import Ring
+from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.plan import operations
+from jaxoverlap.plan.decisions import Decision, Skip
+
+Told = tuple[Spec | None, ...]
+
+
+def partition(*, group: MatmulGroup) -> Partition:
+    """Make the function that partitions a group of matmuls."""
+
+    def answer(operation: Operation) -> Partitioned:
+        avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operation.avals)
+        told = operation.operands, operation.results, operation.wishes
+        mesh = operation.mesh
+        made, jaxpr, entries = _partitioned(group, avals, *told, mesh, _permutes_are_copies())
+        operations.note(operation.number, entries, short_source(*operation.source))
+        return Partitioned(jaxpr, made.operands, made.results, made.fulfilled)
+
+    return answer
+
+
+@functools.lru_cache(maxsize=512)  # layers are alike
+def _partitioned(
+    group: MatmulGroup,
+    avals: tuple[Any, ...],
+    operands: Told,
+    results: Told,
+    wishes: tuple[Wish, ...],
+    mesh: Mesh,
+    by_copy: bool,
+) -> tuple[LocalGroup, Any, tuple[Decision | Skip, ...]]:
+    """Decide on a group, and trace one device's part of it.
+
+    Args:
+        group: the matmuls.
+        avals: the types of their operands, two for each matmul.
+        operands, results: how these lie.
+        wishes: what later operations would read gathered.
+        mesh: the mesh.
+        by_copy: whether permutes inside a process are copies.
+    """
+    terms = _terms(mesh, by_copy)
+    (body,) = bodies(group.jaxpr(_unspread(group, avals)))
+    told = _shardings(group, operands, results)
+    entries, sharings = decide([body], told, terms)
+    made = local_group(body, told, sharings[body.index], wishes, mesh)
+    structs = specs.local_structs(mesh, avals, made.operands)
+    return made, specs.trace_on(mesh, made, structs), entries
+
+
+def _unspread(group: MatmulGroup, avals: Sequence[Any]) -> list[Any]:
+    """Return the types of a group's operands, each once."""
+    by_number = {}
+    for i, product in enumerate(group.products):
+        by_number |= {product.lhs: avals[2 * i], product.rhs: avals[2 * i + 1]}
+    return [by_number[n] for n in sorted(by_number)]
+
+
+def _shardings(group: MatmulGroup, operands: Told, results: Told) -> dict[int, Shardings]:
+    """Return the shardings of each matmul; the terms of a sum lie as the sum."""
+    number, told = itertools.count(), {}
+    for output, result in zip(group.outputs, results, strict=True):
+        for _ in output:
+            i = next(number)
+            told[i] = Shardings(operands[2 * i], operands[2 * i + 1], result)
+    return told
+
+
+def terms_now(mesh: Mesh) -> Terms:
+    """Collect the terms of decisions on a mesh, in the compilation that is going on.
+
+    Permutes are priced as copies between the GPUs of a process only where XLA is told to make them
+    so (`compiler_options`); else they are NCCL's, and most rings lose against whole collectives.
+    """
+    return _terms(mesh, _permutes_are_copies())
+
+
+def _permutes_are_copies() -> bool:
+    wanted = next((s.value for s in RINGS if s.name == BY_COPY), None)
+    return compiler_option(BY_COPY) == wanted
+
+
+@functools.lru_cache(maxsize=32)
+def _terms(mesh: Mesh, by_copy: bool) -> Terms:
+    cluster = cluster_of(mesh)
+    cost = cost_model(cluster) if cluster and has_cost_model(cluster) and is_gpu(mesh) else None
+    groups = groups_of(mesh, None)
+    if not by_copy:
+        groups = {axis: replace(group, by_copy=False) for axis, group in groups.items()}
+
+    def bare(ring: Ring) -> float | None:
+        """Take a sum over the network to hide: mostly a weight's gradient, which nobody awaits."""
+        network = groups[ring.axis].domains > 1
+        return 0.0 if network and ring.kind in ("reduce_scatter", "all_reduce") else None
+
+    return Terms(
+        axis_sizes=dict(mesh.shape),
+        costs=axis_costs(mesh, None),
+        prices=cost and RingCosts(cost, groups, bare),
+    )
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str]:
+    """Return the XLA options for steps whose matmuls partition themselves.
+
+        step = jax.jit(train_step, compiler_options=jaxoverlap.compiler_options(mesh))
+
+    With them permutes inside a process are copies between its GPUs, and hops stay apart. Without
+    them permutes are NCCL's, and most collectives are left whole.
+
+    Args:
+        mesh: the step's mesh; for one that is not of NVIDIA GPUs there are none.
+    """
+    return options_for(mesh)

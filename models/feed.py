@@ -1,0 +1,74 @@
+"""Feed a step its batches: each process makes its own part, ahead of time, and says where it is."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from models.config import Run
+from models.recipe import Batch, Recipe
+
+AHEAD = 2  # batches that are made before the step that takes them
+
+
+class Feed:
+    """An iterator over the batches of a run from some step on, placed on the mesh.
+
+    A batch is a function of seed and step, so the state of all processes is the step: a checkpoint
+    of four processes is a checkpoint for two.
+    """
+
+    def __init__(self, recipe: Recipe, config: Run, mesh: Mesh, start: int):
+        like = recipe.model.batch_like(config, mesh)
+        source = grain.MapDataset.source(_Batches(recipe, config, like))
+        placed = source.map(_placed_batch)
+        ahead = grain.ReadOptions(num_threads=AHEAD, prefetch_buffer_size=AHEAD)
+        self._iterator = iter(placed.to_iter_dataset(ahead))
+        self._iterator.set_state({"next_index": start})
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._iterator
+
+    def state(self) -> dict[str, Any]:
+        """Return what the checkpoint keeps: the step whose batch comes next."""
+        return self._iterator.get_state()
+
+
+class _Batches:
+    """The batches of a run by step: of each array the rows from `low` on that this process has."""
+
+    def __init__(self, recipe: Recipe, config: Run, like: Batch):
+        self._batch_of, self._steps, self._like = recipe.batches(config), config.steps, like
+        spans = [_rows(leaf) for leaf in like.values()]
+        self._low, self._high = min(low for low, _ in spans), max(high for _, high in spans)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, index: int) -> dict[str, tuple[np.ndarray, int, Any]]:
+        batch = self._batch_of(index, slice(self._low, self._high))
+        return {name: (array, self._low, self._like[name]) for name, array in batch.items()}
+
+
+def _rows(like: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    """Return the first and the last row, exclusive, that this process's devices have."""
+    assert like.sharding is not None
+    places = like.sharding.addressable_devices_indices_map(like.shape).values()
+    spans = [place[0].indices(like.shape[0]) for place in places if place is not None]
+    return min(low for low, _, _ in spans), max(high for _, high, _ in spans)
+
+
+def _placed_batch(batch: dict[str, tuple[np.ndarray, int, Any]]) -> Batch:
+    return {name: _placed(*part) for name, part in batch.items()}
+
+
+def _placed(rows: np.ndarray, low: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def part(index: Any) -> np.ndarray:
+        first, last, _ = index[0].indices(like.shape[0])
+        return rows[(slice(first - low, last - low), *index[1:])]
+
+    assert like.sharding is not None
+    return jax.make_array_from_callback(like.shape, like.sharding, part)

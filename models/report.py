@@ -1,0 +1,116 @@
+"""Report a run's steps: a bar or lines on the terminal, and lines of JSON, from process 0 alone."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import jaxoverlap
+from models.config import Run
+from models.processes import console
+from models.recipe import Recipe
+
+Row = dict[str, float]
+
+
+class Report:
+    """The metrics of a run's steps, each fetched while the next step runs.
+
+    A row has the step, its metrics, the seconds since the step before was done, the tokens a
+    second, and, where the chip is known, the share of its peak in bfloat16 that the model's own
+    operations are (MFU).
+    """
+
+    def __init__(self, recipe: Recipe, config: Run, mesh: Mesh, begin: int):
+        self.rows: list[Row] = []
+        self._config, self._begin = config, begin
+        self._label = config.local_updates or _label(config)
+        kind = mesh.devices.flat[0].device_kind
+        chip = next((c for c in jaxoverlap.chips() if c.device_name == kind), None)
+        peak = mesh.size * chip.bf16_flops_per_s if chip else math.nan
+        self._peak_s = recipe.model_flops(config, mesh) / peak  # that a step takes at the peak
+        self._waiting: tuple[int, Any] | None = None
+        self._file, self._bar, self._since = None, None, time.perf_counter()
+
+    def add(self, index: int, metrics: Any) -> None:
+        """Take the metrics of a step that was started, and report the one before."""
+        waiting, self._waiting = self._waiting, (index, metrics)
+        if waiting:
+            self._tell(*waiting)
+
+    def __enter__(self) -> Self:
+        if jax.process_index() == 0:
+            self._file = opened(self._config.metrics, self._begin)
+            if console.is_terminal:
+                columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+                self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
+                self._bar.start()
+                total, label = self._config.steps, f"{self._label}  compiling"
+                self._bar.add_task(label, total=total, completed=self._begin)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._waiting:
+                self._tell(*self._waiting)
+        finally:
+            if self._bar:
+                self._bar.stop()
+            if self._file:
+                self._file.close()
+
+    def _tell(self, index: int, metrics: Any) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}  # waits for that step
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self.tell(index, numbers, seconds)
+
+    def tell(self, index: int, numbers: Row, seconds: float) -> None:
+        """Report a step whose numbers are here, and how long it took."""
+        row = {"step": index, **numbers, "seconds": seconds}
+        row["tokens_per_s"] = self._config.tokens / seconds
+        if not math.isnan(self._peak_s):
+            row["share_of_peak"] = self._peak_s / seconds
+        self.rows.append(row)
+        if self._file:
+            print(json.dumps(row), file=self._file)
+        if self._bar:
+            text = "  ".join((self._label, f"loss {row['loss']:.3f}", *speed(row)))
+            self._bar.update(self._bar.task_ids[0], completed=index + 1, description=text)
+        elif not console.quiet:
+            print_row(row, self._label, self._config)
+
+
+def _label(config: Run) -> str:
+    return "plain" if config.plain else "by rules" if config.ops else "overlapped"
+
+
+def opened(path: Path | None, begin: int) -> Any:
+    """Open the file of metrics to add lines to; lines of steps that are taken again go first."""
+    if path is None:
+        return None
+    lines = path.read_text().splitlines() if begin and path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w", buffering=1)  # a line is on disk when its step is done
+    file.writelines(f"{line}\n" for line in lines if json.loads(line)["step"] < begin)
+    return file
+
+
+def speed(row: Row) -> list[str]:
+    """Return how fast a step was, in words."""
+    share = row.get("share_of_peak")
+    return [f"{row['tokens_per_s']:,.0f} tokens/s", *([f"{share:.1%} of peak"] if share else [])]
+
+
+def print_row(row: Row, label: str, config: Run) -> None:
+    taken = int(row["step"]) + 1
+    if taken % config.log_every == 0 or taken == config.steps:
+        known = {"step", "loss", "seconds", "tokens_per_s", "share_of_peak"}
+        others = [f"{k.replace('_', ' ')} {v:.3f}" for k, v in row.items() if k not in known]
+        numbers = (f"loss {row['loss']:.4f}", *others, f"{row['seconds']:.3f} s", *speed(row))
+        print(f"{label}  step {taken}/{config.steps}", *numbers, sep="  ", flush=True)

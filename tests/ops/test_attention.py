@@ -1,0 +1,175 @@
+"""Ring attention and the vocabulary-parallel cross-entropy, by their rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap import Decision, Skip
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def array(mesh: Mesh, spec: P, *shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return jax.device_put(jnp.asarray(values, dtype), NamedSharding(mesh, spec))
+
+
+def close(a: Any, b: Any, tolerance: float = 2e-5) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(
+            x, y, rtol=tolerance, atol=tolerance * max(np.abs(y).max(), 1e-3)
+        )
+
+
+def losses(fn: Any) -> Any:
+    return jax.value_and_grad(
+        lambda *qkv: jnp.mean(jnp.sin(fn(*qkv).astype(jnp.float32))), (0, 1, 2)
+    )
+
+
+def on_host(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), tree)
+
+
+PLACES = {  # of q, and of k and v
+    "sequence": (P("data", "model"), P("data", "model")),
+    "sequence over two": (P(None, ("data", "model")), P(None, ("data", "model"))),
+    "queries alone": (P("data", "model"), P("data")),
+    "keys alone": (P("data"), P("data", "model")),
+    "heads": (P("data", None, "model"), P("data", None, "model")),
+    "head size": (P("data", None, None, "model"), P("data", None, None, "model")),
+    "sequence and heads": (P(None, "model", "data"), P(None, "model", "data")),
+    "nothing": (P(), P()),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_attention_is_jaxs(mesh: Mesh, place: str):
+    number = list(PLACES).index(place)
+    causal, kv_heads = number % 2 == 0, (8, 4)[number // 2 % 2]
+    q_at, k_at = PLACES[place]
+    q = array(mesh, q_at, 4, 32, 8, 16)
+    k, v = (array(mesh, k_at, 4, 32, kv_heads, 16, seed=s) for s in (1, 2))
+    step = jax.jit(losses(lambda *qkv: jaxoverlap.attention(*qkv, is_causal=causal)))
+    compiled = step.lower(q, k, v).compile()
+    forward, backward = jaxoverlap.decisions(compiled)
+    ringed = place in ("sequence", "sequence and heads")
+    assert isinstance(forward, Decision if ringed else Skip)
+    assert isinstance(backward, Decision if ringed else Skip)
+    plain = losses(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=causal))
+    close(compiled(q, k, v), jax.jit(plain)(*on_host((q, k, v))), 1e-4)
+
+
+def test_attention_moves_what_its_decision_says(mesh: Mesh):
+    at = P("data", "model")
+    qkv = [array(mesh, at, 4, 32, 8, 16, seed=s) for s in range(3)]
+    compiled = jax.jit(losses(jaxoverlap.attention)).lower(*qkv).compile()
+    report = jaxoverlap.audit(compiled)
+    assert {c.kind for c in report.collectives if c.kind != "all-reduce"} == {"collective-permute"}
+    said = sum(d.bytes_moved for d in jaxoverlap.decisions(compiled) if isinstance(d, Decision))
+    assert sum(c.bytes_moved for c in report.collectives if c.ring) == said
+
+
+def test_attention_in_scan_vmap_remat_and_twice(mesh: Mesh):
+    q, k, v = (array(mesh, P(None, "data", "model"), 3, 4, 32, 8, 16, seed=s) for s in range(3))
+
+    def of(attend: Any) -> Any:
+        def scanned(q: Any, k: Any, v: Any) -> Any:
+            def body(x: Any, qkv: Any) -> Any:
+                return x + attend(*qkv), None
+
+            return jax.lax.scan(jax.checkpoint(body), jnp.zeros_like(q[0]), (q, k, v))[0]
+
+        return losses(scanned), losses(jax.vmap(attend))
+
+    ours, theirs = of(jaxoverlap.attention), of(jax.nn.dot_product_attention)
+    for mine, plain in zip(ours, theirs, strict=True):
+        close(jax.jit(mine)(q, k, v), jax.jit(plain)(*on_host((q, k, v))), 1e-4)
+
+    def twice(attend: Any) -> Any:
+        loss = losses(attend)
+        return jax.grad(lambda *qkv: sum(jnp.sum(g**2) for g in loss(*qkv)[1]), (0, 1, 2))
+
+    one = q[0], k[0], v[0]
+    mine, plain = twice(jaxoverlap.attention), twice(jax.nn.dot_product_attention)
+    close(jax.jit(mine)(*one), jax.jit(plain)(*on_host(one)), 1e-3)
+
+
+def test_attention_with_other_arguments_is_jaxs(mesh: Mesh):
+    q, k, v = (array(mesh, P("data", "model"), 4, 32, 8, 16, seed=s) for s in range(3))
+    mask = jnp.tril(jnp.ones((1, 1, 32, 32), bool))
+    close(
+        jaxoverlap.attention(q, k, v, mask=mask), jax.nn.dot_product_attention(q, k, v, mask=mask)
+    )
+    out, residual = jaxoverlap.attention(q, k, v, return_residual=True)
+    assert residual.shape == (4, 32, 8)
+    assert out.shape == q.shape
+    close(jaxoverlap.attention(q[0], k[0], v[0]), jax.nn.dot_product_attention(q[0], k[0], v[0]))
+
+
+# -- cross-entropy --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [("model",), ("data", "model"), ()], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cross_entropy_is_optaxs(mesh: Mesh, vocabulary: tuple[str, ...], dtype: str):
+    batch = None if "data" in vocabulary else "data"
+    logits = array(mesh, P(batch, None, vocabulary or None), 4, 16, 64, dtype=dtype)
+    labels = jnp.asarray(np.random.default_rng(1).integers(0, 64, (4, 16)))
+
+    def of(fn: Any) -> Any:
+        return jax.jit(
+            jax.value_and_grad(lambda z: jnp.mean(fn(z, labels).astype(jnp.float32) ** 2))
+        )
+
+    compiled = of(jaxoverlap.softmax_cross_entropy_with_integer_labels).lower(logits).compile()
+    theirs = of(optax.softmax_cross_entropy_with_integer_labels)(on_host(logits))
+    close(compiled(logits), theirs, 2e-5 if dtype == "float32" else 3e-2)
+    moved = [c for c in jaxoverlap.audit(compiled).collectives]
+    assert all(c.kind == "all-reduce" for c in moved)  # no logits move
+    assert max((c.bytes_moved for c in moved), default=0) <= 2 * 4 * 16 * 4 * 2
+
+
+def test_cross_entropy_axis_where_vmap_and_twice(mesh: Mesh):
+    logits = array(mesh, P("data", "model"), 4, 64, 16)
+    labels = jnp.asarray(np.random.default_rng(1).integers(0, 32, (4, 16)))
+    kept = (jnp.arange(64) < 32)[None, :, None]
+
+    def of(fn: Any) -> Any:
+        def loss(z: Any) -> Any:
+            return jnp.mean(fn(z, labels, axis=1, where=kept) ** 2)
+
+        def mapped(z: Any) -> Any:
+            return jnp.mean(jax.vmap(fn, (1, 0))(jnp.moveaxis(z, 1, 2), labels.T) ** 2)
+
+        twice = jax.grad(lambda z: jnp.sum(jax.grad(mapped)(z) ** 2))
+        return jax.jit(
+            lambda z: (jax.value_and_grad(loss)(z), jax.value_and_grad(mapped)(z), twice(z))
+        )
+
+    ours = of(jaxoverlap.softmax_cross_entropy_with_integer_labels)(logits)
+    close(ours, of(optax.softmax_cross_entropy_with_integer_labels)(on_host(logits)), 1e-4)
+
+
+def test_cross_entropy_names_what_does_not_fit():
+    entropy = jaxoverlap.softmax_cross_entropy_with_integer_labels
+    with pytest.raises(ValueError, match="expected a floating-point one"):
+        entropy(jnp.ones((2, 3), int), jnp.ones(2, int))
+    with pytest.raises(ValueError, match="expected integers"):
+        entropy(jnp.ones((2, 3)), jnp.ones(2))
+    with pytest.raises(ValueError, match="labels of the logits' shape without it"):
+        entropy(jnp.ones((2, 3)), jnp.ones(3, int))
