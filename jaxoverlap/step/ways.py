@@ -348,7 +348,8 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
     entries, sharings = decide(all_bodies, shardings, terms)
     inside, manual = decide_manual(all_bodies, shardings, terms.requests)
     entries = tuple(inside.get(entry.site, entry) for entry in entries)
-    rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
+    with without_ties(is_many_processes_of_cpus(mesh)):
+        rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
     may = terms.lookups and not terms.explicit
     known = lookups(all_bodies, shardings, mesh, terms.costs) if may else []
     return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
