@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxoverlap.flags.required import is_many_processes_of_cpus
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
@@ -38,6 +39,7 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
     scatter_sums,
     with_sums_scattered,
 )
+from jaxoverlap.passes.rings.chunks import without_ties
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
