@@ -282,15 +282,21 @@ def sweep() -> None:
 
 def _own(name: str) -> IO[str]:
     """Take the lock that shows this process to live; the kernel drops it when it dies."""
-    _LOCKS.mkdir(parents=True, exist_ok=True)
-    lock = (_LOCKS / name).open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise LabError(
-            "this process has a lab already: leave it first, or give both their own process"
-        ) from error
-    return lock
+    path = _LOCKS / name
+    while True:
+        _LOCKS.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = path.open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_ino == os.fstat(lock.fileno()).st_ino:
+                return lock
+            lock.close()  # a sweep took the file away before it was locked
+        except FileNotFoundError:  # or the folder
+            continue
+        except BlockingIOError as error:
+            raise LabError(
+                "this process has a lab already: leave it first, or give both their own process"
+            ) from error
 
 
 def _lives(pid: str) -> bool:

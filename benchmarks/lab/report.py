@@ -15,7 +15,6 @@ from benchmarks.lab.timing import hidden
 Row = dict[str, Any]
 ALONE = ("compute alone", "communication alone")
 _COLORS = {"jaxoverlap": "#08306b", "by hand": "#d94801", "plain, flags": "#969696"}
-_COLORS |= {"PyTorch": "#ee4c2c"}
 
 
 def rows_of(case: str, rate_mbit: float, timed: dict[str, Any], more: dict[str, Any]) -> list[Row]:
@@ -118,7 +117,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ax.grid(axis="y", color="0.92")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("times as fast as plain jit")
-    axes[-1].legend(frameon=False, fontsize=8)
+    axes[0].legend(frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     figure.savefig(path.with_suffix(".png"), dpi=110)

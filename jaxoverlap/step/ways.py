@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxoverlap.flags.required import is_many_processes_of_cpus
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
@@ -38,6 +39,7 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
     scatter_sums,
     with_sums_scattered,
 )
+from jaxoverlap.passes.rings.chunks import without_ties
 from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.decisions import LEFT_PLAIN
 from jaxoverlap.plan.plan import Plan, ScatteredSum
@@ -348,7 +350,8 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
     entries, sharings = decide(all_bodies, shardings, terms)
     inside, manual = decide_manual(all_bodies, shardings, terms.requests)
     entries = tuple(inside.get(entry.site, entry) for entry in entries)
-    rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
+    with without_ties(is_many_processes_of_cpus(mesh)):
+        rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
     may = terms.lookups and not terms.explicit
     known = lookups(all_bodies, shardings, mesh, terms.costs) if may else []
     return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
