@@ -36,15 +36,19 @@ class Scheduler:
             is a twentieth. The peak is that of a model of XLA's buffers, arguments not counted; the
             default is less than what that model is off by.
         in_flight: the most collectives on their way at a time.
+        extra_bytes: bytes by which the step may exceed that peak beside the slack: what the user
+            asked to keep alive, as an average that is on its way while a loop runs.
     """
 
     slack: float = 0.02
     in_flight: int = 8
+    extra_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not self.slack >= 0 or self.in_flight < 1:
+        if not self.slack >= 0 or self.in_flight < 1 or self.extra_bytes < 0:
             raise ValueError(
-                f"{self}: give a slack of zero or more, and at least one collective in flight"
+                f"{self}: give a slack of zero or more, at least one collective in flight, and "
+                "extra bytes of zero or more"
             )
 
 

@@ -1,0 +1,102 @@
+"""Outer optimizers: values that say what happens between the rounds of local updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """An outer optimizer: one optax transformation, a delay, and where the next round begins.
+
+    In a round each worker takes `every` steps from its start. The outer gradient is where the round
+    began, less the average of where the workers ended; `transform` makes the update of it. Worker i
+    then begins the next round at begin' + keep · (end_i - begin'), with begin' the updated value.
+
+    Attributes:
+        every: steps of a round.
+        transform: what turns outer gradients into updates, in optax's convention (updates are
+            added, so that gradient descent has a negative factor).
+        delay: 1 sends a round's outcome during the next round and applies it at that one's end; 0
+            sends it at the round's own end, where nothing hides it (but see `lag`).
+        keep: the share of its own parameters that a worker keeps when a round begins, in [0, 1).
+        sends_start: whether what is sent is where the next round begins, less the updated value,
+            and not how far the worker came (Overlap-Local-SGD).
+        eager: whether a worker's own outcome is applied at once, and that of the others with the
+            delay. The updated values then differ between workers.
+        fragments: parts of the parameters, each sent in its own part of the round.
+        lag: steps between the start of a fragment's average and its use; needs delay 0.
+        name: the algorithm's, for people.
+    """
+
+    every: int
+    transform: optax.GradientTransformation
+    delay: int = 0
+    keep: float = 0.0
+    sends_start: bool = False
+    eager: bool = False
+    fragments: int = 1
+    lag: int = 0
+    name: str = "an outer optimizer"
+
+    def __post_init__(self) -> None:
+        whole("every", self.every, 1)
+        whole("fragments", self.fragments, 1)
+        whole("lag", self.lag, 0)
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay={self.delay!r}: expected 0 rounds or 1")
+        if not 0 <= self.keep < 1:
+            raise ValueError(f"keep={self.keep!r}: expected a share from 0 to below 1")
+        if self.every % self.fragments:
+            raise ValueError(
+                f"every={self.every} with fragments={self.fragments}: every fragment gets an equal "
+                "part of the round, so every must be a multiple of fragments; change one of them"
+            )
+        if self.lag > self.every // self.fragments:
+            raise ValueError(
+                f"lag={self.lag}: a fragment's part of the round has {self.every // self.fragments}"
+                f" steps (every={self.every}, fragments={self.fragments}); expected at most these"
+            )
+        if self.delay and (self.fragments > 1 or self.lag):
+            raise ValueError(
+                f"delay=1 with fragments={self.fragments} and lag={self.lag}: all parameters are a "
+                "round late together; leave out either"
+            )
+        if (self.eager or self.sends_start) and not self.delay:
+            raise ValueError("eager or sends_start without delay=1: nothing is late there")
+
+    @property
+    def part(self) -> int:
+        """Return the steps of a fragment's part of the round."""
+        return self.every // self.fragments
+
+    @property
+    def same_start(self) -> bool:
+        """Return whether all workers begin a round with the same parameters."""
+        return self.keep == 0 and not self.eager and self.fragments == 1
+
+
+def whole(name: str, value: Any, least: int) -> None:
+    """Raise unless a value is a whole number of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more")
+
+
+def momentum_in_range(momentum: float) -> float:
+    """Return a momentum, or raise unless it is in [0, 1)."""
+    if not 0 <= momentum < 1:
+        raise ValueError(
+            f"momentum={momentum!r}: expected 0 (none) or more, and less than 1, from where on it "
+            "never forgets"
+        )
+    return momentum
+
+
+def positive(name: str, value: float) -> float:
+    """Return a value, or raise unless it is above zero."""
+    if not value > 0:
+        raise ValueError(f"{name}={value!r}: expected a number above 0")
+    return value

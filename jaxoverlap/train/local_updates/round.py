@@ -1,0 +1,208 @@
+"""A round of local updates, as pure functions of arrays.
+
+The arrays are global: a leading dim of workers, sharded over the workers' axis, stands before what
+differs between workers. The train step is mapped over that dim, so that constraints and collectives
+on other axes of the mesh stay what they are. Only the average is written for one worker: an
+all-reduce, or a reduce-scatter where outer state is scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxoverlap.train.local_updates.outer import Outer
+from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, Placement, joined
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+Take = Callable[[Any], Any]  # of a tree, the leaves of a fragment
+AVERAGE = "local_updates_average"  # the scope of the collectives, by which an audit finds them
+
+
+def _all(tree: Any) -> Any:
+    return tree
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The functions of a round, for one train step and one kind of state.
+
+    Attributes:
+        step: train_step(state, batch) -> (state, metrics), of one worker.
+        outer: the outer optimizer.
+        params_in: where a train state has its parameters.
+        placement: where arrays lie.
+        specs: the parameters' own specs, on the axes inside a worker.
+        fragments: for each fragment what takes its leaves out of a tree like the parameters.
+    """
+
+    step: Step
+    outer: Outer
+    params_in: ParamsIn
+    placement: Placement
+    specs: Any
+    fragments: tuple[Take, ...]
+
+    def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+        """Take the steps of a round, with the average beside them, and the outer step."""
+        outer, part = self.outer, self.outer.part
+        metrics = []
+        for number, take in enumerate(self.fragments):
+            average = self.average(state.sent) if outer.delay else None  # beside the steps below
+            at = number * part
+            launch, end = at + part - outer.lag, at + part
+            started = self.params_in.get(state.worker)
+            if at < launch:
+                state, seen = self._advanced(state, _cut(batches, at, launch))
+                metrics.append(seen)
+            if not outer.delay:
+                average = self.average(self._progress(state, started, take), take)
+            if launch < end:
+                state, seen = self._advanced(state, _cut(batches, launch, end))
+                metrics.append(seen)
+            state = self.applied(state, started, average, number)
+        return state, jax.tree.map(lambda *m: jnp.concatenate(m), *metrics)
+
+    def _advanced(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+        worker, metrics = self.steps(state.worker, batches)
+        return LocalState(worker, state.begin, state.optimizer, state.sent), metrics
+
+    def steps(self, worker: Any, batches: Any) -> tuple[Any, Any]:
+        """Take a step for each batch, every worker its own; metrics are [steps, workers, ...]."""
+        workers, axis = self.placement.workers, self.placement.axis
+
+        def shared_out(batch: Any) -> Any:
+            steps, rows, *rest = batch.shape
+            split = batch.reshape(steps, workers, rows // workers, *rest)
+            free = (P.UNCONSTRAINED,) * (split.ndim - 2)
+            return lax.with_sharding_constraint(split, self.placement.at(None, axis, *free))
+
+        step = jax.vmap(self.step, spmd_axis_name=axis)
+        return lax.scan(step, worker, jax.tree.map(shared_out, batches))
+
+    def _progress(self, state: LocalState, started: Any, take: Take) -> Any:
+        """Return how far each worker came from where the round began, of a fragment."""
+        begin = take(started) if self.outer.same_start else self._whole(take(state.begin), take)
+        return jax.tree.map(jnp.subtract, begin, take(self.params_in.get(state.worker)))
+
+    def average(self, values: Any, take: Take = _all) -> Any:
+        """Return the mean over the workers, placed as outer state is; values are [workers, ...]."""
+        axis, workers = self.placement.axis, self.placement.workers
+        dims = jax.tree.map(
+            lambda v, spec: _none_or(self.placement.scattered_dim(v.shape[1:], spec)),
+            values,
+            take(self.specs),
+        )
+
+        def of_one(values: Any) -> Any:
+            def one(value: jax.Array, dim: int) -> jax.Array:
+                value = value.squeeze(0)
+                if dim < 0:
+                    return lax.psum(value, axis) / workers
+                return lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True) / workers
+
+            with jax.named_scope(AVERAGE):
+                return jax.tree.map(one, values, dims)
+
+        out = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), dims)
+        mapped = jax.shard_map(
+            of_one,
+            mesh=self.placement.mesh,
+            in_specs=P(axis),
+            out_specs=out,
+            axis_names={axis},
+            check_vma=False,
+        )
+        return mapped(values)
+
+    def applied(self, state: LocalState, started: Any, average: Any, number: int) -> LocalState:
+        """Return the state after an outer step on one fragment.
+
+        Args:
+            state: after the steps.
+            started: the workers' parameters before the steps.
+            average: the mean of what was sent, of this fragment.
+            number: the fragment's.
+        """
+        outer, take = self.outer, self.fragments[number]
+        ended = self.params_in.get(state.worker)
+        own = jax.tree.map(jnp.subtract, started, ended) if outer.delay else None
+        if outer.eager:
+            begin, optimizer = self._eager_step(state, own, average)
+            whole = begin
+        else:
+            begin, optimizer = self.outer_step(take(state.begin), state.optimizer[number], average)
+            whole = self._whole(begin, take)
+        mine = take(ended)
+        start = jax.tree.map(lambda b, e: _lerp(b, e, outer.keep), whole, mine)
+        sent = state.sent
+        if outer.delay:
+            sent = jax.tree.map(jnp.subtract, whole, start) if outer.sends_start else own
+        return LocalState(
+            worker=self.params_in.put(state.worker, joined(ended, start)),
+            begin=joined(state.begin, begin),
+            optimizer=_replaced(state.optimizer, number, optimizer),
+            sent=sent,
+        )
+
+    def outer_step(self, begin: Any, optimizer: Any, average: Any) -> tuple[Any, Any]:
+        """Return the parameters and the outer optimizer's state after an outer step."""
+        updates, optimizer = self.outer.transform.update(average, optimizer, begin)
+        return optax.apply_updates(begin, updates), optimizer
+
+    def _eager_step(self, state: LocalState, own: Any, average: Any) -> tuple[Any, Any]:
+        workers = self.placement.workers
+        gradients = jax.tree.map(
+            lambda mine, sent, mean: (mine - sent) / workers + mean, own, state.sent, average
+        )
+        step = jax.vmap(self.outer_step, spmd_axis_name=self.placement.axis)
+        return step(state.begin, state.optimizer[0], gradients)
+
+    def _whole(self, begin: Any, take: Take = _all) -> Any:
+        """Gather scattered parameters."""
+        if not self.placement.scatter:
+            return begin
+        with jax.named_scope(AVERAGE):
+            return jax.tree.map(
+                lambda b, spec: lax.with_sharding_constraint(b, self.placement.at(*spec)),
+                begin,
+                take(self.specs),
+            )
+
+    def flushed(self, state: LocalState) -> Any:
+        """Return the parameters, with what is under way applied."""
+        if not self.outer.delay:
+            return state.begin
+        average = self.average(state.sent)
+        if not self.outer.eager:
+            begin, _ = self.outer_step(state.begin, state.optimizer[0], average)
+            return self._whole(begin)
+        nothing = jax.tree.map(jnp.zeros_like, state.sent)
+        begin, _ = self._eager_step(state, nothing, average)
+        return jax.tree.map(lambda b: b.mean(0).astype(b.dtype), begin)
+
+
+def _lerp(begin: jax.Array, end: jax.Array, keep: float) -> jax.Array:
+    """Return begin + keep · (end - begin), begin for every worker; ends have a dim of workers."""
+    if not keep:
+        return jnp.broadcast_to(begin, end.shape)
+    return (begin + keep * (end - begin)).astype(end.dtype)
+
+
+def _cut(batches: Any, begin: int, end: int) -> Any:
+    return jax.tree.map(lambda b: b[begin:end], batches)
+
+
+def _replaced(parts: tuple[Any, ...], number: int, part: Any) -> tuple[Any, ...]:
+    return (*parts[:number], part, *parts[number + 1 :])
+
+
+def _none_or(dim: int | None) -> int:
+    return -1 if dim is None else dim
