@@ -71,6 +71,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     slack: float
     in_flight: int
+    extra_bytes: int = 0
 
 
 class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
@@ -76,7 +78,7 @@ class Options:
         cut = plan.cut
         return cls(
             fsdp=plan.fsdp,
-            schedule=at and Scheduler(slack=at.slack, in_flight=at.in_flight),
+            schedule=at and Scheduler(**msgspec.structs.asdict(at)),
             choices=plan.choices,
             rings=plan.may_ring,
             lookups=bool(plan.scattered),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -180,7 +181,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
     plan = msgspec.structs.replace(
         done.plan,
         xla_options=own,
-        schedule=at and Schedule(slack=at.slack, in_flight=at.in_flight),
+        schedule=at and Schedule(**dataclasses.asdict(at)),
     )
     ours = jits.with_jaxpr(params, done.jaxpr, compiled_with)
     return StepProgram(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Trial
@@ -95,7 +94,7 @@ def settings(at: Candidate, plan: Plan) -> list[Candidate]:
         return []
     variations = []
     if options.schedule:
-        roomy = Scheduler(slack=_SLACK, in_flight=options.schedule.in_flight)
+        roomy = replace(options.schedule, slack=_SLACK)
         variations.append((f"slack {_SLACK}", replace(options, schedule=roomy)))
     rest = {k: v for k, v in plan.xla_options.items() if k not in _MERGES}
     if rest != plan.xla_options:

@@ -17,7 +17,10 @@ CALLS = ("while", "conditional", "call")  # the opcodes that run other computati
 
 
 def rooms(
-    module: hlo.Module, buffers_of: Callable[[str], Buffers], slack: float = 0.0
+    module: hlo.Module,
+    buffers_of: Callable[[str], Buffers],
+    slack: float = 0.0,
+    extra_bytes: int = 0,
 ) -> dict[str, int]:
     """Return the peak live bytes allowed in each computation, callees included.
 
@@ -25,6 +28,8 @@ def rooms(
         module: scheduled; in its order the step has its peak.
         buffers_of: the buffers of a computation.
         slack: the fraction of its peak by which the step may exceed it.
+        extra_bytes: what the outermost computation may keep alive beside that, while it calls
+            others: an average that is on its way during a loop. The others get nothing of it.
 
     Returns:
         The limit of each computation that runs; none is below what its own order needs.
@@ -41,6 +46,7 @@ def rooms(
     for name in reversed(around):  # callers first
         for other, live in around[name]:
             limits[other] = min(limits[other], limits[name] - live)
+    limits[module.entry] += extra_bytes
     return limits
 
 

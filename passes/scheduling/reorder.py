@@ -14,13 +14,13 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from jaxoverlap.cost.groups import ALONE
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.passes.scheduling.buffers import buffers, leaves, root
+from jaxoverlap.passes.scheduling.buffers import Buffers, buffers, leaves, root
 from jaxoverlap.passes.scheduling.list_schedule import (
     OrderOutcome,
     Rule,
@@ -60,7 +60,12 @@ class NewOrder:
 
 
 def schedule(
-    module: hlo.Module, cost: CostModel, *, slack: float = 0.0, in_flight: int = 8
+    module: hlo.Module,
+    cost: CostModel,
+    *,
+    slack: float = 0.0,
+    in_flight: int = 8,
+    extra_bytes: int = 0,
 ) -> dict[str, NewOrder]:
     """Find orders for the computations of a module that are faster than XLA's.
 
@@ -69,11 +74,13 @@ def schedule(
         cost: the cost model of its instructions.
         slack: the fraction of its peak memory in XLA's order by which the step may exceed it.
         in_flight: the most collectives on their way at a time.
+        extra_bytes: as in `memory_limits.rooms`.
 
     Returns:
         The orders by computation; none where XLA's is as good, or nothing is started.
     """
-    walk = _Walk(module, ModuleCosts(module, cost), slack, in_flight)
+    limits = functools.partial(rooms, slack=slack, extra_bytes=extra_bytes)
+    walk = _Walk(module, ModuleCosts(module, cost), limits, in_flight)
     walk.outcome(module.entry)
     return walk.orders
 
@@ -81,10 +88,16 @@ def schedule(
 class _Walk:
     """The walk through a module, innermost computations first."""
 
-    def __init__(self, module: hlo.Module, prices: ModuleCosts, slack: float, in_flight: int):
+    def __init__(
+        self,
+        module: hlo.Module,
+        prices: ModuleCosts,
+        limits: Callable[[hlo.Module, Callable[[str], Buffers]], dict[str, int]],
+        in_flight: int,
+    ):
         self._module, self._prices, self._in_flight = module, prices, in_flight
         self._buffers = functools.cache(functools.partial(buffers, module))
-        self._rooms = rooms(module, self._buffers, slack)
+        self._rooms = limits(module, self._buffers)
         self._known: dict[str, OrderOutcome] = {}
         self.orders: dict[str, NewOrder] = {}
 

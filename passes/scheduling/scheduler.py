@@ -7,6 +7,7 @@ nothing is gained, XLA's stays.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 import time
@@ -130,7 +131,7 @@ class SchedulerCallback:
         began = time.perf_counter()
         options, cost = self._options, self._cost
         module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
-        new_orders = schedule(module, cost, slack=options.slack, in_flight=options.in_flight)
+        new_orders = schedule(module, cost, **dataclasses.asdict(options))
         xla = replay(module, cost)
         kept, step, reason = _faster(module, new_orders, xla, cost)
         taken = time.perf_counter() - began

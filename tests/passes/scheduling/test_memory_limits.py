@@ -59,3 +59,10 @@ def test_a_computation_called_twice_has_the_room_that_it_has_everywhere():
     module = hlo.parse(STEP.replace("body=%forward\n", "body=%backward\n"))
     room_of = rooms(module, functools.partial(buffers, module))
     assert round(room_of["backward"] / MB) == 40 and "forward" not in room_of
+
+
+def test_what_the_user_keeps_alive_is_the_outermost_computation_s_alone():
+    module = hlo.parse(STEP)
+    given = rooms(module, functools.partial(buffers, module), extra_bytes=15 * MB)
+    without = rooms(module, functools.partial(buffers, module))
+    assert given == {**without, "main": without["main"] + 15 * MB}
