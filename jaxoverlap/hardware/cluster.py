@@ -2,7 +2,10 @@
 
 A cluster is named by a string: chip, hosts, GPUs a host. `parse_cluster("h100-sxm:8x8")` is eight
 hosts of eight, each with one JAX process for its eight GPUs; "h100-sxm:8x8/8" has eight processes
-on each host, one for each GPU, as SLURM starts them. Nothing here needs JAX.
+on each host, one for each GPU, as SLURM starts them. After an @ stands the network of a host, in
+Gbit/s, and after a comma its latency in microseconds, where they are not the chip's usual ones:
+"a100-sxm-80:16x8@80" has 80 Gbit/s a host, "a100-sxm-80:16x8@80,50" a latency of 50 µs besides.
+Nothing here needs JAX.
 
 Two kinds of numbers stand here. Facts: core counts, memory, caches and clocks are those of the
 GPU target configurations that XLA keeps for compiling without a GPU (openxla/xla,
@@ -95,7 +98,7 @@ class Cluster:
 
     Devices are counted host by host: device `i` is GPU `i % gpus_per_host` of host
     `i // gpus_per_host`; and within a host process by process. Of links that were replaced the
-    string says nothing.
+    string says nothing; of a network that the string named (`host_network`) it does.
 
     Attributes:
         chip: the GPUs.
@@ -128,7 +131,26 @@ class Cluster:
 
     def __str__(self) -> str:
         processes = f"/{self.processes_per_host}" if self.processes_per_host != 1 else ""
-        return f"{self.chip.name}:{self.num_hosts}x{self.gpus_per_host}{processes}"
+        return f"{self.chip.name}:{self.num_hosts}x{self.gpus_per_host}{processes}{self._network}"
+
+    @property
+    def _network(self) -> str:
+        """Return what stands behind the @, if the network is one that a string can name."""
+        gbit_per_s = self.network.bandwidth_bytes_per_s * 8 * self.gpus_per_host / 1e9
+        latency_us = self.network.latency_s * 1e6
+        if not self.names_network:
+            return ""
+        usual = self.network.latency_s == self.chip.network.latency_s
+        return f"@{gbit_per_s:.9g}" + ("" if usual else f",{latency_us:.9g}")
+
+    @property
+    def names_network(self) -> bool:
+        """Return whether the cluster's string names its network."""
+        if self.gpus_per_host < 1:
+            return False
+        gbit_per_s = self.network.bandwidth_bytes_per_s * 8 * self.gpus_per_host / 1e9
+        named = host_network(gbit_per_s, self.gpus_per_host, self.network.latency_s)
+        return self.network.name == named.name
 
     @property
     def num_devices(self) -> int:
@@ -270,7 +292,9 @@ _MI250X = Chip(
 _CHIPS = {c.name: c for c in (_A100_40, _A100_80, _H100, _H200, _B200, _GB200)}
 _KNOWN = {**_CHIPS, _MI250X.name: _MI250X}
 _FORM = re.compile(
-    r"(?P<chip>[^:\s]+):(?P<hosts>-?\d+)x(?P<gpus>-?\d+)(?:/(?P<processes>-?\d+))?", re.ASCII
+    r"(?P<chip>[^:\s]+):(?P<hosts>-?\d+)x(?P<gpus>-?\d+)(?:/(?P<processes>-?\d+))?"
+    r"(?:@(?P<gbit>\d+(?:\.\d+)?)(?:,(?P<latency>\d+(?:\.\d+)?))?)?",
+    re.ASCII,
 )
 
 
@@ -279,22 +303,33 @@ def chips() -> tuple[Chip, ...]:
     return tuple(_CHIPS.values())
 
 
+def host_network(gbit_per_s: float, gpus_per_host: int, latency_s: float) -> Link:
+    """Return each GPU's share of a network of so many Gbit/s a host.
+
+    A GPU alone cannot send at the host's rate: its share is a link of its own, as with a NIC for
+    each GPU. In a ring through all GPUs of several hosts, all shares of a host count.
+    """
+    share = gbit_per_s * 1e9 / 8 / gpus_per_host
+    return Link(f"network of {gbit_per_s:.9g} Gbit/s a host", share, latency_s)
+
+
 def parse_cluster(text: str) -> Cluster:
     """The cluster that a string such as "h100-sxm:8x8" names: chip, hosts, GPUs a host.
 
     After a slash stands how many JAX processes each host runs, if more than one, as in
-    "h100-sxm:8x8/8". Its links are those of the chip.
+    "h100-sxm:8x8/8". After an @ stands the network: Gbit/s a host, and after a comma its latency in
+    microseconds, as in "a100-sxm-80:16x8@80,50". Its other links are those of the chip.
 
     Raises:
-        ValueError: The string has another form, the chip is unknown, a count is not positive, or
-            the processes cannot share a host's GPUs evenly.
+        ValueError: The string has another form, the chip is unknown, a count or the network's rate
+            is not positive, or the processes cannot share a host's GPUs evenly.
     """
     form = _FORM.fullmatch(text)
     if form is None:
         raise ValueError(
             f"cannot read {text!r} as a cluster: write CHIP:HOSTSxGPUS_A_HOST, for instance "
-            "'h100-sxm:8x8' for eight hosts of eight GPUs, or 'h100-sxm:8x8/8' where each host "
-            "runs eight processes"
+            "'h100-sxm:8x8' for eight hosts of eight GPUs, 'h100-sxm:8x8/8' where each host runs "
+            "eight processes, or 'h100-sxm:8x8@80,50' for a network of 80 Gbit/s a host and 50 µs"
         )
     chip = _KNOWN.get(form["chip"])
     if chip is None:
@@ -303,7 +338,12 @@ def parse_cluster(text: str) -> Cluster:
         raise ValueError(
             f"unknown chip {form['chip']!r} in {text!r}: {hint}Known are {', '.join(_KNOWN)}"
         )
-    processes = int(form["processes"] or 1)
-    return Cluster(
-        chip, int(form["hosts"]), int(form["gpus"]), chip.nvlink, chip.network, processes
-    )
+    gpus, processes, network = int(form["gpus"]), int(form["processes"] or 1), chip.network
+    if form["gbit"] and gpus > 0:
+        gbit_per_s = float(form["gbit"])
+        if not gbit_per_s > 0:
+            raise ValueError(f"{text!r}: expected a network of more than 0 Gbit/s a host")
+        latency_us = form["latency"]
+        latency_s = float(latency_us) / 1e6 if latency_us else network.latency_s
+        network = host_network(gbit_per_s, gpus, latency_s)
+    return Cluster(chip, int(form["hosts"]), gpus, chip.nvlink, network, processes)

@@ -124,7 +124,8 @@ def devices(pod: Cluster) -> tuple[Any, ...]:
     Raises:
         PodsUnavailableError: XLA's GPU compiler is not installed, or not in jaxlib's version.
     """
-    described = replace(pod, nvlink=pod.chip.nvlink, network=pod.chip.network)
+    network = pod.network if pod.names_network else pod.chip.network
+    described = replace(pod, nvlink=pod.chip.nvlink, network=network)
     gpus = _devices(described)
     _described[gpus[0].client] = described
     fused_attention.answers_for(pod.chip.compute_capability)

@@ -44,7 +44,7 @@ def cluster_of(mesh: Mesh, within_s: float = WITHIN_S) -> Cluster | None:
         num_hosts,
         len(devices) // num_hosts,
         chip.nvlink,
-        chip.network,
+        pod.network if pod else chip.network,
         len(processes) // num_hosts,
     )
 

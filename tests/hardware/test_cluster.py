@@ -168,3 +168,34 @@ def test_needs_no_jax():
 
     assert module.__file__ is not None
     subprocess.run([sys.executable, "-c", code, module.__file__], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "gbit_a_gpu", "latency_us"),
+    (
+        ("a100-sxm-80:16x8@80", 10, 18),
+        ("a100-sxm-80:16x8@80,50", 10, 50),
+        ("a100-sxm-80:16x8@800,5", 100, 5),
+        ("h100-sxm:8x8/8@33.3", 33.3 / 8, 18),
+    ),
+)
+def test_a_name_can_say_the_network_of_a_host(text: str, gbit_a_gpu: float, latency_us: float):
+    cluster = parse_cluster(text)
+    assert cluster.network.bandwidth_bytes_per_s == pytest.approx(gbit_a_gpu * 1e9 / 8)
+    assert cluster.network.latency_s == pytest.approx(latency_us * 1e-6)
+    assert str(cluster) == text and parse_cluster(str(cluster)) == cluster
+    usual = parse_cluster(text.partition("@")[0])
+    assert dataclasses.replace(cluster, network=usual.network) == usual
+
+
+@pytest.mark.parametrize(
+    "text", ("h100-sxm:2x8@", "h100-sxm:2x8@-5", "h100-sxm:2x8@80,", "h100-sxm:2x8@x")
+)
+def test_a_network_in_another_form_is_refused(text: str):
+    with pytest.raises(ValueError, match="@80,50"):
+        parse_cluster(text)
+
+
+def test_a_network_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="more than 0 Gbit/s"):
+        parse_cluster("h100-sxm:2x8@0")
