@@ -212,6 +212,8 @@ class LocalUpdates:
         jitted = jax.jit(local_round, donate_argnums=0, out_shardings=(at, None))
         if self._overlap is None:
             return jitted
+        if "plan" in self._overlap:  # it has the limits of the step that it was made for
+            return overlap(jitted, **self._overlap)
         limits = self._overlap.get("schedule", Scheduler())
         if limits is not None:
             limits = replace(limits, extra_bytes=limits.extra_bytes + self._beside_bytes(state))
