@@ -138,7 +138,7 @@ def streaming_diloco(
         fragments: whole leaves of the parameters, in order, in parts of about equal bytes. (The
             paper's are layers, spread with a stride; layers stacked by a scan are one leaf.)
         delay: steps, at most every / fragments.
-        alpha: the worker's own share, in [0, 1).
+        alpha: the worker's own share, in [0, 1].
         learning_rate, momentum, nesterov: of the outer SGD.
     """
     return Outer(

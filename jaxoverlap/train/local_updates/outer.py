@@ -22,7 +22,7 @@ class Outer:
             added, so that gradient descent has a negative factor).
         delay: 1 sends a round's outcome during the next round and applies it at that one's end; 0
             sends it at the round's own end, where nothing hides it (but see `lag`).
-        keep: the share of its own parameters that a worker keeps when a round begins, in [0, 1).
+        keep: the share of its own parameters that a worker keeps when a round begins, in [0, 1].
         sends_start: whether what is sent is where the next round begins, less the updated value,
             and not how far the worker came (Overlap-Local-SGD).
         eager: whether a worker's own outcome is applied at once, and that of the others with the
@@ -48,8 +48,8 @@ class Outer:
         whole("lag", self.lag, 0)
         if self.delay not in (0, 1):
             raise ValueError(f"delay={self.delay!r}: expected 0 rounds or 1")
-        if not 0 <= self.keep < 1:
-            raise ValueError(f"keep={self.keep!r}: expected a share from 0 to below 1")
+        if not 0 <= self.keep <= 1:
+            raise ValueError(f"keep={self.keep!r}: expected a share from 0 to 1")
         if self.every % self.fragments:
             raise ValueError(
                 f"every={self.every} with fragments={self.fragments}: every fragment gets an equal "

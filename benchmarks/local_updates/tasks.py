@@ -1,0 +1,125 @@
+"""Small tasks on real data: pictures of clothes for an MLP, and bytes of a text for a GPT."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+from models.config import Config
+from models.gpt import RECIPE
+from models.text import load_text, make_batch
+
+Loss = Callable[[Any, Any], jax.Array]
+FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt.
+
+    Attributes:
+        name: of the task.
+        new_params: parameters of a seed.
+        loss: for a mesh, the loss of parameters and a batch.
+        batches: training batches of a seed, without end, [global batch, ...].
+        held_out: batches that are never trained on.
+        steps, batch, learning_rate: of a run; AdamW's peak rate.
+    """
+
+    name: str
+    new_params: Callable[[int], Any]
+    loss: Callable[[Mesh], Loss]
+    batches: Callable[[int], Iterator[Any]]
+    held_out: tuple[Any, ...]
+    steps: int
+    batch: int
+    learning_rate: float
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Return the inner AdamW: warm-up, then a cosine down to a hundredth."""
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, self.steps // 20, self.steps, self.learning_rate / 100
+        )
+        return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
+
+
+def images(folder: Path = FASHION) -> Task:
+    """Fashion-MNIST for an MLP of two hidden layers."""
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"no Fashion-MNIST in {folder}: apt-get install dataset-fashion-mnist, or unpack that "
+            "package (apt-get download, dpkg -x) and give its folder with --folder"
+        )
+    x, y = _idx(folder, "train")
+    test = _idx(folder, "t10k")
+
+    def new_params(seed: int) -> list[Any]:
+        rng, sizes = np.random.default_rng(seed), (784, 256, 256, 10)
+        return [
+            dict(w=jnp.asarray(rng.normal(size=(a, b)) * (2 / a) ** 0.5, "f"), b=jnp.zeros(b))
+            for a, b in itertools.pairwise(sizes)
+        ]
+
+    def of(params: list[Any], batch: Any) -> jax.Array:
+        h, label = batch
+        for layer in params[:-1]:
+            h = jax.nn.relu(h @ layer["w"] + layer["b"])
+        logits = h @ params[-1]["w"] + params[-1]["b"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
+
+    def batches(seed: int) -> Iterator[Any]:
+        rng = np.random.default_rng(seed)
+        while True:
+            order = rng.permutation(len(y))
+            for at in range(0, len(y) - 255, 256):
+                yield x[order[at : at + 256]], y[order[at : at + 256]]
+
+    return Task("images", new_params, lambda mesh: of, batches, (test,), 1152, 256, 1e-3)
+
+
+def text() -> Task:
+    """Bytes of Python's manual for a GPT of two layers; its last tenth is held out."""
+    config = Config(data=1, model=1, hidden=64, heads=4, mlp=256, sequence=64, batch=32)
+    data = load_text(sequence=config.sequence)
+    cut = len(data) * 9 // 10
+
+    def new_params(seed: int) -> Any:
+        return RECIPE.new_state(config, mesh_of(1), seed)["params"]
+
+    def loss(mesh: Mesh) -> Loss:
+        of = RECIPE.make_loss(config, mesh)
+        return lambda params, batch: of(params, batch)[0]
+
+    def batches(seed: int) -> Iterator[Any]:
+        own = replace(config, seed=seed)
+        yield from (make_batch(data[:cut], own, step) for step in itertools.count())
+
+    tests = replace(config, seed=10**6, batch=256)
+    held_out = tuple(make_batch(data[cut:], tests, step) for step in range(4))
+    return Task("text", new_params, loss, batches, held_out, 576, 32, 3e-3)
+
+
+def mesh_of(workers: int) -> Mesh:
+    """Return a mesh of workers of one device each, with the axes that the models name."""
+    devices = jax.devices()[:workers]
+    axes = ("worker", "data", "model")
+    return jax.make_mesh((workers, 1, 1), axes, (AxisType.Auto,) * 3, devices=devices)
+
+
+def _idx(folder: Path, which: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read pictures and labels in the format of MNIST."""
+    with gzip.open(folder / f"{which}-images-idx3-ubyte.gz") as file:
+        pictures = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784)
+    with gzip.open(folder / f"{which}-labels-idx1-ubyte.gz") as file:
+        labels = np.frombuffer(file.read(), np.uint8, offset=8).astype(np.int32)
+    return ((pictures / 255 - 0.286) / 0.353).astype(np.float32), labels
