@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -220,11 +221,15 @@ class LocalUpdates:
         return overlap(jitted, **{**self._overlap, "schedule": limits})
 
     def _beside_bytes(self, state: LocalState) -> int:
-        """Return the bytes on a device that a round needs beside its steps."""
-        return 3 * sum(
-            int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(state.sent)
-        )
+        """Return the bytes on a device of what a round keeps beside its steps.
+
+        These are the average that is under way, what it is of, and where the next round begins.
+        """
+        if not (self.outer.delay or self.outer.lag):
+            return 0
+        params = jax.tree.leaves(self._params_in.get(state.worker))
+        sizes = (math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in params)
+        return 3 * sum(sizes)
 
     def _rounds(self, state: LocalState) -> Rounds:
         params = self._params_in.get(state.worker)

@@ -9,7 +9,7 @@ all-reduce, or a reduce-scatter where outer state is scattered.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -53,26 +53,40 @@ class Rounds:
     def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
         """Take the steps of a round, with the average beside them, and the outer step."""
         outer, part = self.outer, self.outer.part
-        metrics = []
+        metrics = list[Any]()
         for number, take in enumerate(self.fragments):
             average = self.average(state.sent) if outer.delay else None  # beside the steps below
             at = number * part
             launch, end = at + part - outer.lag, at + part
             started = self.params_in.get(state.worker)
-            if at < launch:
-                state, seen = self._advanced(state, _cut(batches, at, launch))
-                metrics.append(seen)
+            state = self._advanced(state, batches, at, launch, bool(outer.delay), metrics)
             if not outer.delay:
                 average = self.average(self._progress(state, started, take), take)
-            if launch < end:
-                state, seen = self._advanced(state, _cut(batches, launch, end))
-                metrics.append(seen)
+            state = self._advanced(state, batches, launch, end, True, metrics)
             state = self.applied(state, started, average, number)
         return state, jax.tree.map(lambda *m: jnp.concatenate(m), *metrics)
 
-    def _advanced(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
-        worker, metrics = self.steps(state.worker, batches)
-        return LocalState(worker, state.begin, state.optimizer, state.sent), metrics
+    def _advanced(
+        self,
+        state: LocalState,
+        batches: Any,
+        begin: int,
+        end: int,
+        hides: bool,
+        metrics: list[Any],
+    ) -> LocalState:
+        """Take some of a round's steps, and add their metrics.
+
+        Where they hide a reduce-scatter and the all-gather after it, they are two loops: no
+        collective can end or begin within one.
+        """
+        middle = (begin + end) // 2 if hides and self.placement.scatter else begin
+        for first, last in ((begin, middle), (middle, end)):
+            if first < last:
+                worker, seen = self.steps(state.worker, _cut(batches, first, last))
+                state = replace(state, worker=worker)
+                metrics.append(seen)
+        return state
 
     def steps(self, worker: Any, batches: Any) -> tuple[Any, Any]:
         """Take a step for each batch, every worker its own; metrics are [steps, workers, ...]."""
