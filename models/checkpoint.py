@@ -12,7 +12,17 @@ from models.config import Mistake, Run
 
 # These may change from one run to the next, as may the mesh: they say how long a run is, what it
 # writes, and in which processes it runs.
-FREE = {"steps", "plain", "halves", "plan", "checkpoint", "save_every", "metrics", "log_every"}
+FREE = {
+    "steps",
+    "plain",
+    "workers",
+    "halves",
+    "plan",
+    "checkpoint",
+    "save_every",
+    "metrics",
+    "log_every",
+}
 FREE |= {"profile", "distributed", "coordinator", "processes", "process", "timeout_s"}
 
 
@@ -49,9 +59,12 @@ class Checkpoints:
         found = self.manager.restore(taken, args=wanted)
         return found["state"], found["feed"]["next_index"]
 
-    def save(self, taken: int, state: Any, feed: dict[str, Any]) -> None:
-        """Keep the state after `taken` steps, if that is a multiple of save_every or the last."""
-        if self.manager and (taken % self.every == 0 or taken == self.steps):
+    def save(self, taken: int, state: Any, feed: dict[str, Any], span: int = 1) -> None:
+        """Keep the state after `taken` steps, if one of the last `span` is due or all are taken.
+
+        Due is each multiple of save_every.
+        """
+        if self.manager and (taken % self.every < span or taken >= self.steps):
             kept = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), feed=ocp.args.JsonSave(feed)
             )

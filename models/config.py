@@ -1,6 +1,7 @@
 """Configure training runs: the fields that all runs share, and the GPT's own."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -29,6 +30,9 @@ class Run:
     log_every: Annotated[int, Option(help="Steps between lines, if not on a terminal.")] = 10
     profile: Annotated[int, Option(help="Trace so many steps, to out/profile.")] = 0
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0
+    local_updates: Annotated[str | None, Option(help="Train in rounds, as by co2.")] = None
+    every: Annotated[int, Option(help="Steps of such a round.")] = 12
+    workers: Annotated[int, Option(help="Of local updates, each with the mesh below.")] = 2
 
     distributed: Annotated[
         bool, Option("--distributed", help="Join the processes of SLURM, Kubernetes or MPI.")
@@ -52,7 +56,7 @@ class Run:
     def __post_init__(self):
         if self.ops and (self.plain or self.halves):
             raise Mistake("ops with plain or halves: matmuls partition themselves, or they do not")
-        for name in ("layers", "steps", "save_every", "log_every", "timeout_s"):
+        for name in ("layers", "steps", "save_every", "log_every", "timeout_s", "every", "workers"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
         if (self.coordinator is None) != (self.processes is None) or (self.processes is None) != (
@@ -76,10 +80,17 @@ class Run:
         """(field, what must divide it, its value): each device gets an equal part of everything."""
         first, second = self.AXES
         yield "hidden", "heads", self.heads
+        if self.local_updates:
+            yield "batch", f"workers x {first}", self.workers * self.mesh[first]
         for name in ("hidden", "batch"):
             yield name, first, self.mesh[first]
         for name in ("heads", "mlp"):
             yield name, second, self.mesh[second]
+
+    @property
+    def devices(self) -> int:
+        """Return how many devices all workers take."""
+        return (self.workers if self.local_updates else 1) * math.prod(self.mesh.values())
 
     @property
     def tokens(self) -> int:

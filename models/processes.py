@@ -31,7 +31,7 @@ def start(config: Run) -> None:
             shutdown_timeout_seconds=config.timeout_s,
         )
     many = jax.distributed.is_initialized()
-    needed = math.prod(config.mesh.values())
+    needed = config.devices
     wanted = math.ceil(needed / (config.processes or needed)) if many else max(8, needed)
     with contextlib.suppress(RuntimeError):  # JAX has started: it keeps the devices it has
         jax.config.update("jax_num_cpu_devices", wanted)

@@ -52,17 +52,19 @@ class Recipe:
 
     def make_mesh(self, config: Run) -> Mesh:
         """The first of the devices JAX sees, as a mesh of automatic axes."""
-        sizes, devices = tuple(config.mesh.values()), jax.devices()
-        needed = sizes[0] * sizes[1]
+        sizes, names, devices = tuple(config.mesh.values()), config.AXES, jax.devices()
+        if config.local_updates:
+            sizes, names = (config.workers, *sizes), ("worker", *names)
+        needed = config.devices
         if len(devices) < needed:
-            asked = " x ".join(f"{axis}={size}" for axis, size in config.mesh.items())
+            asked = " x ".join(f"{axis}={n}" for axis, n in zip(names, sizes, strict=True))
             raise Mistake(
                 f"a mesh of {asked} needs {needed} devices and JAX sees {len(devices)}; ask for a "
                 "smaller mesh, or on a CPU for more devices (jax_num_cpu_devices)"
             )
-        # Host by host, the second axis within hosts first. (jax.make_mesh refuses several hosts.)
+        # Host by host, the last axis within hosts first. (jax.make_mesh refuses several hosts.)
         places = np.array(devices[:needed]).reshape(sizes)
-        return Mesh(places, config.AXES, axis_types=(AxisType.Auto,) * 2)
+        return Mesh(places, names, axis_types=(AxisType.Auto,) * len(names))
 
     def new_state(self, config: Run, mesh: Mesh, seed: int) -> dict[str, Any]:
         """{"params", "optimizer", "step"}, plain dicts and tuples of arrays."""

@@ -1,0 +1,116 @@
+"""Train in rounds of local updates: what `--local-updates co2 --every 12` runs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap import train as algorithms
+from jaxoverlap.train import LocalState, LocalUpdates, Outer
+from models import trainer
+from models.checkpoint import Checkpoints
+from models.config import Mistake, Run
+from models.processes import console, within_s
+from models.recipe import Recipe
+from models.report import Report
+
+
+def outer_of(config: Run) -> Outer:
+    """Return the outer optimizer that the flags name, with its published settings."""
+    every = config.every
+    known = {
+        "local_sgd": lambda: algorithms.local_sgd(every=every),
+        "slowmo": lambda: algorithms.slowmo(every=every, inner_learning_rate=config.learning_rate),
+        "overlap_local_sgd": lambda: algorithms.overlap_local_sgd(every=every),
+        "diloco": lambda: algorithms.diloco(every=every),
+        "eager_diloco": lambda: algorithms.eager_diloco(every=every),
+        "streaming_diloco": lambda: algorithms.streaming_diloco(
+            every=every, fragments=2, delay=every // 2
+        ),
+        "co2": lambda: algorithms.co2(every=every),
+    }
+    if config.local_updates not in known:
+        raise Mistake(f"--local-updates {config.local_updates}: expected one of {', '.join(known)}")
+    try:
+        return known[config.local_updates]()
+    except ValueError as error:
+        raise Mistake(f"--local-updates {config.local_updates}: {error}") from error
+
+
+def train(recipe: Recipe, config: Run) -> trainer.Trained:
+    """Train in rounds up to `config.steps` steps, or to the end of the round that has the last.
+
+    A row of metrics is a round, averaged over its steps and the workers.
+    """
+    outer = outer_of(config)
+    mesh = recipe.make_mesh(config)
+    step = recipe.make_step(config, mesh)
+    updates = LocalUpdates(
+        step,
+        mesh,
+        axis="worker",
+        outer=outer,
+        shard_outer=not outer.eager,
+        overlap=not config.plain,
+    )
+    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
+        state, begin = restored(checkpoints, updates, recipe.abstract_args(config, mesh)[0])
+        if state is None:
+            state = updates.init(recipe.init_state(config, mesh, config.seed))
+        else:
+            console.print(f"resuming after step {begin} of {config.steps}")
+        with Report(recipe, config, mesh, begin) as report:
+            for at in range(begin, config.steps, config.every):
+                end = at + config.every
+                state, metrics = updates.round(state, batches(recipe, config, mesh, at))
+                report.add(end - 1, jax.tree.map(jnp.mean, metrics))
+                checkpoints.save(end, state, {"next_index": end}, config.every)
+        params = updates.params(state)
+    return trainer.Trained(report.rows, step, dict(params=params))
+
+
+def batches(recipe: Recipe, config: Run, mesh: Mesh, at: int) -> Any:
+    """Return the batches of the round that begins with step `at`, each worker's rows in its place.
+
+    Every process makes them whole and keeps its part.
+    """
+    batch_of, placed = recipe.batches(config), NamedSharding(mesh, P(None, "worker"))
+    every = [batch_of(i, slice(0, config.batch)) for i in range(at, at + config.every)]
+    stacked = jax.tree.map(lambda *b: np.stack(b), *every)
+    return jax.tree.map(
+        lambda b: jax.make_array_from_callback(b.shape, placed, lambda index: b[index]), stacked
+    )
+
+
+def restored(
+    checkpoints: Checkpoints, updates: LocalUpdates, state: Any
+) -> tuple[LocalState | None, int]:
+    """Return the newest checkpoint's state, also of another number of workers, and its step."""
+    manager, like = checkpoints.manager, updates.abstract(state)
+    taken = manager.latest_step() if manager else None
+    if not manager or taken is None:
+        return None, 0
+    with ocp.StandardCheckpointer() as reader:
+        saved: Any = reader.metadata(manager.directory / str(taken) / "state")
+    workers = jax.tree.leaves(saved.item_metadata["worker"])[0].shape[0]
+    if workers == updates.workers:
+        return checkpoints.restore(like)
+
+    whole = NamedSharding(updates.mesh, P())
+
+    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((workers, *leaf.shape[1:]), leaf.dtype, sharding=whole)
+
+    worker, sent = jax.tree.map(resized, (like.worker, like.sent))
+    begin, optimizer = like.begin, like.optimizer
+    if updates.outer.eager:
+        begin, optimizer = jax.tree.map(resized, (begin, optimizer))
+    old = LocalState(worker, begin, optimizer, sent)
+    wanted = ocp.args.Composite(state=ocp.args.StandardRestore(old))
+    found: Any = manager.restore(taken, args=wanted)["state"]
+    return updates.spread(updates.consolidate(found)), taken
