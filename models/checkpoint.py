@@ -12,8 +12,18 @@ from models.config import Mistake, Run
 
 # These may change from one run to the next, as may the mesh: they say how long a run is, what it
 # writes, and in which processes it runs.
-FREE = {"steps", "plain", "halves", "plan", "checkpoint", "save_every", "metrics", "log_every"}
-FREE |= {"profile", "distributed", "coordinator", "processes", "process", "timeout_s", "workers"}
+FREE = {
+    "steps",
+    "plain",
+    "workers",
+    "halves",
+    "plan",
+    "checkpoint",
+    "save_every",
+    "metrics",
+    "log_every",
+}
+FREE |= {"profile", "distributed", "coordinator", "processes", "process", "timeout_s"}
 
 
 class Checkpoints:

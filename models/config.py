@@ -88,6 +88,11 @@ class Run:
             yield name, second, self.mesh[second]
 
     @property
+    def devices(self) -> int:
+        """Return how many devices all workers take."""
+        return (self.workers if self.local_updates else 1) * math.prod(self.mesh.values())
+
+    @property
     def tokens(self) -> int:
         """Return how many tokens a step takes, over all devices."""
         raise NotImplementedError
@@ -95,11 +100,6 @@ class Run:
     def used(self, path: str) -> float:
         """Return the share of a weight that each token is multiplied by."""
         return 1.0
-
-    @property
-    def devices(self) -> int:
-        """Return how many devices all workers take."""
-        return (self.workers if self.local_updates else 1) * math.prod(self.mesh.values())
 
     @property
     def mesh(self) -> dict[str, int]:

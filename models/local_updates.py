@@ -1,17 +1,21 @@
 """Train in rounds of local updates: what `--local-updates co2 --every 12` runs."""
 
-import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
 from jaxoverlap import train as algorithms
 from jaxoverlap.train import LocalState, LocalUpdates, Outer
 from models import trainer
 from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
+from models.processes import console, within_s
 from models.recipe import Recipe
 from models.report import Report
 
@@ -41,10 +45,10 @@ def outer_of(config: Run) -> Outer:
 def train(recipe: Recipe, config: Run) -> trainer.Trained:
     """Train in rounds up to `config.steps` steps, or to the end of the round that has the last.
 
-    A row of metrics is a step, averaged over the workers.
+    A row of metrics is a round, averaged over its steps and the workers.
     """
     outer = outer_of(config)
-    mesh, batch_of = recipe.make_mesh(config), recipe.batches(config)
+    mesh = recipe.make_mesh(config)
     step = recipe.make_step(config, mesh)
     updates = LocalUpdates(
         step,
@@ -54,25 +58,33 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
         shard_outer=not outer.eager,
         overlap=not config.plain,
     )
-    with Checkpoints(config) as checkpoints:
-        state, start = restored(checkpoints, updates, recipe.abstract_args(config, mesh)[0])
+    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
+        state, begin = restored(checkpoints, updates, recipe.abstract_args(config, mesh)[0])
         if state is None:
             state = updates.init(recipe.init_state(config, mesh, config.seed))
-        with Report(recipe, config, mesh, start) as report:
-            for at in range(start, config.steps, config.every):
-                began = time.perf_counter()
-                batches = [batch_of(index) for index in range(at, at + config.every)]
-                stacked = jax.tree.map(lambda *b: np.stack(b), *batches)
-                state, metrics = updates.round(state, stacked)
-                numbers = jax.tree.map(lambda m: np.asarray(m).mean(1), metrics)  # waits
-                seconds = (time.perf_counter() - began) / config.every
-                for offset in range(config.every):
-                    values = {name: float(value[offset]) for name, value in numbers.items()}
-                    report.tell(at + offset, values, seconds)
-                taken = at + config.every
-                checkpoints.save(taken, state, {"next_index": taken}, config.every)
+        else:
+            console.print(f"resuming after step {begin} of {config.steps}")
+        with Report(recipe, config, mesh, begin) as report:
+            for at in range(begin, config.steps, config.every):
+                end = at + config.every
+                state, metrics = updates.round(state, batches(recipe, config, mesh, at))
+                report.add(end - 1, jax.tree.map(jnp.mean, metrics))
+                checkpoints.save(end, state, {"next_index": end}, config.every)
         params = updates.params(state)
     return trainer.Trained(report.rows, step, dict(params=params))
+
+
+def batches(recipe: Recipe, config: Run, mesh: Mesh, at: int) -> Any:
+    """Return the batches of the round that begins with step `at`, each worker's rows in its place.
+
+    Every process makes them whole and keeps its part.
+    """
+    batch_of, placed = recipe.batches(config), NamedSharding(mesh, P(None, "worker"))
+    every = [batch_of(i, slice(0, config.batch)) for i in range(at, at + config.every)]
+    stacked = jax.tree.map(lambda *b: np.stack(b), *every)
+    return jax.tree.map(
+        lambda b: jax.make_array_from_callback(b.shape, placed, lambda index: b[index]), stacked
+    )
 
 
 def restored(
@@ -89,7 +101,7 @@ def restored(
     if workers == updates.workers:
         return checkpoints.restore(like)
 
-    whole = jax.sharding.NamedSharding(updates.mesh, jax.sharding.PartitionSpec())
+    whole = NamedSharding(updates.mesh, P())
 
     def resized(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((workers, *leaf.shape[1:]), leaf.dtype, sharding=whole)

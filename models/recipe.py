@@ -64,7 +64,7 @@ class Recipe:
             )
         # Host by host, the last axis within hosts first. (jax.make_mesh refuses several hosts.)
         places = np.array(devices[:needed]).reshape(sizes)
-        return Mesh(places, names, axis_types=(AxisType.Auto,) * len(sizes))
+        return Mesh(places, names, axis_types=(AxisType.Auto,) * len(names))
 
     def new_state(self, config: Run, mesh: Mesh, seed: int) -> dict[str, Any]:
         """{"params", "optimizer", "step"}, plain dicts and tuples of arrays."""

@@ -29,11 +29,13 @@ class Report:
     def __init__(self, recipe: Recipe, config: Run, mesh: Mesh, begin: int):
         self.rows: list[Row] = []
         self._config, self._begin = config, begin
-        self._label = config.local_updates or _label(config)
+        made = "plain" if config.plain else "by rules" if config.ops else "overlapped"
+        self._label = config.local_updates or made
         kind = mesh.devices.flat[0].device_kind
         chip = next((c for c in jaxoverlap.chips() if c.device_name == kind), None)
         peak = mesh.size * chip.bf16_flops_per_s if chip else math.nan
         self._peak_s = recipe.model_flops(config, mesh) / peak  # that a step takes at the peak
+        self._steps = config.every if config.local_updates else 1  # of a row
         self._waiting: tuple[int, Any] | None = None
         self._file, self._bar, self._since = None, None, time.perf_counter()
 
@@ -67,11 +69,7 @@ class Report:
     def _tell(self, index: int, metrics: Any) -> None:
         numbers = {name: float(value) for name, value in metrics.items()}  # waits for that step
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        self.tell(index, numbers, seconds)
-
-    def tell(self, index: int, numbers: Row, seconds: float) -> None:
-        """Report a step whose numbers are here, and how long it took."""
+        seconds, self._since = (now - self._since) / self._steps, now
         row = {"step": index, **numbers, "seconds": seconds}
         row["tokens_per_s"] = self._config.tokens / seconds
         if not math.isnan(self._peak_s):
@@ -83,11 +81,7 @@ class Report:
             text = "  ".join((self._label, f"loss {row['loss']:.3f}", *speed(row)))
             self._bar.update(self._bar.task_ids[0], completed=index + 1, description=text)
         elif not console.quiet:
-            print_row(row, self._label, self._config)
-
-
-def _label(config: Run) -> str:
-    return "plain" if config.plain else "by rules" if config.ops else "overlapped"
+            print_row(row, self._label, self._config, self._steps)
 
 
 def opened(path: Path | None, begin: int) -> Any:
@@ -107,9 +101,9 @@ def speed(row: Row) -> list[str]:
     return [f"{row['tokens_per_s']:,.0f} tokens/s", *([f"{share:.1%} of peak"] if share else [])]
 
 
-def print_row(row: Row, label: str, config: Run) -> None:
+def print_row(row: Row, label: str, config: Run, steps: int) -> None:
     taken = int(row["step"]) + 1
-    if taken % config.log_every == 0 or taken == config.steps:
+    if taken % config.log_every < steps or taken >= config.steps:
         known = {"step", "loss", "seconds", "tokens_per_s", "share_of_peak"}
         others = [f"{k.replace('_', ' ')} {v:.3f}" for k, v in row.items() if k not in known]
         numbers = (f"loss {row['loss']:.4f}", *others, f"{row['seconds']:.3f} s", *speed(row))

@@ -28,21 +28,21 @@ def losses(run):
 
 def test_a_gpt_learns_and_a_run_that_resumes_sees_the_same_losses(tmp_path):
     whole = train(GPT)
-    assert [row["step"] for row in whole.rows] == list(range(16))
+    assert [row["step"] for row in whole.rows] == [3, 7, 11, 15]
     assert losses(whole)[-1] < losses(whole)[0] - 0.5
     kept = dataclasses.replace(GPT, checkpoint=tmp_path / "run", metrics=tmp_path / "rows.jsonl")
     train(dataclasses.replace(kept, steps=8))
     rest = train(kept)
-    assert losses(rest) == losses(whole)[8:]
+    assert losses(rest) == losses(whole)[2:]
     written = [json.loads(line)["step"] for line in kept.metrics.read_text().splitlines()]
-    assert written == list(range(16))
+    assert written == [3, 7, 11, 15]
 
 
 def test_a_run_resumes_with_another_number_of_workers(tmp_path):
     kept = dataclasses.replace(GPT, checkpoint=tmp_path / "run")
     train(dataclasses.replace(kept, steps=8))
     rest = train(dataclasses.replace(kept, workers=4))
-    assert len(rest.rows) == 8
+    assert len(rest.rows) == 2
     np.testing.assert_allclose(losses(rest)[-1], losses(train(GPT))[-1], rtol=0.1)
 
 
@@ -51,7 +51,7 @@ def test_a_vit_learns():
         batch=32, data=2, model=2, local_updates="diloco", every=4, steps=24, **SMALL
     )
     seen = losses(train(config, vit.RECIPE))
-    assert np.mean(seen[-4:]) < np.mean(seen[:4])
+    assert seen[-1] < seen[0]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_flags_that_do_not_fit_are_named(change, says):
 
 def test_rounds_are_taken_whole_and_kept_when_a_checkpoint_is_due(tmp_path):
     kept = dataclasses.replace(GPT, checkpoint=tmp_path / "run", steps=6, save_every=3)
-    assert len(train(kept).rows) == 8
+    assert len(train(kept).rows) == 2
     assert sorted(p.name for p in kept.checkpoint.iterdir() if p.is_dir()) == ["4", "8"]
 
 
