@@ -32,6 +32,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def draw_pods(axes: Any, found: list[dict[str, Any]]) -> None:
     """Draw tokens a second of one GPU, simulated, against the number of GPUs."""
+    workers: list[int] = []
     for every in sorted({r["every"] for r in found}, reverse=True):
         line = sorted((r["workers"], r["tokens_per_s"]) for r in found if r["every"] == every)
         name = f"CO2, every {every}" if every else "AdamW, synchronous"
