@@ -118,6 +118,7 @@ PUBLIC = [
     "attention",
     "audit",
     "chips",
+    "compiler_options",
     "configure",
     "decisions",
     "dot_general",
