@@ -31,7 +31,6 @@ from models.layers import (
     Weight,
     cross_entropy,
     einsum_of,
-    project,
     rotate,
     run_stack,
     shard,
@@ -69,7 +68,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mesh, heads = self.mesh, self.at.heads
-        made = project(self.config, "bsd,dnh->bsnh", x, (self.q(), self.k(), self.v()))
+        weights = self.q(), self.k(), self.v()
+        if self.config.ops:  # one operation, which gathers x once
+            made = self.einsum("bsd,dnh->bsnh", x, weights)
+        else:
+            made = [self.einsum("bsd,dnh->bsnh", x, weight) for weight in weights]
         q, k, v = (shard(y, mesh, heads) for y in made)
         if self.ordered:
             q, k = shard(rotate(q), mesh, heads), shard(rotate(k), mesh, heads)

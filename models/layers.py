@@ -1,6 +1,6 @@
 """The parts of the models that hold no decision of a layout: pinning, weights, norms, the scan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,6 @@ def wide(dtype: Any) -> jnp.dtype:
 def einsum_of(config: Run) -> Callable[..., Any]:
     """The einsum that a model's matmuls are: JAX's own, or one that partitions itself."""
     return jaxoverlap.einsum if config.ops else jnp.einsum
-
-
-def project(config: Run, spec: str, x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """The einsums of one value and several weights; those that partition themselves as one."""
-    if config.ops:
-        return list(jaxoverlap.einsum(spec, x, weights))
-    return [jnp.einsum(spec, x, weight) for weight in weights]
 
 
 class Weight(nnx.Module):

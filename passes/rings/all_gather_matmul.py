@@ -147,7 +147,7 @@ def read_slices(arrivals: Reads, parts: list[Array], send: Callable[[Array], Arr
         used = {"here": coming} | ({"next": parts[j + 1]} if j + 1 < len(parts) else {})
         used = arrivals.tie(used)
         if j == 0:  # nothing to tie to yet; but the next slice waits for this one
-            used = chunks.tied(used)
+            used = chunks.tied(used, lax.optimization_barrier)
         if "next" in used:
             coming = send(used["next"])
         arrivals.read(used["here"], None, j)
@@ -170,7 +170,9 @@ class Arrivals:
         if not self.results:
             return held
         cut = {i: r.other for i, r in enumerate(self.readers) if _is_cut(r, self.dim)}
-        held, cut, self.results, self.whole = chunks.tied((held, cut, self.results, self.whole))
+        held, cut, self.results, self.whole = chunks.tied(
+            (held, cut, self.results, self.whole), lax.optimization_barrier
+        )
         for i, other in cut.items():
             self.readers[i] = replace(self.readers[i], other=other)
         return held
@@ -184,7 +186,7 @@ class Arrivals:
         ]
         if self.keep and first:
             # A weight's own chunk is there before the step begins: its room waits for the matmul.
-            part, self.results = chunks.tied((part, self.results))
+            part, self.results = chunks.tied((part, self.results), lax.optimization_barrier)
             self.whole = [chunks.room(part, self.dim, self.cut, chunk)]
         if self.keep:
             self.whole = [chunks.put(self.whole[0], part, self.dim, self.cut, chunk, piece)]

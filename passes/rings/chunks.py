@@ -12,7 +12,7 @@ the same dim: then a chunk does not lie side by side.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,9 +38,9 @@ def without_ties(without: bool) -> Iterator[None]:
         _ties.reset(token)
 
 
-def tied[Tree](values: Tree) -> Tree:
+def tied[Tree](values: Tree, tie: Callable[[Tree], Tree] = lax.optimization_barrier) -> Tree:
     """Tie values, so that what reads one waits for all; or leave them where ties only delay."""
-    return lax.optimization_barrier(values) if _ties.get() else values
+    return tie(values) if _ties.get() else values
 
 
 @dataclass(frozen=True)
