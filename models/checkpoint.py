@@ -23,7 +23,7 @@ FREE = {
     "metrics",
     "log_every",
 }
-FREE |= {"profile", "distributed", "coordinator", "processes", "process", "timeout_s"}
+FREE |= {"workers", "profile", "distributed", "coordinator", "processes", "process", "timeout_s"}
 
 
 class Checkpoints:
