@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -24,7 +25,7 @@ def main(pods: Path, out: Path) -> None:
     for every in sorted({r["every"] for r in found}, reverse=True):
         line = sorted((r["workers"], r["tokens_per_s"]) for r in found if r["every"] == every)
         name = f"CO2, every {every}" if every else "AdamW, synchronous"
-        style = {} if every else dict(color="black", linestyle="--")
+        style: dict[str, Any] = {} if every else dict(color="black", linestyle="--")
         each = [tokens / workers / 1e3 for workers, tokens in line]
         axes.plot([w for w, _ in line], each, marker="o", markersize=4, label=name, **style)
     workers = sorted({r["workers"] for r in found})

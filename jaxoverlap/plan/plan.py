@@ -66,7 +66,9 @@ _FORMAT = "jaxoverlap plan"
 SCHEMA = 7  # of a plan's JSON: counts up with every change that another version cannot read
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Schedule(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The settings of the scheduler pass, as in `jaxoverlap.Scheduler`."""
 
     slack: float

@@ -31,6 +31,7 @@ from benchmarks.pods.suite import (
     PLAIN,
     PRESET_ROWS,
     ROWS,
+    RULES,
     SCHEDULED,
     STEPS,
     Step,
@@ -186,7 +187,7 @@ def test_each_step_has_a_layout_with_a_process_for_each_gpu():
         cluster, host = parse_cluster(step.pod), STEPS[name.partition(",")[0]]
         assert cluster.gpus_per_process == 1
         assert dataclasses.replace(cluster, processes_per_host=1) == parse_cluster(host.pod)
-        assert step.rows == (PLAIN, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)
+        assert step.rows == (PLAIN, RULES, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)
         assert step.axes == host.axes
 
 

@@ -363,7 +363,8 @@ def test_a_cluster_that_is_no_such_processes_is_refused():
     step, args = mlp(jaxoverlap.pod_mesh("h100-sxm:2x4/4", {"dp": 2, "tp": 4}))
     with pytest.raises(ValueError, match=r"cluster h100-sxm:2x4 has in one process are in 4.*/8'"):
         jaxoverlap.overlap(step, cluster="h100-sxm:2x4").explain(*args)
-    assert jaxoverlap.overlap(step, cluster="h100-sxm:2x4/4").explain(*args).decisions
+    plan = jaxoverlap.overlap(step, cluster="h100-sxm:2x4/4").explain(*args)
+    assert any(plan.changes)
 
 
 @needs_plugin
