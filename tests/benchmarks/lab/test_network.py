@@ -114,7 +114,8 @@ def test_networks_that_cannot_be(given, said):
 
 OWNER = textwrap.dedent(
     f"""
-    import time
+    import signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     from benchmarks.lab import Lab, Network
     with Lab(Network(hosts=2)) as lab, lab.processes() as hosts:
         print(hosts.pid(0), hosts.pid(1), flush=True)
