@@ -82,7 +82,8 @@ def run_passes(
         return PassResult(options.plan, jaxpr, step.mesh, step.cluster, step.cost)
     traced = None if unread(step.mesh) else jitted.trace(*args, **kwargs)
     done = overlapped(step, traced, _terms(step, options), options)
-    plan = msgspec.structs.replace(_with_price(step, done), made_for=step.origin)
+    plan = done.plan if options.plan else _with_price(step, done)  # a plan brings its own price
+    plan = msgspec.structs.replace(plan, made_for=step.origin)
     if options.plan:
         plan = followed(options.plan, plan)
     return PassResult(plan, done.jaxpr, step.mesh, step.cluster, step.cost, done.rings, done.step_s)
@@ -111,7 +112,9 @@ def _with_price(step: StepContext, way: Way) -> Plan:
     if step.cost is None or way.step_s is None or way.plain is None or way.laid is None:
         return plan
     as_it_is = estimate(way.plain.module, step.cost)
-    laid_s = estimate(way.laid.module, step.cost).step_s
+    laid_s = as_it_is.step_s  # without pins the two are one program
+    if way.laid is not way.plain:
+        laid_s = estimate(way.laid.module, step.cost).step_s
     saved_s = {}
     if plan.layouts and plan.layouts.changes:
         saved_s["layouts"] = as_it_is.step_s - laid_s
