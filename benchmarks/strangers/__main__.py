@@ -24,10 +24,12 @@ from benchmarks.pod_step import commit
 from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.environments import environment
 from benchmarks.strangers.rows import (
+    BY_RULES,
     COLUMNS,
     WHAT,
     WORDS,
     Row,
+    by_rules,
     error_of,
     left_alone,
     markdown,
@@ -45,7 +47,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Cases whose names have this.")] = None,
     only_what: Annotated[
         list[str] | None,
-        typer.Option("--what", help=f"Only these runs: {', '.join(WHAT)}."),
+        typer.Option("--what", help=f"Only these runs: {', '.join((*WHAT, *BY_RULES))}."),
     ] = None,
     jax: Annotated[str, typer.Option(help="The jax version to try them on.")] = "0.12.0.1",
     out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
@@ -63,7 +65,9 @@ def main(
     out.write_text("")  # rows are added as they come: all of them take long
     for case in cases:
         python = environment(case, jax, console)
-        for what in only_what or WHAT:
+        for what in only_what or (*WHAT, *BY_RULES):
+            if what in BY_RULES and not case.takes_dot_general:
+                continue
             with console.status(f"{case.name}: {what}"):
                 rows.append(in_child(python, case, what))
             with out.open("a") as file:
@@ -96,7 +100,7 @@ def print_rows(rows: list[Row]) -> None:
     for cells in table_cells(rows):
         table.add_row(*cells)
     console.print(table)
-    for line in left_alone(rows):
+    for line in (*left_alone(rows), *by_rules(rows)):
         console.print(line, markup=False)
 
 

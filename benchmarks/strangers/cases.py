@@ -46,6 +46,7 @@ CASES = (
         packages=_MAXTEXT,
         bare=("maxtext==0.2.5",),
         options={},
+        takes_dot_general=True,
     ),
     Case(
         name="maxtext fsdp 8",

@@ -1,8 +1,9 @@
 """One stranger in a process of its own: python -m benchmarks.strangers.child CASE WHAT.
 
-WHAT is numbers or halves (plain against overlapped, on 8 CPU devices, by the rules or with the rows
-in two parts), plain or overlapped (compiled for a pod), or picture (what decisions rest on, against
-what XLA partitions for the pod). The last line of output is the row.
+WHAT: numbers or halves compare plain with overlapped, on 8 CPU devices, by the
+rules or with the rows in two parts; by_rules compares plain there with layers that are given
+`jaxoverlap.dot_general`. Plain, overlapped and ruled (those layers) are compiled for a pod. Picture
+holds what decisions rest on against what XLA partitions for it. The last line of output is the row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,10 +48,14 @@ def main(name: str, what: str) -> Row:
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * len(mesh.axis_names))
     module = importlib.import_module(f"benchmarks.strangers.{case.module}")
 
-    def build() -> Stranger:
-        return module.build(case, mesh, real=not on_cpu)
+    def build(by_rules: bool = what == "ruled") -> Stranger:
+        return module.build(replace(case, by_rules=by_rules), mesh, real=not on_cpu)
 
-    halves: HalvesMode = 2 if what == "halves" else "auto"
+    def on_8_devices() -> Row:
+        if what == "by_rules":
+            return compare(_trained(build()), _trained(build(True)))
+        return numbers(build, 2 if what == "halves" else "auto")
+
     return {
         "case": name,
         "what": what,
@@ -57,7 +63,7 @@ def main(name: str, what: str) -> Row:
         "mesh": case.axes,
         "axes": kind.name,
         "versions": _versions(),
-        **(numbers(build, halves) if on_cpu else _on_pod(build(), mesh, what)),
+        **(on_8_devices() if on_cpu else _on_pod(build(), mesh, what)),
     }
 
 
@@ -132,8 +138,9 @@ def picture(stranger: Stranger, mesh: Mesh) -> Row:
 def pod(stranger: Stranger, mesh: Mesh, what: str) -> Row:
     """Compile one step for the pod and audit its schedule."""
     began = time.perf_counter()
-    if what == "plain":
-        lowered, row, options = stranger.lower(stranger.step), {}, pods.compiler_options()
+    if what in ("plain", "ruled"):
+        options = pods.compiler_options() if what == "plain" else options_for(mesh)
+        lowered, row = stranger.lower(stranger.step), {}
     else:
         overlapped = jaxoverlap.overlap(stranger.step, cluster=POD, never_slower=False)
         lowered = stranger.lower(overlapped)

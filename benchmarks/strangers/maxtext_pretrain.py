@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from benchmarks.strangers.maxtext_rules import by_rules
 from benchmarks.strangers.stranger import Case, Stranger, fill, tokens
 
 _SIZES = {  # of base.yml's own model: two layers of it on the pod, narrow on the CPU
@@ -42,7 +43,8 @@ def build(case: Case, mesh: Mesh, real: bool) -> Stranger:
     sizes = [case.axes.get(axis, 1) for axis in config.mesh_axes]
     kinds = mesh.axis_types[:1] * len(sizes)
     mesh = Mesh(mesh.devices.reshape(sizes), config.mesh_axes, axis_types=kinds)
-    (abstract, batch), _, shardings, _, graph = train_compile.get_shaped_inputs(mesh, config)
+    with by_rules() if case.by_rules else contextlib.nullcontext():
+        (abstract, batch), _, shardings, _, graph = train_compile.get_shaped_inputs(mesh, config)
     params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
     data = sharding.get_input_data_sharding(config, mesh)
     step = train_utils.jit_train_step(

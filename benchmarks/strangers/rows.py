@@ -14,7 +14,8 @@ from jaxoverlap import Plan
 Row = dict[str, Any]
 
 WHAT = ("numbers", "plain", "overlapped", "picture", "halves")
-ON_CPU = ("numbers", "halves")
+BY_RULES = ("by_rules", "ruled")  # of layers that are given a matmul, where they take one
+ON_CPU = ("numbers", "halves", "by_rules")
 MAX_DIFFERENCE = 1e-4  # of a loss, gradient or state in float32: rings add in another order
 
 COLUMNS = (
@@ -86,7 +87,7 @@ def shortfalls(row: Row) -> list[str]:
         return [f"{name} failed: {row['error']}"]
     if row["what"] in ON_CPU:
         return [f"{name}: {problem}" for problem in _numbers_shortfalls(row)]
-    if row["what"] == "overlapped" and row["hops"]["synchronous"]:
+    if row["what"] in ("overlapped", "ruled") and row["hops"]["synchronous"]:
         return [f"{name}: {row['hops']['synchronous']} hops are synchronous"]
     return [f"{name}: XLA does otherwise: {text}" for text in row.get("otherwise", ())]
 
@@ -101,7 +102,7 @@ def _numbers_shortfalls(row: Row) -> Iterable[str]:
         yield f"{row['gradients_zero']} of {row['gradients']} gradients are zero"
     if row["what"] == "halves" and not row["parts"]:
         yield "its rows are not cut"
-    if not row["ringed"]:
+    if row["what"] not in BY_RULES and not row["ringed"]:
         yield "no matmul is ringed"
 
 
@@ -153,6 +154,22 @@ def left_alone(rows: list[Row]) -> list[str]:
         for name, skips in plans.items()
         for reason, count in skips.items()
     ]
+
+
+def by_rules(rows: list[Row]) -> list[str]:
+    """Say what layers that were given a matmul came to, a line for each run."""
+    lines = []
+    for row in rows:
+        if row["what"] == "by_rules" and "error" not in row:
+            worst = max(row[f"{kind}_difference"] for kind in ("loss", "gradient", "state"))
+            lines.append(f"{row['case']} by rules: {worst:.1e} from plain")
+        if row["what"] == "ruled" and "error" not in row:
+            hops = row["hops"]
+            lines.append(
+                f"{row['case']} by rules: {hops['covered']} of {hops['count']} hops covered, "
+                f"{_gigabytes(row)} GB"
+            )
+    return lines
 
 
 def markdown(rows: list[Row]) -> str:

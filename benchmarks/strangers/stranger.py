@@ -51,6 +51,8 @@ class Case:
         packages: what the environment needs.
         options: for the module.
         bare: packages installed without what they ask for, which is more than their step needs.
+        takes_dot_general: whether its layers can be given a matmul.
+        by_rules: whether they are given `jaxoverlap.dot_general`.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Case:
     packages: tuple[str, ...]
     options: dict[str, Any]
     bare: tuple[str, ...] = ()
+    takes_dot_general: bool = False
+    by_rules: bool = False
 
 
 def adamw() -> Any:

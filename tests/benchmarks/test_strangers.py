@@ -182,3 +182,16 @@ def tiny() -> Stranger:
         after=lambda out: (out[1], out[0]),
         carried=lambda out: (out[0], ids),
     )
+
+
+def test_layers_that_were_given_a_matmul_are_told_apart():
+    ruled = {**POD, "what": "ruled"}
+    given = {**NUMBERS, "what": "by_rules"}
+    del given["ringed"]
+    assert rows.shortfalls(given) == [] and rows.shortfalls(ruled) == []
+    late = {**ruled, "hops": {**HOPS, "synchronous": 3}}
+    assert rows.shortfalls(late) == ["their trainer: ruled: 3 hops are synchronous"]
+    assert rows.by_rules([PLAIN, given, ruled]) == [
+        "their trainer by rules: 3.0e-06 from plain",
+        "their trainer by rules: 7 of 8 hops covered, 0.50 of 2.00 GB",
+    ]
