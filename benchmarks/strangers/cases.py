@@ -6,7 +6,8 @@ from benchmarks.strangers.stranger import Case
 
 _OURS = ("jax[cuda12-local]", "msgspec", "numpy", "rich")
 _TUNIX = (*_OURS, "google-tunix==0.1.7")
-_GEMMA = (*_OURS, "gemma==4.0.1")
+# The newest sentencepiece wants a newer protobuf than kauldron allows.
+_GEMMA = (*_OURS, "gemma==4.0.1", "sentencepiece<=0.2.1")
 # MaxText's train step imports only these; maxtext[cuda12] would bring CUDA and 200 packages more.
 _MAXTEXT = (
     *_OURS,

@@ -14,7 +14,7 @@ import itertools
 import math
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +60,9 @@ class _Enough(Exception):
     """Ends the compilation."""
 
 
-# As `flags.required.CPU_SUMS_APART`: on CPUs the pass comes after sums were joined.
-_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+# XLA:CPU joins all the sums of a step in one at its end, of both halves or of all gradients, before
+# the pass that reads the module. See `flags.required.options_for` for where this is set.
+CPU_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 
 def new_name() -> str:
@@ -90,7 +91,7 @@ def ask(
     name = str(lowering._hlo.operation.attributes["sym_name"]).strip('"')
     _register(_platform(lowering))
     if options is None:
-        options = _SUMS_APART if _is_many_processes_of_cpus(lowering) else {}
+        options = CPU_SUMS_APART if many_processes_of_cpus(lowering._device_list) else {}
     if not tag:
         return _asked(lowering, name, mesh, options)
     with tempfile.TemporaryDirectory(prefix="jaxoverlap-") as folder:
@@ -143,9 +144,10 @@ def _platform(lowering: Any) -> str:
     return "cpu" if on_cpu else "cuda"
 
 
-def _is_many_processes_of_cpus(lowering: Any) -> bool:
-    devices = list(lowering._device_list)
-    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+def many_processes_of_cpus(devices: Iterable[Any]) -> bool:
+    """Return whether devices are CPUs of several processes, which send over a network."""
+    each = list(devices)
+    return each[0].platform == "cpu" and len({d.process_index for d in each}) > 1
 
 
 def _register(platform: str) -> None:

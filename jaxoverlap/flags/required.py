@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits
+from jaxoverlap._jax.partitioner import CPU_SUMS_APART, many_processes_of_cpus
 from jaxoverlap.flags.setting import Setting
 from jaxoverlap.hardware import pods
 
@@ -78,18 +79,6 @@ _MOST_MERGED_MIB = 64  # that a matmul reads and writes; XLA's default
 _MATMULS_APART = "xla_gpu_dot_merger_threshold_mb"
 
 
-# XLA:CPU joins all the sums of a step in one at its end, of both halves or of all gradients: then
-# none of them hides behind anything. Where there are neither rings nor parts they are left to it:
-# apart they hid no more there (data parallelism on four hosts) and took 1 to 4% longer.
-CPU_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
-
-
-def is_many_processes_of_cpus(mesh: Mesh) -> bool:
-    """Return whether a mesh is of CPUs in several processes, which send over a network."""
-    devices = list(mesh.devices.flat)
-    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
-
-
 def is_gpu(mesh: Mesh) -> bool:
     """Return whether a mesh is of NVIDIA GPUs, present or only described."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
@@ -128,7 +117,10 @@ def options_for(
     devices = list(mesh.devices.flat)
     mine = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     if not is_gpu(mesh):
-        wanted = (rings or parts) and is_many_processes_of_cpus(mesh)
+        # Joined in one, sums hide behind nothing. Where there are neither rings nor parts they are
+        # left to XLA: apart they hid no more there (data parallelism on four hosts) and took 1 to
+        # 4% longer.
+        wanted = (rings or parts) and many_processes_of_cpus(devices)
         known = wanted and all(
             jits.accepts_option(name, value, mine) for name, value in CPU_SUMS_APART.items()
         )

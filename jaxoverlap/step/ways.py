@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxoverlap.flags.required import is_many_processes_of_cpus
+from jaxoverlap._jax.partitioner import many_processes_of_cpus
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
@@ -350,7 +350,7 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
     entries, sharings = decide(all_bodies, shardings, terms)
     inside, manual = decide_manual(all_bodies, shardings, terms.requests)
     entries = tuple(inside.get(entry.site, entry) for entry in entries)
-    with without_ties(is_many_processes_of_cpus(mesh)):
+    with without_ties(many_processes_of_cpus(mesh.devices.flat)):
         rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
     may = terms.lookups and not terms.explicit
     known = lookups(all_bodies, shardings, mesh, terms.costs) if may else []

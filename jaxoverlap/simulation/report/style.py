@@ -28,12 +28,15 @@ def paint(event: Event) -> str:
 
 
 def headline(title: str, timeline: Timeline) -> str:
-    """A step in one line, in milliseconds."""
-    t = timeline
+    """A step in one line, in milliseconds.
+
+    Rounding can leave a slowdown of none a hair below zero.
+    """
+    t, slowdown_s = timeline, abs(timeline.slowdown_s)
     links = ", ".join(f"{lane} {seconds * 1e3:.1f}" for lane, seconds in t.link_s.items())
     return (
         f"{title}: step {t.step_s * 1e3:.1f} ms = compute {t.compute_s * 1e3:.1f} + slowed beside "
-        f"collectives {t.slowdown_s * 1e3:.1f} + exposed {t.exposed_s * 1e3:.1f}; communication "
+        f"collectives {slowdown_s * 1e3:.1f} + exposed {t.exposed_s * 1e3:.1f}; communication "
         f"{t.communication_s * 1e3:.1f} ({links}); bound {t.bound_s * 1e3:.1f}"
     )
 
