@@ -157,7 +157,11 @@ class IterationTime:
             group = pair(group)
         elif sent.term == "pipeline":
             group = Group(2, min(group.domains, 2))
-        return self._collective_s(sent.kind, sent.sent_bytes, group, placement)
+        pieces = 1
+        if sent.term == "fsdp" and self.stack.gathers_matrices:
+            pieces = 4 + self.model.mlp_matrices  # of about equal size
+        piece_bytes = sent.sent_bytes / pieces
+        return pieces * self._collective_s(sent.kind, piece_bytes, group, placement)
 
     def _collective_s(
         self, kind: str, sent_bytes: float, group: Group, placement: Placement

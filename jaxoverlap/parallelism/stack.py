@@ -26,6 +26,8 @@ class Stack:
             piece keeps its input alone, and its backward pass runs it forward again.
         sums_every_micro_batch: whether gradients are summed over data in every micro-batch: XLA's
             automatic axes have no partial sums that wait for the last.
+        gathers_matrices: whether FSDP moves each matrix of a layer by itself, as XLA does, and not
+            the layer as one message: that many times the latency.
         hides_data: whether sums over data run under the last micro-batch's backward pass.
         compute_factor: seconds of kernels, over those of the chip's tables.
         network_share: bytes per second over the network, over those of NCCL's model for the
@@ -51,6 +53,7 @@ class Stack:
     split_sends: bool = True
     lockstep: bool = False
     sums_every_micro_batch: bool = False
+    gathers_matrices: bool = False
     hides_data: bool = False
     compute_factor: float = 1.0
     network_share: float = 1.0
@@ -90,5 +93,11 @@ MEGATRON_DEEPSPEED = Stack(
 # This project's trainers: 32-bit weights that are cast, Adam without master weights. Attention is
 # counted as a kernel that keeps no scores; the trainers' own einsums take longer.
 JAX = Stack(
-    name="JAX", weight_bytes=4, optimizer_bytes=8, lockstep=True, hides_data=True, reserve=1.05
+    name="JAX",
+    weight_bytes=4,
+    optimizer_bytes=8,
+    lockstep=True,
+    gathers_matrices=True,
+    hides_data=True,
+    reserve=1.05,
 )

@@ -1,5 +1,6 @@
 """The form: its counts are closed forms, and its seconds those that others measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,21 @@ def test_overlap_is_never_slower():
             of = Configuration(**axes, sequence_parallel=True, overlap=overlap)
             seconds.append(times.terms(of, place(of, cluster)).step_s)
         assert seconds[1] <= seconds[0]
+
+
+def test_weights_gathered_matrix_by_matrix_wait_for_each_ones_latency():
+    cluster = parse_cluster("h100-sxm:64x8")
+    of = Configuration(fsdp=512)
+    at = place(of, cluster)
+
+    def fsdp_s(apart: bool) -> float:
+        stack = replace(JAX, gathers_matrices=apart)
+        return IterationTime(MODEL, rates_of(cluster), stack, global_batch=512).terms(of, at).fsdp
+
+    assert fsdp_s(True) > fsdp_s(False)
+    layer = sum(s.count * s.sent_bytes for s in traffic.of_layer(MODEL, of) if s.term == "fsdp")
+    params = 12 * MODEL.hidden**2 + 13 * MODEL.hidden  # matrices, biases and two norms
+    assert layer == pytest.approx(3 * 2 * params * 511 / 512)  # as many bytes, whatever the pieces
 
 
 def test_terms_add_up():
