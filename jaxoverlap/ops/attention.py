@@ -68,9 +68,8 @@ def attention(
     """
     q, k, v = (jnp.asarray(x) for x in (query, key, value))
     usual = bias is not None or mask is not None or any(x is not None for x in others.values())
-    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[2] and q.shape[2] % k.shape[2] == 0
-    aligned = not is_causal or q.shape[1] == k.shape[1]
-    if usual or not fits or not aligned or k.shape[:3] != v.shape[:3] or stays_plain(q, k, v):
+    usual = usual or not isinstance(scale, int | float | None)
+    if usual or not _fits(q, k, v, is_causal) or stays_plain(q, k, v):
         return jax.nn.dot_product_attention(
             q, k, v, bias, mask, scale=scale, is_causal=is_causal, **others
         )
@@ -78,6 +77,15 @@ def attention(
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     out = _attention(is_causal, scale, grouped, k, v)
     return out.reshape(*q.shape[:3], v.shape[-1])
+
+
+def _fits(q: Array, k: Array, v: Array, causal: bool) -> bool:
+    """Return whether the operation takes these; JAX's function says what is wrong with others."""
+    alike = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)
+    if not alike or not q.ndim == k.ndim == v.ndim == 4 or not q.size or not k.size:
+        return False
+    pairs = k.shape[:3] == v.shape[:3] and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    return pairs and q.shape[2] % k.shape[2] == 0 and (not causal or q.shape[1] == k.shape[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -28,7 +28,10 @@ from jaxoverlap.plan.decisions import Skip
 
 
 def softmax_cross_entropy_with_integer_labels(
-    logits: ArrayLike, labels: ArrayLike, axis: int = -1, where: ArrayLike | None = None
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: int | tuple[int, ...] = -1,
+    where: ArrayLike | None = None,
 ) -> Array:
     """Compute the cross-entropy of integer labels, as optax's function of this name does.
 
@@ -37,9 +40,11 @@ def softmax_cross_entropy_with_integer_labels(
 
     Args:
         logits: [..., vocabulary], of a floating-point dtype.
-        labels: [...], of an integer dtype.
-        axis: the dim of the vocabulary.
-        where: which entries of the vocabulary count; broadcast to the logits.
+        labels: [...], of an integer dtype. Negative ones count from the end of the vocabulary;
+            the loss of one outside of it is nan.
+        axis: the dim of the vocabulary, or its dims.
+        where: which entries of the vocabulary count; broadcast to the logits, with the dim of the
+            vocabulary put in where it has fewer dims. Where none counts the loss is 0.
 
     Returns:
         -log softmax(logits)[label], of the labels' shape, in the logits' dtype.
@@ -52,19 +57,27 @@ def softmax_cross_entropy_with_integer_labels(
         raise ValueError(f"logits of dtype {logits.dtype}: expected a floating-point one")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(f"labels of dtype {labels.dtype}: expected integers")
-    if not -logits.ndim <= axis < logits.ndim:
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    if not all(-logits.ndim <= a < logits.ndim for a in axes):
         raise ValueError(f"axis={axis} of logits {logits.shape}: expected one of their dims")
+    none: Any = None
     if where is not None:
-        logits = jnp.where(where, logits, -jnp.inf)
-    logits = jnp.moveaxis(logits, axis, -1)
+        where = jnp.asarray(where)
+        where = jnp.expand_dims(where, axis) if where.ndim != logits.ndim else where
+        none = ~where.any(axis, keepdims=True)
+        logits = jnp.where(where | none, logits, -jnp.inf)
+    logits = jnp.moveaxis(logits, axes, range(-len(axes), 0))
+    logits = logits.reshape(*logits.shape[: logits.ndim - len(axes)], -1)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels {labels.shape} and logits {logits.shape} with the vocabulary last: expected "
             "labels of the logits' shape without it"
         )
-    if stays_plain(logits, labels):
-        return _plain(logits, labels, 0, ())[0]
-    return _loss(logits, labels)
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))  # it counts the vocabulary
+    labels = jnp.where(labels < 0, labels + logits.shape[-1], labels)
+    plain = stays_plain(logits, labels)
+    loss = _plain(logits, labels, 0, ())[0] if plain else _loss(logits, labels)
+    return loss if none is None else jnp.where(none.squeeze(axis), 0, loss)
 
 
 @jax.custom_vjp
@@ -99,7 +112,8 @@ def _plain(logits: Array, labels: Array, first: Any, axes: tuple[str, ...]) -> l
     at = labels - first
     mine = (at >= 0) & (at < logits.shape[-1])
     picked = jnp.take_along_axis(wide, jnp.where(mine, at, 0)[..., None], -1)[..., 0]
-    picked = jnp.where(mine, picked, 0)
+    known = (labels >= 0) & (labels < logits.shape[-1] * lax.psum(1, axes))
+    picked = jnp.where(mine, picked, jnp.where(known, 0, jnp.nan))
     if axes:
         total, picked = lax.psum((total, picked), axes)
     log_sums = greatest + jnp.log(total)

@@ -131,15 +131,13 @@ def einsum(
     lhs, rhs, out = letters
     for w in given[1:]:
         _check_sizes(spec, lhs, given[0], rhs, w)
-    dtype = jnp.result_type(*given)
-    given = [x.astype(dtype) for x in given]
     numbers, made = numbers_of(lhs, rhs, out)
     swapped, made_swapped = numbers_of(rhs, lhs, out)
     turned = made != out and made_swapped == out
     products = []
     for number, w in enumerate(given[1:], 1):
         pair = (w, given[0], swapped) if turned else (given[0], w, numbers)
-        product = _product(*pair, precision, preferred_element_type)
+        product = _product(*pair, precision, preferred_element_type or jnp.result_type(*pair[:2]))
         left, right = (number, 0) if turned else (0, number)
         products.append([replace(product, lhs=left, rhs=right)])
     order = tuple((made_swapped if turned else made).index(c) for c in out)
@@ -207,8 +205,7 @@ def _product(
     )(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)))
     (eqn,) = traced.eqns
     dims = tuple(tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
-    dtype: Any = eqn.params["preferred_element_type"] or jnp.result_type(lhs, rhs)
-    return Product(0, 1, dims, eqn.params["precision"], jnp.dtype(dtype))
+    return Product(0, 1, dims, eqn.params["precision"], traced.out_avals[0].dtype)
 
 
 def _letters(spec: str, operands: Sequence[Array]) -> tuple[str, str, str] | None:
@@ -229,7 +226,19 @@ def _letters(spec: str, operands: Sequence[Array]) -> tuple[str, str, str] | Non
     fits = {(len(lhs), len(rhs))} == ndims and (lhs + rhs + out).isalpha()
     once = all(len(set(side)) == len(side) for side in (lhs, rhs, out))
     known = set(out) <= set(lhs) | set(rhs) and (set(lhs) ^ set(rhs)) <= set(out)
-    return (lhs, rhs, out) if fits and once and known else None
+    if not (fits and once and known) or _broadcast(lhs, rhs, operands):
+        return None
+    return lhs, rhs, out
+
+
+def _broadcast(lhs: str, rhs: str, operands: Sequence[Array]) -> bool:
+    """Return whether a letter has size 1 in one operand alone, where it is then repeated."""
+    sizes = dict(zip(lhs, operands[0].shape, strict=True))
+    return any(
+        1 in (size, sizes.get(letter, size)) and size != sizes.get(letter, size)
+        for w in operands[1:]
+        for letter, size in zip(rhs, w.shape, strict=True)
+    )
 
 
 def _without_ellipsis(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -176,9 +177,11 @@ class _Writer:
                 for n, value in enumerate(kept)
             )
             out = self.dot(member, lhs, rhs, dtype)
+            out = out.astype(int) if dtype == jnp.bool_ else out  # where any is, not how many
             for axis, dim in plan.scattered:
                 out = lax.psum_scatter(out, axis, scatter_dimension=dim, tiled=True)
-            values[dot.eqn.outvars[0]] = lax.psum(out, plan.summed) if plan.summed else out
+            out = lax.psum(out, plan.summed) if plan.summed else out
+            values[dot.eqn.outvars[0]] = out.astype(dtype)
 
         self.steps.append(step)
 

@@ -96,8 +96,8 @@ def _transpose(cts: Sequence[Any], *operands: Any, group: MatmulGroup) -> list[A
     outputs: list[list[Product]] = []
     ends: list[tuple[int, tuple[int, ...]]] = []  # whose gradient, and in which order of dims
     for linear, made in terms.items():
-        for order in dict.fromkeys(order for _, order in made):
-            outputs.append([p for p, its in made if its == order])
+        for order, dtype in dict.fromkeys((order, p.dtype) for p, order in made):
+            outputs.append([p for p, its in made if (its, p.dtype) == (order, dtype)])
             ends.append((linear, order))
     values = bind(outputs, *operands, *cts) if outputs else []
     for (linear, order), value in zip(ends, values, strict=True):

@@ -165,8 +165,9 @@ def configure(
             and which cluster would do.
     """
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    if global_batch < 1 or keep < 1:
-        raise ValueError(f"global_batch={global_batch}, keep={keep}: expected 1 or more of each")
+    for name, value in (("global_batch", global_batch), ("keep", keep)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: expected a whole number, 1 or more")
     if isinstance(model, str):
         model = named_model(model, sequence=sequence)
     elif sequence is not None:
@@ -183,10 +184,13 @@ def _nothing_fits(
     model: Transformer, cluster: Cluster, times: IterationTime, space: Space, found: Found
 ) -> str:
     if found.smallest is None:
+        sizes = "; ".join(f"{a} in {sorted(of)}" for a, of in space.axes.items())
+        asked = f" with {sizes}" if sizes else ""
         return (
             f"no legal way to split {model.name} and a batch of {times.global_batch} over "
-            f"{cluster}: sizes have to divide heads ({model.heads}), layers ({model.layers}) and "
-            "the batch; change the batch or the number of GPUs"
+            f"{cluster}{asked}: sizes have to divide heads ({model.heads}), layers "
+            f"({model.layers}) and the batch, and to multiply to {cluster.num_devices}; change "
+            f"{'the sizes, ' if space.axes else ''}the batch or the number of GPUs"
         )
     of, needs = found.smallest
     room = cluster.chip.memory_bytes / times.stack.reserve

@@ -43,9 +43,14 @@ class Transformer:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "sequence", "vocab"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
+        least = dict.fromkeys(("layers", "hidden", "heads", "sequence", "vocab"), 1)
+        least |= {"mlp": 1, "kv_heads": 1, "experts": 0, "choices": 0, "learned_positions": 0}
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            if value is None and name in ("mlp", "kv_heads"):
+                continue
+            if type(value) is not int or value < at_least:
+                raise ValueError(f"{name}={value!r}: expected a whole number, {at_least} or more")
         if self.hidden % self.heads:
             raise ValueError(
                 f"hidden={self.hidden} with heads={self.heads}: hidden must be a multiple of heads"

@@ -82,6 +82,12 @@ class Space:
     def __post_init__(self) -> None:
         if unknown := set(self.axes) - set(AXES):
             raise ValueError(f"unknown axes {sorted(unknown)}: known are {', '.join(AXES)}")
+        for axis, sizes in self.axes.items():
+            if not isinstance(sizes, Collection) or not all(type(n) is int for n in sizes):
+                raise ValueError(
+                    f"axes={{{axis!r}: {sizes!r}}}: expected the sizes allowed, as in "
+                    f"{{{axis!r}: [1, 2]}}"
+                )
 
 
 def splits(

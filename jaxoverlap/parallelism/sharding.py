@@ -32,7 +32,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"experts?.*(down|wo|w2)", P("expert", "model", "fsdp")),
     (r"experts?.*(up|gate|wi|w1|w3)", P("expert", "fsdp", "model")),
     (r"router", P("fsdp", None)),
-    (r"embed|head|vocab", P(("fsdp", "model"), None)),
+    (r"embed|(?<!multi)(?<!multi_)head|vocab", P(("fsdp", "model"), None)),
     (r"(down|out|wo|w2|o_proj|c_proj)", P("model", "fsdp")),
     (r"(up|gate|query|key|value|qkv|wi|w1|w3|[qkv]_proj|c_attn|c_fc)", P("fsdp", "model")),
 )
@@ -67,7 +67,7 @@ def spec_of(path: str, ndim: int) -> P:
     """
     for pattern, spec in RULES:
         if re.search(pattern, path, re.IGNORECASE):
-            named = tuple(spec)[-ndim:] if ndim < len(spec) else tuple(spec)
+            named = tuple(spec)[max(len(spec) - ndim, 0) :]
             stacked = ndim - len(named)
             return P(*("pipeline",)[:stacked], *(None,) * (stacked - 1), *named)
     raise ValueError(

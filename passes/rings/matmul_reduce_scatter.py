@@ -132,7 +132,7 @@ def scatter_under(products: Computes, axis: str, dtype: Any, variant: Variant) -
             if came:
                 before = [kept[j]] if j in kept else []
                 kept[j] = _sum([*before, *(c.astype(wide(dtype)) for c in came)])
-            total = _sum([*(c.astype(wide(dtype)) for c in joined), product])
+            total = _sum([p.astype(wide(dtype)) for p in (*joined, product)]) if joined else product
             if step.shift:
                 hops.leaving = (i, j), total.astype(dtype)
             else:

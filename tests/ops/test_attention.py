@@ -121,6 +121,20 @@ def test_attention_with_other_arguments_is_jaxs(mesh: Mesh):
     close(jaxoverlap.attention(q[0], k[0], v[0]), jax.nn.dot_product_attention(q[0], k[0], v[0]))
 
 
+def test_attention_takes_and_refuses_what_jaxs_does(mesh: Mesh):
+    q, k, v = (array(mesh, P("data", "model"), 4, 32, 8, 16, seed=s) for s in range(3))
+    ours, theirs = jaxoverlap.attention, jax.nn.dot_product_attention
+    of = [jax.jit(lambda s, *qkv, fn=fn: fn(*qkv, scale=s)) for fn in (ours, theirs)]
+    close(of[0](0.3, q, k, v), of[1](0.3, q, k, v))
+    assert ours(q[:0], k[:0], v[:0]).shape == (0, 32, 8, 16)
+    for wrong in ((q.astype(jnp.bfloat16), k, v), (q, k[:1], v[:1])):
+        with pytest.raises(ValueError) as said:
+            ours(*wrong)
+        with pytest.raises(ValueError) as wanted:
+            theirs(*wrong)
+        assert str(said.value) == str(wanted.value)
+
+
 # -- cross-entropy --------------------------------------------------------------------------------
 
 
@@ -163,6 +177,44 @@ def test_cross_entropy_axis_where_vmap_and_twice(mesh: Mesh):
 
     ours = of(jaxoverlap.softmax_cross_entropy_with_integer_labels)(logits)
     close(ours, of(optax.softmax_cross_entropy_with_integer_labels)(on_host(logits)), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "vocabulary, labels",
+    [(256, np.uint8([0, 127, 128, 255])), (512, np.uint8([1, 2, 254, 255])),
+     (512, np.int8([0, 1, 126, 127])), (64, np.int32([-1, -64, 3, 5])),
+     (64, np.int32([-65, -100, 64, 1000]))],
+    ids=["bytes", "uint8", "int8", "from the end", "outside"],
+)  # fmt: skip
+def test_cross_entropy_reads_labels_as_optax_does(mesh: Mesh, vocabulary: int, labels: Any):
+    logits = array(mesh, P(None, ("data", "model")), 4, vocabulary)
+
+    def of(fn: Any) -> Any:
+        return jax.jit(lambda z, y: (*jax.vjp(lambda z: fn(z, y), z)[1](jnp.ones(4)), fn(z, y)))
+
+    ours, theirs = (
+        of(fn)(logits, labels)
+        for fn in (
+            jaxoverlap.softmax_cross_entropy_with_integer_labels,
+            optax.softmax_cross_entropy_with_integer_labels,
+        )
+    )
+    np.testing.assert_allclose(ours[0], theirs[0], atol=1e-6)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5)
+
+
+def test_cross_entropy_over_several_dims_and_of_rows_that_do_not_count(mesh: Mesh):
+    logits = array(mesh, P("data", None, "model"), 4, 2, 32)
+    labels = jnp.asarray([0, 31, 32, 63])
+    ours = jaxoverlap.softmax_cross_entropy_with_integer_labels
+    theirs = optax.softmax_cross_entropy_with_integer_labels
+    close(jax.jit(lambda z: ours(z, labels, axis=(1, 2)))(logits), theirs(logits, labels, (1, 2)))
+    labels, rows = jnp.zeros((4, 2), int), jnp.asarray([[True, False]] * 4)
+    of = [
+        jax.jit(jax.value_and_grad(lambda z, fn=fn: jnp.mean(fn(z, labels, where=rows))))
+        for fn in (ours, theirs)
+    ]
+    close(of[0](logits), of[1](logits))
 
 
 def test_cross_entropy_names_what_does_not_fit():

@@ -224,12 +224,55 @@ def test_plain_in_manual_code_and_on_explicit_meshes(mesh: Mesh):
     close(ours, theirs)
 
 
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "int8", "float8_e4m3fn"])
-def test_other_dtypes(mesh: Mesh, dtype: str):
-    x = array(mesh, P("data", "model", None), 4, 8, 16).astype(dtype)
-    w = array(mesh, P(None, "model"), 16, 32).astype(dtype)
+def test_other_dtypes(mesh: Mesh, dtype: str, summed: bool):
+    x = array(mesh, P("data", *(None, "model")[:: 1 if summed else -1]), 4, 8, 16).astype(dtype)
+    w = array(mesh, P("model", None) if summed else P(None, "model"), 16, 32).astype(dtype)
     rounded = 0.125 if dtype.startswith("float8") else 1e-5  # of chunks, and not of the whole
     close(jax.jit(up)(x, w), jax.jit(usual)(x, w), rounded)
+
+
+@pytest.mark.parametrize(
+    "dtypes, wanted",
+    [(("bfloat16", "float32"), None), (("float16", "bfloat16"), None), (("int8", "bfloat16"), None),
+     (("float8_e4m3fn", "float8_e5m2"), "float32")],
+)  # fmt: skip
+def test_operands_of_two_dtypes(mesh: Mesh, dtypes: tuple[str, str], wanted: str | None):
+    x = array(mesh, P("data", "model", None), 4, 8, 16).astype(dtypes[0])
+    w = array(mesh, P(None, "model"), 16, 32).astype(dtypes[1])
+    numbers = ((2,), (0,)), ((), ())
+    for ours, theirs, given in (
+        (jaxoverlap.matmul, jnp.matmul, ()),
+        (jaxoverlap.dot_general, lax.dot_general, (numbers,)),
+    ):
+        of = [
+            jax.jit(
+                lambda x, w, fn=fn, given=given: fn(x, w, *given, preferred_element_type=wanted)
+            )
+            for fn in (ours, theirs)
+        ]
+        a, b = (fn(x, w) for fn in of)
+        assert a.dtype == b.dtype
+        close(a.astype("float32"), b.astype("float32"), 3e-2)
+
+
+def test_each_right_side_has_its_own_dtype(mesh: Mesh):
+    x, w = (a.astype(jnp.bfloat16) for a in operands(mesh))
+    several = (w, w.astype(jnp.float32))
+
+    def of(einsum: Any) -> Any:
+        def loss(x: Any, ws: Any) -> Any:
+            ys = einsum(x, ws)
+            return sum(jnp.mean(y.astype(jnp.float32) ** 2) for y in ys), [y.dtype for y in ys]
+
+        return loss
+
+    ours = of(lambda x, ws: jaxoverlap.einsum("bsd,df->bsf", x, ws))
+    theirs = of(lambda x, ws: [jnp.einsum("bsd,df->bsf", x, w) for w in ws])
+    assert ours(x, several)[1] == theirs(x, several)[1]
+    a, b = (jax.jit(jax.grad(lambda *a, f=f: f(*a)[0], (0, 1)))(x, several) for f in (ours, theirs))
+    close(a, b, 3e-2)
 
 
 def test_uneven_dims(mesh: Mesh):
@@ -337,7 +380,8 @@ def test_matmul_is_numpys(shapes: Any):
     "spec, shapes",
     [("...d,df->...f", ((2, 3, 4), (4, 5))), ("ab,bc", ((2, 3), (3, 4))), ("ii->i", ((3, 3),)),
      ("ab,bc,cd->ad", ((2, 3), (3, 4), (4, 5))), ("ab,cb->", ((2, 3), (4, 3))), ("ab,ab->ab", ((2, 3), (2, 3))),
-     ("...ab,...bc->...ac", ((5, 2, 3), (5, 3, 4))), ("bd,fd->fb", ((2, 3), (4, 3)))],
+     ("...ab,...bc->...ac", ((5, 2, 3), (5, 3, 4))), ("bd,fd->fb", ((2, 3), (4, 3))),
+     ("ab,bc->ac", ((2, 1), (3, 4))), ("ab,bc->ac", ((2, 3), (1, 4)))],
 )  # fmt: skip
 def test_einsum_is_numpys(spec: str, shapes: Any):
     xs = [

@@ -49,8 +49,18 @@ def test_it_prints_as_a_table_and_says_why():
 def test_axes_are_kept():
     found = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"pipeline": [2], "fsdp": [1]})
     assert {s.configuration.pipeline for s in found} == {2}
+    with pytest.raises(ValueError, match="expected the sizes allowed"):
+        configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"model": 4})  # type: ignore[dict-item]
+    with pytest.raises(jaxoverlap.NothingFitsError, match=r"with model in \[3\]: .* the sizes, "):
+        configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"model": [3]})
     with pytest.raises(ValueError, match="unknown axes"):
         configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"tensor": [2]})
+
+
+@pytest.mark.parametrize("wrong", [{"kv_heads": -2}, {"layers": 8.5}, {"mlp": -5}, {"hidden": "a"}])
+def test_sizes_that_are_none_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*: expected a whole number"):
+        replace(SMALL, **wrong)
 
 
 def test_what_fits_nowhere_is_told_the_term_and_the_cluster():
@@ -110,6 +120,9 @@ def test_a_mesh_puts_the_last_axis_on_neighbours():
         ("layers/attention_norm/scale", 2, P("pipeline", None)),
         ("embedding/embedding", 2, P(("fsdp", "model"), None)),
         ("layers/experts/down", 4, P("pipeline", "expert", "model", "fsdp")),
+        ("MultiHeadDotProductAttention_0/query/kernel", 2, P("fsdp", "model")),
+        ("lm_head/kernel", 2, P(("fsdp", "model"), None)),
+        ("logit_scale", 0, P()),
     ],
 )
 def test_rules_by_path(path, ndim, spec):

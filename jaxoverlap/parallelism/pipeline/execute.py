@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -47,7 +48,7 @@ def value_and_grad(
 
     Args:
         stage: stage(weights of a piece, x) -> y, of x's shape and dtype. What its backward pass
-            keeps lives for one tick only.
+            keeps lives for one tick only. Whole numbers in x (a mask) travel without gradients.
         first: first(shared, micro-batch) -> x.
         last: last(shared, y, micro-batch) -> the micro-batch's mean loss, a scalar.
         mesh: has `axis`; its other axes stay automatic, and constraints on them may stand in the
@@ -70,21 +71,29 @@ def value_and_grad(
     body = functools.partial(_device, schedule, stage, first, last, axis)
 
     def call(stages: Tree, shared: Tree, batch: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
-        _check(stages, batch, schedule)
+        _check(stages, shared, batch, schedule)
         run = jax.shard_map(
             body,
             mesh=mesh,
             in_specs=(P(axis), P(axis), P(), P()),
-            out_specs=(P(), (P(axis), P())),
+            out_specs=(P(axis), (P(axis), P(axis))),
             axis_names={axis},
             check_vma=False,
         )
-        return run(jnp.arange(schedule.stages), stages, shared, batch)
+        losses, (of_stages, of_shared) = run(jnp.arange(schedule.stages), stages, shared, batch)
+        # Summed out here: XLA:CPU aborts on sums in bfloat16 where some axes are automatic.
+        return _summed(losses), (of_stages, jax.tree.map(_summed, of_shared))
 
     return call
 
 
-def _check(stages: Tree, batch: Tree, schedule: Schedule) -> None:
+def _check(stages: Tree, shared: Tree, batch: Tree, schedule: Schedule) -> None:
+    for leaf in jax.tree.leaves((stages, shared)):
+        if not _moves(leaf):
+            raise ValueError(
+                f"weights of dtype {_dtype(leaf)}: expected floats, which have "
+                "gradients; close over other values, or give them with the batch"
+            )
     wanted = schedule.stages * schedule.pieces
     for leaf in jax.tree.leaves(stages):
         if leaf.shape[0] != wanted:
@@ -98,6 +107,25 @@ def _check(stages: Tree, batch: Tree, schedule: Schedule) -> None:
                 f"a batch of shape {leaf.shape}: expected a first dim of micro-batches, "
                 f"{schedule.micro_batches}"
             )
+
+
+def _check_shapes(
+    stage: Stage, last: Last, stages: Tree, shared: Tree, x: Tree, batch: Tree
+) -> None:
+    y = jax.eval_shape(lambda stages, x: stage(_picked(stages, jnp.int32(0)), x), stages, x)
+    if jax.tree.map(_kind, x) != jax.tree.map(_kind, y):
+        raise ValueError(
+            f"stage(weights, x) makes {jax.tree.map(_kind, y)} of an x of "
+            f"{jax.tree.map(_kind, x)}: expected the same shapes and dtypes, as the next stage "
+            "takes them"
+        )
+    loss = jax.eval_shape(last, shared, y, _picked(batch, jnp.int32(0)))
+    if getattr(loss, "shape", None) != ():
+        raise ValueError(f"last(shared, y, batch) gives {loss}: expected a scalar, the mean loss")
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def _device(
@@ -134,7 +162,9 @@ def _device(
         return y, lax.cond(is_last, lambda: last(shared, y, of), lambda: zero)
 
     x_like = jax.eval_shape(first, shared, micro_batch(jnp.int32(0)))
+    _check_shapes(stage, last, stages, shared, x_like, batch)
     x_zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x_like)
+    dx_zero = jax.tree.map(lambda a: a if _moves(a) else None, x_zero)
     kept = jax.tree.map(lambda a: jnp.zeros((tables.slots, *a.shape), a.dtype), x_like)
 
     def run_forward(carry: dict[str, Tree], tick: jax.Array) -> dict[str, Tree]:
@@ -160,14 +190,18 @@ def _device(
         of = functools.partial(piece_loss, number=number, is_first=is_first, is_last=is_last)
         (_, value), pull = jax.vjp(lambda w, s, x: of(w, s, x), weights, shared, x)
         keep = busy & ~is_last
-        cotangent = jax.tree.map(lambda g: jnp.where(keep, g, 0), carry["dy"])
+        cotangent = jax.tree.map(
+            lambda a, g: _no_gradient(a) if g is None else jnp.where(keep, g, 0), x, carry["dy"]
+        )
         scale = jnp.where(is_last, 1.0 / count, 0.0).astype(value.dtype)
         of_weights, of_shared, of_x = pull((cotangent, scale))
+        # What is idle runs on any input, where a derivative may be infinite, and 0 times it nan.
+        of_weights = jax.tree.map(lambda g: jnp.where(busy, g, 0), of_weights)
         return {
             **carry,
             "stages": _added(carry["stages"], of_weights, jnp.maximum(piece, 0)),
             "shared": jax.tree.map(jnp.add, carry["shared"], of_shared),
-            "dx": of_x,
+            "dx": jax.tree.map(lambda a, g: g if _moves(a) else None, x, of_x),
             "loss": carry["loss"] + value * scale,
         }
 
@@ -198,8 +232,8 @@ def _device(
     carry = dict(
         x=x_zero,
         y=x_zero,
-        dx=x_zero,
-        dy=x_zero,
+        dx=dx_zero,
+        dy=dx_zero,
         kept=kept,
         stages=zeros(stages),
         shared=zeros(shared),
@@ -208,8 +242,26 @@ def _device(
     ends = (0, schedule.warm_up_ticks, schedule.forward_ticks, schedule.ticks)
     for phase, begin, end in zip((warm_up, steady, drain), ends[:-1], ends[1:], strict=True):
         carry, _ = lax.scan(phase, carry, jnp.arange(begin, end))
-    summed = lax.psum((carry["loss"], carry["shared"]), axis)
-    return summed[0], (carry["stages"], summed[1])
+    own = jax.tree.map(lambda a: a[None], (carry["loss"], carry["shared"]))
+    return own[0], (carry["stages"], own[1])
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _no_gradient(leaf: Any) -> np.ndarray:
+    return np.zeros(leaf.shape, jax.dtypes.float0)
+
+
+def _moves(leaf: Any) -> bool:
+    """Return whether a value has a gradient."""
+    return bool(jnp.issubdtype(_dtype(leaf), jnp.inexact))
+
+
+def _summed(parts: jax.Array) -> jax.Array:
+    """Add up what the stages have, in their dtype."""
+    return lax.reduce(parts, jnp.zeros((), parts.dtype), lax.add, (0,))
 
 
 def _picked(tree: Tree, at: jax.Array) -> Tree:

@@ -102,8 +102,8 @@ class LocalUpdates:
         """Return the state of all workers from that of one, placed on the mesh.
 
         Raises:
-            ValueError: if it is sharded over the workers' axis or lies on another mesh, or has no
-                parameters where `params` says.
+            ValueError: if it is sharded over the workers' axis or lies on another mesh, has no
+                parameters where `params` says, or others than floats there.
         """
         shardings = self._shardings(state)
         return jax.jit(self._new, out_shardings=shardings)(state)
@@ -155,6 +155,7 @@ class LocalUpdates:
     def _shardings(self, state: Any) -> LocalState:
         """Return the sharding of each leaf of the state that `init` makes of one worker's."""
         place = self._placement
+        self._params_in.check(state)
         params = self._params_in.get(state)
         specs = jax.tree.map(place.spec_of, params)
         shapes = jax.eval_shape(lambda p: jax.tree.map(jnp.asarray, p), params)

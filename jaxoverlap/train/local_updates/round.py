@@ -109,10 +109,9 @@ class Rounds:
     def average(self, values: Any, take: Take = _all) -> Any:
         """Return the mean over the workers, placed as outer state is; values are [workers, ...]."""
         axis, workers = self.placement.axis, self.placement.workers
+        specs = take(self.specs)
         dims = jax.tree.map(
-            lambda v, spec: _none_or(self.placement.scattered_dim(v.shape[1:], spec)),
-            values,
-            take(self.specs),
+            lambda v, spec: _none_or(self.placement.scattered_dim(v.shape[1:], spec)), values, specs
         )
 
         def of_one(values: Any) -> Any:
@@ -125,13 +124,14 @@ class Rounds:
             with jax.named_scope(AVERAGE):
                 return jax.tree.map(one, values, dims)
 
-        out = jax.tree.map(lambda dim: P(*(None,) * dim, axis) if dim >= 0 else P(), dims)
+        # All axes are manual: XLA:CPU aborts on sums in bfloat16 where some are automatic.
         mapped = jax.shard_map(
             of_one,
             mesh=self.placement.mesh,
-            in_specs=P(axis),
-            out_specs=out,
-            axis_names={axis},
+            in_specs=(jax.tree.map(lambda _, spec: P(axis, *spec), values, specs),),
+            out_specs=jax.tree.map(
+                lambda v, spec: self.placement.outer_spec(v.shape[1:], spec), values, specs
+            ),
             check_vma=False,
         )
         return mapped(values)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,6 +57,17 @@ class ParamsIn:
                 f"{type(state).__name__}: give params=, the key, attribute or number under which "
                 "it has them, or None where the state is the parameters"
             ) from None
+
+    def check(self, state: Any) -> None:
+        """Raise a ValueError unless all parameters can be averaged."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.get(state)):
+            dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+            if not jnp.issubdtype(dtype, jnp.inexact):
+                raise ValueError(
+                    f"a parameter of dtype {dtype} at {jax.tree_util.keystr(path) or 'the root'}: "
+                    "only floats are averaged; keep counters, keys and the like in the train "
+                    "state beside the parameters that params= names"
+                )
 
     def put(self, state: Any, params: Any) -> Any:
         """Return a state with other parameters."""

@@ -124,6 +124,79 @@ def test_mistakes_are_told():
         run(weights, shared, {"tokens": batch["tokens"][:2]})
     with pytest.raises(ValueError, match="no axis 'stage'"):
         value_and_grad(stage, first=first, last=last, mesh=mesh, micro_batches=4, axis="stage")
+    with pytest.raises(ValueError, match="weights of dtype int32: expected floats"):
+        run(weights.astype(int), shared, batch)
+    settings = dict(mesh=mesh, micro_batches=4)
+    changing = value_and_grad(lambda w, x: x[:, :2], first=first, last=last, **settings)
+    with pytest.raises(ValueError, match=r"makes float32\[4, 2\] of an x of float32\[4, 8\]"):
+        changing(weights, shared, batch)
+    many = value_and_grad(stage, first=first, last=lambda shared, y, batch: y, **settings)
+    with pytest.raises(ValueError, match="expected a scalar, the mean loss"):
+        many(weights, shared, batch)
+
+
+def test_bfloat16_beside_another_axis():
+    _, run, (weights, shared, batch) = made(2, 1, 4, data=2)
+    narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (weights, shared))
+    loss, gradients = jax.jit(run)(*narrow, batch)
+    wanted, whole_gradients = jax.value_and_grad(whole, (0, 1))(weights, shared, batch)
+    assert loss.dtype == jnp.bfloat16
+    np.testing.assert_allclose(loss, wanted, rtol=2e-2)
+    for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(whole_gradients), strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=3e-2)
+
+
+def test_gradients_stay_finite_where_a_stage_has_none_at_zero():
+    mesh, _, (weights, shared, batch) = made(4, 1, 3)
+
+    def normed(weights, x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ weights  # no derivative at x = 0
+
+    run = value_and_grad(normed, first=first, last=last, mesh=mesh, micro_batches=3)
+    _, (of_weights, _) = jax.jit(run)(weights, shared, batch)
+
+    def loss(weights):
+        def one(micro_batch):
+            x = first(shared, micro_batch)
+            for w in weights:
+                x = normed(w, x)
+            return last(shared, x, micro_batch)
+
+        return jnp.mean(jax.vmap(one)(batch))
+
+    np.testing.assert_allclose(of_weights, jax.grad(loss)(weights), rtol=2e-5, atol=1e-6)
+
+
+def test_masks_and_keys_travel_with_x():
+    mesh, _, (weights, shared, batch) = made(2, 1, 3)
+    batch = {**batch, "key": jax.random.split(jax.random.key(1), 3)}
+
+    def begin(shared, batch):
+        return {"h": first(shared, batch), "kept": batch["tokens"] > 1, "key": batch["key"]}
+
+    def dropped(weights, x):
+        key, now = jax.random.split(x["key"])
+        kept = x["kept"][:, None] * jax.random.bernoulli(now, 0.5, x["h"].shape)
+        return {**x, "h": x["h"] + kept * jnp.tanh(x["h"] @ weights), "key": key}
+
+    def end(shared, y, batch):
+        return last(shared, y["h"], batch)
+
+    def loss(weights):
+        losses = []
+        for i in range(3):
+            micro_batch = jax.tree.map(lambda a, i=i: a[i], batch)
+            x = begin(shared, micro_batch)
+            for w in weights:
+                x = dropped(w, x)
+            losses.append(end(shared, x, micro_batch))
+        return sum(losses) / 3
+
+    run = value_and_grad(dropped, first=begin, last=end, mesh=mesh, micro_batches=3)
+    got, (of_weights, _) = jax.jit(run)(weights, shared, batch)
+    wanted, gradients = jax.value_and_grad(loss)(weights)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    np.testing.assert_allclose(of_weights, gradients, rtol=2e-5, atol=1e-6)
 
 
 @marked(pods)

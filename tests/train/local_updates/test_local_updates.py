@@ -383,6 +383,29 @@ def test_a_state_without_parameters_there_is_refused():
         updates.init(make_state())
 
 
+@pytest.mark.parametrize("leaf", [jnp.int32(1), jax.random.key(0)], ids=["count", "key"])
+def test_parameters_that_have_no_average_are_refused(leaf):
+    state = make_state()
+    with pytest.raises(ValueError, match=r"a parameter of dtype .* at \['other'\]: only floats"):
+        make(co2(every=4)).init({**state, "params": {**state["params"], "other": leaf}})
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+def test_bfloat16_is_averaged_beside_other_axes(scattered):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"), (AxisType.Auto,) * 3)
+    at = NamedSharding(mesh, P("fsdp", "model"))
+    weights = jax.device_put(jnp.ones((4, 4), jnp.bfloat16), at)
+
+    def step(state, batch):
+        return {"params": state["params"] + batch.mean().astype(jnp.bfloat16)}, None
+
+    updates = LocalUpdates(
+        step, mesh, outer=local_sgd(every=2), shard_outer=scattered, overlap=False
+    )
+    state, _ = updates.round(updates.init({"params": weights}), np.ones((2, 4), np.float32))
+    np.testing.assert_array_equal(updates.params(state), 3.0)
+
+
 def test_a_state_that_is_sharded_over_the_workers_is_refused():
     updates = make(co2(every=4))
     at = NamedSharding(updates.mesh, P("data"))
