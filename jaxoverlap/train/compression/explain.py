@@ -1,0 +1,159 @@
+"""Tell what a synchronisation sends, a row a layer, and what it costs on a cluster."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxoverlap.cost.groups import Group
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.train.compression.averager import Averager
+from jaxoverlap.train.compression.state import Control
+from jaxoverlap.train.compression.sync import raw_bytes
+from jaxoverlap.train.compression.wire import sent_bytes
+
+_HLO_KINDS = {"mean": "all-reduce", "gather": "all-gather", "exchange": "all-to-all"}
+
+
+def explained(averager: Averager, control: Control, params: Any) -> str:
+    """Return a table of the layers, and what of them follows.
+
+    Args:
+        averager: at the settings in use.
+        control: what they were chosen by.
+        params: arrays or shapes.
+    """
+    workers = averager.workers
+    table = Table(box=None, header_style="", pad_edge=False)
+    table.add_column("layer", overflow="fold")
+    for title in ("shape", "setting", "kB", "of raw", "error", "of budget"):
+        table.add_column(title, justify="right")
+    errors = _at(control, control.settings)
+    budget = float(np.sum(_at(control, control.reference)))
+    for number, layer in enumerate(averager.layers):
+        sent, raw = averager.layer_bytes(number), raw_bytes(layer, workers) * layer.count
+        shape = f"{layer.rows} x {layer.cols}" + (f" x {layer.stack}" if layer.stack else "")
+        known = math.isfinite(errors[number])
+        table.add_row(
+            layer.name,
+            shape,
+            f"{averager.settings[number]:g}",
+            f"{sent / 1e3:.1f}",
+            f"1 / {raw / sent:.1f}",
+            f"{errors[number]:.3g}" if known else "-",
+            f"{errors[number] / budget:.1%}" if known and budget > 0 else "-",
+        )
+    out = io.StringIO()
+    console = Console(file=out, width=100, highlight=False)
+    console.print(f"{_name(averager)}, {workers} workers, after {int(control.count)} steps")
+    console.print(table)
+    console.print(_summary(averager, control, params, float(np.sum(errors)), budget))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _summary(averager: Averager, control: Control, params: Any, error: float, budget: float) -> str:
+    sync, workers = averager.sync, averager.workers
+    leaves = jax.tree.leaves(params)
+    raw = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * 2 * (workers - 1) / workers
+    sent = averager.sent_bytes(params)
+    rest = len(leaves) - len(averager.of_leaf)
+    text = (
+        f"A worker sends {sent / 1e3:.1f} kB a step, 1 / {raw / max(sent, 1):.1f} of "
+        f"{raw / 1e3:.1f} kB; {rest} of {len(leaves)} leaves go raw, in one all-reduce."
+    )
+    if math.isfinite(error) and sync.by_error:
+        text += f" Error {error:.4g} of a budget of {budget:.4g}."
+    if int(control.guarded):
+        text += " The guard 'never worse than uniform' kept the uniform settings."
+    if not np.array_equal(control.pending, control.settings):
+        text += " Other settings are chosen, and come into use soon."
+    return text
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one average on a cluster, by the cost model, with nothing beside it.
+
+    Attributes:
+        raw_s: of all gradients in one all-reduce.
+        wire_s: of the compressed average's collectives.
+        arithmetic_s: of compressing and putting together: the matrices' passes through memory.
+    """
+
+    raw_s: float
+    wire_s: float
+    arithmetic_s: float
+
+    @property
+    def pays(self) -> bool:
+        """Return whether the compressed average takes less."""
+        return self.wire_s + self.arithmetic_s < self.raw_s
+
+    def __str__(self) -> str:
+        verdict = "compression pays" if self.pays else "compression does not pay"
+        return (
+            f"By price {verdict}: {self.wire_s * 1e3:.3g} ms of collectives and "
+            f"{self.arithmetic_s * 1e3:.3g} ms of arithmetic for {self.raw_s * 1e3:.3g} ms raw."
+        )
+
+
+def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Price:
+    """Price an average: what it sends beside what it computes.
+
+    Args:
+        averager: at the settings in use.
+        params: arrays or shapes; what is sharded over other axes is priced by its part.
+        cost: the cluster's.
+        group: of the workers' axis.
+    """
+    leaves = jax.tree.leaves(params)
+    shares = [_share(leaf) for leaf in leaves]
+    sums = dict[tuple[int, str], float]()  # requests of a kind that are made together are one
+    arithmetic_s = 0.0
+    for number, layer in enumerate(averager.layers):
+        compressor, setting = averager.sync.compressor, averager.settings[number]
+        requests = compressor.requests(layer, setting, averager.workers)
+        for turn, (kind, size) in enumerate(requests):
+            at = (turn, kind)
+            sums[at] = sums.get(at, 0) + size * layer.count * shares[layer.leaf]
+        passes = compressor.memory_passes * 4 * layer.size * shares[layer.leaf]
+        arithmetic_s += layer.count * cost.memory_s(passes)
+    sizes = [leaf.size * leaf.dtype.itemsize * s for leaf, s in zip(leaves, shares, strict=True)]
+    raw = sum(size for n, size in enumerate(sizes) if n not in averager.of_leaf)
+    sums[0, "mean"] = sums.get((0, "mean"), 0) + raw
+
+    def seconds(kind: Any, size: float) -> float:
+        moved = round(sent_bytes(kind, size, averager.workers))
+        return cost.collective_s(_HLO_KINDS[kind], moved, group)
+
+    wire_s = sum(seconds(kind, size) for (_, kind), size in sums.items())
+    return Price(seconds("mean", sum(sizes)), wire_s, arithmetic_s)
+
+
+def _share(leaf: Any) -> float:
+    """Return the part of a leaf that a device has."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not leaf.size:
+        return 1.0
+    return math.prod(sharding.shard_shape(leaf.shape)) / leaf.size
+
+
+def _at(control: Control, settings: np.ndarray) -> np.ndarray:
+    return np.array([control.errors[n, s] for n, s in enumerate(settings.tolist())], np.float64)
+
+
+def _name(averager: Averager) -> str:
+    sync = averager.sync
+    name = repr(sync.compressor)
+    if sync.accordion:
+        name = f"accordion({name})"
+    if sync.by_error:
+        return f"lgreco({name}, every={sync.every})"
+    return name if sync.accordion else f"uniform({name})"
