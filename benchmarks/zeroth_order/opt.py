@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068) in shapes: a decoder of pre-norm blocks, its head tied to the embedding."""
+"""OPT (arXiv 2205.01068) in shapes: pre-norm blocks, the head tied to the embedding."""
 
 from __future__ import annotations
 

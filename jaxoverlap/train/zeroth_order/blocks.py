@@ -43,7 +43,7 @@ def depth(blocks: Any) -> int:
     found = {leaf.shape[:1] for leaf in jax.tree.leaves(blocks)}
     if len(found) != 1 or found == {()}:
         raise ValueError(
-            f'leaves of params["blocks"] have first dims {sorted(found)}: expected one for all, the '
-            "number of layers; stack the layers' parameters"
+            f'leaves of params["blocks"] have first dims {sorted(found)}: expected one for all, '
+            "the number of layers; stack the layers' parameters"
         )
     return found.pop()[0]

@@ -39,7 +39,7 @@ class Layout:
         if self.mesh is not None and any(kind != AxisType.Auto for kind in self.mesh.axis_types):
             raise ValueError(
                 f"a mesh of axis types {self.mesh.axis_types}: zeroth-order steps need automatic "
-                "axes; make it with jax.make_mesh(..., axis_types=(AxisType.Auto,) * number of axes)"
+                "axes; give jax.make_mesh axis_types=(AxisType.Auto,) * number of axes"
             )
         if self.perturb is not None and self.mesh is not None and self.pairs != 2:
             raise ValueError(

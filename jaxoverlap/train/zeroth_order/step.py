@@ -196,7 +196,9 @@ def step(
             automatic, or host memory is asked for without blocks.
     """
     if not isinstance(transform, Mezo):
-        raise ValueError(f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)")
+        raise ValueError(
+            f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
+        )
     layout = Layout(mesh, perturb, data)
     options = None if overlap is False else {} if overlap is True else dict(overlap)
     if not host:
@@ -228,7 +230,7 @@ def _check_params(params: Any) -> None:
             )
         if id(leaf) in seen:
             raise ValueError(
-                f"one array is parameter {seen[id(leaf)]} and {name}: tied parameters are one leaf, "
-                "which the loss function reads twice; otherwise each would move on its own"
+                f"one array is parameter {seen[id(leaf)]} and {name}: tied parameters are one "
+                "leaf, which the loss function reads twice; otherwise each would move on its own"
             )
         seen[id(leaf)] = name

@@ -26,7 +26,9 @@ def params(seed: int = 0, dtype: Any = jnp.float32) -> dict[str, Any]:
         bias=of(LAYERS, 2 * HIDDEN),
         down=of(LAYERS, 2 * HIDDEN, HIDDEN),
     )
-    return dict(outer=dict(embedding=of(VOCAB, HIDDEN), norm=jnp.ones(HIDDEN, dtype)), blocks=blocks)
+    return dict(
+        outer=dict(embedding=of(VOCAB, HIDDEN), norm=jnp.ones(HIDDEN, dtype)), blocks=blocks
+    )
 
 
 def begin(outer: Any, batch: Any) -> jax.Array:
