@@ -28,7 +28,11 @@ WANTED = (
     *(("175b", "a100-sxm-80", gpus, True) for gpus in (1, 4)),
     ("175b", "a100-sxm-80", 4, False),
     *(("175b", "a100-sxm-80", gpus, True) for gpus in (2, 8)),
-    *((name, "a100-sxm-80", gpus, True) for name in ("1.3b", "66b", "13b", "30b") for gpus in (1, 4)),
+    *(
+        (name, "a100-sxm-80", gpus, True)
+        for name in ("1.3b", "66b", "13b", "30b")
+        for gpus in (1, 4)
+    ),
     ("175b", "a100-sxm-80", 2, False),
     ("175b", "a100-sxm-80", 8, False),
     *(("175b", "h100-sxm", gpus, True) for gpus in (1, 4)),
