@@ -228,7 +228,7 @@ def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
     )
     state = step.init(task.trained, seed=of.seed)
     header = zo.header_of(state.params, transform, seed=of.seed)
-    text = load_text(of.text, sequence=config.sequence)[: -_held_out(of, config)]
+    text = load_text(of.text, sequence=config.sequence)[: -held_out(of, config)]
     losses: list[float] = []
     with zo.Log(of.log, header) if of.log else _NoLog() as log:
         if log.steps:
@@ -248,7 +248,7 @@ def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
     return losses, step.params(state), task
 
 
-def _held_out(of: FineTune, config: Config) -> int:
+def held_out(of: FineTune, config: Config) -> int:
     """Return how many bytes at the text's end are not trained on: a tenth, a sequence at least."""
     length = len(load_text(of.text, sequence=config.sequence))
     return max(length // 10, config.sequence + 1)
@@ -257,7 +257,7 @@ def _held_out(of: FineTune, config: Config) -> int:
 def evaluate(of: FineTune, trained: Any, task: Task, batches: int = 8) -> float:
     """Return the loss on what was held out of the text."""
     mesh, config = of.mesh(), configuration(of)
-    text = load_text(of.text, sequence=config.sequence)[-_held_out(of, config) :]
+    text = load_text(of.text, sequence=config.sequence)[-held_out(of, config) :]
     config = dataclasses.replace(config, seed=10**6)
     loss = jax.jit(task.loss)
     at = NamedSharding(mesh, P())

@@ -139,12 +139,17 @@ class Mezo:
     def _update(
         self, pending: Pending, key: jax.Array, leaf: Any, number: int, row: Any, decay: float
     ) -> jax.Array:
-        total = in_12_bits(pending.rate * decay * leaf) if decay else jnp.float32(0)
-        for which in range(self.directions):
+        def added(which: Any, total: jax.Array) -> jax.Array:
             along = direction(Draw(key, pending.step, which), number, leaf.shape, row)
             by = in_12_bits(pending.rate * pending.scalars[which] / self.directions)
-            total = total + by * along
-        return -total
+            return total + by * along
+
+        total = jnp.zeros(leaf.shape, jnp.float32)
+        if decay:
+            total = in_12_bits(pending.rate * decay * leaf)
+        if self.directions == 1:
+            return -added(0, total)
+        return -jax.lax.fori_loop(0, self.directions, added, total)
 
 
 def mezo(

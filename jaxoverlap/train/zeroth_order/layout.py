@@ -92,21 +92,30 @@ class Layout:
             return jax.tree.map(lambda x: x[None], do(*jax.tree.map(lambda x: x[0], values)))
         return jax.vmap(do, spmd_axis_name=self.data)(*values)
 
-    def split(self, batch: Any) -> Any:
-        """Cut a batch [rows, ...] into [shards, rows / shards, ...].
+    def check(self, batch: Any) -> None:
+        """Check that the shards can share a batch's rows.
 
         Raises:
-            ValueError: if the shards cannot share the rows evenly.
+            ValueError: if they cannot share them evenly.
         """
-
-        def one(leaf: Any) -> Any:
-            if self.data is None:
-                return leaf[None]
+        for leaf in jax.tree.leaves(batch) if self.data is not None else ():
             if not leaf.ndim or leaf.shape[0] % self.shards:
                 raise ValueError(
                     f"a batch of shape {leaf.shape}: its first dim is not a multiple of the "
                     f"{self.shards} devices along {self.data!r}, which share it evenly"
                 )
+
+    def split(self, batch: Any) -> Any:
+        """Cut a batch [rows, ...] into [shards, rows / shards, ...].
+
+        Raises:
+            ValueError: as `check`.
+        """
+        self.check(batch)
+
+        def one(leaf: Any) -> Any:
+            if self.data is None:
+                return leaf[None]
             cut = leaf.reshape(self.shards, leaf.shape[0] // self.shards, *leaf.shape[1:])
             return self.pinned(cut, self.data)
 
