@@ -45,6 +45,11 @@ _MEMORY_BYTES_OF_OTHERS = 2.0
 # NCCL's; the rest is 0.6 of NVLink's peak.
 _COPY_LATENCY_S, _COPY_EFFICIENCY = 8.4e-6, 25.2e6 / (100e-6 - 8.4e-6) / 450e9
 
+# Of the peak of the link to the host, for pinned memory and copies of megabytes: 25 to 26 GB/s over
+# PCIe 4 x16 and 53 to 55 over PCIe 5 x16 are what public runs of NVIDIA's bandwidth tests report.
+# No row was measured here.
+_HOST_EFFICIENCY = 0.82
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -240,6 +245,15 @@ class CostModel:
             return seconds
         rate = channels.bytes_per_s(self.cluster.chip.compute_capability)
         return max(seconds, self.collective_s(kind, 0, group) + bytes_moved / rate)
+
+    def host_copy(self, bytes_moved: int) -> tuple[float, Share]:
+        """Return the seconds of a copy from or to the host's memory, and what it takes meanwhile.
+
+        A copy engine carries it, so it takes no SMs: it reads or writes the device's memory once.
+        """
+        link = self.cluster.chip.host_link
+        seconds = link.latency_s + bytes_moved / (_HOST_EFFICIENCY * link.bandwidth_bytes_per_s)
+        return seconds, Share(0, bytes_moved / seconds if bytes_moved else 0.0)
 
     @property
     def scatters_sums(self) -> bool:

@@ -69,6 +69,7 @@ class Chip:
         nvlinks: NVLink links of a GPU.
         nvlink: Its link to the GPUs of its NVLink domain.
         network: Its link to all others. An assumption: see the module's text.
+        host_link: Its link to its host's memory, which carries as much the other way beside it.
         nvlink_rack_gpus: The most GPUs that NVLink joins across hosts; 0 where it ends at the host.
         source: Where these facts come from.
     """
@@ -88,6 +89,7 @@ class Chip:
     nvlinks: int
     nvlink: Link
     network: Link
+    host_link: Link
     nvlink_rack_gpus: int = 0
     source: str
 
@@ -183,6 +185,10 @@ class Cluster:
 _NVLINK_HOP_S = 12e-6
 _NETWORK_HOP_S = 18e-6
 
+# Of a copy by a copy engine, as its own time and the launch; an assumption.
+_PCIE_4 = Link("PCIe 4 x16", 32e9, 10e-6)
+_PCIE_5 = Link("PCIe 5 x16", 64e9, 10e-6)
+
 _SPECS = "xla/backends/gpu/target_config/specs"
 
 _A100_40 = Chip(
@@ -201,6 +207,7 @@ _A100_40 = Chip(
     nvlinks=12,  # XLA's file leaves it out; NVIDIA's NVLink page says twelve
     nvlink=Link("NVLink 3", 300e9, _NVLINK_HOP_S),
     network=Link("InfiniBand HDR, 200 Gb/s a GPU", 25e9, _NETWORK_HOP_S),  # assumed, as DGX A100
+    host_link=_PCIE_4,
     source=f"openxla/xla@4336d12e0706 {_SPECS}/a100_sxm_40.txtpb; NVIDIA A100 data sheet",
 )
 _A100_80 = replace(
@@ -227,6 +234,7 @@ _H100 = Chip(
     nvlinks=18,
     nvlink=Link("NVLink 4", 450e9, _NVLINK_HOP_S),
     network=Link("InfiniBand NDR, 400 Gb/s a GPU", 50e9, _NETWORK_HOP_S),  # assumed, as DGX H100
+    host_link=_PCIE_5,
     source=f"openxla/xla@0774019d97e7 {_SPECS}/h100_sxm.txtpb; NVIDIA H100 data sheet",
 )
 _H200 = replace(  # the H100's die with more and faster memory
@@ -253,6 +261,7 @@ _B200 = Chip(
     nvlinks=18,
     nvlink=Link("NVLink 5", 900e9, _NVLINK_HOP_S),
     network=Link("InfiniBand NDR, 400 Gb/s a GPU", 50e9, _NETWORK_HOP_S),  # assumed, as DGX B200
+    host_link=_PCIE_5,
     source=f"openxla/xla@300ec95ab85f {_SPECS}/b200.txtpb; NVIDIA Blackwell data sheet",
 )
 _GB200 = replace(  # the network, as DGX GB200: also one ConnectX-7 of 400 Gb/s a GPU
@@ -265,6 +274,7 @@ _GB200 = replace(  # the network, as DGX GB200: also one ConnectX-7 of 400 Gb/s 
     memory_bandwidth_bytes_per_s=7.928064e12,
     l2_bytes=135_528_448,
     bf16_flops_per_s=2.5e15,  # 1200 W; a GPU, not the superchip of two
+    host_link=Link("NVLink-C2C, half of a Grace's", 225e9, 10e-6),  # 450 GB/s a way, for two GPUs
     nvlink_rack_gpus=72,  # GB200 NVL72: 18 hosts of four, one NVLink domain
     source=f"openxla/xla@300ec95ab85f {_SPECS}/gb200.txtpb; NVIDIA Blackwell data sheet",
 )
@@ -287,6 +297,7 @@ _MI250X = Chip(
     # Two dies of a package have 200 GB/s, packages 50 to 100 GB/s: a ring goes by the slowest.
     nvlink=Link("Infinity Fabric", 50e9, 15e-6),
     network=Link("Slingshot, 4 x 200 Gb/s a host", 12.5e9, 20e-6),
+    host_link=Link("Infinity Fabric to the CPU", 36e9, 10e-6),
     source="AMD CDNA 2 white paper; OLCF, Frontier user guide (64 GB and 191.5 TFLOP/s a die)",
 )
 _CHIPS = {c.name: c for c in (_A100_40, _A100_80, _H100, _H200, _B200, _GB200)}

@@ -115,12 +115,14 @@ class Audit:
         speedup: how it compares with the step as it is, where `overlap` compared them.
         operations: what was decided for the operations that partition themselves, in words, by
             their names.
+        host_copies: the copies from and to the host's memory (`host_copies`).
     """
 
     module: str
     collectives: tuple[Collective, ...]
     speedup: Speedup | None = None
     operations: tuple[tuple[str, str], ...] = ()
+    host_copies: tuple[Collective, ...] = ()
 
     @property
     def total(self) -> Coverage:
@@ -137,9 +139,15 @@ class Audit:
         """Coverage of the collectives that are XLA's own."""
         return Coverage.of(c for c in self.collectives if not c.ring)
 
+    @property
+    def host_coverage(self) -> dict[str, Coverage]:
+        """Coverage of the copies in each direction, where there are any."""
+        kinds = dict.fromkeys(c.kind for c in self.host_copies)
+        return {k: Coverage.of(c for c in self.host_copies if c.kind == k) for k in kinds}
+
     def __str__(self) -> str:
         groups: dict[tuple, list[Collective]] = {}
-        for c in self.collectives:
+        for c in (*self.collectives, *self.host_copies):
             groups.setdefault((c.kind, c.ring, c.source, c.group_size), []).append(c)
         return "\n".join(
             (
@@ -147,6 +155,7 @@ class Audit:
                 f"all collectives: {self.total}",
                 f"  ring hops:     {self.hops}",
                 f"  XLA's own:     {self.rest}",
+                *(f"{kind}: {sums}" for kind, sums in self.host_coverage.items()),
                 *(f"{name}: {said}" for name, said in self.operations),
                 *([str(self.speedup)] if self.speedup else ()),
             )
@@ -184,7 +193,16 @@ def audit(compiled: jax.stages.Compiled | str) -> Audit:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = hlo.parse(text)
-    return Audit(module.name, collectives(module), operations=described(text))
+    from jaxoverlap.simulation.host_copies import (
+        host_copies,
+    )  # which reads schedules by this module
+
+    return Audit(
+        module.name,
+        collectives(module),
+        operations=described(text),
+        host_copies=host_copies(module),
+    )
 
 
 def collectives(module: hlo.Module) -> tuple[Collective, ...]:
@@ -196,19 +214,19 @@ def collectives(module: hlo.Module) -> tuple[Collective, ...]:
     matmuls = Matmuls(module)
     return tuple(
         collective
-        for computation, runs in _running(module, module.entry, 1)
+        for computation, runs in running(module, module.entry, 1)
         for collective in _in_computation(module, computation, runs, matmuls)
     )
 
 
-def _running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[str, int]]:
+def running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[str, int]]:
     """Every computation that a step runs in sequence, with how often."""
     yield computation, runs
     for instruction in module.body(computation):
         if instruction.opcode in ("while", "conditional", "call"):
             inner = runs * (instruction.trip_count or 1 if instruction.opcode == "while" else 1)
             for called in instruction.called:
-                yield from _running(module, called, inner)
+                yield from running(module, called, inner)
 
 
 class Matmuls:
@@ -236,13 +254,13 @@ def _in_computation(
     """The collectives of one computation, with the matmuls under each."""
     instructions = module.body(computation)
     shapes = {i.name: i.shape for i in instructions}
-    waiters = _waiters(instructions)
+    waiters = waiters_of(instructions)
     products = [place for place, i in enumerate(instructions) if matmuls(i)]
     for place, start in enumerate(instructions):
         core = _collective(module, start)
         if core is None:
             continue
-        done = _done(instructions, place, waiters) if _starts(start) else place
+        done = done_of(instructions, place, waiters) if _starts(start) else place
         asynchronous = done > place and not re.search(r'"?is_sync"?[:=]true', start.line)
         under = products[bisect(products, place) : bisect(products, done)] if asynchronous else ()
         kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
@@ -286,7 +304,7 @@ def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruc
     return None
 
 
-def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
+def waiters_of(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
     """Map each instruction's name to the place of the update or done that waits for it."""
     return {
         i.operands[0]: place
@@ -295,7 +313,9 @@ def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
     }
 
 
-def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]) -> int:
+def done_of(
+    instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]
+) -> int:
     """The place of the instruction that waits for the start at a place, through its updates."""
     place = start
     while instructions[place].name in waiters:

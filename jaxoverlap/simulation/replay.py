@@ -1,7 +1,8 @@
 """Lay a scheduled module out in time: its kernels, its collectives, and its waits.
 
 Kernels run one after the other in schedule order. Each class of link, NVLink and the network, is a
-lane that carries one collective at a time, in the order of their starts. At a collective's done the
+lane that carries one collective at a time, in the order of their starts; so is each direction of
+the link to the host, for copies from and to its memory. At a collective's done the
 kernels wait for what is missing of it; a synchronous one they wait for whole. While a collective
 runs, a kernel beside it runs at the slower rate that the cost model gives for that share of the
 chip, for as long as both run (Lagom's contention; a replay in time instead of its closed form).
@@ -9,7 +10,8 @@ chip, for as long as both run (Lagom's contention; a replay in time instead of i
 Loops run iteration by iteration until one begins as it ended, with the same left in flight; all
 that follow are its repeats, and are counted, not run. Approximations: of a conditional the slowest
 branch runs; a while without a known trip count runs once, and is named; a collective that crosses
-NVLink domains takes the network only; collectives on two lanes do not slow each other; nothing but
+NVLink domains takes the network only; collectives on two lanes do not slow each other, nor do the
+GPUs of a host that copy to and from its memory, each over a link of its own; nothing but
 waiting slows the device's own launch of kernels; where devices share cores, what an iteration
 computed before its first collective is taken from the first iteration.
 """
@@ -30,6 +32,7 @@ from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.device_groups import domains
 from jaxoverlap.simulation.hlo_work import work
+from jaxoverlap.simulation.host_copies import KINDS, host_copies
 from jaxoverlap.simulation.timeline import COMPUTE, NETWORK, NVLINK, Event, Repeat, Timeline
 
 UNKNOWN_TRIPS = "while without a known trip count"
@@ -65,7 +68,8 @@ class ModuleCosts:
 
     def __init__(self, module: hlo.Module, cost: CostModel):
         self._module, self._cost = module, cost
-        self.collectives = {(c.computation, c.name): c for c in collectives(module)}
+        moved = (*collectives(module), *host_copies(module))
+        self.collectives = {(c.computation, c.name): c for c in moved}
         self.kernel_s = functools.cache(cost.kernel_s)
         self.link = functools.cache(self._link)
         self.group = functools.cache(self._group)
@@ -85,6 +89,8 @@ class ModuleCosts:
 
     def skew_s(self, c: Collective, computed_s: float) -> float:
         """Return the seconds that a collective waits for the last device."""
+        if c.kind in KINDS:
+            return 0.0
         return self._cost.skew_s(computed_s, c.kind, self.group(c))
 
     def _group(self, c: Collective) -> Group:
@@ -92,6 +98,8 @@ class ModuleCosts:
 
     def _link(self, c: Collective) -> tuple[str, float, Share]:
         """The lane of a collective, its seconds, and what it takes from kernels beside it."""
+        if c.kind in KINDS:
+            return c.kind, *self._cost.host_copy(c.bytes_moved)
         group = self.group(c)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         lane = NETWORK if group.domains > 1 else NVLINK
@@ -146,7 +154,7 @@ class _Replay:
     def __init__(self, module: hlo.Module, prices: ModuleCosts):
         self.module, self.prices = module, prices
         self.now = self.met = 0.0  # met: when the devices last waited for each other
-        self.lanes = {NVLINK: _Lane(), NETWORK: _Lane()}
+        self.lanes = {lane: _Lane() for lane in (NVLINK, NETWORK, *KINDS)}
         self.events: list[tuple[_Head, _Tail]] = []
         self.runs: list[int] = []
         self.repeats: list[Repeat] = []

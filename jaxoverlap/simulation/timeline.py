@@ -19,7 +19,7 @@ class Event:
     """Something that takes time on a lane, where it happens first.
 
     Attributes:
-        lane: COMPUTE, NVLINK or NETWORK.
+        lane: COMPUTE, NVLINK, NETWORK, or a direction of the link to the host (`host_copies`).
         kind: "matmul", "memory" (a kernel bound by memory), "collective", or "wait": the compute
             lane waits for `collective`.
         name: the instruction; computation: where it stands.
@@ -127,7 +127,7 @@ class Timeline:
         busy = {NVLINK: 0.0, NETWORK: 0.0}
         for e in self.events:
             if e.kind == "collective":
-                busy[e.lane] += e.seconds
+                busy[e.lane] = busy.get(e.lane, 0.0) + e.seconds
         return busy
 
     @property

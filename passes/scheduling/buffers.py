@@ -3,7 +3,8 @@
 A model of XLA's buffer assignment, good enough to compare two orders of one computation: a value
 that must or does lie in its operand's memory (a bitcast, a tuple, a loop's carry, an update in
 place) makes no buffer, and what the computation is given, and constants, are not counted. Nor are
-a step's results that lie in the memory of donated arguments.
+a step's results that lie in the memory of donated arguments. A buffer in the host's memory has no
+bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jaxoverlap.simulation import hlo
+from jaxoverlap.simulation.hlo_work import HOST_SPACE
 
 # A value is a buffer's number, a tuple of values, or None if it lies outside the computation.
 Value = int | tuple["Value", ...] | None
@@ -43,7 +45,7 @@ class Buffers:
         """Make new buffers for a value of a shape."""
         if shape.startswith("("):
             return tuple(self.make(part) for part in hlo.tuple_shapes(shape))
-        return self._add(hlo.shape_bytes(shape))
+        return self._add(0 if HOST_SPACE in shape else hlo.shape_bytes(shape))
 
     def copy(self, value: Value) -> Value:
         """Make new buffers of a value's sizes."""

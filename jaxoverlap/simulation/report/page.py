@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxoverlap._util.text import human_bytes
-from jaxoverlap.simulation.report.style import COLOURS, LANES, LEGEND, detail, headline, paint
+from jaxoverlap.simulation.report.style import (
+    COLOURS,
+    LANES,
+    LEGEND,
+    detail,
+    headline,
+    lanes_of,
+    paint,
+)
 from jaxoverlap.simulation.report.unroll import Loop, tree
 from jaxoverlap.simulation.timeline import Event, Timeline
 
@@ -25,7 +33,7 @@ def write_page(path: str | Path, timelines: Mapping[str, Timeline], *, title: st
     """Write a page with timelines under each other, at one scale."""
     words = _Words()
     data = {
-        "lanes": LANES,
+        "lanes": lanes_of(timelines.values()),
         "colours": COLOURS,
         "legend": LEGEND,
         "steps": [

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxoverlap.simulation.report.style import LANES, detail
+from jaxoverlap.simulation.report.style import LANES, detail, lanes_of
 from jaxoverlap.simulation.report.unroll import unrolled
 from jaxoverlap.simulation.timeline import Event, Timeline
 
@@ -19,15 +19,15 @@ def write_perfetto(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """Write timelines as processes of one trace, their lanes as threads, loops unrolled."""
     events = []
     for process, (name, timeline) in enumerate(timelines.items()):
-        events += _names(process, name)
+        events += _names(process, name, lanes_of([timeline]))
         events += [_event(process, event) for event in unrolled(timeline)]
     trace = {"traceEvents": events, "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(trace, separators=(",", ":")))
 
 
-def _names(process: int, name: str) -> Iterator[dict[str, Any]]:
+def _names(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    for thread, lane in enumerate(LANES):
+    for thread, lane in enumerate(lanes):
         head = {"ph": "M", "pid": process, "tid": thread}
         yield {**head, "name": "thread_name", "args": {"name": lane}}
         yield {**head, "name": "thread_sort_index", "args": {"sort_index": thread}}

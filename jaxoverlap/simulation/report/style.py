@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jaxoverlap._util.text import human_bytes
+from jaxoverlap.simulation.host_copies import KINDS
 from jaxoverlap.simulation.timeline import COMPUTE, NETWORK, NVLINK, Event, Timeline
 
-LANES = (COMPUTE, NVLINK, NETWORK)
+LANES = (COMPUTE, NVLINK, NETWORK, *KINDS)
 COLOURS = {  # by kind of event; a collective has its link's
     "matmul": "#2f6fb5",
     "memory": "#a9c7e6",
     "wait": "#e5261f",
     NVLINK: "#3f9a55",
     NETWORK: "#8a5cb8",
+    **dict.fromkeys(KINDS, "#c98a2b"),
 }
 LEGEND = (
     ("matmul", "matmul"),
@@ -20,6 +24,12 @@ LEGEND = (
     (NVLINK, "collective on NVLink"),
     (NETWORK, "collective on the network"),
 )
+
+
+def lanes_of(timelines: Iterable[Timeline]) -> tuple[str, ...]:
+    """Return the lanes to draw: those of the host's memory only where something is copied."""
+    used = {event.lane for timeline in timelines for event in timeline.events}
+    return LANES if used & set(KINDS) else LANES[: -len(KINDS)]
 
 
 def paint(event: Event) -> str:
@@ -43,6 +53,8 @@ def headline(title: str, timeline: Timeline) -> str:
 
 def detail(event: Event) -> str:
     """What an event works on."""
+    if (c := event.collective) and c.kind in KINDS:
+        return f"{'waits for ' * (event.kind == 'wait')}{human_bytes(c.bytes_moved)} {c.kind}"
     if c := event.collective:
         where = f"{c.kind} of {c.group_size} devices, {human_bytes(c.bytes_moved)} sent by each"
         ring = f", {c.ring}" if c.ring else ""

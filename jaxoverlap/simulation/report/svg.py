@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from jaxoverlap.simulation.report.style import COLOURS, LANES, LEGEND, detail, headline, paint
+from jaxoverlap.simulation.report.style import (
+    COLOURS,
+    LANES,
+    LEGEND,
+    detail,
+    headline,
+    lanes_of,
+    paint,
+)
 from jaxoverlap.simulation.report.unroll import folded_s
 from jaxoverlap.simulation.timeline import COMPUTE, Event, Repeat, Timeline
 
 _WIDTH, _LEFT, _LANE, _GAP = 1600, 70, 26, 6  # pixels: the picture, names of lanes, a lane
 _TOP, _ABOVE, _BELOW = 34, 46, 24  # above the first panel; a panel's title and loops; its axis
-_PANEL = _ABOVE + len(LANES) * (_LANE + _GAP) + _BELOW
 
 
 def write_svg(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """Draw timelines under each other at one scale; a loop's copies are cut out of the axis."""
     longest = max(folded_s(t, t.step_s) for t in timelines.values())
     scale = (_WIDTH - _LEFT - 10) / longest if longest else 0.0
-    height = _TOP + len(timelines) * _PANEL
+    lanes = lanes_of(timelines.values())
+    panel = _ABOVE + len(lanes) * (_LANE + _GAP) + _BELOW
+    height = _TOP + len(timelines) * panel
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="Helvetica, Arial, sans-serif" '
@@ -28,8 +37,8 @@ def write_svg(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
         *_legend(),
     ]
     for place, (name, timeline) in enumerate(timelines.items()):
-        lines.append(f'<g transform="translate({_LEFT},{_TOP + place * _PANEL})">')
-        lines += [*_panel(name, timeline, scale), "</g>"]
+        lines.append(f'<g transform="translate({_LEFT},{_TOP + place * panel})">')
+        lines += [*_panel(name, timeline, scale, lanes), "</g>"]
     Path(path).write_text("\n".join([*lines, "</svg>\n"]))
 
 
@@ -41,9 +50,9 @@ def _legend() -> Iterator[str]:
         x += 60 + 7 * len(text)
 
 
-def _panel(name: str, timeline: Timeline, scale: float) -> Iterator[str]:
+def _panel(name: str, timeline: Timeline, scale: float, lanes: Sequence[str]) -> Iterator[str]:
     yield f'<text x="0" y="14" font-weight="bold">{escape(headline(name, timeline))}</text>'
-    for lane in LANES:
+    for lane in lanes:
         y = _top(lane)
         yield f'<text x="-8" y="{y + 17}" text-anchor="end">{lane}</text>'
         width = _WIDTH - _LEFT - 10
@@ -51,8 +60,8 @@ def _panel(name: str, timeline: Timeline, scale: float) -> Iterator[str]:
     for event in timeline.events:
         yield _box(timeline, event, scale)
     for repeat in timeline.repeats:
-        yield from _bracket(timeline, repeat, scale)
-    yield from _axis(folded_s(timeline, timeline.step_s), scale)
+        yield from _bracket(timeline, repeat, scale, _top(lanes[-1]) + _LANE)
+    yield from _axis(folded_s(timeline, timeline.step_s), scale, _top(lanes[-1]) + _LANE + 16)
 
 
 def _top(lane: str) -> int:
@@ -72,10 +81,10 @@ def _box(timeline: Timeline, event: Event, scale: float) -> str:
     )
 
 
-def _bracket(timeline: Timeline, repeat: Repeat, scale: float) -> Iterator[str]:
+def _bracket(timeline: Timeline, repeat: Repeat, scale: float, bottom: int) -> Iterator[str]:
     start = folded_s(timeline, repeat.start_s) * scale
     end = folded_s(timeline, repeat.start_s + repeat.period_s) * scale
-    y, bottom = _top(COMPUTE) - 8, _top(LANES[-1]) + _LANE
+    y = _top(COMPUTE) - 8
     for x in (start, end):
         yield (
             f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{y}" y2="{bottom}" stroke="#444" '
@@ -88,11 +97,10 @@ def _bracket(timeline: Timeline, repeat: Repeat, scale: float) -> Iterator[str]:
         yield f'<text x="{(start + end) / 2:.2f}" y="{y - 4}" text-anchor="middle">{text}</text>'
 
 
-def _axis(length_s: float, scale: float) -> Iterator[str]:
+def _axis(length_s: float, scale: float, y: int) -> Iterator[str]:
     if not length_s:
         return
     step = next(s for s in _STEPS_S if s * scale >= 60)
-    y = _top(LANES[-1]) + _LANE + 16
     for n in range(int(length_s / step) + 1):
         x = n * step * scale
         yield f'<text x="{x:.1f}" y="{y}" fill="#555" font-size="11">{n * step * 1e3:g} ms</text>'

@@ -1,0 +1,161 @@
+"""What zeroth-order fine-tuning learns: a GPT of the Python manual on Python's own source.
+
+    python -m benchmarks.zeroth_order.learning --out learning.jsonl
+    python -m benchmarks.zeroth_order.learning --table learning.jsonl
+
+A row is a run from the same kind of first-order checkpoint: the loss on what was held out of the
+new text, before and after. Rows that the file has already are not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import optax
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from models import finetune_zo, trainer
+from models.config import Config
+from models.finetune_zo import FineTune
+from models.gpt import RECIPE
+from models.text import load_text, make_batch
+
+SEEDS = 3
+PRETRAINED = 400  # steps
+MODULES = ("argparse", "ast", "calendar", "decimal", "inspect", "pathlib", "tarfile", "typing")
+# Steps, and rates found by one sweep of seed 0 over powers of about three.
+STEPS = {"zeroth": 2000, "first": 200}
+RATES = {
+    "zeroth: full": 3e-5,
+    "zeroth: lora": 1e-4,
+    "zeroth: prefix": 1e-2,
+    "first: full": 1e-3,
+    "first: lora": 3e-3,
+}
+
+
+def source_text(folder: Path) -> Path:
+    """Write the source of some modules of Python's into one file."""
+    library, path = Path(sysconfig.get_paths()["stdlib"]), folder / "source.txt"
+    found = [library / f"{name}.py" for name in MODULES]
+    path.write_bytes(b"\n".join(one.read_bytes() for one in found if one.exists()))
+    return path
+
+
+def pretrained(folder: Path, seed: int) -> Path:
+    """Train a GPT on the Python manual; return its checkpoint."""
+    path = folder / f"gpt{seed}"
+    config = Config(
+        data=1,
+        model=1,
+        layers=2,
+        hidden=64,
+        heads=4,
+        mlp=256,
+        sequence=64,
+        batch=32,
+        steps=PRETRAINED,
+        save_every=PRETRAINED,
+        seed=seed,
+        checkpoint=path,
+        plain=True,
+    )
+    trainer.train(RECIPE, config)
+    return path
+
+
+def first_order(of: FineTune, rate: float) -> tuple[Any, Any]:
+    """Fine-tune by AdamW on the same parameters; return what was trained and its task."""
+    mesh, config = of.mesh(), finetune_zo.configuration(of)
+    task = finetune_zo.task_of(of, config, mesh, finetune_zo.restored(of, config, mesh))
+    optimizer = optax.adamw(optax.cosine_decay_schedule(rate, of.steps), weight_decay=0.0)
+    text = load_text(of.text, sequence=config.sequence)[: -finetune_zo.held_out(of, config)]
+
+    @jax.jit
+    def step(trained: Any, state: Any, batch: Any) -> Any:
+        gradients = jax.grad(task.loss)(trained, batch, task.frozen)
+        updates, state = optimizer.update(gradients, state, trained)
+        return optax.apply_updates(trained, updates), state
+
+    trained, state = task.trained, optimizer.init(task.trained)
+    for number in range(of.steps):
+        trained, state = step(trained, state, make_batch(text, config, number))
+    return trained, task
+
+
+def run(name: str, checkpoint: Path, text: Path, seed: int, rate: float, steps: int) -> Any:
+    """Run one method; return its row."""
+    order, method = name.split(": ")
+    of = FineTune(checkpoint, method, text, steps=steps, batch=32, seed=seed, learning_rate=rate)
+    began = time.perf_counter()
+    if order == "zeroth":
+        _, trained, task = finetune_zo.finetune(of)
+    else:
+        trained, task = first_order(of, rate)
+    seconds = time.perf_counter() - began
+    before, after = (finetune_zo.evaluate(of, p, task) for p in (task.trained, trained))
+    moved = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    return dict(
+        method=name, seed=seed, steps=steps, rate=rate, eps=of.transform().eps,
+        before=before, after=after, parameters=moved, seconds=seconds,
+    )  # fmt: skip
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    shown: Annotated[Path | None, typer.Option("--table", help="Print this file.")] = None,
+    method: Annotated[str | None, typer.Option(help="One method, as 'zeroth: full'.")] = None,
+    rate: float | None = None,
+    steps: int | None = None,
+    seeds: int = SEEDS,
+) -> None:
+    if out is None:
+        assert shown is not None, "give --out or --table"
+        return table(shown)
+    found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    have = {(r["method"], r["seed"], r["rate"], r["steps"]) for r in found}
+    jax.config.update("jax_num_cpu_devices", 1)
+    with tempfile.TemporaryDirectory() as folder, out.open("a", buffering=1) as file:
+        text = source_text(Path(folder))
+        for seed in range(seeds):
+            checkpoint = None
+            for name in track([m for m in RATES if method in (None, m)], description=f"{seed}"):
+                many = steps or STEPS[name.split(":")[0]]
+                if (name, seed, rate or RATES[name], many) in have:
+                    continue
+                checkpoint = checkpoint or pretrained(Path(folder), seed)
+                row = run(name, checkpoint, text, seed, rate or RATES[name], many)
+                print(json.dumps(row), file=file)
+    table(out)
+
+
+def table(path: Path) -> None:
+    """Print means and standard deviations over seeds."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    sheet = Table("method", "rate", "steps", "parameters", "before", "after", "seeds that fell")
+    for key in dict.fromkeys((r["method"], r["rate"], r["steps"]) for r in rows):
+        at = [r for r in rows if (r["method"], r["rate"], r["steps"]) == key]
+        cells = []
+        for name in ("before", "after"):
+            values = [r[name] for r in at]
+            spread = statistics.stdev(values) if len(values) > 1 else 0.0
+            cells.append(f"{np.mean(values):.3f} ± {spread:.3f}")
+        fell = sum(r["after"] < r["before"] for r in at)
+        words = (key[0], f"{key[1]:g}", str(key[2]), f"{at[0]['parameters']:,}", *cells)
+        sheet.add_row(*words, f"{fell} of {len(at)}")
+    Console().print(sheet)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,49 @@
+"""Describe a model as blocks, so that one of them at a time can be on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A loss in three parts, of parameters {"outer": tree, "blocks": tree of stacked layers}.
+
+    Every leaf of "blocks" has a first dim of layers. A value is also an ordinary loss function of
+    parameters and a batch.
+
+    Attributes:
+        begin: (outer, batch) -> x, as an embedding.
+        block: (one layer's part of "blocks", x) -> x.
+        end: (outer, x, batch) -> loss, a mean over the batch; it may read what `begin` does, as a
+            head that is tied to the embedding.
+    """
+
+    begin: Callable[[Any, Any], Any]
+    block: Callable[[Any, Any], Any]
+    end: Callable[[Any, Any, Any], jax.Array]
+
+    def __call__(self, params: Any, batch: Any) -> jax.Array:
+        """Return the loss, all layers on the device."""
+        x = self.begin(params["outer"], batch)
+        x, _ = jax.lax.scan(lambda x, layer: (self.block(layer, x), None), x, params["blocks"])
+        return self.end(params["outer"], x, batch)
+
+
+def depth(blocks: Any) -> int:
+    """Return the number of stacked layers.
+
+    Raises:
+        ValueError: if there are none, or leaves disagree.
+    """
+    found = {leaf.shape[:1] for leaf in jax.tree.leaves(blocks)}
+    if len(found) != 1 or found == {()}:
+        raise ValueError(
+            f'leaves of params["blocks"] have first dims {sorted(found)}: expected one for all, '
+            "the number of layers; stack the layers' parameters"
+        )
+    return found.pop()[0]

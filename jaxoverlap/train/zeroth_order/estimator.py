@@ -1,0 +1,192 @@
+"""Define `mezo`: MeZO's estimate of the gradient, and the update that it makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxoverlap.train.zeroth_order.directions import Draw, direction, in_12_bits, new_key, numbers
+
+_NOT_DECAYED = re.compile(r"bias|norm|scale|(?<![a-z])ln", re.IGNORECASE)
+
+
+class MezoState(NamedTuple):
+    """What the next direction follows from: the run's key, and the number of the step, int32 []."""
+
+    key: jax.Array
+    step: jax.Array
+
+
+class Pending(NamedTuple):
+    """The update of one step: all that is needed to make it later.
+
+    Attributes:
+        scalars: float32 [directions], the projected gradients.
+        rate: float32 [], the learning rate of its own step; 0 where nothing is pending.
+        step: int32 [], its step, which its directions follow from.
+    """
+
+    scalars: jax.Array
+    rate: jax.Array
+    step: jax.Array
+
+
+def decays(path: str, leaf: Any) -> bool:
+    """Return whether a parameter is a matrix, by its dims and its name.
+
+    Biases and the parameters of norms are told by their names, as stacked layers give them a dim
+    more. Source: MeZO's trainer (arXiv 2305.17333), which leaves out biases and layer norms.
+    """
+    return len(leaf.shape) > 1 and not _NOT_DECAYED.search(path)
+
+
+@dataclass(frozen=True)
+class Mezo:
+    """MeZO as an optax-shaped transformation; make one by `mezo`.
+
+    `init` and `update` are optax's, but that `update` takes projected gradients in the place of a
+    tree of gradients. Nothing else is kept between steps than a key and a count.
+    """
+
+    eps: float
+    learning_rate: float | optax.Schedule
+    directions: int = 1
+    weight_decay: float = 0.0
+    decays: Callable[[str, Any], bool] = decays
+
+    def init(self, params: Any, *, seed: int = 0) -> MezoState:
+        """Return the state before the first step; it does not depend on the parameters."""
+        return MezoState(new_key(seed), jnp.int32(0))
+
+    def rate(self, step: jax.Array) -> jax.Array:
+        """Return a step's learning rate, float32 []."""
+        of = self.learning_rate
+        return jnp.asarray(of(step) if callable(of) else of, jnp.float32)
+
+    def perturbed(
+        self, params: Any, draw: Draw, sign: Any, *, number: Any = None, row: Any = None
+    ) -> Any:
+        """Return parameters + sign · eps · direction, in the parameters' own dtypes.
+
+        Args:
+            params: a tree, or a part of one.
+            draw: which direction.
+            sign: 1 or -1.
+            number: the number of each leaf, where `params` is a part of a tree; else `numbers`.
+            row: the layer's, where leaves are one layer of stacked ones.
+        """
+
+        def one(leaf: Any, number: int) -> Any:
+            along = direction(draw, number, leaf.shape, row)
+            moved = leaf.astype(jnp.float32) + (sign * in_12_bits(jnp.float32(self.eps))) * along
+            return moved.astype(leaf.dtype)
+
+        return jax.tree.map(one, params, numbers(params) if number is None else number)
+
+    def projected(self, losses: jax.Array) -> jax.Array:
+        """Return (L+ - L-) / 2 eps: the gradient along each direction.
+
+        Args:
+            losses: float32 [directions, 2], those at +eps first.
+        """
+        return (losses[:, 0] - losses[:, 1]) / (2 * in_12_bits(jnp.float32(self.eps)))
+
+    def update(self, scalars: jax.Array, state: MezoState, params: Any) -> tuple[Any, MezoState]:
+        """Return the updates to add to parameters, and the next state, as optax does.
+
+        Args:
+            scalars: float32 [directions], the projected gradients.
+            state: of the step.
+            params: the parameters at which the losses were taken.
+        """
+        pending = Pending(scalars, self.rate(state.step), state.step)
+        return self.updates(pending, state.key, params), MezoState(state.key, state.step + 1)
+
+    def updates(
+        self, pending: Pending, key: jax.Array, params: Any, *, number: Any = None, row: Any = None
+    ) -> Any:
+        """Return -rate · (mean over directions of scalar · direction + weight decay · parameters).
+
+        The arguments are `perturbed`'s, and the update's scalars, rate and step.
+        """
+        flat, treedef = jax.tree.flatten_with_path(params)
+        named = jax.tree.leaves(numbers(params) if number is None else number)
+        made = [
+            self._update(pending, key, leaf, n, row, self._decay(path, leaf, row))
+            for (path, leaf), n in zip(flat, named, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, made)
+
+    def applied(
+        self, pending: Pending, key: jax.Array, params: Any, *, number: Any = None, row: Any = None
+    ) -> Any:
+        """Return the parameters with a pending update made."""
+        return optax.apply_updates(
+            params, self.updates(pending, key, params, number=number, row=row)
+        )
+
+    def _decay(self, path: Any, leaf: Any, row: Any) -> float:
+        stacked = leaf if row is None else jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype)
+        return self.weight_decay if self.decays(jax.tree_util.keystr(path), stacked) else 0.0
+
+    def _update(
+        self, pending: Pending, key: jax.Array, leaf: Any, number: int, row: Any, decay: float
+    ) -> jax.Array:
+        def added(which: Any, total: jax.Array) -> jax.Array:
+            along = direction(Draw(key, pending.step, which), number, leaf.shape, row)
+            by = in_12_bits(pending.rate * pending.scalars[which] / self.directions)
+            return total + by * along
+
+        total = jnp.zeros(leaf.shape, jnp.float32)
+        if decay:
+            total = in_12_bits(pending.rate * decay * leaf)
+        if self.directions == 1:
+            return -added(0, total)
+        return -jax.lax.fori_loop(0, self.directions, added, total)
+
+
+def mezo(
+    *,
+    eps: float,
+    lr: float | optax.Schedule,
+    directions: int = 1,
+    weight_decay: float = 0.0,
+    decays: Callable[[str, Any], bool] = decays,
+) -> Mezo:
+    """Estimate the gradient from two losses along a random direction (MeZO, arXiv 2305.17333).
+
+    z ~ N(0, I); g = (L(θ + eps z) - L(θ - eps z)) / 2 eps; θ' = θ - lr (g z + weight_decay θ), with
+    g z averaged over the directions (n-SPSA). Parameters are never changed in place: what MeZO
+    restores by +eps, -2 eps, +eps rounds, and rounds differently on each device of a pair.
+    Directions, eps and lr g are taken in 12 bits (`zeroth_order.directions` has the reason).
+
+    Args:
+        eps: how far parameters are moved; MeZO's are 1e-3 for all parameters, 1e-2 for LoRA, 1e-1
+            for prefixes.
+        lr: the learning rate, or an optax schedule of it by the step; MeZO's are 1e-6 or 1e-7, 1e-4
+            for LoRA, 1e-2 for prefixes.
+        directions: drawn in each step; each costs two forward passes.
+        weight_decay: of the parameters that `decays` says.
+        decays: (a parameter's path, the parameter) -> whether it decays; matrices, by default.
+
+    Raises:
+        ValueError: if eps or a rate is not above 0, directions are less than 1, or the decay is
+            below 0.
+    """
+    for name, value in dict(eps=eps, lr=lr).items():
+        if not callable(value) and not (np.isfinite(value) and value > 0):
+            raise ValueError(
+                f"{name}={value!r}: expected a finite number above 0; MeZO's are eps=1e-3, lr=1e-6"
+            )
+    if directions != int(directions) or directions < 1:
+        raise ValueError(f"directions={directions!r}: expected a whole number of 1 or more")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay={weight_decay!r}: expected 0 or more")
+    return Mezo(eps, lr, int(directions), weight_decay, decays)

@@ -1,0 +1,122 @@
+"""Define `Layout`: which device does which forward pass, on which part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The two signs and the shards of the batch, spread over axes of a mesh.
+
+    The forward pass is mapped over both by `jax.vmap(spmd_axis_name=...)`, so its own constraints,
+    which may name other axes, stay right.
+
+    Attributes:
+        mesh: the devices; None for whatever the arrays lie on.
+        perturb: the axis of a pair, of which one device moves parameters by +eps and the other by
+            -eps (DistZO2's PertP); None: each does both, one after the other.
+        data: the axis over which the batch is spread; None for one that the loss function knows.
+    """
+
+    mesh: Mesh | None = None
+    perturb: str | None = None
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("perturb", "data"):
+            axis = getattr(self, name)
+            if axis is not None and (self.mesh is None or axis not in self.mesh.shape):
+                has = "there is no mesh" if self.mesh is None else f"it has {self.mesh.axis_names}"
+                raise ValueError(f"{name}={axis!r}: expected an axis of the mesh, and {has}")
+        if self.mesh is not None and any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+            raise ValueError(
+                f"a mesh of axis types {self.mesh.axis_types}: zeroth-order steps need automatic "
+                "axes; give jax.make_mesh axis_types=(AxisType.Auto,) * number of axes"
+            )
+        if self.perturb is not None and self.mesh is not None and self.pairs != 2:
+            raise ValueError(
+                f"perturb={self.perturb!r} is an axis of {self.mesh.shape[self.perturb]} devices: "
+                "a pair has 2; give the others to the axis of the batch (data=), or leave perturb= "
+                "out on a single device"
+            )
+        if self.perturb is not None and self.perturb == self.data:
+            raise ValueError(f"perturb= and data= are both {self.data!r}: give each its own axis")
+
+    @property
+    def pairs(self) -> int:
+        """Return the size of the pair's axis; 1 without one."""
+        return self.mesh.shape[self.perturb] if self.mesh and self.perturb else 1
+
+    @property
+    def shards(self) -> int:
+        """Return in how many parts the batch goes."""
+        return self.mesh.shape[self.data] if self.mesh and self.data else 1
+
+    @property
+    def own_axes(self) -> tuple[str, ...]:
+        """Return the axes along which parameters are whole, the pair's first."""
+        return tuple(axis for axis in (self.perturb, self.data) if axis is not None)
+
+    def at(self, *spec: Any) -> NamedSharding | None:
+        """Return the sharding of a spec; None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, P(*spec))
+
+    def pinned(self, tree: Any, *spec: Any) -> Any:
+        """Constrain each array of a tree to a spec of its first dims."""
+        at = self.at(*spec)
+        return tree if at is None else jax.lax.with_sharding_constraint(tree, at)
+
+    def each_sign(self, do: Callable[..., Any], values: Any = None) -> Any:
+        """Do something at +eps and at -eps; return the results, [2, ...].
+
+        Args:
+            do: (sign, value) -> result.
+            values: arrays of [2, ...], or None.
+        """
+        signs = self.pinned(jnp.array([1.0, -1.0], jnp.float32), self.perturb)
+        if self.perturb is None:
+            return jax.lax.map(lambda one: do(*one), (signs, values))
+        return jax.vmap(do, spmd_axis_name=self.perturb)(signs, values)
+
+    def each_shard(self, do: Callable[..., Any], *values: Any) -> Any:
+        """Do something for each shard of the batch; values and results are [shards, ...]."""
+        if self.data is None:
+            return jax.tree.map(lambda x: x[None], do(*jax.tree.map(lambda x: x[0], values)))
+        return jax.vmap(do, spmd_axis_name=self.data)(*values)
+
+    def check(self, batch: Any) -> None:
+        """Check that the shards can share a batch's rows.
+
+        Raises:
+            ValueError: if they cannot share them evenly.
+        """
+        for leaf in jax.tree.leaves(batch) if self.data is not None else ():
+            if not leaf.ndim or leaf.shape[0] % self.shards:
+                raise ValueError(
+                    f"a batch of shape {leaf.shape}: its first dim is not a multiple of the "
+                    f"{self.shards} devices along {self.data!r}, which share it evenly"
+                )
+
+    def split(self, batch: Any) -> Any:
+        """Cut a batch [rows, ...] into [shards, rows / shards, ...].
+
+        Raises:
+            ValueError: as `check`.
+        """
+        self.check(batch)
+
+        def one(leaf: Any) -> Any:
+            if self.data is None:
+                return leaf[None]
+            cut = leaf.reshape(self.shards, leaf.shape[0] // self.shards, *leaf.shape[1:])
+            return self.pinned(cut, self.data)
+
+        return jax.tree.map(one, batch)

@@ -1,0 +1,58 @@
+"""Define `ZOState`, all that a zeroth-order run keeps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxoverlap.train.zeroth_order.directions import new_key
+from jaxoverlap.train.zeroth_order.estimator import Mezo, Pending
+
+
+class ZOState(NamedTuple):
+    """The state of a run, a pytree.
+
+    Attributes:
+        params: the parameters, without the pending update.
+        key: the run's key, from its seed.
+        step: int32 [], how many steps have been taken.
+        pending: the last step's update, where updates are deferred; else its rate is 0.
+    """
+
+    params: Any
+    key: jax.Array
+    step: jax.Array
+    pending: Pending
+
+
+def nothing(transform: Mezo) -> Pending:
+    """Return the update of no step, which changes nothing."""
+    zeros = jnp.zeros(transform.directions, jnp.float32)
+    return Pending(zeros, jnp.float32(0), jnp.int32(0))
+
+
+def new_state(params: Any, transform: Mezo, seed: int) -> ZOState:
+    """Return the state of a run that begins at some parameters."""
+    return ZOState(params, new_key(seed), jnp.int32(0), nothing(transform))
+
+
+def after(state: ZOState, params: Any, pending: Pending) -> ZOState:
+    """Return the state after a step."""
+    return ZOState(params, state.key, state.step + 1, pending)
+
+
+def outcome(transform: Mezo, state: ZOState, losses: jax.Array) -> tuple[Pending, dict[str, Any]]:
+    """Return a step's update and its metrics; the update of losses that are not finite is nothing.
+
+    Args:
+        transform: the estimator.
+        state: before the step.
+        losses: float32 [directions, 2].
+    """
+    finite = jnp.isfinite(losses).all()
+    scalars = jnp.where(finite, transform.projected(losses), 0.0)
+    rate = jnp.where(finite, transform.rate(state.step), 0.0)
+    metrics = dict(loss=losses.mean(), losses=losses, scalars=scalars, rate=rate)
+    return Pending(scalars, rate, state.step), metrics

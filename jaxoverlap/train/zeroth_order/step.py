@@ -1,0 +1,236 @@
+"""Define `step`, which makes the train step of a loss function out of forward passes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxoverlap.api import overlap as overlapped
+from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
+from jaxoverlap.train.zeroth_order.estimator import Mezo
+from jaxoverlap.train.zeroth_order.layout import Layout
+from jaxoverlap.train.zeroth_order.resident import Resident
+from jaxoverlap.train.zeroth_order.state import ZOState, new_state
+from jaxoverlap.train.zeroth_order.streamed import Streamed
+
+
+class NonFiniteLossError(ValueError):
+    """A loss of a step is infinite or not a number, so there is no gradient to estimate.
+
+    Attributes:
+        state: the state after the step, whose update was left out.
+    """
+
+    def __init__(self, message: str, state: ZOState):
+        super().__init__(message)
+        self.state = state
+
+
+class ZOStep:
+    """A train step by forward passes; make one by `step`.
+
+    Calling it takes a step: (state, batch, *rest) -> (state, metrics), the state donated unless its
+    blocks are in host memory. Metrics are "losses" [directions, 2], their mean "loss", the
+    projected gradients "scalars" [directions] and the learning "rate", float32 each.
+    """
+
+    def __init__(
+        self,
+        made: Resident | Streamed,
+        layout: Layout,
+        overlap: Mapping[str, Any] | None,
+        check: bool,
+    ):
+        self._made, self._layout, self._overlap, self._check = made, layout, overlap, check
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def transform(self) -> Mezo:
+        """Return the estimator."""
+        return self._made.transform
+
+    def init(self, params: Any, *, seed: int = 0) -> ZOState:
+        """Return the state of a run that begins at some parameters, placed on the mesh.
+
+        Parameters that lie on the mesh stay as they lie (tensor parallelism); others are put whole
+        on every device, and blocks that are streamed into host memory, in slices.
+
+        Raises:
+            ValueError: if one array is at two places of the tree, or no parameter is floating.
+        """
+        _check_params(params)
+        placed = jax.tree.map(self._placed, params, self.shardings(params))
+        return new_state(placed, self.transform, seed)
+
+    def shardings(self, params: Any) -> Any:
+        """Return where each parameter lies; Nones without a mesh."""
+        if not isinstance(self._made, Streamed):
+            return jax.tree.map(self._resident_at, params)
+        made, at = self._made, self._layout.at
+        depth(params["blocks"])
+
+        def in_host(leaf: Any) -> Any:
+            found = at(*made.spec_of(leaf))
+            return found if found is None else found.with_memory_kind("pinned_host")
+
+        blocks = jax.tree.map(in_host, params["blocks"])
+        return dict(outer=jax.tree.map(lambda _: at(), params["outer"]), blocks=blocks)
+
+    def abstract(self, params: Any, *, seed: int = 0) -> ZOState:
+        """Return what `init` would, as shapes with shardings; to lower for a pod, say."""
+
+        def one(leaf: Any, at: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+
+        state = jax.eval_shape(lambda: new_state(None, self.transform, seed))
+        rest = jax.tree.map(lambda leaf: one(leaf, self._layout.at()), state)
+        return rest._replace(params=jax.tree.map(one, params, self.shardings(params)))
+
+    def __call__(self, state: ZOState, batch: Any, *rest: Any) -> tuple[ZOState, dict[str, Any]]:
+        """Take a step.
+
+        Raises:
+            NonFiniteLossError: if a loss is not finite.
+        """
+        number = int(state.step) if self._check else 0  # of the state, which is donated
+        state, metrics = self._program(state)(state, batch, *rest)
+        if self._check and not np.isfinite(losses := np.asarray(metrics["losses"])).all():
+            raise NonFiniteLossError(
+                f"step {number}: the losses at +eps and -eps are {losses.tolist()}; expected "
+                "finite numbers. Its update was left out (the error's `state` goes on from here): "
+                "look at that batch, or take a smaller eps or lr",
+                state,
+            )
+        return state, metrics
+
+    def lower(self, state: ZOState, batch: Any, *rest: Any) -> Any:
+        """Lower a step, of arrays or shapes with shardings; compile it to audit and simulate."""
+        return self._program(state).lower(state, batch, *rest)
+
+    def flush(self, state: ZOState) -> ZOState:
+        """Make the pending update, before an evaluation or a checkpoint; the state is kept."""
+        at = jax.tree.map(_sharding, state)
+        return self._once("flush", at, lambda: jax.jit(self._made.flush, out_shardings=at))(state)
+
+    def params(self, state: ZOState) -> Any:
+        """Return the parameters, with the pending update made."""
+        return self.flush(state).params
+
+    def _program(self, state: ZOState) -> Any:
+        at = jax.tree.map(_sharding, state)
+        whole = self._layout.at()
+
+        def make() -> Any:
+            def zeroth_order_step(state: ZOState, batch: Any, *rest: Any) -> Any:
+                return self._made.step(state, batch, *rest)
+
+            donated = () if isinstance(self._made, Streamed) else 0
+            jitted = jax.jit(zeroth_order_step, donate_argnums=donated, out_shardings=(at, whole))
+            return jitted if self._overlap is None else overlapped(jitted, **self._overlap)
+
+        return self._once("step", at, make)
+
+    def _once(self, name: str, at: Any, make: Callable[[], Any]) -> Any:
+        leaves, treedef = jax.tree.flatten(at, is_leaf=lambda leaf: leaf is None)
+        key = (name, treedef, *leaves)
+        if key not in self._programs:
+            self._programs[key] = make()
+        return self._programs[key]
+
+    def _resident_at(self, leaf: Any) -> Any:
+        mesh, at = self._layout.mesh, getattr(leaf, "sharding", None)
+        if mesh is None or not isinstance(at, NamedSharding) or at.mesh.shape != mesh.shape:
+            return self._layout.at()
+        named = jax.tree.leaves(tuple(at.spec))
+        if taken := set(named) & set(self._layout.own_axes):
+            raise ValueError(
+                f"a parameter is sharded over {sorted(taken)} ({at.spec}), which the step spreads "
+                "forward passes over: keep parameters whole along these axes"
+            )
+        return at
+
+    def _placed(self, leaf: Any, at: Any) -> jax.Array:
+        # A copy: the first step donates it, and the caller may go on with what it gave.
+        return jax.device_put(leaf, at, may_alias=False)
+
+
+def step(
+    loss_fn: Callable[..., jax.Array] | Blocks,
+    transform: Mezo,
+    mesh: Mesh | None = None,
+    *,
+    perturb: str | None = None,
+    data: str | None = None,
+    deferred: bool = False,
+    host: bool = False,
+    sliced: bool = True,
+    overlap: bool | Mapping[str, Any] = False,
+    check: bool = True,
+) -> ZOStep:
+    """Make a zeroth-order train step: two forward passes a direction, and nothing but scalars sent.
+
+    On a mesh of ("pair", "data", "model"), perturb="pair" and data="data" are DistZO2's 2D
+    parallelism; either alone is its PertP or DDP. Other axes are the loss function's own.
+
+    Args:
+        loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`.
+        transform: the estimator, as `mezo(eps=1e-3, lr=1e-6)`.
+        mesh: the devices, with automatic axes; None for one device.
+        perturb: the axis of a pair of devices, one for each sign.
+        data: the axis over which the batch's first dim is spread.
+        deferred: whether a step's update is made at the start of the next; see `ZOStep.flush`.
+        host: keeps a model of `Blocks` in pinned host memory, one or two blocks at a time on the
+            device; updates are then deferred.
+        sliced: with `host`, whether each device of `perturb` and `data` keeps and uploads a slice
+            of each block, and gathers the others'; for devices that share a host.
+        overlap: True, or options of `jaxoverlap.overlap`, to hide the collectives of the forward
+            pass.
+        check: whether to wait for each step's losses and look at them.
+
+    Raises:
+        ValueError: if the mesh lacks an axis, a pair has other than two devices, axes are not
+            automatic, or host memory is asked for without blocks.
+    """
+    if not isinstance(transform, Mezo):
+        raise ValueError(
+            f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
+        )
+    layout = Layout(mesh, perturb, data)
+    options = None if overlap is False else {} if overlap is True else dict(overlap)
+    if not host:
+        return ZOStep(Resident(loss_fn, transform, layout, deferred), layout, options, check)
+    if not isinstance(loss_fn, Blocks) or mesh is None:
+        raise ValueError(
+            "host=True: expected a model as Blocks(begin, block, end), and a mesh (of one device, "
+            "if need be): only blocks can be brought to the device one at a time"
+        )
+    return ZOStep(Streamed(loss_fn, transform, layout, sliced), layout, options, check)
+
+
+def _sharding(leaf: Any) -> Any:
+    at = getattr(leaf, "sharding", None)
+    return at if isinstance(at, NamedSharding) else None
+
+
+def _check_params(params: Any) -> None:
+    seen: dict[int, str] = {}
+    leaves = jax.tree.leaves_with_path(params)
+    if not leaves:
+        raise ValueError("no parameters: expected a tree with at least one array")
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path)
+        if not np.issubdtype(leaf.dtype, np.floating) and leaf.dtype.name != "bfloat16":
+            raise ValueError(
+                f"parameter {name} is of {leaf.dtype}: expected floating ones; give others to the "
+                "loss function as an argument of its own"
+            )
+        if id(leaf) in seen:
+            raise ValueError(
+                f"one array is parameter {seen[id(leaf)]} and {name}: tied parameters are one "
+                "leaf, which the loss function reads twice; otherwise each would move on its own"
+            )
+        seen[id(leaf)] = name

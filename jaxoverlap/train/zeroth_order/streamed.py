@@ -1,0 +1,203 @@
+"""Take a zeroth-order step whose blocks are in host memory, one or two of them on the device.
+
+While a block computes, the next is uploaded and the one before goes back: the loop over blocks
+carries what was uploaded ahead, and XLA starts the copies under the matmuls. The last step's update
+is made when a block is used, so that each block moves once a step in each direction (ZO2, arXiv
+2503.12668; DistZO2, arXiv 2507.03211). Where several devices hold the parameters, each uploads its
+slice of a block, and the slices are gathered a block ahead too.
+
+All of it is in one `shard_map`: a partitioner that is left to choose lets the slices' sharding
+reach the matmuls. XLA's compiler needs three things more, as tried on jax 0.12.0.1. The slice's
+index is a value that the loop carries: one that is computed in place is fused with the slice into a
+kernel, which reads host memory and stops the others. A barrier stands behind the upload. And the
+blocks are not donated: a result in the memory of an argument would be copied there, whole, after
+the loop; so the host's memory holds them twice during a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
+from jaxoverlap.train.zeroth_order.directions import Draw, numbers
+from jaxoverlap.train.zeroth_order.estimator import Mezo, Pending
+from jaxoverlap.train.zeroth_order.layout import Layout
+from jaxoverlap.train.zeroth_order.state import ZOState, after, nothing, outcome
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A step of a model of blocks, as pure functions of arrays; updates are deferred.
+
+    Attributes:
+        model: the model.
+        transform: the estimator.
+        layout: which device does what.
+        sliced: whether each device along the layout's own axes uploads a slice of each block.
+    """
+
+    model: Blocks
+    transform: Mezo
+    layout: Layout
+    sliced: bool = True
+
+    def spec_of(self, leaf: Any) -> tuple[Any, ...]:
+        """Return the spec of a stacked leaf in host memory: sliced along a layer's first dim.
+
+        Leaves that the devices cannot share evenly stay whole.
+        """
+        axes = self.layout.own_axes
+        parts = self.layout.pairs * self.layout.shards
+        if not self.sliced or not axes or len(leaf.shape) < 2 or leaf.shape[1] % parts:
+            return ()
+        return (None, axes)
+
+    def step(self, state: ZOState, batch: Any) -> tuple[ZOState, dict[str, Any]]:
+        """Take one step.
+
+        Raises:
+            ValueError: if the devices cannot share the batch evenly.
+        """
+        self.layout.check(batch)
+        at, do = self._specs(state), functools.partial(self._step, self._cuts(state))
+        return self._mapped(do, (at, P(self.layout.data)), (at, P()))(state, batch)
+
+    def flush(self, state: ZOState) -> ZOState:
+        """Make the pending update: each block goes to the device and back."""
+        at, do = self._specs(state), functools.partial(self._flush, self._cuts(state))
+        return self._mapped(do, (at,), at)(state)
+
+    # -- on one device of the mesh ----------------------------------------------------------------
+
+    def _step(self, cuts: Any, state: ZOState, batch: Any) -> tuple[ZOState, dict[str, Any]]:
+        model, number = self.model, numbers(state.params)
+        outer = self._updated(state, state.params["outer"], number["outer"])
+
+        def near(part: Any, numbered: Any, do: Any, values: Any, row: Any = None) -> Any:
+            """Do something near some parameters, for each direction and this device's signs."""
+
+            def one(given: Any) -> Any:
+                which, sign, value = given
+                draw = Draw(state.key, state.step, which)
+                moved = self.transform.perturbed(part, draw, sign, number=numbered, row=row)
+                return do(moved, value)
+
+            each_sign = lambda given: jax.lax.map(one, given)  # noqa: E731
+            return jax.lax.map(each_sign, (*self._signs(), values))
+
+        def block(x: Any, layer: Any, row: jax.Array) -> Any:
+            return near(layer, number["blocks"], model.block, x, row)
+
+        x = near(outer, number["outer"], lambda moved, _: model.begin(moved, batch), None)
+        x, blocks = self._through(cuts, state, number["blocks"], block, x)
+        losses = near(outer, number["outer"], lambda moved, x: model.end(moved, x, batch), x)
+        pending, metrics = outcome(self.transform, state, self._of_all(losses))
+        return after(state, dict(outer=outer, blocks=blocks), pending), metrics
+
+    def _flush(self, cuts: Any, state: ZOState) -> ZOState:
+        number = numbers(state.params)
+        outer = self._updated(state, state.params["outer"], number["outer"])
+        _, blocks = self._through(cuts, state, number["blocks"], lambda x, layer, row: x, ())
+        params = dict(outer=outer, blocks=blocks)
+        return state._replace(params=params, pending=nothing(self.transform))
+
+    def _updated(self, state: ZOState, part: Any, number: Any, row: Any = None) -> Any:
+        return self.transform.applied(state.pending, state.key, part, number=number, row=row)
+
+    def _signs(self) -> tuple[jax.Array, jax.Array]:
+        """Return the numbers of directions, and the signs that are this device's: both [K, signs].
+
+        There are two signs, or one where a pair shares them.
+        """
+        signs = jnp.array([1.0, -1.0], jnp.float32)
+        if self.layout.perturb is not None:
+            signs = jax.lax.dynamic_slice(signs, (jax.lax.axis_index(self.layout.perturb),), (1,))
+        which = jnp.arange(self.transform.directions)
+        shape = (len(which), len(signs))
+        return jnp.broadcast_to(which[:, None], shape), jnp.broadcast_to(signs, shape)
+
+    def _of_all(self, losses: jax.Array) -> jax.Array:
+        """Return the losses [directions, 2] of all devices from those of one."""
+        losses = losses.astype(jnp.float32)
+        if self.layout.data is not None:
+            losses = jax.lax.pmean(losses, self.layout.data)
+        if self.layout.perturb is None:
+            return losses
+        return jax.lax.all_gather(losses, self.layout.perturb, axis=1, tiled=True)
+
+    def _through(self, cuts: Any, state: ZOState, number: Any, do: Any, x: Any) -> Any:
+        """Bring block after block to the device, update it, use it and send it back.
+
+        Returns:
+            What `do(x, block, its number)` made in the end, and the updated blocks.
+        """
+        blocks = state.params["blocks"]
+        last, ahead = depth(blocks) - 1, 2 if any(jax.tree.leaves(cuts)) else 1
+
+        def body(carry: Any, _: None) -> Any:
+            x, (raw, *uploaded), row, wanted = carry
+            following = self._upload(blocks, wanted)
+            held = (*(self._gathered(part, cuts) for part in uploaded), following)
+            layer = jax.lax.optimization_barrier(self._updated(state, raw, number, row))
+            back = jax.device_put(self._own(layer, cuts), jax.memory.Space.Host)
+            return (do(x, layer, row), held, row + 1, jnp.minimum(wanted + 1, last)), back
+
+        first = self._gathered(self._upload(blocks, jnp.int32(0)), cuts)
+        held = (first, *(self._upload(blocks, jnp.int32(min(1, last))) for _ in range(ahead - 1)))
+        wanted = jnp.int32(min(ahead, last))
+        (x, *_), back = jax.lax.scan(body, (x, held, jnp.int32(0), wanted), length=last + 1)
+        return x, back
+
+    def _upload(self, blocks: Any, row: jax.Array) -> Any:
+        """Bring a block to the device, or this device's slices of it."""
+
+        def one(stack: jax.Array) -> jax.Array:
+            start = (row, *(jnp.int32(0),) * (stack.ndim - 1))
+            sizes = (1, *stack.shape[1:])
+            layer = jax.lax.dynamic_slice(stack, start, sizes, allow_negative_indices=False)
+            layer = jax.device_put(layer, jax.memory.Space.Device)
+            return jax.lax.optimization_barrier(layer)[0]
+
+        return jax.tree.map(one, blocks)
+
+    # -- slices -----------------------------------------------------------------------------------
+
+    def _gathered(self, layer: Any, cuts: Any) -> Any:
+        """Return a whole block from the slices of all devices."""
+        axes = self.layout.own_axes
+
+        def one(own: jax.Array, cut: bool) -> jax.Array:
+            return jax.lax.all_gather(own, axes, tiled=True) if cut else own
+
+        return jax.lax.optimization_barrier(jax.tree.map(one, layer, cuts))
+
+    def _own(self, layer: Any, cuts: Any) -> Any:
+        """Return this device's slices of a whole block."""
+
+        def one(leaf: jax.Array, cut: bool) -> jax.Array:
+            if not cut:
+                return leaf
+            size = leaf.shape[0] // (self.layout.pairs * self.layout.shards)
+            place = jax.lax.axis_index(self.layout.own_axes)
+            return jax.lax.dynamic_slice_in_dim(leaf, place * size, size)
+
+        return jax.tree.map(one, layer, cuts)
+
+    def _cuts(self, state: ZOState) -> Any:
+        """Tell for each leaf of the blocks, as whole arrays, whether it is sliced."""
+        return jax.tree.map(lambda leaf: bool(self.spec_of(leaf)), state.params["blocks"])
+
+    def _specs(self, state: ZOState) -> ZOState:
+        blocks = jax.tree.map(lambda leaf: P(*self.spec_of(leaf)), state.params["blocks"])
+        return ZOState(dict(outer=P(), blocks=blocks), P(), P(), Pending(P(), P(), P()))
+
+    def _mapped(self, do: Any, given: Any, made: Any) -> Any:
+        mesh = self.layout.mesh
+        assert mesh is not None  # `step` asks for one
+        return jax.shard_map(do, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)

@@ -1,0 +1,322 @@
+"""Fine-tune the GPT by forward passes alone, from a checkpoint of `models.train_gpt`.
+
+python -m models.train_gpt --data 1 --model 1 --checkpoint out/gpt
+python -m models.finetune_zo out/gpt --text other.txt --log out/zo.log
+
+A run is its log: killed, and started again with the same options, it replays the log's scalars and
+goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import typer
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Option
+
+from jaxoverlap.train import zeroth_order as zo
+from models import gpt
+from models.config import Config, Mistake
+from models.layers import Layout, Weight, shard
+from models.processes import console
+from models.recipe import Recipe
+from models.text import load_text, make_batch, text_batches
+
+PREFIX = 5  # positions, as MeZO's
+# eps and learning rate of MeZO (arXiv 2305.17333, appendix), whose full rate is for large models.
+PUBLISHED = {"full": (1e-3, 1e-6), "lora": (1e-2, 1e-4), "prefix": (1e-1, 1e-2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class FineTune:
+    """A run of zeroth-order fine-tuning.
+
+    Attributes:
+        checkpoint: the directory that `models.train_gpt --checkpoint` wrote.
+        method: "full", "lora" or "prefix".
+        text: what it learns; None for the Python manual.
+        log: the file of its scalars; None for no log.
+        steps, batch, seed: of the run; the batch is over all devices.
+        eps, learning_rate: of the estimator; None for the method's published ones.
+        directions: of a step.
+        pair: whether two devices take a sign each; shards: of the batch; model: of each forward
+            pass (tensor parallelism).
+    """
+
+    checkpoint: Path
+    method: str = "full"
+    text: Path | None = None
+    log: Path | None = None
+    steps: int = 200
+    batch: int = 16
+    seed: int = 0
+    eps: float | None = None
+    learning_rate: float | None = None
+    directions: int = 1
+    pair: bool = False
+    shards: int = 1
+    model: int = 1
+
+    def __post_init__(self) -> None:
+        if self.method not in PUBLISHED:
+            raise Mistake(f"method={self.method!r}: expected one of {', '.join(PUBLISHED)}")
+        for name in ("steps", "batch", "directions", "shards", "model"):
+            if getattr(self, name) < 1:
+                raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
+        if self.batch % self.shards:
+            raise Mistake(f"batch={self.batch}: expected a multiple of shards={self.shards}")
+
+    def transform(self) -> zo.Mezo:
+        """Return the estimator."""
+        eps, rate = PUBLISHED[self.method]
+        rate = self.learning_rate or rate
+        return zo.mezo(eps=self.eps or eps, lr=rate, directions=self.directions)
+
+    def mesh(self) -> Mesh:
+        """Return the devices: a pair, shards of the batch, and the model's own two axes."""
+        sizes = (2 if self.pair else 1, self.shards, 1, self.model)
+        count = int(np.prod(sizes))
+        if count > len(jax.devices()):
+            raise Mistake(
+                f"pair, shards and model take {count} devices and JAX sees {len(jax.devices())}; "
+                "ask for fewer, or on a CPU for more devices (jax_num_cpu_devices)"
+            )
+        devices = np.array(jax.devices()[:count], dtype=object).reshape(sizes)
+        names = ("pair", "batch", *Config.AXES)
+        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+class PrefixAttention(gpt.Attention):
+    """Attention that also sees PREFIX keys and values of its own, which all positions may see."""
+
+    def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+        super().__init__(config, mesh, rngs, at)
+        shape = (PREFIX, config.heads, config.hidden // config.heads)
+        spec = P(None, config.AXES[1], None)
+        self.prefix_k = Weight(config, mesh, rngs, spec, shape, 1.0)
+        self.prefix_v = Weight(config, mesh, rngs, spec, shape, 0.02)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        batch, length = q.shape[0], q.shape[1]
+
+        def with_prefix(prefix: jax.Array, rest: jax.Array) -> jax.Array:
+            shape = (batch, *prefix.shape)
+            whole = jnp.concatenate([jnp.broadcast_to(prefix, shape), rest], axis=1)
+            return shard(whole, self.mesh, self.at.heads)
+
+        k, v = with_prefix(self.prefix_k(), k), with_prefix(self.prefix_v(), v)
+        scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
+        seen = jnp.arange(length)[:, None] >= jnp.arange(PREFIX + length) - PREFIX
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(q.dtype)
+        return jnp.einsum("bnqk,bknh->bqnh", weights, v)
+
+
+class PrefixBlock(gpt.Block):
+    attention_type = PrefixAttention
+
+
+class PrefixGPT(gpt.GPT):
+    block = PrefixBlock
+
+
+def configuration(of: FineTune) -> Config:
+    """Return the configuration of the model in a checkpoint, with this run's text and batch.
+
+    Raises:
+        Mistake: if there is no checkpoint, or not of the GPT.
+    """
+    path = of.checkpoint / "config.json"
+    if not path.exists():
+        raise Mistake(
+            f"{of.checkpoint}: no checkpoint of models.train_gpt there (no config.json); write one "
+            "with `python -m models.train_gpt --checkpoint DIR`"
+        )
+    saved = json.loads(path.read_text())
+    names = {field.name for field in dataclasses.fields(Config)}
+    shape = ("layers", "hidden", "heads", "mlp", "vocab", "sequence", "dtype", "param_dtype")
+    if not set(shape) <= saved.keys() & names:
+        raise Mistake(f"{path}: not of the GPT of models.train_gpt, as it lacks some of {shape}")
+    kept = {name: saved[name] for name in shape}
+    own: dict[str, Any] = dict(batch=of.batch, seed=of.seed, text=of.text, data=1, model=of.model)
+    return Config(**kept, **own, steps=of.steps, plain=True)
+
+
+def restored(of: FineTune, config: Config, mesh: Mesh) -> Any:
+    """Return the newest checkpoint's parameters, placed on the mesh."""
+    state, _ = gpt.RECIPE.abstract_args(config, mesh)
+    with ocp.CheckpointManager(of.checkpoint.absolute()) as manager:
+        taken = manager.latest_step()
+        if taken is None:
+            raise Mistake(f"{of.checkpoint}: no finished checkpoint there; train longer first")
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(state))
+        return manager.restore(taken, args=wanted)["state"]["params"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained: parameters, their loss, and how they make a whole model's.
+
+    Attributes:
+        trained, frozen: the parameters that move, and what the loss takes beside.
+        loss: (trained, batch, frozen) -> loss.
+    """
+
+    trained: Any
+    frozen: Any
+    loss: Callable[..., jax.Array]
+
+
+def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
+    """Return what a method trains, beside a checkpoint's parameters."""
+    if of.method == "prefix":
+        recipe = Recipe(Config, PrefixGPT, text_batches)
+        loss = loss_of(recipe, config, mesh)
+        with_prefix = recipe.init_state(config, mesh, of.seed)["params"]
+        trained, _ = zo.split(with_prefix, lambda path: "prefix" in path)
+        _, nothing = zo.split(with_prefix, lambda path: True)
+        known = {
+            jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)
+        }
+        frozen = jax.tree.map_with_path(
+            lambda path, leaf: known.get(jax.tree_util.keystr(path)), nothing, is_leaf=_is_none
+        )
+        return Task(trained, frozen, zo.of_part(loss))
+    loss = loss_of(gpt.RECIPE, config, mesh)
+    if of.method == "full":
+        return Task(params, None, lambda params, batch, _: loss(params, batch))
+    adapters = zo.lora(
+        params, rank=8, where=lambda path: "['q']" in path or "['v']" in path, inputs=2
+    )
+    # a's are drawn alike everywhere; MeZO's scale is alpha / rank = 16 / 8.
+    return Task(adapters, params, zo.of_adapters(loss, scale=2.0))
+
+
+def loss_of(recipe: Recipe, config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
+    """Return a model's loss alone."""
+    both = recipe.make_loss(config, mesh)
+    return lambda params, batch: both(params, batch)[0]
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
+    """Fine-tune; return each step's loss, the trained parameters, and the frozen ones."""
+    mesh, config = of.mesh(), configuration(of)
+    task = task_of(of, config, mesh, restored(of, config, mesh))
+    transform = of.transform()
+    step = zo.step(
+        task.loss,
+        transform,
+        mesh,
+        perturb="pair" if of.pair else None,
+        data="batch" if of.shards > 1 else None,
+    )
+    state = step.init(task.trained, seed=of.seed)
+    header = zo.header_of(state.params, transform, seed=of.seed)
+    text = load_text(of.text, sequence=config.sequence)[: -held_out(of, config)]
+    losses: list[float] = []
+    with zo.Log(of.log, header) if of.log else _NoLog() as log:
+        if log.steps:
+            console.print(f"replaying {log.steps} of {of.steps} steps")
+            state = zo.replay(log.records[: of.steps], transform, state.params, seed=of.seed)
+        with _progress() as bar:
+            shown = bar.add_task("compiling", total=of.steps, completed=int(state.step))
+            began = time.perf_counter()
+            for number in range(int(state.step), of.steps):
+                state, metrics = step(state, make_batch(text, config, number), task.frozen)
+                log.add(metrics)
+                losses.append(float(metrics["loss"]))
+                now = time.perf_counter()
+                words = f"loss {losses[-1]:.3f}  {config.tokens / (now - began):,.0f} tokens/s"
+                bar.update(shown, completed=number + 1, description=words)
+                began = now
+    return losses, step.params(state), task
+
+
+def held_out(of: FineTune, config: Config) -> int:
+    """Return how many bytes at the text's end are not trained on: a tenth, a sequence at least."""
+    length = len(load_text(of.text, sequence=config.sequence))
+    return max(length // 10, config.sequence + 1)
+
+
+def evaluate(of: FineTune, trained: Any, task: Task, batches: int = 8) -> float:
+    """Return the loss on what was held out of the text."""
+    mesh, config = of.mesh(), configuration(of)
+    text = load_text(of.text, sequence=config.sequence)[-held_out(of, config) :]
+    config = dataclasses.replace(config, seed=10**6)
+    loss = jax.jit(task.loss)
+    at = NamedSharding(mesh, P())
+    found = [
+        loss(trained, jax.device_put(make_batch(text, config, number), at), task.frozen)
+        for number in range(batches)
+    ]
+    return float(np.mean(found))
+
+
+class _NoLog:
+    """A log that keeps nothing."""
+
+    steps, records = 0, np.zeros((0, 2), np.float32)
+
+    def add(self, metrics: Any) -> None: ...
+
+    def __enter__(self) -> _NoLog:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
+def command(
+    checkpoint: Annotated[Path, typer.Argument(help="A directory of models.train_gpt.")],
+    method: Annotated[str, Option(help="full, lora or prefix.")] = "full",
+    text: Annotated[Path | None, Option(help="What to learn; default: the Python manual.")] = None,
+    log: Annotated[Path | None, Option(help="Keep scalars here, and resume from them.")] = None,
+    steps: int = 200,
+    batch: Annotated[int, Option(help="Over all devices.")] = 16,
+    seed: int = 0,
+    eps: Annotated[float | None, Option(help="Default: the method's published one.")] = None,
+    learning_rate: Annotated[float | None, Option(help="As eps.")] = None,
+    directions: int = 1,
+    pair: Annotated[bool, Option("--pair", help="Two devices, one for each sign.")] = False,
+    shards: Annotated[int, Option(help="Devices that share the batch.")] = 1,
+    model: Annotated[int, Option(help="Devices of each forward pass.")] = 1,
+) -> None:
+    """Fine-tune a GPT by forward passes alone."""
+    try:
+        of = FineTune(
+            checkpoint, method, text, log, steps, batch, seed, eps, learning_rate, directions,
+            pair, shards, model,
+        )  # fmt: skip
+        jax.config.update("jax_num_cpu_devices", max(8, 2 * shards * model))
+        _, params, task = finetune(of)
+        before, after = evaluate(of, task.trained, task), evaluate(of, params, task)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(f"loss on the text's held-out end: {before:.4f} -> {after:.4f}")
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app.command()(command)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,60 @@
+"""The trainer of zeroth-order fine-tuning: it resumes from its log, and says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from models import finetune_zo, trainer
+from models.config import Config, Mistake
+from models.finetune_zo import FineTune
+from models.gpt import RECIPE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt") / "run"
+    config = Config(
+        layers=1, hidden=32, heads=2, mlp=64, sequence=32, batch=8, data=1, model=1, steps=4,
+        save_every=4, warmup=2, checkpoint=path, plain=True,
+    )  # fmt: skip
+    trainer.train(RECIPE, config)
+    return path
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "prefix"])
+def test_a_run_that_was_cut_short_resumes_to_the_same_bits(checkpoint, tmp_path, method):
+    of = FineTune(checkpoint, method, steps=4, batch=4, log=tmp_path / "whole")
+    _, whole, task = finetune_zo.finetune(of)
+    killed = dataclasses.replace(of, log=tmp_path / "log")
+    finetune_zo.finetune(dataclasses.replace(killed, steps=2))
+    losses, resumed, _ = finetune_zo.finetune(killed)
+    assert len(losses) == 2
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    assert (tmp_path / "log").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert np.isfinite(finetune_zo.evaluate(of, whole, task, batches=1))
+
+
+def test_all_meshes_take_one_trajectory(checkpoint):
+    of = FineTune(checkpoint, steps=2, batch=4)
+    alone, *_ = finetune_zo.finetune(of)
+    spread, *_ = finetune_zo.finetune(dataclasses.replace(of, pair=True, shards=2, model=2))
+    np.testing.assert_allclose(spread, alone, rtol=2e-6)
+
+
+def test_mistakes_are_named(checkpoint, tmp_path):
+    with pytest.raises(Mistake, match="expected one of full, lora, prefix"):
+        FineTune(checkpoint, "adapter")
+    with pytest.raises(Mistake, match="expected a multiple of shards=3"):
+        FineTune(checkpoint, shards=3)
+    with pytest.raises(Mistake, match="no checkpoint of models.train_gpt"):
+        finetune_zo.finetune(FineTune(tmp_path))
+    with pytest.raises(Mistake, match="take 16 devices"):
+        finetune_zo.finetune(FineTune(checkpoint, pair=True, model=8))
+    log = tmp_path / "log"
+    finetune_zo.finetune(FineTune(checkpoint, steps=1, batch=4, log=log))
+    with pytest.raises(ValueError, match="log of another run"):
+        finetune_zo.finetune(FineTune(checkpoint, steps=2, batch=4, log=log, seed=1))
