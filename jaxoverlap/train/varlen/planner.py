@@ -1,0 +1,119 @@
+"""Plan batches of sequences of any lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxoverlap.hardware.cluster import Cluster, parse_cluster
+from jaxoverlap.train.varlen.arrays import pieces_of, widths_of
+from jaxoverlap.train.varlen.costs import AttentionCosts
+from jaxoverlap.train.varlen.partition import Sharing, partition
+from jaxoverlap.train.varlen.plan import BatchPlan
+from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of
+
+_STEPS = 8  # a bound is so many eighths of the capacity: so often it can grow
+
+
+class Planner:
+    """Plans batches, one after the other, for one compiled step.
+
+        planner = Planner(attention_costs("h100-sxm:2x8", heads=32, head_size=128), "h100-sxm:2x8",
+                          capacity=10240)
+        plan = planner([9000, 300, 1200, 512])
+
+    The step's static sizes grow with what batches need, in eighths of the capacity, and never
+    shrink: after a few batches nothing is compiled any more. `bounds` has them; given at the start,
+    from the last run, nothing is compiled twice.
+
+    Args:
+        costs: prices of one layer's attention.
+        nodes: the devices, or a cluster.
+        capacity: tokens that a device can hold in attention.
+        bounds: static sizes to begin with.
+
+    Raises:
+        ValueError: for a capacity below two.
+    """
+
+    def __init__(
+        self,
+        costs: AttentionCosts,
+        nodes: Nodes | Cluster | str,
+        *,
+        capacity: int,
+        bounds: Bounds | None = None,
+    ):
+        if capacity < 2:
+            raise ValueError(f"capacity={capacity}: expected 2 tokens a device or more")
+        self.costs, self.nodes = costs, nodes_of(nodes)
+        self.capacity = capacity + capacity % 2
+        self.bounds = bounds
+        self.growths = 0
+
+    def __call__(self, lengths: ArrayLike) -> BatchPlan:
+        """Plan a batch.
+
+        Args:
+            lengths: i[sequences], tokens of each.
+
+        Raises:
+            Infeasible: a ValueError; the batch does not fit.
+            ValueError: for lengths that are no whole numbers of one or more.
+        """
+        checked = _checked(lengths)
+        shared = partition(checked, self.nodes, self.costs, capacity=self.capacity)
+        return self._plan(shared)
+
+    def _plan(self, shared: Sharing) -> BatchPlan:
+        sizes, lengths = self.nodes.ring_sizes, shared.lengths
+        size = np.array(sizes)[shared.size]
+        pieces = pieces_of(lengths, size, shared.ring)
+        held = np.zeros(self.nodes.total, int)
+        np.add.at(held, pieces.device, pieces.length)
+        over = held - even_tokens(int(lengths.sum()), self.nodes.total)
+        cost = token_costs(
+            self.nodes, 1 / self.costs.intra.bytes_per_s, 1 / self.costs.network.bytes_per_s
+        )
+        at_once = self.bounds.sent if self.bounds else 1
+        flow = transport(np.maximum(over, 0), np.maximum(-over, 0), cost, at_once=at_once)
+        needed = self._rounded(
+            widths_of(pieces, self.nodes), -(-int(lengths.sum()) // self.nodes.total), flow
+        )
+        if self.bounds is None or not self.bounds.fits(needed):
+            self.bounds = self.bounds.joined(needed) if self.bounds else needed
+            self.growths += 1
+        seconds = {g: np.repeat(shared.ring_seconds(i), g) for i, g in enumerate(sizes)}
+        return BatchPlan(
+            lengths, size, shared.ring, seconds, flow, self.nodes, self.costs, self.bounds
+        )
+
+    def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray) -> Bounds:
+        """Round sizes up, so that they seldom grow."""
+        step = max(2, 2 * -(-self.capacity // (2 * _STEPS)))
+
+        def up(need: int) -> int:
+            return -(-need // step) * step
+
+        sent = 1 << max(int(flow.max(initial=1)) - 1, 0).bit_length()
+        return bounds_of({g: up(w) for g, w in widths.items()}, up(tokens), sent)
+
+
+def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:
+    """Return the nodes of a cluster, or nodes as they are."""
+    if isinstance(nodes, Nodes):
+        return nodes
+    cluster = parse_cluster(nodes) if isinstance(nodes, str) else nodes
+    return Nodes(cluster.num_hosts, cluster.gpus_per_host)
+
+
+def _checked(lengths: ArrayLike) -> np.ndarray:
+    given = np.asarray(lengths)
+    if given.ndim != 1 or not given.size or given.dtype.kind not in "iu" or given.min() < 1:
+        raise ValueError(
+            f"lengths of shape {given.shape} and dtype {given.dtype}, the least "
+            f"{given.min() if given.size else 'absent'}: expected one dim of whole numbers, at "
+            "least one, each 1 or more"
+        )
+    return given.astype(int)
