@@ -22,8 +22,6 @@ Floats = NDArray[np.float64]
 
 # FlashAttention-2 (arXiv 2307.08691, section 4.1): five matmuls backward for two forward.
 BACKWARD_COMPUTE = 2.5
-# Backward, keys and values travel with the sums of their gradients.
-BACKWARD_BYTES = 2.0
 _BLOCKS = tuple(2**i for i in range(4, 18))  # tokens of a block; longer ones have the last's rate
 _SMALL_BYTES, _LARGE_BYTES = 2**20, 2**26
 
@@ -55,6 +53,8 @@ class AttentionCosts:
         intra: a hop inside a node.
         network: a hop between nodes, over one rail.
         rails: network interfaces of a node.
+        backward_bytes: bytes that a hop backward sends for each that one forward does: keys and
+            values, and the sums of their gradients in float32.
     """
 
     blocks: tuple[int, ...]
@@ -66,6 +66,7 @@ class AttentionCosts:
     intra: Hop
     network: Hop
     rails: int
+    backward_bytes: float = 3.0
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.pair_s) or not self.blocks or min(self.pair_s) <= 0:
@@ -172,7 +173,8 @@ def attention_costs(
     if mlp:
         linear_s += matrices * model.matmul_s(tokens, mlp, hidden, dtype=dtype)
     several = model.cluster.num_hosts > 1
-    intra = _hop(model, Group(2))
+    # Inside a process a permute is a copy between GPUs (flags/required.py).
+    intra = _hop(model, Group(2, by_copy=model.cluster.gpus_per_process > 1))
     return AttentionCosts(
         blocks=blocks,
         pair_s=tuple(s / b**2 for s, b in zip(at, blocks, strict=True)),
@@ -183,6 +185,7 @@ def attention_costs(
         intra=intra,
         network=_hop(model, Group(2, 2)) if several else intra,
         rails=rails or model.cluster.gpus_per_host,
+        backward_bytes=1 + 4 / itemsize,
     )
 
 

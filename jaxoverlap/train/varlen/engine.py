@@ -13,7 +13,8 @@ the order inter-node, intra-node, local; each hop is in flight under a block of 
 by sequence and position, from the plan: what a step is compiled for does not depend on the batch.
 
 The softmax is folded as in `passes/rings/ring_attention.py`, whose parts these are. Backward,
-keys and values go round again, and the sums of their gradients travel behind them.
+keys and values go round again, and the sums of their gradients travel behind them, in float32: in
+bfloat16 each hop would round them once more.
 """
 
 from __future__ import annotations
@@ -264,7 +265,6 @@ class _Ring:
                     joined, sums = tied((joined, sums))
                     sums = _added(sums, joined)
                 # The sums leave before the last matmuls of this round, and hide under them.
-                sums = tuple(s.astype(k.dtype) for s in sums)
                 sums, picked, cross = tied((sums, picked, cross))
                 joined = send(route, sums)
                 own_q, late = picked.query(), to_q[1] + cross.query()

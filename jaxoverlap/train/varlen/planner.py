@@ -64,9 +64,10 @@ class Planner:
         """
         checked = _checked(lengths)
         shared = partition(checked, self.nodes, self.costs, capacity=self.capacity)
-        return self._plan(shared)
+        return self.plan_of(shared)
 
-    def _plan(self, shared: Sharing) -> BatchPlan:
+    def plan_of(self, shared: Sharing) -> BatchPlan:
+        """Return the plan of sequences that are shared out already."""
         sizes, lengths = self.nodes.ring_sizes, shared.lengths
         size = np.array(sizes)[shared.size]
         pieces = pieces_of(lengths, size, shared.ring)
@@ -110,10 +111,11 @@ def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:
 
 def _checked(lengths: ArrayLike) -> np.ndarray:
     given = np.asarray(lengths)
-    if given.ndim != 1 or not given.size or given.dtype.kind not in "iu" or given.min() < 1:
+    whole = given.ndim == 1 and given.size and given.dtype.kind in "iu"
+    if not whole or given.min() < 1:
+        least = f", the least {given.min()}" if whole else ""
         raise ValueError(
-            f"lengths of shape {given.shape} and dtype {given.dtype}, the least "
-            f"{given.min() if given.size else 'absent'}: expected one dim of whole numbers, at "
-            "least one, each 1 or more"
+            f"lengths of shape {given.shape} and dtype {given.dtype}{least}: expected one dim of "
+            "whole numbers, at least one, each 1 or more"
         )
     return given.astype(int)

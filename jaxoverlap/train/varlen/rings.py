@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxoverlap.train.varlen.costs import (
-    BACKWARD_BYTES,
     BACKWARD_COMPUTE,
     AttentionCosts,
     Floats,
@@ -82,7 +81,8 @@ def ring_s(
     """Return the seconds, forward and backward, of one layer's rings of one size.
 
     The own block is first; then a round takes as long as its blocks or its hop, whichever is
-    longer. Backward, blocks take 2.5 times as long and hops move twice the bytes.
+    longer. Backward, blocks take 2.5 times as long and hops move
+    `costs.backward_bytes` as much.
 
     Args:
         compute_s: forward seconds of each ring's blocks on a device, all rounds together.
@@ -95,7 +95,7 @@ def ring_s(
     if size == 1:
         return (1 + BACKWARD_COMPUTE) * compute + 2 * rounds
     total = 2 * rounds
-    for work, moved in ((1.0, 1.0), (BACKWARD_COMPUTE, BACKWARD_BYTES)):
+    for work, moved in ((1.0, 1.0), (BACKWARD_COMPUTE, costs.backward_bytes)):
         hop_s = costs.intra.seconds(held * costs.token_bytes * moved)
         if nodes.crosses(size):
             hop_s = np.maximum(hop_s, costs.crossing_s(held * costs.token_bytes * moved))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.train.varlen.arrays import PlanArrays
-from jaxoverlap.train.varlen.costs import BACKWARD_BYTES, AttentionCosts
+from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.engine import Engine, attend
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import remap
@@ -40,7 +40,7 @@ def engine_of(
         if costs and nodes.crosses(size):
             sent = width * costs.token_bytes
             most = min(costs.rails, nodes.devices)
-            rails = costs.proxies(sent), costs.proxies(sent * BACKWARD_BYTES)
+            rails = costs.proxies(sent), costs.proxies(sent * costs.backward_bytes)
             proxies.append((size, (min(rails[0], most), min(rails[1], most))))
     return Engine(nodes, axes, bounds, scale, tuple(proxies))
 
@@ -153,12 +153,18 @@ class VarlenStep:
         """
         if plan.nodes != self.nodes:
             raise ValueError(f"a plan for {plan.nodes} and a mesh of {self.nodes}: plan for it")
-        return self.program(plan.bounds)(state, self.batch(plan, tokens), self.arrays(plan))
+        program = self.program(plan.bounds, state)
+        return program(state, self.batch(plan, tokens), self.arrays(plan))
 
-    def program(self, bounds: Bounds) -> Any:
-        """Return the jitted step(state, batch, arrays) for plans that fit these bounds."""
+    def program(self, bounds: Bounds, state: dict[str, Any]) -> Any:
+        """Return the jitted step(state, batch, arrays) for plans that fit these bounds.
+
+        The new state lies where the old one, arrays or shapes with shardings, does.
+        """
         if bounds not in self.compiled:
-            step = jax.jit(functools.partial(self._step, bounds), donate_argnums=0)
+            at = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(self.mesh, P())
+            step = functools.partial(self._step, bounds)
+            step = jax.jit(step, donate_argnums=0, out_shardings=at)
             self.compiled[bounds] = self.transform(step)
         return self.compiled[bounds]
 
