@@ -23,6 +23,9 @@ Floats = NDArray[np.float64]
 # FlashAttention-2 (arXiv 2307.08691, section 4.1): five matmuls backward for two forward.
 BACKWARD_COMPUTE = 2.5
 _BLOCKS = tuple(2**i for i in range(4, 18))  # tokens of a block; longer ones have the last's rate
+_LARGE = 16384  # tokens of a kernel that fills any chip
+_TILES = (128, 64)  # queries and keys of FlashAttention-2's tile, for heads of 128
+_TRAINING = 3.0  # matmuls of a linear layer forward and backward, over those forward
 _SMALL_BYTES, _LARGE_BYTES = 2**20, 2**26
 
 
@@ -49,7 +52,7 @@ class AttentionCosts:
         launch_s: seconds of a kernel however small.
         token_bytes: bytes of a token's keys and values.
         remap_bytes: bytes of a token's queries, keys and values, and of its result.
-        linear_s: seconds of a token in the layer's other matmuls, forward.
+        linear_s: seconds of a token in the layer's other matmuls, forward and backward.
         intra: a hop inside a node.
         network: a hop between nodes, over one rail.
         rails: network interfaces of a node.
@@ -113,6 +116,21 @@ class AttentionCosts:
         proxies = np.arange(1, self.rails + 1).reshape(-1, *(1,) * np.ndim(num_bytes))
         return self._routed_s(np.asarray(num_bytes, float), proxies).min(axis=0)
 
+    def exchange_s(self, num_bytes: float, nodes: int, devices: int) -> float:
+        """Return the seconds of an all-to-all over nodes of so many devices each.
+
+        Args:
+            num_bytes: bytes that each device has, with those that stay; the devices of a node share
+                its rails.
+            nodes, devices: of the whole all-to-all.
+        """
+        total = nodes * devices
+        inside_s = num_bytes * (devices - 1) / total / self.intra.bytes_per_s
+        if nodes == 1:
+            return self.intra.latency_s + inside_s
+        rate = self.network.bytes_per_s * min(1.0, self.rails / devices)
+        return self.network.latency_s + max(inside_s, num_bytes * (nodes - 1) / nodes / rate)
+
     def without_routing(self) -> AttentionCosts:
         """Return these prices for nodes that send each hop over one rail."""
         return replace(self, rails=1)
@@ -163,9 +181,7 @@ def attention_costs(
     model = cluster if isinstance(cluster, CostModel) else cost_model(cluster)
     kv_heads, hidden = kv_heads or heads, hidden or heads * head_size
     itemsize = 4 if dtype == "f32" else 2
-    blocks = _BLOCKS if model.tables.attention else _BLOCKS[:9]
-    launch_s = model.tables.attention.launch_s if model.tables.attention else 0.0
-    at = [max(_block_s(model, b, heads, head_size, dtype) - launch_s, 1e-12) for b in blocks]
+    blocks, pair_s, launch_s = _pairs(model, heads, head_size, dtype)
     tokens = 8192
     columns = (heads + 2 * kv_heads) * head_size
     linear_s = model.matmul_s(tokens, columns, hidden, dtype=dtype)
@@ -177,11 +193,11 @@ def attention_costs(
     intra = _hop(model, Group(2, by_copy=model.cluster.gpus_per_process > 1))
     return AttentionCosts(
         blocks=blocks,
-        pair_s=tuple(s / b**2 for s, b in zip(at, blocks, strict=True)),
+        pair_s=pair_s,
         launch_s=launch_s,
         token_bytes=2.0 * kv_heads * head_size * itemsize,
         remap_bytes=(2.0 * heads + 2 * kv_heads) * head_size * itemsize,
-        linear_s=linear_s / tokens,
+        linear_s=_TRAINING * linear_s / tokens,
         intra=intra,
         network=_hop(model, Group(2, 2)) if several else intra,
         rails=rails or model.cluster.gpus_per_host,
@@ -189,13 +205,27 @@ def attention_costs(
     )
 
 
-def _block_s(model: CostModel, block: int, heads: int, head_size: int, dtype: str) -> float:
-    """Return the seconds of one block without a mask; by its two matmuls where nothing is fused."""
-    if model.tables.attention:
-        return model.attention_s(block, block, heads, head_size, dtype=dtype)
-    return model.matmul_s(block, block, head_size, batch=heads, dtype=dtype) + model.matmul_s(
-        block, head_size, block, batch=heads, dtype=dtype
-    )
+def _pairs(
+    model: CostModel, heads: int, head_size: int, dtype: str
+) -> tuple[tuple[int, ...], tuple[float, ...], float]:
+    """Return sizes of blocks, seconds of a pair in blocks of each, and of a launch.
+
+    A fused kernel of packed sequences fills the chip whatever their lengths, and computes whole
+    tiles: the rate is that of a large kernel, and small blocks pay for the rest of their tiles.
+    Where nothing is fused, a block takes as long as its two matmuls.
+    """
+    if not model.tables.attention:
+        sizes = _BLOCKS[:9]
+        pair_s = (
+            model.matmul_s(b, b, head_size, batch=heads, dtype=dtype)
+            + model.matmul_s(b, head_size, b, batch=heads, dtype=dtype)
+            for b in sizes
+        )
+        return sizes, tuple(s / b**2 for s, b in zip(pair_s, sizes, strict=True)), 0.0
+    launch_s = model.tables.attention.launch_s
+    whole_s = model.attention_s(_LARGE, _LARGE, heads, head_size, dtype=dtype) - launch_s
+    waste = (math.prod(max(1.0, tile / b) for tile in _TILES) for b in _BLOCKS)
+    return _BLOCKS, tuple(whole_s / _LARGE**2 * w for w in waste), launch_s
 
 
 def _hop(model: CostModel, group: Group) -> Hop:

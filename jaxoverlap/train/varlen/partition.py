@@ -13,6 +13,7 @@ sum over the ring sizes of its ring's time, and the batch's is the greatest of t
 
 from __future__ import annotations
 
+import functools
 import heapq
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,9 @@ class Sharing:
 
     Attributes:
         lengths: tokens of each sequence.
+        nodes, costs, capacity: where, at which prices, and the slots of a device.
+        token_s: seconds that a device takes for each of its tokens beside attention: those of the
+            linear layers, where tokens stay where attention has them.
         size: index into `nodes.ring_sizes` of each sequence's ring; -1 if it has none yet.
         ring: which ring of that size.
         compute_s: by size, the forward seconds of each ring on each of its devices.
@@ -50,6 +54,7 @@ class Sharing:
     nodes: Nodes
     costs: AttentionCosts
     capacity: int
+    token_s: float = 0.0
     size: np.ndarray = field(init=False)
     ring: np.ndarray = field(init=False)
     compute_s: list[Floats] = field(init=False)
@@ -62,13 +67,20 @@ class Sharing:
         self.tokens = [np.zeros(total // g) for g in self.nodes.ring_sizes]
         self._seconds: dict[int, Floats] = {}
 
+    def emptied(self) -> Sharing:
+        """Return the same without any sequence on a ring."""
+        return Sharing(self.lengths, self.nodes, self.costs, self.capacity, self.token_s)
+
     def ring_seconds(self, at: int) -> Floats:
         """Return the seconds of each ring of a size."""
         if at not in self._seconds:
-            size = self.nodes.ring_sizes[at]
-            compute, tokens = self.compute_s[at], self.tokens[at]
-            self._seconds[at] = ring_s(compute, tokens, size, self.nodes, self.costs)
+            self._seconds[at] = self.attention_seconds(at) + self.token_s * self.tokens[at]
         return self._seconds[at]
+
+    def attention_seconds(self, at: int) -> Floats:
+        """Return the seconds of attention of each ring of a size."""
+        size, compute, tokens = self.nodes.ring_sizes[at], self.compute_s[at], self.tokens[at]
+        return ring_s(compute, tokens, size, self.nodes, self.costs)
 
     def device_seconds(self) -> Floats:
         """Return each device's seconds of attention, forward and backward."""
@@ -119,37 +131,49 @@ class Prices:
     alone_s: list[Floats]
 
 
-def prices_of(lengths: np.ndarray, nodes: Nodes, costs: AttentionCosts) -> Prices:
+def prices_of(
+    lengths: np.ndarray, nodes: Nodes, costs: AttentionCosts, *, token_s: float = 0.0
+) -> Prices:
     """Price sequences on rings of each size."""
     compute = [costs.causal_s(lengths, g) for g in nodes.ring_sizes]
     tokens = [chunk_slots(lengths, g) for g in nodes.ring_sizes]
     alone = [
-        ring_s(c, t, g, nodes, costs)
+        ring_s(c, t, g, nodes, costs) + token_s * t
         for c, t, g in zip(compute, tokens, nodes.ring_sizes, strict=True)
     ]
     return Prices(compute, tokens, alone)
 
 
 def partition(
-    lengths: np.ndarray, nodes: Nodes, costs: AttentionCosts, *, capacity: int
+    lengths: np.ndarray,
+    nodes: Nodes,
+    costs: AttentionCosts,
+    *,
+    capacity: int,
+    token_s: float = 0.0,
 ) -> Sharing:
     """Share sequences out so that the slowest device is done early.
+
+    Args:
+        lengths: i[sequences], tokens of each.
+        nodes, costs, capacity, token_s: as `Sharing` has them.
 
     Raises:
         Infeasible: if they do not fit.
     """
-    price = prices_of(lengths, nodes, costs)
+    price = prices_of(lengths, nodes, costs, token_s=token_s)
+    fresh = functools.partial(Sharing, lengths, nodes, costs, capacity, token_s)
     best_s = np.min(price.alone_s, axis=0)
     bound_s = max(_shared_s(price, nodes), float(best_s.max(initial=0.0)))
     few = len(lengths) <= _FEW
     best: Sharing | None = None
     for share in (*_SHARES, *(_MORE_SHARES if few else ())):
         wanted = _wanted(price, capacity, share * bound_s)
-        best = _better(best, _tried(Sharing(lengths, nodes, costs, capacity), price, wanted, few))
+        best = _better(best, _tried(fresh(), price, wanted, few))
         if best and best.makespan_s() <= _GOOD * bound_s:
             return best
     if best is None:
-        return _split_all(Sharing(lengths, nodes, costs, capacity), price)
+        return _split_all(fresh(), price)
     if not few:
         _improve(best, price, moves=8, longest=6)
     elif len(lengths) <= _FEWEST:
@@ -180,8 +204,7 @@ def _resized(best: Sharing, price: Prices) -> Sharing:
             if wanted[index] == at or price.tokens[at][index] > best.capacity:
                 continue
             wanted[index] = at
-            fresh = Sharing(best.lengths, best.nodes, best.costs, best.capacity)
-            best = _better(best, _tried(fresh, price, wanted, True)) or best
+            best = _better(best, _tried(best.emptied(), price, wanted, True)) or best
     return best
 
 

@@ -111,6 +111,32 @@ class BatchPlan:
         return np.where(missing, np.asarray(fill, rows.dtype), rows)
 
     @property
+    def tokens_of_devices(self) -> np.ndarray:
+        """Return the tokens of each device between attentions."""
+        held = np.zeros(self.nodes.total, int)
+        np.add.at(held, self.pieces.device, self.pieces.length)
+        return held - self.flow.sum(axis=1) + self.flow.sum(axis=0)
+
+    @property
+    def remap_seconds(self) -> float:
+        """Return the seconds of a layer's all-to-alls, whose parts are as long as the longest."""
+        if not self.remap_tokens:
+            return 0.0
+        num_bytes = int(self.flow.max()) * self.nodes.total * self.costs.remap_bytes
+        return 2 * self.costs.exchange_s(num_bytes, self.nodes.count, self.nodes.devices)
+
+    @property
+    def layer_seconds(self) -> float:
+        """Return the seconds of a layer, forward and backward: attention, moves, linear layers.
+
+        Where no token moves, no device waits for another between the two.
+        """
+        linear = self.tokens_of_devices * self.costs.linear_s
+        if not self.remap_tokens:
+            return float((self.device_seconds + linear).max())
+        return self.seconds + self.remap_seconds + float(linear.max())
+
+    @property
     def remap_tokens(self) -> int:
         """Return the tokens that change device for the linear layers."""
         return int(self.flow.sum())
@@ -138,5 +164,6 @@ class BatchPlan:
             f"{len(self.lengths)} sequences, {self.tokens} tokens on {self.nodes.count} x "
             f"{self.nodes.devices} devices: attention takes {self.seconds * 1e3:.3f} ms a layer, "
             f"forward and backward, balance {self.balance:.2f}\n{text.get()}"
-            f"{self.remap_tokens} tokens move so that each device has {even} at most"
+            f"{self.remap_tokens} tokens move for the linear layers; then a device has "
+            f"{self.tokens_of_devices.max()} at most, and an even share is {even}"
         )

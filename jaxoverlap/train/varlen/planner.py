@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -62,33 +64,46 @@ class Planner:
             Infeasible: a ValueError; the batch does not fit.
             ValueError: for lengths that are no whole numbers of one or more.
         """
-        checked = _checked(lengths)
-        shared = partition(checked, self.nodes, self.costs, capacity=self.capacity)
-        return self.plan_of(shared)
+        checked, costs = _checked(lengths), self.costs
+        where = self.nodes, costs
+        plans = [self.plan_of(partition(checked, *where, capacity=self.capacity))]
+        if costs.linear_s:
+            stays = partition(checked, *where, capacity=self.capacity, token_s=costs.linear_s)
+            plans.append(self.plan_of(stays, remap=False))
+        best = min(plans, key=lambda plan: plan.layer_seconds)
+        return replace(best, bounds=self._grown(best.bounds))
 
-    def plan_of(self, shared: Sharing) -> BatchPlan:
-        """Return the plan of sequences that are shared out already."""
-        sizes, lengths = self.nodes.ring_sizes, shared.lengths
+    def plan_of(self, shared: Sharing, *, remap: bool = True) -> BatchPlan:
+        """Return the plan of sequences that are shared out already; its bounds are its own.
+
+        Without `remap` tokens stay for the linear layers where attention has them.
+        """
+        sizes, lengths, total = self.nodes.ring_sizes, shared.lengths, self.nodes.total
         size = np.array(sizes)[shared.size]
         pieces = pieces_of(lengths, size, shared.ring)
-        held = np.zeros(self.nodes.total, int)
+        held = np.zeros(total, int)
         np.add.at(held, pieces.device, pieces.length)
-        over = held - even_tokens(int(lengths.sum()), self.nodes.total)
+        flow = self._flow(held) if remap else np.zeros((total, total), int)
+        tokens = held - flow.sum(axis=1) + flow.sum(axis=0)
+        needed = self._rounded(widths_of(pieces, self.nodes), int(tokens.max()), flow)
+        seconds = {g: np.repeat(shared.attention_seconds(i), g) for i, g in enumerate(sizes)}
+        return BatchPlan(lengths, size, shared.ring, seconds, flow, self.nodes, self.costs, needed)
+
+    def _flow(self, held: np.ndarray) -> np.ndarray:
+        """Return who sends how many tokens to whom so that all have equally many."""
+        over = held - even_tokens(int(held.sum()), self.nodes.total)
         cost = token_costs(
             self.nodes, 1 / self.costs.intra.bytes_per_s, 1 / self.costs.network.bytes_per_s
         )
         at_once = self.bounds.sent if self.bounds else 1
-        flow = transport(np.maximum(over, 0), np.maximum(-over, 0), cost, at_once=at_once)
-        needed = self._rounded(
-            widths_of(pieces, self.nodes), -(-int(lengths.sum()) // self.nodes.total), flow
-        )
+        return transport(np.maximum(over, 0), np.maximum(-over, 0), cost, at_once=at_once)
+
+    def _grown(self, needed: Bounds) -> Bounds:
+        """Return the step's static sizes, grown if a plan needs more."""
         if self.bounds is None or not self.bounds.fits(needed):
             self.bounds = self.bounds.joined(needed) if self.bounds else needed
             self.growths += 1
-        seconds = {g: np.repeat(shared.ring_seconds(i), g) for i, g in enumerate(sizes)}
-        return BatchPlan(
-            lengths, size, shared.ring, seconds, flow, self.nodes, self.costs, self.bounds
-        )
+        return self.bounds
 
     def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray) -> Bounds:
         """Round sizes up, so that they seldom grow."""
@@ -97,7 +112,8 @@ class Planner:
         def up(need: int) -> int:
             return -(-need // step) * step
 
-        sent = 1 << max(int(flow.max(initial=1)) - 1, 0).bit_length()
+        most = int(flow.max(initial=0))
+        sent = 1 << (most - 1).bit_length() if most else 0
         return bounds_of({g: up(w) for g, w in widths.items()}, up(tokens), sent)
 
 

@@ -76,7 +76,11 @@ def chunk_edges(length: int, size: int) -> np.ndarray:
 
 
 def ring_s(
-    compute_s: ArrayLike, tokens: ArrayLike, size: int, nodes: Nodes, costs: AttentionCosts
+    compute_s: ArrayLike,
+    tokens: ArrayLike,
+    size: int,
+    nodes: Nodes,
+    costs: AttentionCosts,
 ) -> Floats:
     """Return the seconds, forward and backward, of one layer's rings of one size.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,9 @@ def random_plan(planner: varlen.Planner, rng: np.random.Generator) -> varlen.Bat
     price = prices_of(lengths, nodes, planner.costs)
     for index, (_, at, ring) in enumerate(rows):
         shared.put(index, at, ring, price)
-    return planner.plan_of(shared)
+    plan = planner.plan_of(shared)
+    assert bounds.fits(plan.bounds)
+    return replace(plan, bounds=bounds)
 
 
 def dense(lengths: np.ndarray, q, k, v, to_out) -> list[np.ndarray]:

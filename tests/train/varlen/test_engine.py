@@ -39,17 +39,25 @@ def programs(count: int, devices: int, dtype: str):
 
     @jax.jit
     def plain(segment, q, k, v, to_out):
-        same = (segment[:, None] == segment) & jnp.tri(len(segment), dtype=bool)
+        longest = len(segment)
+        same = (segment[:, None] == segment) & jnp.tri(longest, dtype=bool)
 
-        def attend(q, k, v):
-            keys, values = (jnp.repeat(x, HEADS // KV_HEADS, axis=1) for x in (k, v))
-            scores = jnp.einsum("qhd,khd->hqk", q, keys, preferred_element_type="float32")
-            p = jax.nn.softmax(jnp.where(same, scores * HEAD**-0.5, LOWEST)).astype(q.dtype)
-            out = jnp.einsum("hqk,khd->qhd", p, values, preferred_element_type="float32")
-            return out.astype(q.dtype)
+        def dot(spec, x, y):
+            return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
-        out, back = jax.vjp(attend, q, k, v)
-        return out, *back(to_out)
+        # As `jaxoverlap.attention` on one device: both operands of every matmul are bfloat16.
+        q, to_out = (x.reshape(longest, KV_HEADS, -1, HEAD) for x in (q, to_out))
+        p = jax.nn.softmax(jnp.where(same, dot("qhgd,khd->hgqk", q, k) * HEAD**-0.5, LOWEST))
+        out = dot("hgqk,khd->qhgd", p.astype(q.dtype), v).astype(q.dtype)
+        delta = dot("qhgd,qhgd->hgq", to_out.astype("f"), out.astype("f"))
+        to_p = dot("qhgd,khd->hgqk", to_out, v)
+        to_scores = (p * (to_p - delta[..., None]) * HEAD**-0.5).astype(q.dtype)
+        to_q = dot("hgqk,khd->qhgd", to_scores, k)
+        to_k = dot("hgqk,qhgd->khd", to_scores, q)
+        to_v = dot("hgqk,qhgd->khd", p.astype(q.dtype), to_out)
+        whole = (longest, HEADS, HEAD)
+        results = out.reshape(whole), to_q.reshape(whole), to_k, to_v
+        return [x.astype(q.dtype) for x in results]
 
     return planner, ours, plain, jnp.dtype(dtype)
 

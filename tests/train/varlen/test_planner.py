@@ -1,5 +1,6 @@
 """Plans keep every token, the capacity and balance, for any lengths; what cannot fit is refused."""
 
+import itertools
 import time
 
 import numpy as np
@@ -111,7 +112,7 @@ def test_bounds_grow_and_never_shrink():
     for _ in range(60):
         lengths = rng.lognormal(4.5, 1.2, 30).astype(int) + 1
         seen.append(planner(lengths[np.cumsum(lengths) < 5000]).bounds)
-    assert all(later.fits(earlier) for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.fits(earlier) for earlier, later in itertools.pairwise(seen))
     assert planner.growths == len(set(seen)) <= 16
     again = varlen.Planner(COSTS, Nodes(2, 4), capacity=1024, bounds=planner.bounds)
     again([100, 200])
