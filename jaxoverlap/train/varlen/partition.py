@@ -26,7 +26,7 @@ from jaxoverlap.train.varlen.rings import Nodes, chunk_slots, ring_s
 _SHARES = (1.0, 0.5, 0.25)
 _MORE_SHARES = (0.8, 0.65, 0.35, 0.15, 1.3, 2.0)
 _FEW = 96  # sequences for which more is tried
-_GOOD = 1.02  # of the lower bound: nothing more is tried
+GOOD = 1.02  # of the lower bound: nothing more is tried
 _MOVES = 60
 _FEWEST, _RESIZED = 16, 6  # sequences for which all sizes are tried, and the longest of these
 
@@ -163,14 +163,13 @@ def partition(
     """
     price = prices_of(lengths, nodes, costs, token_s=token_s)
     fresh = functools.partial(Sharing, lengths, nodes, costs, capacity, token_s)
-    best_s = np.min(price.alone_s, axis=0)
-    bound_s = max(_shared_s(price, nodes), float(best_s.max(initial=0.0)))
+    least_s = bound_s(price, nodes)
     few = len(lengths) <= _FEW
     best: Sharing | None = None
     for share in (*_SHARES, *(_MORE_SHARES if few else ())):
-        wanted = _wanted(price, capacity, share * bound_s)
+        wanted = _wanted(price, capacity, share * least_s)
         best = _better(best, _tried(fresh(), price, wanted, few))
-        if best and best.makespan_s() <= _GOOD * bound_s:
+        if best and best.makespan_s() <= GOOD * least_s:
             return best
     if best is None:
         return _split_all(fresh(), price)
@@ -206,6 +205,15 @@ def _resized(best: Sharing, price: Prices) -> Sharing:
             wanted[index] = at
             best = _better(best, _tried(best.emptied(), price, wanted, True)) or best
     return best
+
+
+def bound_s(price: Prices, nodes: Nodes) -> float:
+    """Return what no sharing is faster than, but for what sequences of one ring save together.
+
+    The longest of single sequences at their best, and all of them spread evenly at their least.
+    """
+    alone = np.min(price.alone_s, axis=0).max(initial=0.0)
+    return max(_shared_s(price, nodes), float(alone))
 
 
 def _shared_s(price: Prices, nodes: Nodes) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import ArrayLike
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.train.varlen.arrays import pieces_of, widths_of
 from jaxoverlap.train.varlen.costs import AttentionCosts
-from jaxoverlap.train.varlen.partition import Sharing, partition
+from jaxoverlap.train.varlen.partition import GOOD, Sharing, bound_s, partition, prices_of
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of
@@ -57,6 +58,9 @@ class Planner:
     def __call__(self, lengths: ArrayLike) -> BatchPlan:
         """Plan a batch.
 
+        Attention and linear layers balanced together, or attention alone and tokens then moved:
+        whichever layer is shorter by price. Where linear layers have no price, tokens move.
+
         Args:
             lengths: i[sequences], tokens of each.
 
@@ -65,12 +69,18 @@ class Planner:
             ValueError: for lengths that are no whole numbers of one or more.
         """
         checked, costs = _checked(lengths), self.costs
-        where = self.nodes, costs
-        plans = [self.plan_of(partition(checked, *where, capacity=self.capacity))]
+        share = functools.partial(partition, checked, self.nodes, costs, capacity=self.capacity)
+        even_s = costs.linear_s * -(-int(checked.sum()) // self.nodes.total)
+        best: BatchPlan | None = None
         if costs.linear_s:
-            stays = partition(checked, *where, capacity=self.capacity, token_s=costs.linear_s)
-            plans.append(self.plan_of(stays, remap=False))
-        best = min(plans, key=lambda plan: plan.layer_seconds)
+            best = self.plan_of(share(token_s=costs.linear_s), remap=False)
+        least_s = bound_s(prices_of(checked, self.nodes, costs), self.nodes) + even_s
+        if best is None or best.layer_seconds > GOOD * least_s:
+            shared = share()
+            if best is None or shared.makespan_s() + even_s < best.layer_seconds:
+                moves = self.plan_of(shared)
+                if best is None or moves.layer_seconds < best.layer_seconds:
+                    best = moves
         return replace(best, bounds=self._grown(best.bounds))
 
     def plan_of(self, shared: Sharing, *, remap: bool = True) -> BatchPlan:

@@ -123,6 +123,14 @@ class Bounds:
     tokens: int
     sent: int
 
+    def __post_init__(self) -> None:
+        odd = any(size > 1 and width % 2 for size, width in self.widths)
+        if list(self.widths) != sorted(self.widths, reverse=True) or odd:
+            raise ValueError(
+                f"widths={self.widths}: expected (ring size, slots), the largest rings first, with "
+                "two equal halves of slots for rings of two and more"
+            )
+
     @property
     def slots(self) -> int:
         """Return the slots of a device in attention."""

@@ -30,10 +30,10 @@ def test_invariants(lengths, count, devices, room):
     split = int(chunk_slots(lengths, largest).sum())
     capacity = max(2, int(room * split))
     planner = varlen.Planner(COSTS, nodes, capacity=capacity)
-    check(planner(lengths), planner)
+    check(planner(lengths), planner.capacity)
 
 
-def check(plan, planner):
+def check(plan, capacity):
     lengths, slots, nodes = plan.lengths, plan.slots, plan.nodes
     assert plan.size.min() >= 1 and set(plan.size) <= set(nodes.ring_sizes)
     # Each token is in one slot, and in one place between attentions.
@@ -43,14 +43,15 @@ def check(plan, planner):
     assert np.array_equal(np.sort(ids), np.arange(lengths.sum()))
     assert np.array_equal(np.sort(plan.linear[plan.linear >= 0]), np.arange(lengths.sum()))
     # No device holds more than it may, nor a part of a ring that it is not on.
-    assert used.sum(axis=1).max() <= planner.capacity
+    assert used.sum(axis=1).max() <= capacity
     device = np.broadcast_to(np.arange(nodes.total)[:, None], used.shape)[used]
     sequence = slots[..., 0][used]
     assert np.array_equal(plan.ring[sequence], device // plan.size[sequence])
-    # Chunks differ by a token at most, and so do the devices between attentions.
+    # Chunks differ by a token at most, and so do the devices between attentions if tokens moved.
     assert balanced(lengths, plan.size) <= 1
     held = (plan.linear >= 0).sum(axis=1)
-    assert held.max() - held.min() <= 1
+    assert np.array_equal(held, plan.tokens_of_devices)
+    assert not plan.remap_tokens or held.max() - held.min() <= 1
     # There and back gives every bit again.
     values = np.where(used, slots[..., 1] + before[slots[..., 0]] + 1, 0)
     there = moves(values, plan.arrays.to_linear)
@@ -78,7 +79,7 @@ def moves(x, how):
 )
 def test_extremes(lengths):
     planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=2900)
-    check(planner(lengths), planner)
+    check(planner(lengths), planner.capacity)
 
 
 def test_a_sequence_longer_than_a_node_holds_joins_nodes():
@@ -88,10 +89,9 @@ def test_a_sequence_longer_than_a_node_holds_joins_nodes():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_with_rings_of_any_size_keep_the_invariants(seed):
-    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=64)
-    planner.bounds = varlen.Bounds(((8, 24), (4, 24), (2, 24), (1, 40)), 56, 64)
-    planner.capacity = 112
-    check(random_plan(planner, np.random.default_rng(seed)), planner)
+    bounds = varlen.Bounds(((8, 24), (4, 24), (2, 24), (1, 40)), 56, 64)
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=64, bounds=bounds)
+    check(random_plan(planner, np.random.default_rng(seed)), bounds.slots)
 
 
 def test_what_cannot_fit_is_refused_with_its_numbers():
@@ -104,6 +104,12 @@ def test_what_cannot_fit_is_refused_with_its_numbers():
 def test_lengths_are_whole_numbers_above_zero(lengths):
     with pytest.raises(ValueError, match="expected one dim of whole numbers"):
         varlen.Planner(COSTS, Nodes(1, 2), capacity=8)(lengths)
+
+
+def test_bounds_have_two_halves_and_begin_with_the_largest_rings():
+    for widths in (((4, 3), (1, 8)), ((1, 8), (4, 4))):
+        with pytest.raises(ValueError, match="the largest rings first"):
+            varlen.Bounds(widths, 8, 8)
 
 
 def test_bounds_grow_and_never_shrink():
