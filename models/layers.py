@@ -75,12 +75,16 @@ class Norm(nnx.Module):
         return shard((y * self.scale[...]).astype(x.dtype), self.mesh, self.spec)
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions for x [batch, sequence, heads, size] (Su et al., arXiv:2104.09864)."""
+def rotate(x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """Rotary positions for x [batch, sequence, heads, size] (Su et al., arXiv:2104.09864).
+
+    `positions` [batch, sequence]; none: each row begins at zero.
+    """
     sequence, half = x.shape[1], x.shape[3] // 2
     dtype = wide(x.dtype)
     frequency = 10000.0 ** (-jnp.arange(half, dtype=dtype) / half)
-    angle = jnp.arange(sequence, dtype=dtype)[:, None, None] * frequency
+    at = jnp.arange(sequence, dtype=dtype) if positions is None else positions.astype(dtype)
+    angle = at[..., None, None] * frequency
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
@@ -91,12 +95,15 @@ def stack(new_layer: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> A
     return nnx.split_rngs(splits=count)(nnx.vmap(new_layer))(rngs)
 
 
-def run_stack(layers: Any, x: Any) -> Any:
-    """Run stacked layers, one after the other, in one scan; `x` is what one hands to the next."""
+def run_stack(layers: Any, x: Any, *given: Any) -> Any:
+    """Run stacked layers, one after the other, in one scan; `x` is what one hands to the next.
+
+    Each layer is called with `x` and what else is given to all of them alike.
+    """
     definition, weights = nnx.split(layers)
 
     def layer(x, weights):
-        return nnx.merge(definition, weights)(x), None
+        return nnx.merge(definition, weights)(x, *given), None
 
     # Remat: the backward pass keeps only each layer's input and computes the rest again.
     return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights)[0]

@@ -16,6 +16,7 @@ Nothing asks for whole keys and values: scores are split by query alone, so the 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -50,6 +51,17 @@ class Config(TextRun):
     heads_at_once: Annotated[int, Option(help="Whose scores are in memory.")] = 2
     data: Annotated[int, Option(help="Mesh axis: batch and FSDP.")] = 2
     context: Annotated[int, Option(help="Mesh axis: sequence and FSDP.")] = 4
+    varlen: Annotated[bool, Option("--varlen", help="Train on whole documents.")] = False
+    documents: Annotated[
+        Path | None, Option(help="Files of --varlen; default: Python's own sources.")
+    ] = None
+    step_tokens: Annotated[int, Option(help="Of a step of --varlen.")] = 8192
+    longest: Annotated[int, Option(help="Tokens of a document of --varlen.")] = 4096
+    prices: Annotated[str | None, Option(help="Cluster whose prices --varlen plans by.")] = None
+
+    @property
+    def tokens(self) -> int:
+        return self.step_tokens if self.varlen else super().tokens
 
     def divisors(self) -> Iterator[tuple[str, str, int]]:
         yield from super().divisors()

@@ -2,6 +2,7 @@
 
 python -m models.train_long                 # 100 steps on 8 devices, simulated on a CPU
 python -m models.train_long --plain         # the same without overlap
+python -m models.train_long --varlen        # on documents of their own lengths, balanced
 """
 
 from models.long_context import RECIPE

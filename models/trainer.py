@@ -43,6 +43,10 @@ def train(recipe: Recipe, config: Run) -> Trained:
         from models import compressed  # which imports this module
 
         return compressed.train(recipe, config)
+    if getattr(config, "varlen", False):
+        from models import varlen  # which imports this module
+
+        return varlen.train(recipe, config)
     mesh = recipe.make_mesh(config)
     step = overlapped(recipe.make_step(config, mesh), config)
 
@@ -79,7 +83,8 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
     mesh = recipe.make_mesh(config)
     if recipe.report and jax.process_count() == 1:
         console.print(recipe.report(config, mesh, state["params"]))
-    if config.plain or config.has_workers or jax.process_index() != 0:
+    varlen = getattr(config, "varlen", False)
+    if config.plain or config.has_workers or varlen or jax.process_index() != 0:
         return rows
     if config.ops:
         print(jaxoverlap.audit(step.lower(*recipe.abstract_args(config, mesh)).compile()))

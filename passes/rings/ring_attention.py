@@ -67,7 +67,7 @@ class Attention(NamedTuple):
     variant: Variant
 
 
-class _State(NamedTuple):
+class SoftmaxState(NamedTuple):
     """The softmax so far: its output, greatest scores and sums; in float32 at least."""
 
     output: Array  # [batch, s/N, kv heads, group, head]
@@ -89,12 +89,12 @@ def attend(how: Attention, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         ValueError: if a chunk does not divide into the variant's slices.
     """
     travel = _Travel(how, k, v)
-    state: _State | None = None
+    state: SoftmaxState | None = None
     for step, piece in travel.order():
         (k, v), state = travel.turn(step, piece, state)
-        state = _fold(state, _scores(how, q, k, travel.start(step, piece)), v)
+        state = fold(state, _scores(how, q, k, travel.start(step, piece)), v)
     assert state is not None
-    output = state.output / _per_query(state.total)
+    output = state.output / per_query(state.total)
     return output.astype(q.dtype), state.greatest + jnp.log(state.total)
 
 
@@ -204,7 +204,7 @@ def _add(sums: Pair | None, more: Pair | None) -> Pair:
     return sums if more is None else (sums[0] + _wide(more[0]), sums[1] + _wide(more[1]))
 
 
-def _fold(state: _State | None, scores: Array, v: Array) -> _State:
+def fold(state: SoftmaxState | None, scores: Array, v: Array) -> SoftmaxState:
     """Fold one more block of scores and values into the softmax."""
     greatest = scores.max(-1)
     if state is not None:
@@ -214,8 +214,8 @@ def _fold(state: _State | None, scores: Array, v: Array) -> _State:
     output, total = dot(TO_QUERY, p.astype(v.dtype), v), p.sum(-1)
     if state is not None:
         kept = jnp.exp(state.greatest - greatest)
-        output, total = output + state.output * _per_query(kept), total + state.total * kept
-    return _State(output, greatest, total)
+        output, total = output + state.output * per_query(kept), total + state.total * kept
+    return SoftmaxState(output, greatest, total)
 
 
 def _scores(how: Attention, q: Array, k: Array, start: Any) -> Array:
@@ -229,7 +229,7 @@ def _scores(how: Attention, q: Array, k: Array, start: Any) -> Array:
     return jnp.where(keys[None, :] <= queries[:, None], scores, -jnp.inf)
 
 
-def _per_query(stat: Array) -> Array:
+def per_query(stat: Array) -> Array:
     """Shape a stat [batch, kv heads, group, queries] as a factor of the output."""
     return jnp.moveaxis(stat, -1, 1)[..., None]
 

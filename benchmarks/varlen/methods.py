@@ -1,0 +1,339 @@
+"""Seconds of one layer, forward and backward, of a batch by each published way to share it out.
+
+Each way is made again here from its published formula or released scheduler, and named so; none is
+the authors' code. All are priced by the same `AttentionCosts`: blocks of attention, hops, the
+linear layers of the device that has most tokens. Sums of gradients travel in the keys' dtype with
+the others, and in float32 with ours.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from jaxoverlap.train.varlen import AttentionCosts, Nodes, Planner
+from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE
+from jaxoverlap.train.varlen.partition import Sharing, partition, prices_of
+from jaxoverlap.train.varlen.rings import ring_s
+
+PHASES = ((1.0, 1.0), (BACKWARD_COMPUTE, 2.0))  # compute and bytes, forward and backward
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a batch runs.
+
+    Attributes:
+        nodes: the devices.
+        costs: prices of a layer.
+        capacity: tokens that a device holds.
+    """
+
+    nodes: Nodes
+    costs: AttentionCosts
+    capacity: int
+
+    @property
+    def others(self) -> AttentionCosts:
+        """Return the prices for the others: one rail a hop, gradients in the keys' dtype."""
+        return replace(self.costs, rails=1, backward_bytes=2.0)
+
+    @property
+    def nic_share(self) -> float:
+        """Return a device's share of its node's network, bytes/s."""
+        return self.costs.network.bytes_per_s * min(1.0, self.costs.rails / self.nodes.devices)
+
+    def linear_s(self, tokens: float) -> float:
+        """Return the seconds of the linear layers of a device with so many tokens."""
+        return tokens * self.costs.linear_s
+
+    def even_linear_s(self, lengths: np.ndarray) -> float:
+        """Return those of equal tokens on each device."""
+        return self.linear_s(-(-int(lengths.sum()) // self.nodes.total))
+
+    def gather_s(self, num_bytes: float, devices: int) -> float:
+        """Return the seconds in which each of `devices` neighbours gets all of so many bytes.
+
+        Rings over all rails of a node at once: what a node lacks comes over all of them.
+        """
+        intra, network = self.costs.intra, self.costs.network
+        inside = num_bytes * (devices - 1) / devices / intra.bytes_per_s
+        count = -(-devices // self.nodes.devices)
+        between = num_bytes * (count - 1) / count / (self.nic_share * self.nodes.devices)
+        hops = (devices - 1) * (intra.latency_s if count == 1 else network.latency_s)
+        return hops + max(inside, between)
+
+    def exchange_s(self, num_bytes: float, devices: int) -> float:
+        """Return the seconds of an all-to-all in which each device has so many bytes."""
+        count = -(-devices // self.nodes.devices)
+        return self.costs.exchange_s(num_bytes, count, devices // count)
+
+
+def te_ring(place: Place, lengths: np.ndarray) -> float:
+    """Transformer Engine's context parallelism: every sequence in 2 D chunks, one ring of all."""
+    total = place.nodes.total
+    compute = place.others.causal_s(lengths, total).sum()
+    tokens = np.ceil(lengths / (2 * total)).sum() * 2
+    return float(ring_s(compute, tokens, total, place.nodes, place.others)) + place.linear_s(tokens)
+
+
+def routed_ring(place: Place, lengths: np.ndarray) -> float:
+    """The same with each hop between nodes over all rails: our routing alone."""
+    total, costs = place.nodes.total, replace(place.costs, backward_bytes=2.0)
+    compute = costs.causal_s(lengths, total).sum()
+    tokens = np.ceil(lengths / (2 * total)).sum() * 2
+    return float(ring_s(compute, tokens, total, place.nodes, costs)) + place.linear_s(tokens)
+
+
+def llama_gather(place: Place, lengths: np.ndarray) -> float:
+    """Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2): keys are gathered first.
+
+    Forward one gather, backward one reduce-scatter of the same bytes: keys are kept.
+    """
+    return _gathered(place, lengths, place.nodes.total, place.nodes.total)
+
+
+def _gathered(place: Place, lengths: np.ndarray, size: int, devices: int) -> float:
+    """Return the seconds of all-gather context parallelism of some sequences on one group."""
+    del devices
+    compute = float(place.costs.causal_s(lengths, size).sum())
+    tokens = float(np.ceil(lengths / (2 * size)).sum() * 2)
+    moved_s = 2 * place.gather_s(tokens * size * place.costs.token_bytes, size)
+    launches = 2 * place.costs.launch_s
+    return (1 + BACKWARD_COMPUTE) * compute + launches + moved_s + place.linear_s(tokens)
+
+
+def hybrid_data(place: Place, lengths: np.ndarray) -> float:
+    """Megatron's hybrid context parallelism (hybrid_cp_schedule.py): data parallel where short.
+
+    A sequence has 2^ceil(log2(length / most of a rank)) ranks, and goes to the group of that size
+    with the least work, s^2 / ranks. Then groups grow while devices would idle: sequences of the
+    slowest group double their ranks as long as that is faster. Tokens are not evened out.
+    """
+    nodes, costs = place.nodes, place.others
+    sizes = np.array(nodes.ring_sizes)
+    wanted = np.searchsorted(sizes, np.minimum(lengths / place.capacity, sizes[-1]))
+    best = _hybrid(place, lengths, wanted, costs)
+    for _ in range(len(sizes) * 4):
+        longest = np.argmax(np.where(wanted < len(sizes) - 1, lengths / sizes[wanted], -1.0))
+        if wanted[longest] == len(sizes) - 1:
+            break
+        wanted = wanted.copy()
+        wanted[longest] += 1
+        best = min(best, _hybrid(place, lengths, wanted, costs))
+    return best
+
+
+def _hybrid(place: Place, lengths: np.ndarray, wanted: np.ndarray, costs: AttentionCosts) -> float:
+    nodes = place.nodes
+    shared, price = Sharing(lengths, nodes, costs, place.capacity), prices_of(lengths, nodes, costs)
+    work = np.zeros(nodes.total)
+    for index in np.lexsort((-lengths, -wanted)):
+        size = nodes.ring_sizes[wanted[index]]
+        ring = int(work.reshape(-1, size).max(axis=1).argmin())
+        work.reshape(-1, size)[ring] += float(lengths[index]) ** 2 / size
+        shared.put(index, int(wanted[index]), ring, price)
+    linear = place.costs.linear_s * shared.device_tokens()
+    return float((shared.device_seconds() + linear).max())
+
+
+def flexsp(place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: float = 4.0) -> float:
+    """FlexSP's solver (galvatron/flexsp_solver/solver.py): Ulysses groups of mixed degrees.
+
+    min T: each group p of d devices takes its sequences' (quadratic + linear) / d and its
+    all-to-alls; sum of the used groups' d at most all devices; tokens / d within capacity. Lengths
+    are bucketed by quantiles, at the bucket's mean. A MILP, stopped after `limit_s`.
+    """
+    nodes, costs = place.nodes, place.costs
+    groups = [d for d in nodes.ring_sizes for _ in range(nodes.total // d)]
+    ordered = np.sort(lengths)
+    parts = [p for p in np.array_split(ordered, min(buckets, len(ordered))) if p.size]
+    singles = [np.array([x]) for x in ordered[-8:]]  # long ones alone: they decide
+    parts = [p for p in np.array_split(ordered[:-8], buckets) if p.size] + singles
+    count = np.array([p.size for p in parts])
+    mean = np.array([p.mean() for p in parts])
+    work = np.array([((1 + BACKWARD_COMPUTE) * costs.causal_s(p)).mean() for p in parts])
+    work = work + costs.linear_s * mean
+    k, g = len(parts), len(groups)
+    objective = np.zeros(k * g + g + 1)
+    objective[-1] = 1
+    rows, low, high = [], [], []
+
+    def add(values: dict[int, float], least: float, most: float) -> None:
+        row = np.zeros(k * g + g + 1)
+        row[list(values)] = list(values.values())
+        rows.append(row)
+        low.append(least)
+        high.append(most)
+
+    for i in range(k):
+        add({i * g + p: 1.0 for p in range(g)}, count[i], count[i])
+    for p, d in enumerate(groups):
+        sent = np.zeros(k)
+        if d > 1:  # both ways of attention, forward and backward: all exposed
+            link_s = place.exchange_s(mean.mean() / d * costs.remap_bytes, d)
+            floor_s = place.exchange_s(0.0, d)
+            sent = 2 * mean * (link_s - floor_s) / mean.mean()
+        start_s = 2 * costs.launch_s + (4 * place.exchange_s(0.0, d) if d > 1 else 0.0)
+        time = {i * g + p: (work[i] / d + sent[i]) * 1e3 for i in range(k)}
+        add(time | {k * g + p: start_s * 1e3, k * g + g: -1.0}, -np.inf, 0)
+        add({i * g + p: mean[i] / d for i in range(k)} | {k * g + p: -place.capacity}, -np.inf, 0)
+    add({k * g + p: float(d) for p, d in enumerate(groups)}, 0, nodes.total)
+    upper = np.concatenate([np.repeat(count, g), np.ones(g), [np.inf]]).astype(float)
+    whole = np.append(np.ones(k * g + g), 0)
+    found = milp(
+        objective, constraints=LinearConstraint(np.array(rows), low, high), integrality=whole,
+        bounds=Bounds(0, upper), options=dict(time_limit=limit_s, mip_rel_gap=0.02),
+    )  # fmt: skip
+    if found.x is None:
+        return float("nan")
+    return float(found.x[-1]) / 1e3
+
+
+def wlb_llm(place: Place, lengths: np.ndarray) -> float:
+    """WLB-LLM's greedy packing (arXiv 2503.17924; as in distca/planner/wlb_planner.py).
+
+    Workload (s / b)^2 + s / b, b = 128K; longest first, to the bin of least workload if it fits
+    there, else to the shortest one, leftovers to that of least workload. A bin is a group of
+    all-gather context parallelism with chunks per document: a node, or the fewest nodes that hold
+    the longest document.
+    """
+    nodes = place.nodes
+    longest = int(lengths.max())
+    sizes = [s for s in nodes.ring_sizes if s >= nodes.devices]
+    size = next((s for s in sizes if s * place.capacity >= longest), sizes[-1])
+    bins = nodes.total // size
+    most = size * place.capacity
+    load, tokens = np.zeros(bins), np.zeros(bins)
+    held: list[list[int]] = [[] for _ in range(bins)]
+    leftovers = []
+
+    def put(at: int, length: int) -> None:
+        load[at] += (length / 131072) ** 2 + length / 131072
+        tokens[at] += length
+        held[at].append(length)
+
+    for length in sorted(lengths.tolist(), reverse=True):
+        least, shortest = int(load.argmin()), int(tokens.argmin())
+        if tokens[least] + length <= most:
+            put(least, length)
+        elif tokens[shortest] + length <= most:
+            put(shortest, length)
+        else:
+            leftovers.append(length)
+    for length in leftovers:
+        put(int(load.argmin()), length)
+    return max(_gathered(place, np.array(h), size, size) for h in held if h)
+
+
+def magi(place: Place, lengths: np.ndarray, *, chunks_a_rank: int = 16) -> float:
+    """MagiAttention's dispatch: equal chunks, as many a rank, areas evened by a min-heap.
+
+    Keys are fetched only where a mask needs them, in 1 to 4 stages under attention (the best is
+    taken), over all rails; the sums of their gradients return the same way.
+    """
+    nodes, costs, total = place.nodes, place.costs, place.nodes.total
+    tokens = int(lengths.sum())
+    size = max(1, -(-tokens // (total * chunks_a_rank)))
+    number = total * chunks_a_rank
+    starts = np.cumsum(lengths) - lengths
+    seconds_of, first = _chunk_work(costs, lengths, starts, size, number)
+    rank = _min_heap(seconds_of, total, chunks_a_rank)
+    edges = np.arange(number) * size
+    needed = np.zeros((total, number))
+    for q in range(number):
+        low = int(first[q]) // size
+        if edges[q] < tokens:
+            needed[rank[q], low : q + 1] = np.maximum(needed[rank[q], low : q + 1], size)
+            if low < q:  # only the tail of the first chunk, unless another query wants all of it
+                wanted = (low + 1) * size - first[q]
+                others = [
+                    p
+                    for p in np.flatnonzero(rank == rank[q])
+                    if p != q and first[p] // size <= low <= p
+                ]
+                if not others:
+                    needed[rank[q], low] = wanted
+    owner = rank[None, :]
+    here = np.arange(total)[:, None]
+    node = here // nodes.devices == owner // nodes.devices
+    remote = needed * (owner != here) * costs.token_bytes
+    inside, between = (remote * node).sum(1), (remote * ~node).sum(1)
+    sent_inside, sent_between = (
+        np.bincount(rank, weights=(remote * m).sum(0), minlength=total) for m in (node, ~node)
+    )
+    comm = np.maximum(
+        np.maximum(inside, sent_inside) / costs.intra.bytes_per_s,
+        np.maximum(between, sent_between) / place.nic_share,
+    )
+    compute = np.bincount(rank, weights=seconds_of, minlength=total)
+    latency = costs.network.latency_s if nodes.count > 1 else costs.intra.latency_s
+    worst = []
+    for stages in (1, 2, 3, 4):
+        local = compute / (stages + 1)
+        seconds = np.zeros(total)
+        for work, moved in PHASES:
+            fetch, block = comm * moved / stages + latency, work * local
+            seconds += block + stages * np.maximum(block, fetch) + costs.launch_s * (stages + 1)
+        worst.append(seconds.max())
+    return float(min(worst)) + place.linear_s(size * chunks_a_rank)
+
+
+def _chunk_work(
+    costs: AttentionCosts, lengths: np.ndarray, starts: np.ndarray, size: int, number: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each chunk's seconds of attention forward, and the first key that it needs."""
+    seconds, first = np.zeros(number), np.zeros(number)
+    edges = np.arange(number + 1) * size
+    owner = np.searchsorted(starts, edges[:-1], side="right") - 1
+    first[:] = starts[np.maximum(owner, 0)]
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for q in range(start // size, -(-(start + length) // size)):
+            low, high = max(edges[q], start) - start, min(edges[q + 1], start + length) - start
+            area = (high * (high + 1) - low * (low + 1)) / 2
+            seconds[q] += float(costs.pairs_s(area, min(length, size)))
+    return seconds, first
+
+
+def _min_heap(work: np.ndarray, ranks: int, each: int) -> np.ndarray:
+    """Give each rank as many chunks, the heaviest first, to the rank with the least so far."""
+    heap = [(0.0, r) for r in range(ranks)]
+    left, found = [each] * ranks, np.zeros(len(work), int)
+    for q in np.argsort(-work, kind="stable"):
+        load, r = heapq.heappop(heap)
+        found[q] = r
+        left[r] -= 1
+        if left[r]:
+            heapq.heappush(heap, (load + work[q], r))
+    return found
+
+
+# -- ours -----------------------------------------------------------------------------------------
+
+
+def planned(place: Place, lengths: np.ndarray) -> float:
+    """Ours: partition, engine, routing, and moves for the linear layers where these pay."""
+    return Planner(place.costs, place.nodes, capacity=place.capacity)(lengths).layer_seconds
+
+
+def without_remap(place: Place, lengths: np.ndarray, *, routing: bool) -> float:
+    """Ours balanced by attention alone, tokens left where attention has them."""
+    costs = place.costs if routing else place.costs.without_routing()
+    shared = partition(lengths, place.nodes, costs, capacity=place.capacity)
+    planner = Planner(costs, place.nodes, capacity=place.capacity)
+    return planner.plan_of(shared, remap=False).layer_seconds
+
+
+METHODS: dict[str, Callable[[Place, np.ndarray], float]] = {
+    "TE ring": te_ring,
+    "Llama all-gather": llama_gather,
+    "hybrid DP": hybrid_data,
+    "FlexSP": flexsp,
+    "WLB-LLM": wlb_llm,
+    "MagiAttention": magi,
+    "this": planned,
+}

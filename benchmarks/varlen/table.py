@@ -1,0 +1,218 @@
+"""Compare ways to share batches of real lengths out, by simulation from one cost model.
+
+    python -m benchmarks.varlen.table lists          # seven ways on the real lists, three clusters
+    python -m benchmarks.varlen.table ablation       # ours part by part, beside the paper's
+    python -m benchmarks.varlen.table magi           # in MagiAttention's own setting
+    python -m benchmarks.varlen.table planner        # milliseconds of planning
+
+Lists of token lengths are read from --lengths, one number a line and list.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.varlen.methods import METHODS, Place, planned, routed_ring, te_ring, without_remap
+from jaxoverlap.hardware.cluster import Cluster, Link, parse_cluster
+from jaxoverlap.train.varlen import Nodes, Planner, attention_costs
+
+# The paper's clusters. A: A800, NVLink of 400 GB/s both ways, 4 NICs of 200 Gbit/s a node. B: H800,
+# the same NVLink, 8 RoCE NICs, whose rate is not given: 400 Gbit/s, as H800 nodes have. C: H200,
+# 8 NICs of 400 Gbit/s.
+CLUSTERS = {
+    "A": ("a100-sxm-80", 200e9, 25e9, 4),
+    "B": ("h100-sxm", 200e9, 50e9, 8),
+    "C": ("h200", 450e9, 50e9, 8),
+}
+MODEL_7B = dict(heads=32, head_size=128, hidden=4096, mlp=11008, matrices=3)
+SETTINGS = ((2, 4096), (4, 4096), (2, 8192), (4, 8192))  # nodes of eight, tokens a GPU
+ROOM = 1.5
+PAPER = {"routing": 1.6, "partition + engine": 3.2, "routing + engine": 3.51, "all": 3.64}
+
+app = typer.Typer(add_completion=False)
+Lengths = Annotated[Path, typer.Option(help="Folder of lists.")]
+Out = Annotated[Path | None, typer.Option(help="Add rows to this file.")]
+
+
+def cluster_of(name: str, count: int) -> tuple[Cluster, int]:
+    """Return one of the paper's clusters, and the rails of a node."""
+    chip, nvlink, nic, rails = CLUSTERS[name]
+    usual = parse_cluster(f"{chip}:{count}x8")
+    links = dict(
+        nvlink=Link("NVLink", nvlink, usual.nvlink.latency_s),
+        network=Link("RoCE", nic, usual.network.latency_s),
+    )
+    return replace(usual, **links), rails
+
+
+def place_of(name: str, count: int, tokens: int, model: dict[str, int] | None = None) -> Place:
+    cluster, rails = cluster_of(name, count)
+    costs = attention_costs(cluster, rails=rails, **(model or MODEL_7B))
+    return Place(Nodes(count, 8), costs, round(ROOM * tokens))
+
+
+def batches(
+    lengths: np.ndarray, total: int, *, seed: int, share: float = 1.0
+) -> Iterator[np.ndarray]:
+    """Yield batches of documents in a drawn order, cut to a share of the batch, filled whole."""
+    order = np.random.default_rng(seed).permutation(np.minimum(lengths, int(share * total)))
+    batch: list[int] = []
+    for length in order.tolist():
+        room = total - sum(batch)
+        batch.append(min(length, room))
+        if length >= room:
+            yield np.array(batch)
+            batch = []
+
+
+def first(lengths: np.ndarray, total: int, count: int, **how: Any) -> list[np.ndarray]:
+    made = batches(lengths, total, **how)
+    return [next(made) for _ in range(count)]
+
+
+def geometric(values: Any) -> float:
+    return float(np.exp(np.nanmean(np.log(list(values)))))
+
+
+def write(out: Path | None, rows: list[dict[str, Any]]) -> None:
+    if out:
+        with out.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@app.command()
+def lists(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
+    """Compare all ways: how many times as fast as TE's ring each is."""
+    rows: list[dict[str, Any]] = []
+    for path in sorted(lengths.glob("*.txt")):
+        if path.name == "README.md":
+            continue
+        known = np.loadtxt(path, dtype=int)
+        for cluster in CLUSTERS:
+            for count, tokens in SETTINGS:
+                place = place_of(cluster, count, tokens)
+                for index, batch in enumerate(
+                    first(known, count * 8 * tokens, batches_each, seed=0)
+                ):
+                    took = {name: way(place, batch) for name, way in METHODS.items()}
+                    at = dict(list=path.stem, cluster=cluster, nodes=count, tokens=tokens)
+                    rows.append(at | dict(batch=index, longest=int(batch.max()), seconds=took))
+    write(out, rows)
+    _lists(rows)
+
+
+def _lists(rows: list[dict[str, Any]]) -> None:
+    table = Table("list", "cluster", *METHODS, title="times as fast as TE's ring, geometric means")
+    kinds = sorted({(r["list"], r["cluster"]) for r in rows})
+    for kind in [*kinds, ("all", "all")]:
+        on = [r for r in rows if kind[0] in (r["list"], "all") and kind[1] in (r["cluster"], "all")]
+        cells = (
+            geometric(r["seconds"]["TE ring"] / r["seconds"][name] for r in on) for name in METHODS
+        )
+        table.add_row(*kind, *(f"{cell:.2f}" for cell in cells))
+    Console(width=110).print(table)
+    others = [name for name in METHODS if name != "this"]
+    means = {
+        name: geometric(r["seconds"][name] / r["seconds"]["this"] for r in rows) for name in others
+    }
+    name = min(means, key=means.__getitem__)
+    each = geometric(min(r["seconds"][o] for o in others) / r["seconds"]["this"] for r in rows)
+    print(f"{len(rows)} batches; TE's ring takes {means['TE ring']:.2f} times as long as this")
+    print(
+        f"the best other is {name}: {means[name]:.3f} times as long; "
+        f"the best of each batch {each:.3f}"
+    )
+
+
+@app.command()
+def ablation(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
+    """Show ours part by part on cluster A."""
+    parts = {
+        "routing": routed_ring,
+        "partition + engine": lambda p, b: without_remap(p, b, routing=False),
+        "routing + engine": lambda p, b: without_remap(p, b, routing=True),
+        "all": planned,
+    }
+    rows = []
+    for path in sorted(lengths.glob("*.txt")):
+        known = np.loadtxt(path, dtype=int)
+        for count, tokens in SETTINGS:
+            place = place_of("A", count, tokens)
+            for batch in first(known, count * 8 * tokens, batches_each, seed=0):
+                base = te_ring(place, batch)
+                gains = {name: base / way(place, batch) for name, way in parts.items()}
+                rows.append(dict(list=path.stem, nodes=count, tokens=tokens, gains=gains))
+    write(out, rows)
+    names = sorted({r["list"] for r in rows})
+    table = Table("part", *names, "all lists", "greatest", "paper (ArXiv)")
+    for part in parts:
+        each = [geometric(r["gains"][part] for r in rows if r["list"] == n) for n in names]
+        whole = geometric(r["gains"][part] for r in rows)
+        most = max(r["gains"][part] for r in rows)
+        cells = (f"{x:.2f}" for x in (*each, whole, most, PAPER[part]))
+        table.add_row(part, *cells)
+    Console(width=100).print(table)
+
+
+@app.command()
+def magi(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
+    """Compare in MagiAttention's setting: TFLOP/s/GPU of attention, 8 to 64 H100s."""
+    model = dict(heads=64, kv_heads=8, head_size=128)
+    table, rows = Table("way", "8 GPUs", "16", "32", "64", title="TFLOP/s/GPU, simulated"), []
+    known = np.concatenate([np.loadtxt(p, dtype=int) for p in sorted(lengths.glob("*.txt"))])
+    names = [name for name in METHODS if name != "FlexSP"]
+    for count in (1, 2, 4, 8):
+        costs = attention_costs(f"h100-sxm:{count}x8", **model)
+        place = Place(Nodes(count, 8), replace(costs, linear_s=0.0), round(ROOM * 8192))
+        planner = Planner(costs, place.nodes, capacity=place.capacity)  # which weighs moves
+        for batch in first(known, count * 8 * 8192, batches_each, seed=0, share=0.25):
+            # Forward and backward, seven matmuls of the unmasked scores.
+            flops = 7 * 2 * 64 * 128 * float((batch * (batch + 1) / 2).sum())
+            for name in names:
+                plan = planner(batch)
+                ours = plan.seconds + plan.remap_seconds
+                seconds = ours if name == "this" else METHODS[name](place, batch)
+                rate = flops / seconds / (count * 8) / 1e12
+                rows.append(dict(way=name, gpus=count * 8, tflops=rate))
+    write(out, rows)
+    for name in names:
+        rates = [
+            geometric(r["tflops"] for r in rows if r["way"] == name and r["gpus"] == n)
+            for n in (8, 16, 32, 64)
+        ]
+        table.add_row(name, *(f"{r:.0f}" for r in rates))
+    Console(width=90).print(table)
+
+
+@app.command()
+def planner(lengths: Lengths, runs: int = 7) -> None:
+    """Time planning, the median of several runs: 10,000 sequences on 128 devices, and fewer."""
+    table = Table("list", "sequences", "devices", "ms", "balance")
+    for path in sorted(lengths.glob("*.txt")):
+        known = np.loadtxt(path, dtype=int)
+        for number, count in ((10_000, 16), (1_000, 16), (100, 2)):
+            batch = known[:number]
+            place = place_of("C", count, 1)
+            capacity = round(ROOM * batch.sum() / (count * 8)) + 2
+            took = []
+            for _ in range(runs):
+                began = time.perf_counter()
+                plan = Planner(place.costs, place.nodes, capacity=capacity)(batch)
+                took.append(time.perf_counter() - began)
+            row = (f"{number}", f"{count * 8}", f"{np.median(took) * 1e3:.0f}")
+            table.add_row(path.stem, *row, f"{plan.balance:.3f}")
+    Console(width=80).print(table)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,165 @@
+"""Turn a plan into arrays of static shape: which token is in which slot, and which tokens move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoverlap.train.varlen.remap import Moves
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, chunk_edges
+
+NONE = np.iinfo(np.int32).max  # a slot that no array has: what is taken from there is zero
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PlanArrays:
+    """What a compiled step reads of a plan.
+
+    Attributes:
+        segment, position: i32[devices, slots] of attention, as `engine.attend` takes them.
+        to_attention, to_linear: moves, with a first dim of devices.
+    """
+
+    segment: Any
+    position: Any
+    to_attention: Moves
+    to_linear: Moves
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Runs of tokens that lie together: i[pieces] each.
+
+    Attributes:
+        device, sequence: where, and of which sequence.
+        start, length: tokens of the sequence.
+        size: devices of the ring.
+        late: whether it is a second half's; zero or one.
+    """
+
+    device: np.ndarray
+    sequence: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    size: np.ndarray
+    late: np.ndarray
+
+
+def pieces_of(lengths: np.ndarray, size: np.ndarray, ring: np.ndarray) -> Pieces:
+    """Cut sequences into the chunks that each device has.
+
+    Args:
+        lengths, size, ring: by sequence: tokens, devices of its ring, and which of these rings.
+    """
+    columns: list[list[np.ndarray]] = [[] for _ in range(6)]
+    for g in np.unique(size):
+        which = np.flatnonzero(size == g)
+        chunks = 1 if g == 1 else 2 * g
+        edges = np.arange(chunks + 1) * lengths[which, None] // chunks
+        chunk = np.tile(np.arange(chunks), which.size)
+        rank = np.zeros_like(chunk) if g == 1 else np.minimum(chunk, 2 * g - 1 - chunk)
+        start = edges[:, :-1].ravel()
+        made = (
+            np.repeat(ring[which] * g, chunks) + rank,
+            np.repeat(which, chunks),
+            start,
+            edges[:, 1:].ravel() - start,
+            np.full(chunk.size, g),
+            (chunk >= g) & (g > 1),
+        )
+        for column, part in zip(columns, made, strict=True):
+            column.append(part)
+    joined = [np.concatenate(c).astype(int) if c else np.zeros(0, int) for c in columns]
+    return Pieces(*joined)
+
+
+def widths_of(pieces: Pieces, nodes: Nodes) -> dict[int, int]:
+    """Return the slots that rings of each size need on a device: two equal halves."""
+    widths = {}
+    for g in np.unique(pieces.size).tolist():
+        on = pieces.size == g
+        held = np.zeros((nodes.total, 2), int)
+        np.add.at(held, (pieces.device[on], pieces.late[on]), pieces.length[on])
+        widths[g] = int(held.max()) * (1 if g == 1 else 2)
+    return widths
+
+
+def slots_of(pieces: Pieces, nodes: Nodes, bounds: Bounds) -> np.ndarray:
+    """Return the token of each slot in attention: i[devices, slots, 2] of sequence and position.
+
+    Slots without one have sequence -1, and their own number as position.
+    """
+    first = np.zeros(len(pieces.size), int)
+    for g, width in bounds.widths:
+        on = pieces.size == g
+        first[on] = bounds.first(g) + pieces.late[on] * (width // 2)
+    order = np.lexsort((pieces.sequence, pieces.late, pieces.size, pieces.device))
+    length = pieces.length[order]
+    key = np.stack([pieces.device, pieces.size, pieces.late])[:, order]
+    begins = np.append(True, (key[:, 1:] != key[:, :-1]).any(axis=0)) if length.size else []
+    before = np.cumsum(length) - length
+    within = before - np.repeat(
+        before[begins], np.diff(np.append(np.flatnonzero(begins), length.size))
+    )
+    slot = pieces.device[order] * bounds.slots + first[order] + within
+    inside = np.arange(length.sum()) - np.repeat(before, length)
+    found = np.empty((nodes.total * bounds.slots, 2), np.int32)
+    found[:, 0] = -1
+    found[:, 1] = np.tile(np.arange(bounds.slots), nodes.total)
+    flat = np.repeat(slot, length) + inside
+    found[flat, 0] = np.repeat(pieces.sequence[order], length)
+    found[flat, 1] = np.repeat(pieces.start[order], length) + inside
+    return found.reshape(nodes.total, bounds.slots, 2)
+
+
+def layouts(held: np.ndarray, flow: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, Moves, Moves]:
+    """Lay tokens out for linear layers, and say how they get there and back.
+
+    A device keeps its first tokens, and gives its last ones away, in the order of the receivers.
+
+    Args:
+        held: i[devices, slots], a number of each slot's token, -1 where there is none.
+        flow: i[devices, devices], tokens that each sends to each.
+        bounds: static sizes.
+
+    Returns:
+        i[devices, tokens], the token's number in each slot there, -1 where there is none; the
+        moves to attention, and those to the linear layers.
+    """
+    devices, most = len(held), bounds.sent
+    sent = np.full((2, devices, devices, most), NONE, np.int32)
+    to_linear = np.full((devices, bounds.tokens), NONE, np.int32)
+    to_attention = np.full(held.shape, NONE, np.int32)
+    linear = np.full((devices, bounds.tokens), -1, held.dtype)
+    slots = [np.flatnonzero(row >= 0) for row in held]
+    fill = np.zeros(devices, int)
+    for d, (own, gives) in enumerate(zip(slots, flow.sum(axis=1).tolist(), strict=True)):
+        kept = fill[d] = own.size - gives
+        to_linear[d, :kept] = own[:kept]
+        to_attention[d, own[:kept]] = np.arange(kept)
+        linear[d, :kept] = held[d, own[:kept]]
+    given = fill.copy()
+    for a, b in np.argwhere(flow):
+        n = int(flow[a, b])
+        leaving = slots[a][given[a] : given[a] + n]
+        there = fill[b] + np.arange(n)
+        sent[0, a, b, :n], sent[1, b, a, :n] = leaving, there
+        to_linear[b, there] = held.shape[1] + a * most + np.arange(n)
+        to_attention[a, leaving] = bounds.tokens + b * most + np.arange(n)
+        linear[b, there] = held[a, leaving]
+        given[a], fill[b] = given[a] + n, fill[b] + n
+    return linear, Moves(sent[1], to_attention), Moves(sent[0], to_linear)
+
+
+def balanced(lengths: np.ndarray, size: np.ndarray) -> int:
+    """Return the greatest difference of two chunks' lengths of one sequence: one at most."""
+    worst = 0
+    for length, g in zip(lengths.tolist(), size.tolist(), strict=True):
+        if g > 1:
+            chunks = np.diff(chunk_edges(length, g))
+            worst = max(worst, int(chunks.max() - chunks.min()))
+    return worst

@@ -1,0 +1,235 @@
+"""Price attention of a batch: seconds of blocks on a device, and of keys and values on links.
+
+A planner needs few numbers: how long a block of scores takes, by its size; how long a hop takes,
+inside a node and between nodes; and what routing over all rails makes of the latter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.groups import Group
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.plan.collectives import PERMUTE
+
+Floats = NDArray[np.float64]
+
+# FlashAttention-2 (arXiv 2307.08691, section 4.1): five matmuls backward for two forward.
+BACKWARD_COMPUTE = 2.5
+_BLOCKS = tuple(2**i for i in range(4, 18))  # tokens of a block; longer ones have the last's rate
+_LARGE = 16384  # tokens of a kernel that fills any chip
+_TILES = (128, 64)  # queries and keys of FlashAttention-2's tile, for heads of 128
+_TRAINING = 3.0  # matmuls of a linear layer forward and backward, over those forward
+_SMALL_BYTES, _LARGE_BYTES = 2**20, 2**26
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A link that keys and values travel over: a hop of n bytes takes latency + n / rate."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: ArrayLike) -> Floats:
+        """Return the seconds of hops of so many bytes; those of none take no time."""
+        size = np.asarray(num_bytes, float)
+        return np.where(size > 0, self.latency_s + size / self.bytes_per_s, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCosts:
+    """The prices of one layer's attention. Make one by `attention_costs`.
+
+    Attributes:
+        blocks: tokens of square blocks, ascending.
+        pair_s: seconds of one query and key, all heads, forward, in blocks of each of these sizes.
+        launch_s: seconds of a kernel however small.
+        token_bytes: bytes of a token's keys and values.
+        remap_bytes: bytes of a token's queries, keys and values, and of its result.
+        linear_s: seconds of a token in the layer's other matmuls, forward and backward.
+        intra: a hop inside a node.
+        network: a hop between nodes, over one rail.
+        rails: network interfaces of a node.
+        backward_bytes: bytes that a hop backward sends for each that one forward does: keys and
+            values, and the sums of their gradients in float32.
+    """
+
+    blocks: tuple[int, ...]
+    pair_s: tuple[float, ...]
+    launch_s: float
+    token_bytes: float
+    remap_bytes: float
+    linear_s: float
+    intra: Hop
+    network: Hop
+    rails: int
+    backward_bytes: float = 3.0
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) != len(self.pair_s) or not self.blocks or min(self.pair_s) <= 0:
+            raise ValueError(
+                f"{len(self.blocks)} blocks with {len(self.pair_s)} prices: expected as many of "
+                "each, at least one, and prices above zero"
+            )
+        if self.rails < 1:
+            raise ValueError(f"rails={self.rails}: expected 1 or more")
+
+    def pairs_s(self, pairs: ArrayLike, block: ArrayLike) -> Floats:
+        """Return the seconds of so many pairs of query and key, in blocks of so many tokens."""
+        size = np.log2(np.maximum(np.asarray(block, float), 1.0))
+        rates = np.interp(size, np.log2(self.blocks), np.log(self.pair_s))
+        return np.asarray(pairs, float) * np.exp(rates)
+
+    def causal_s(self, lengths: ArrayLike, devices: int = 1) -> Floats:
+        """Return the seconds of causal attention of sequences on each of so many devices, forward.
+
+        On one device a sequence is one block; on g it is cut into 2g chunks.
+        """
+        s = np.asarray(lengths, float)
+        block = s if devices == 1 else s / (2 * devices)
+        return self.pairs_s(s * (s + 1) / 2 / devices, block)
+
+    def routed_s(self, num_bytes: ArrayLike, proxies: int) -> Floats:
+        """Return the seconds of a hop between nodes over so many rails (a reconstruction).
+
+        Dispatch to the other proxies, transfer, combine: n / (p b) + 2 n (p - 1) / (p b_intra).
+        The sends of a dispatch start together, so each of the three has one latency.
+        """
+        return self._routed_s(np.asarray(num_bytes, float), np.asarray(proxies))
+
+    def _routed_s(self, size: Floats, proxies: np.ndarray) -> Floats:
+        aside_s = self.intra.seconds(size * (proxies - 1) / proxies)
+        return self.network.seconds(size / proxies) + 2 * aside_s
+
+    def proxies(self, num_bytes: float) -> int:
+        """Return over how many rails a hop between nodes of so many bytes is fastest."""
+        return min(range(1, self.rails + 1), key=lambda p: float(self.routed_s(num_bytes, p)))
+
+    def crossing_s(self, num_bytes: ArrayLike) -> Floats:
+        """Return the seconds of a hop between nodes over as many rails as are fastest."""
+        proxies = np.arange(1, self.rails + 1).reshape(-1, *(1,) * np.ndim(num_bytes))
+        return self._routed_s(np.asarray(num_bytes, float), proxies).min(axis=0)
+
+    def exchange_s(self, num_bytes: float, nodes: int, devices: int) -> float:
+        """Return the seconds of an all-to-all over nodes of so many devices each.
+
+        Args:
+            num_bytes: bytes that each device has, with those that stay; the devices of a node share
+                its rails.
+            nodes, devices: of the whole all-to-all.
+        """
+        total = nodes * devices
+        inside_s = num_bytes * (devices - 1) / total / self.intra.bytes_per_s
+        if nodes == 1:
+            return self.intra.latency_s + inside_s
+        rate = self.network.bytes_per_s * min(1.0, self.rails / devices)
+        return self.network.latency_s + max(inside_s, num_bytes * (nodes - 1) / nodes / rate)
+
+    def without_routing(self) -> AttentionCosts:
+        """Return these prices for nodes that send each hop over one rail."""
+        return replace(self, rails=1)
+
+    def longest_hidden(self, devices: int, *, between_nodes: bool) -> float:
+        """Return the length from which a ring's hops hide under its blocks: a zone's edge.
+
+        With r seconds a pair and b bytes a second, a round of a ring of g has s^2 / (2 g^2) pairs
+        and sends s / g tokens: hops hide from s = 2 g token_bytes / (r b) on.
+        """
+        link = self.network if between_nodes else self.intra
+        low, high = 1.0, 1e9
+        for _ in range(60):  # blocks of longer sequences are cheaper a pair: no closed form
+            middle = math.sqrt(low * high)
+            round_s = self.pairs_s((middle / devices) ** 2 / 2, middle / (2 * devices))
+            sent = middle / devices * self.token_bytes
+            hop_s = self.crossing_s(sent) if between_nodes else link.seconds(sent)
+            low, high = (low, middle) if round_s >= hop_s else (middle, high)
+        return high
+
+
+def attention_costs(
+    cluster: str | Cluster | CostModel,
+    *,
+    heads: int,
+    head_size: int,
+    kv_heads: int | None = None,
+    hidden: int | None = None,
+    mlp: int = 0,
+    matrices: int = 2,
+    rails: int | None = None,
+    dtype: str = "bf16",
+) -> AttentionCosts:
+    """Price one layer's attention on a cluster, by this project's cost model.
+
+    Args:
+        cluster: what `cost_model` takes, or a cost model, as of `calibrate --here`'s tables.
+        heads, head_size, kv_heads: of the attention; no kv_heads: as many as heads.
+        hidden: width of the residual stream; none: heads times head_size.
+        mlp: inner width of the layer's MLP; 0: no MLP is priced.
+        matrices: weights of the MLP: 2, or 3 if it is gated.
+        rails: network interfaces of a node; none: one a GPU.
+        dtype: of activations, as HLO writes it.
+
+    Raises:
+        ValueError: as `cost_model`, or for a dtype that has no prices.
+    """
+    model = cluster if isinstance(cluster, CostModel) else cost_model(cluster)
+    kv_heads, hidden = kv_heads or heads, hidden or heads * head_size
+    itemsize = 4 if dtype == "f32" else 2
+    blocks, pair_s, launch_s = _pairs(model, heads, head_size, dtype)
+    tokens = 8192
+    columns = (heads + 2 * kv_heads) * head_size
+    linear_s = model.matmul_s(tokens, columns, hidden, dtype=dtype)
+    linear_s += model.matmul_s(tokens, hidden, heads * head_size, dtype=dtype)
+    if mlp:
+        linear_s += matrices * model.matmul_s(tokens, mlp, hidden, dtype=dtype)
+    several = model.cluster.num_hosts > 1
+    # Inside a process a permute is a copy between GPUs (flags/required.py).
+    intra = _hop(model, Group(2, by_copy=model.cluster.gpus_per_process > 1))
+    return AttentionCosts(
+        blocks=blocks,
+        pair_s=pair_s,
+        launch_s=launch_s,
+        token_bytes=2.0 * kv_heads * head_size * itemsize,
+        remap_bytes=(2.0 * heads + 2 * kv_heads) * head_size * itemsize,
+        linear_s=_TRAINING * linear_s / tokens,
+        intra=intra,
+        network=_hop(model, Group(2, 2)) if several else intra,
+        rails=rails or model.cluster.gpus_per_host,
+        backward_bytes=1 + 4 / itemsize,
+    )
+
+
+def _pairs(
+    model: CostModel, heads: int, head_size: int, dtype: str
+) -> tuple[tuple[int, ...], tuple[float, ...], float]:
+    """Return sizes of blocks, seconds of a pair in blocks of each, and of a launch.
+
+    A fused kernel of packed sequences fills the chip whatever their lengths, and computes whole
+    tiles: the rate is that of a large kernel, and small blocks pay for the rest of their tiles.
+    Where nothing is fused, a block takes as long as its two matmuls.
+    """
+    if not model.tables.attention:
+        sizes = _BLOCKS[:9]
+        pair_s = (
+            model.matmul_s(b, b, head_size, batch=heads, dtype=dtype)
+            + model.matmul_s(b, head_size, b, batch=heads, dtype=dtype)
+            for b in sizes
+        )
+        return sizes, tuple(s / b**2 for s, b in zip(pair_s, sizes, strict=True)), 0.0
+    launch_s = model.tables.attention.launch_s
+    whole_s = model.attention_s(_LARGE, _LARGE, heads, head_size, dtype=dtype) - launch_s
+    waste = (math.prod(max(1.0, tile / b) for tile in _TILES) for b in _BLOCKS)
+    return _BLOCKS, tuple(whole_s / _LARGE**2 * w for w in waste), launch_s
+
+
+def _hop(model: CostModel, group: Group) -> Hop:
+    """Fit a line to two permutes."""
+    small, large = (model.collective_s(PERMUTE, n, group) for n in (_SMALL_BYTES, _LARGE_BYTES))
+    rate = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-12)
+    return Hop(max(small - _SMALL_BYTES / rate, 0.0), rate)

@@ -1,0 +1,162 @@
+"""Say which rings a batch may use: aligned groups of devices, each size a multiple of the last.
+
+A ring of g devices is a run of g neighbours, and begins at a multiple of g: on two nodes of four
+devices there are rings of 1, 2 and 4 devices inside a node, and one of 8 that joins the nodes. So
+permutes are known when a step is compiled, and rings of one size never share a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxoverlap.train.varlen.costs import (
+    BACKWARD_COMPUTE,
+    AttentionCosts,
+    Floats,
+)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Equal nodes of devices, counted node by node.
+
+    Attributes:
+        count: nodes.
+        devices: devices of each.
+    """
+
+    count: int
+    devices: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.devices < 1:
+            raise ValueError(f"{self.count} nodes of {self.devices} devices: give at least one")
+
+    @property
+    def total(self) -> int:
+        """Return how many devices there are in all."""
+        return self.count * self.devices
+
+    @property
+    def ring_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of rings, from 1 to all devices; each divides the next."""
+        inside = _doubled(self.devices)
+        return (*inside, *(n * self.devices for n in _doubled(self.count)[1:]))
+
+    def crosses(self, size: int) -> bool:
+        """Return whether rings of this size join nodes."""
+        return size > self.devices
+
+    def zone(self, size: int) -> str:
+        """Return the name of the zone that rings of this size are in."""
+        return "local" if size == 1 else "inter-node" if self.crosses(size) else "intra-node"
+
+
+def _doubled(count: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... as long as they divide `count`, and `count`."""
+    sizes = [1]
+    while count % (sizes[-1] * 2) == 0:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes) if sizes[-1] == count else (*sizes, count)
+
+
+def chunk_slots(lengths: ArrayLike, size: int) -> np.ndarray:
+    """Return the most tokens that a device of a ring has of sequences: two chunks of 2 size."""
+    s = np.asarray(lengths, int)
+    return s if size == 1 else 2 * -(-s // (2 * size))
+
+
+def chunk_edges(length: int, size: int) -> np.ndarray:
+    """Return where the 2 size chunks of a sequence begin and end; their lengths differ by one."""
+    return np.arange(2 * size + 1) * length // (2 * size)
+
+
+def ring_s(
+    compute_s: ArrayLike,
+    tokens: ArrayLike,
+    size: int,
+    nodes: Nodes,
+    costs: AttentionCosts,
+) -> Floats:
+    """Return the seconds, forward and backward, of one layer's rings of one size.
+
+    The own block is first; then a round takes as long as its blocks or its hop, whichever is
+    longer. Backward, blocks take 2.5 times as long and hops move
+    `costs.backward_bytes` as much.
+
+    Args:
+        compute_s: forward seconds of each ring's blocks on a device, all rounds together.
+        tokens: tokens of each ring on a device.
+        size: devices of a ring.
+        nodes, costs: where, and at which prices.
+    """
+    compute, held = np.asarray(compute_s, float), np.asarray(tokens, float)
+    rounds = np.where(held > 0, size * costs.launch_s, 0.0)
+    if size == 1:
+        return (1 + BACKWARD_COMPUTE) * compute + 2 * rounds
+    total = 2 * rounds
+    for work, moved in ((1.0, 1.0), (BACKWARD_COMPUTE, costs.backward_bytes)):
+        hop_s = costs.intra.seconds(held * costs.token_bytes * moved)
+        if nodes.crosses(size):
+            hop_s = np.maximum(hop_s, costs.crossing_s(held * costs.token_bytes * moved))
+        block_s = work * compute / size
+        total = total + block_s + (size - 1) * np.maximum(block_s, hop_s)
+    return total
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The static sizes of a compiled step: it runs every plan that fits them.
+
+    Attributes:
+        widths: slots of each device for rings of each size, by size; a size that is not in it, or
+            has none, costs nothing. Those of rings of two and more are even.
+        tokens: tokens of each device between attentions (the linear layers').
+        sent: tokens that a device sends to each other one in a remap, at most.
+    """
+
+    widths: tuple[tuple[int, int], ...]
+    tokens: int
+    sent: int
+
+    def __post_init__(self) -> None:
+        odd = any(size > 1 and width % 2 for size, width in self.widths)
+        if list(self.widths) != sorted(self.widths, reverse=True) or odd:
+            raise ValueError(
+                f"widths={self.widths}: expected (ring size, slots), the largest rings first, with "
+                "two equal halves of slots for rings of two and more"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Return the slots of a device in attention."""
+        return sum(width for _, width in self.widths)
+
+    def width(self, size: int) -> int:
+        """Return the slots of a device for rings of a size."""
+        return dict(self.widths).get(size, 0)
+
+    def first(self, size: int) -> int:
+        """Return the first slot for rings of a size; those of the largest rings come first."""
+        return sum(width for at, width in self.widths if at > size)
+
+    def fits(self, needed: Bounds) -> bool:
+        """Return whether a plan that needs so much fits."""
+        wide = all(width <= self.width(size) for size, width in needed.widths)
+        return wide and needed.tokens <= self.tokens and needed.sent <= self.sent
+
+    def joined(self, other: Bounds) -> Bounds:
+        """Return the least bounds that what fits either fits."""
+        sizes = {size for size, _ in (*self.widths, *other.widths)}
+        widths = {size: max(self.width(size), other.width(size)) for size in sizes}
+        return bounds_of(widths, max(self.tokens, other.tokens), max(self.sent, other.sent))
+
+
+def bounds_of(widths: Mapping[int, int], tokens: int, sent: int) -> Bounds:
+    """Return bounds, the largest rings first, without sizes that have no slots."""
+    kept = tuple(sorted(((s, w) for s, w in widths.items() if w), reverse=True))
+    return Bounds(kept, tokens, sent)

@@ -1,0 +1,235 @@
+"""Train on batches of any lengths with one compiled step: the plan goes in as arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoverlap.train.varlen.arrays import PlanArrays
+from jaxoverlap.train.varlen.costs import AttentionCosts
+from jaxoverlap.train.varlen.engine import Engine, attend
+from jaxoverlap.train.varlen.plan import BatchPlan
+from jaxoverlap.train.varlen.remap import remap
+from jaxoverlap.train.varlen.rings import Bounds, Nodes
+
+Batch = dict[str, Array]
+Attend = Callable[[Array, Array, Array], Array]
+Loss = Callable[[Any, Batch, Attend], Array]
+"""loss(params, batch, attend) -> the sum of the losses of all tokens; see `train_step`."""
+
+
+def engine_of(
+    nodes: Nodes,
+    axes: tuple[str, ...],
+    bounds: Bounds,
+    *,
+    scale: float,
+    costs: AttentionCosts | None = None,
+) -> Engine:
+    """Return what a step is compiled for; hops go over as many rails as `costs` say, or one."""
+    proxies = []
+    for size, width in bounds.widths:
+        if costs and nodes.crosses(size):
+            sent = width * costs.token_bytes
+            most = min(costs.rails, nodes.devices)
+            rails = costs.proxies(sent), costs.proxies(sent * costs.backward_bytes)
+            proxies.append((size, (min(rails[0], most), min(rails[1], most))))
+    return Engine(nodes, axes, bounds, scale, tuple(proxies))
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    arrays: PlanArrays,
+    *,
+    mesh: Mesh,
+    bounds: Bounds,
+    costs: AttentionCosts | None = None,
+    scale: float | None = None,
+) -> Array:
+    """Attend within each sequence, causally: tokens move to the plan's rings, and back.
+
+    Queries, keys and values go in one all-to-all, results in another.
+
+    Args:
+        q: f[nodes, devices of a node x bounds.tokens, heads, head], sharded over the mesh's axes.
+        k, v: the same with kv heads, which divide heads.
+        arrays: the plan's.
+        mesh: two axes, nodes and devices of a node.
+        bounds: what this program is compiled for: the plan's.
+        costs: prices that say over how many rails hops between nodes go; none: over one.
+        scale: the factor of scores; none: 1/sqrt(head).
+
+    Raises:
+        ValueError: for a mesh or shapes that do not fit.
+    """
+    nodes, axes = nodes_of_mesh(mesh), tuple(mesh.axis_names)
+    wanted = (nodes.count, nodes.devices * bounds.tokens)
+    if q.shape[:2] != wanted or k.shape[:2] != wanted or k.shape != v.shape:
+        raise ValueError(
+            f"queries of shape {q.shape}, keys and values of {k.shape} and {v.shape}: expected "
+            f"{wanted} as their first two dims, {nodes.count} nodes of {nodes.devices} devices "
+            f"with {bounds.tokens} tokens each (the plan's bounds)"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} heads with {k.shape[2]} kv heads: expected a multiple")
+    head_scale = q.shape[-1] ** -0.5 if scale is None else scale
+    engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs)
+    stream, each = P(*axes, None, None), P(axes)
+    placed = PlanArrays(P(), P(), each, each)  # type: ignore[arg-type]
+    body = functools.partial(_on_device, engine, q.shape[2], k.shape[2])
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(stream, stream, stream, placed), out_specs=stream,
+        axis_names=set(axes), check_vma=False,
+    )  # fmt: skip
+    return mapped(q, k, v, arrays)
+
+
+def _on_device(
+    engine: Engine, heads: int, kv_heads: int, q: Array, k: Array, v: Array, arrays: PlanArrays
+) -> Array:
+    there, back = jax.tree.map(lambda x: x[0], (arrays.to_attention, arrays.to_linear))
+    joined = jnp.concatenate([q[0], k[0], v[0]], axis=1)
+    slots = remap(engine.axes, joined, there, back)
+    own_q, own_k, own_v = jnp.split(slots, [heads, heads + kv_heads], axis=1)
+    out = attend(engine, own_q, own_k, own_v, arrays.segment, arrays.position)
+    return remap(engine.axes, out, back, there)[None]
+
+
+def nodes_of_mesh(mesh: Mesh) -> Nodes:
+    """Return the nodes that a mesh of two axes is of: the first counts nodes.
+
+    Raises:
+        ValueError: for another number of axes.
+    """
+    if len(mesh.axis_names) != 2:
+        raise ValueError(
+            f"a mesh of axes {mesh.axis_names}: expected two, nodes and the devices of a node"
+        )
+    return Nodes(*mesh.shape.values())
+
+
+class VarlenStep:
+    """A train step for batches of any lengths. Make one by `train_step`.
+
+    Attributes:
+        compiled: the programs, by the bounds that they were compiled for.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        costs: AttentionCosts | None,
+        transform: Callable[[Any], Any],
+    ):
+        self.loss, self.optimizer, self.mesh, self.costs = loss, optimizer, mesh, costs
+        self.nodes = nodes_of_mesh(mesh)
+        self.transform = transform
+        self.compiled: dict[Bounds, Callable] = {}
+
+    def __call__(
+        self, state: dict[str, Any], plan: BatchPlan, tokens: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Take a step.
+
+        Args:
+            state: {"params", "optimizer", "step"}; it is donated.
+            plan: the batch's.
+            tokens: values of the batch's tokens, [tokens, ...] each, sequence after sequence.
+
+        Returns:
+            The new state, and {"loss", "grad_norm"}: the mean loss of a token in nats.
+        """
+        if plan.nodes != self.nodes:
+            raise ValueError(f"a plan for {plan.nodes} and a mesh of {self.nodes}: plan for it")
+        program = self.program(plan.bounds, state)
+        return program(state, self.batch(plan, tokens), self.arrays(plan))
+
+    def program(self, bounds: Bounds, state: dict[str, Any]) -> Any:
+        """Return the jitted step(state, batch, arrays) for plans that fit these bounds.
+
+        The new state lies where the old one, arrays or shapes with shardings, does.
+        """
+        if bounds not in self.compiled:
+            at = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(self.mesh, P())
+            step = functools.partial(self._step, bounds)
+            step = jax.jit(step, donate_argnums=0, out_shardings=at)
+            self.compiled[bounds] = self.transform(step)
+        return self.compiled[bounds]
+
+    def batch(self, plan: BatchPlan, tokens: dict[str, Any]) -> Batch:
+        """Lay the tokens' values out and place them, with "positions" and "weights" beside them.
+
+        Weights are one where there is a token and zero where there is none.
+        """
+        values = {name: plan.laid_out(value) for name, value in tokens.items()}
+        values["positions"] = plan.linear_positions
+        values["weights"] = (plan.linear >= 0).astype("float32")
+        at = NamedSharding(self.mesh, P(*self.mesh.axis_names))
+        shape = self.nodes.count, self.nodes.devices * plan.bounds.tokens
+        return {n: _placed(v.reshape(*shape, *v.shape[2:]), at) for n, v in values.items()}
+
+    def arrays(self, plan: BatchPlan) -> PlanArrays:
+        """Place a plan's arrays."""
+        made, axes = plan.arrays, tuple(self.mesh.axis_names)
+        whole, each = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
+        there, back = jax.tree.map(lambda x: _placed(x, each), (made.to_attention, made.to_linear))
+        segment, position = (_placed(x, whole) for x in (made.segment, made.position))
+        return PlanArrays(segment, position, there, back)
+
+    def _step(
+        self, bounds: Bounds, state: dict[str, Any], batch: Batch, arrays: PlanArrays
+    ) -> tuple[dict[str, Any], dict[str, Array]]:
+        def mean_loss(params: Any) -> Array:
+            attends = functools.partial(
+                attention, arrays=arrays, mesh=self.mesh, bounds=bounds, costs=self.costs
+            )
+            return self.loss(params, batch, attends) / batch["weights"].sum()
+
+        loss, gradients = jax.value_and_grad(mean_loss)(state["params"])
+        updates, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        metrics = dict(loss=loss, grad_norm=optax.tree.norm(gradients))
+        return dict(params=params, optimizer=inner, step=state["step"] + 1), metrics
+
+
+def train_step(
+    model: Loss,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    costs: AttentionCosts | None = None,
+    transform: Callable[[Any], Any] = lambda step: step,
+) -> VarlenStep:
+    """Return a train step for batches of any lengths.
+
+        step = varlen.train_step(model, optax.adamw(1e-3), mesh, costs=costs)
+        state, metrics = step(state, planner(lengths), {"inputs": ..., "targets": ...})
+
+    Args:
+        model: `model(params, batch, attend)`, the sum of all tokens' losses. The batch has the
+            values of tokens, f[nodes, devices of a node x tokens, ...], "positions" in their
+            sequences, and "weights", zero where there is no token. `attend(q, k, v)` is causal
+            attention within each sequence; all three have heads and head as their last dims.
+        optimizer: an optax transformation.
+        mesh: two axes, nodes and devices of a node.
+        costs: prices that say over how many rails hops between nodes go; none: over one.
+        transform: what is done with each jitted step before it runs, as `jaxoverlap.overlap`.
+    """
+    return VarlenStep(model, optimizer, mesh, costs, transform)
+
+
+def _placed(value: Any, at: NamedSharding) -> Array:
+    """Place an array that every process has whole."""
+    return jax.make_array_from_callback(value.shape, at, lambda index: value[index])

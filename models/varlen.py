@@ -1,0 +1,165 @@
+"""Train the long-context GPT on documents of their own lengths: what `--varlen` runs."""
+
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxoverlap
+from jaxoverlap.train import varlen
+from models import gpt, trainer
+from models.checkpoint import Checkpoints
+from models.config import Mistake
+from models.layers import rotate, run_stack, shard
+from models.long_context import BY_SEQUENCE, Config
+from models.processes import console, within_s
+from models.recipe import Batch, Recipe, make_optimizer
+from models.report import Report
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+PICTURE = Path("out/varlen_plan.png")
+ROOM = 1.25  # attention's slots of a device over its share of the tokens
+
+
+class Attention(gpt.Attention):
+    """The GPT's, of documents: positions are theirs, and each sees itself alone."""
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:  # type: ignore[override]
+        mesh, heads = self.mesh, self.at.heads
+        weights = self.q(), self.k(), self.v()
+        q, k, v = (shard(self.einsum("bsd,dnh->bsnh", x, w), mesh, heads) for w in weights)
+        q, k = (shard(rotate(y, positions), mesh, heads) for y in (q, k))
+        attended = shard(attend(q, k, v), mesh, heads)
+        return shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
+
+
+class Block(gpt.Block):
+    """The GPT's, with that attention."""
+
+    attention_type = Attention
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        attended = self.attention(self.attention_norm(x), positions, attend)
+        x = shard(x + attended, self.mesh, self.at.stream)
+        return shard(x + self.mlp(self.mlp_norm(x)), self.mesh, self.at.stream)
+
+
+class Documents(gpt.GPT):
+    """The GPT on tokens that lie as a plan says, a row a node."""
+
+    block, at = Block, BY_SEQUENCE
+
+    def sum_of_losses(self, batch: Batch, attend: Attend) -> jax.Array:
+        """Return the cross-entropy of the next byte in nats, summed over all tokens."""
+        table = self.embedding()
+        x = self.embed(batch["inputs"], table)
+        logits = self.score(run_stack(self.layers, x, batch["positions"], attend), table)
+        hot = jax.nn.one_hot(batch["targets"], logits.shape[-1], dtype=logits.dtype)
+        losses = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * hot, axis=-1)
+        return jnp.sum(losses * batch["weights"])
+
+
+def train(recipe: Recipe, config: Config) -> trainer.Trained:
+    """Train to `config.steps` steps, on as many documents a step as fill `step_tokens`."""
+    recipe = Recipe(Config, Documents, recipe.batches)
+    mesh = recipe.make_mesh(config)
+    step, planner = make_step(recipe, config, mesh)
+    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
+        state, begin = checkpoints.restore(recipe.abstract_args(config, mesh)[0])
+        if state is None:
+            state = recipe.init_state(config, mesh, config.seed)
+        else:
+            console.print(f"resuming after step {begin} of {config.steps}")
+        documents, plan = Sources(config), None
+        with Report(recipe, config, mesh, begin) as report:
+            for index in range(begin, config.steps):
+                chosen = documents.of_step(index)
+                plan = planner([len(text) - 1 for text in chosen])
+                state, metrics = step(state, plan, tokens_of(chosen))
+                shown = dict(balance=plan.balance, programs=len(step.compiled))
+                report.add(index, metrics | shown)
+                checkpoints.save(index + 1, state, {"next_index": index + 1})
+    if plan is not None:
+        console.print(str(plan))
+        if jax.process_index() == 0:
+            PICTURE.parent.mkdir(parents=True, exist_ok=True)
+            plan.draw(PICTURE)
+            console.print(f"the last batch's plan: {PICTURE}")
+    return trainer.Trained(report.rows, step, state)
+
+
+def make_step(
+    recipe: Recipe, config: Config, mesh: Mesh
+) -> tuple[varlen.VarlenStep, varlen.Planner]:
+    """Return the step and the planner of its batches."""
+    if config.longest >= config.step_tokens:
+        raise Mistake(
+            f"longest={config.longest} with step_tokens={config.step_tokens}: a document must fit "
+            "in a step; change one of them"
+        )
+    cluster = config.prices or f"h100-sxm:{config.data}x{config.context}"
+    costs = varlen.attention_costs(
+        cluster, heads=config.heads, head_size=config.hidden // config.heads, mlp=config.mlp
+    )
+    capacity = round(ROOM * config.step_tokens / mesh.size)
+    planner = varlen.Planner(costs, varlen.Nodes(config.data, config.context), capacity=capacity)
+    definition, _ = nnx.split(nnx.eval_shape(lambda: recipe.model(config, mesh, nnx.Rngs(0))))
+
+    def loss(params: Any, batch: Batch, attend: Attend) -> jax.Array:
+        return nnx.merge(definition, params).sum_of_losses(batch, attend)
+
+    step = varlen.train_step(
+        loss,
+        make_optimizer(config),
+        mesh,
+        costs=costs,
+        transform=lambda step: trainer.overlapped(step, config),
+    )
+    return step, planner
+
+
+class Sources:
+    """Documents in an order drawn from the seed: files under a folder, as bytes."""
+
+    def __init__(self, config: Config):
+        folder = config.documents or Path(sysconfig.get_paths()["stdlib"])
+        self._paths = sorted(p for p in folder.glob("**/*.py" if not config.documents else "**/*")
+                             if p.is_file() and "site-packages" not in p.parts)  # fmt: skip
+        if not self._paths:
+            raise Mistake(f"--documents {folder}: no files there; expected some of text")
+        self._config = config
+
+    def of_step(self, index: int) -> list[np.ndarray]:
+        """Return the documents of a step, u8[bytes] each, at least two bytes, cut to `longest`.
+
+        Of the seed and the step alone, so that a run that resumes sees the same.
+        """
+        chosen, left = [], self._config.step_tokens
+        for text in self._drawn(index):
+            if len(text) - 1 > left:
+                break
+            chosen.append(text)
+            left -= len(text) - 1
+        return chosen
+
+    def _drawn(self, index: int) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng((self._config.seed, index))
+        while True:
+            path = self._paths[rng.integers(len(self._paths))]
+            text = np.frombuffer(path.read_bytes()[: self._config.longest + 1], np.uint8)
+            if len(text) > 1:
+                yield text
+
+
+def tokens_of(texts: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the inputs and the targets of documents, one after the other."""
+    return dict(
+        inputs=np.concatenate([text[:-1] for text in texts]).astype(np.int32),
+        targets=np.concatenate([text[1:] for text in texts]).astype(np.int32),
+    )

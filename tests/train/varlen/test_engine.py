@@ -1,0 +1,126 @@
+"""Attention on rings of several sizes equals dense attention, forward and backward."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
+
+from jaxoverlap.train import varlen
+from jaxoverlap.train.varlen.rings import bounds_of
+from tests.train.varlen.batches import COSTS, dense, random_plan
+
+HEADS, KV_HEADS, HEAD = 4, 2, 8
+# Multiples of an eighth of the capacity, to which a planner rounds.
+BOUNDS = bounds_of({8: 24, 4: 24, 2: 24, 1: 40}, tokens=56, sent=64)
+NODES = [(1, 8), (2, 4), (4, 2)]
+LOWEST = np.finfo(np.float32).min
+
+
+@functools.cache
+def programs(count: int, devices: int, dtype: str):
+    """Compile attention with its gradients, on the mesh and on one device, once for all batches."""
+    mesh = Mesh(
+        np.array(jax.devices()[:8]).reshape(count, devices),
+        ("node", "device"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    planner = varlen.Planner(COSTS, varlen.Nodes(count, devices), capacity=64, bounds=BOUNDS)
+
+    @jax.jit
+    def ours(arrays, q, k, v, to_out):
+        how = dict(mesh=mesh, bounds=BOUNDS, costs=COSTS)
+        out, back = jax.vjp(lambda *x: varlen.attention(*x, arrays, **how), q, k, v)
+        return out, *back(to_out)
+
+    @jax.jit
+    def plain(segment, q, k, v, to_out):
+        longest = len(segment)
+        same = (segment[:, None] == segment) & jnp.tri(longest, dtype=bool)
+
+        def dot(spec, x, y):
+            return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+
+        # As `jaxoverlap.attention` on one device: both operands of every matmul are bfloat16.
+        q, to_out = (x.reshape(longest, KV_HEADS, -1, HEAD) for x in (q, to_out))
+        p = jax.nn.softmax(jnp.where(same, dot("qhgd,khd->hgqk", q, k) * HEAD**-0.5, LOWEST))
+        out = dot("hgqk,khd->qhgd", p.astype(q.dtype), v).astype(q.dtype)
+        delta = dot("qhgd,qhgd->hgq", to_out.astype("f"), out.astype("f"))
+        to_p = dot("qhgd,khd->hgqk", to_out, v)
+        to_scores = (p * (to_p - delta[..., None]) * HEAD**-0.5).astype(q.dtype)
+        to_q = dot("hgqk,khd->qhgd", to_scores, k)
+        to_k = dot("hgqk,qhgd->khd", to_scores, q)
+        to_v = dot("hgqk,qhgd->khd", p.astype(q.dtype), to_out)
+        whole = (longest, HEADS, HEAD)
+        results = out.reshape(whole), to_q.reshape(whole), to_k, to_v
+        return [x.astype(q.dtype) for x in results]
+
+    return planner, ours, plain, jnp.dtype(dtype)
+
+
+def values(plan, rng, dtype):
+    shapes = [(plan.tokens, h, HEAD) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def on_mesh(program, plan, given_values):
+    """Run on the mesh; return results by token."""
+    count = plan.nodes.count
+    placed = [plan.laid_out(x) for x in given_values]
+    placed = [x.reshape(count, -1, *x.shape[2:]) for x in placed]
+    found = program(plan.arrays, *placed)
+    where = plan.linear.ravel()
+    results = []
+    for x in found:
+        x = np.asarray(x).reshape(-1, *x.shape[2:])
+        assert np.isfinite(x[where >= 0].astype(np.float32)).all()
+        rows = np.zeros((plan.tokens, *x.shape[1:]), x.dtype)
+        rows[where[where >= 0]] = x[where >= 0]
+        results.append(rows)
+    return results
+
+
+def error(got, want):
+    return float(np.abs(np.asarray(got, np.float64) - want).max() / max(np.abs(want).max(), 1.0))
+
+
+@pytest.mark.parametrize(("count", "devices"), NODES)
+@settings(max_examples=100, deadline=None, phases=[Phase.generate], derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_float32(count, devices, seed):
+    planner, ours, _, dtype = programs(count, devices, "float32")
+    rng = np.random.default_rng(seed)
+    plan = random_plan(planner, rng)
+    assert plan.bounds == BOUNDS
+    given_values = values(plan, rng, dtype)
+    for got, want in zip(
+        on_mesh(ours, plan, given_values), dense(plan.lengths, *given_values), strict=True
+    ):
+        assert error(got, want) < 1e-5
+    assert ours._cache_size() == 1, "a batch of other lengths was compiled again"
+
+
+@pytest.mark.parametrize(("count", "devices"), NODES)
+@settings(max_examples=100, deadline=None, phases=[Phase.generate], derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_bfloat16_errs_as_plain(count, devices, seed):
+    planner, ours, plain, dtype = programs(count, devices, "bfloat16")
+    rng = np.random.default_rng(seed)
+    plan = random_plan(planner, rng)
+    given_values = values(plan, rng, dtype)
+    want = dense(plan.lengths, *given_values)
+    longest = planner.nodes.total * BOUNDS.tokens
+    segment = np.full(longest, -1)
+    segment[: plan.tokens] = np.repeat(np.arange(len(plan.lengths)), plan.lengths)
+    padded = [np.pad(x, [(0, longest - plan.tokens), (0, 0), (0, 0)]) for x in given_values]
+    usual = [np.asarray(x)[: plan.tokens] for x in plain(segment, *padded)]
+    for got, other, exact in zip(on_mesh(ours, plan, given_values), usual, want, strict=True):
+        size, usual_off, off = (
+            np.linalg.norm(np.asarray(x, np.float64)) for x in (exact, other - exact, got - exact)
+        )
+        # A sequence of one token has no error in plain, and float32's in sums of another order.
+        assert off <= 2 * usual_off + 1e-5 * max(size, 1.0)

@@ -1,0 +1,142 @@
+"""Plans keep every token, the capacity and balance, for any lengths; what cannot fit is refused."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxoverlap.train import varlen
+from jaxoverlap.train.varlen.arrays import NONE, balanced
+from jaxoverlap.train.varlen.partition import partition
+from jaxoverlap.train.varlen.rings import Nodes, chunk_slots
+from tests.train.varlen.batches import COSTS, random_plan, real_lengths
+
+LENGTH = st.one_of(st.integers(1, 64), st.integers(1, 4096), st.just(1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(LENGTH, min_size=1, max_size=60),
+    count=st.sampled_from([1, 2, 3, 4]),
+    devices=st.sampled_from([1, 2, 4, 6]),
+    room=st.floats(1.0, 2.0),
+)
+def test_invariants(lengths, count, devices, room):
+    nodes = Nodes(count, devices)
+    largest = nodes.ring_sizes[-1]
+    split = int(chunk_slots(lengths, largest).sum())
+    capacity = max(2, int(room * split))
+    planner = varlen.Planner(COSTS, nodes, capacity=capacity)
+    check(planner(lengths), planner.capacity)
+
+
+def check(plan, capacity):
+    lengths, slots, nodes = plan.lengths, plan.slots, plan.nodes
+    assert plan.size.min() >= 1 and set(plan.size) <= set(nodes.ring_sizes)
+    # Each token is in one slot, and in one place between attentions.
+    used = slots[..., 0] >= 0
+    before = np.cumsum(lengths) - lengths
+    ids = before[slots[..., 0][used]] + slots[..., 1][used]
+    assert np.array_equal(np.sort(ids), np.arange(lengths.sum()))
+    assert np.array_equal(np.sort(plan.linear[plan.linear >= 0]), np.arange(lengths.sum()))
+    # No device holds more than it may, nor a part of a ring that it is not on.
+    assert used.sum(axis=1).max() <= capacity
+    device = np.broadcast_to(np.arange(nodes.total)[:, None], used.shape)[used]
+    sequence = slots[..., 0][used]
+    assert np.array_equal(plan.ring[sequence], device // plan.size[sequence])
+    # Chunks differ by a token at most, and so do the devices between attentions if tokens moved.
+    assert balanced(lengths, plan.size) <= 1
+    held = (plan.linear >= 0).sum(axis=1)
+    assert np.array_equal(held, plan.tokens_of_devices)
+    assert not plan.remap_tokens or held.max() - held.min() <= 1
+    # There and back gives every bit again.
+    values = np.where(used, slots[..., 1] + before[slots[..., 0]] + 1, 0)
+    there = moves(values, plan.arrays.to_linear)
+    assert np.array_equal(there, np.where(plan.linear >= 0, plan.linear + 1, 0))
+    assert np.array_equal(moves(there, plan.arrays.to_attention), values)
+
+
+def moves(x, how):
+    """Carry an all-to-all out with numpy."""
+    padded = np.concatenate([x, np.zeros((len(x), 1), x.dtype)], axis=1)
+    leaving = np.stack(
+        [row[np.where(sent == NONE, -1, sent)] for row, sent in zip(padded, how.sent, strict=True)]
+    )
+    arrived = leaving.transpose(1, 0, 2).reshape(len(x), -1)
+    both = np.concatenate([x, arrived, np.zeros((len(x), 1), x.dtype)], axis=1)
+    return np.stack(
+        [row[np.where(t == NONE, -1, t)] for row, t in zip(both, how.taken, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    ([1], [4096], [1] * 1000, [1, 4096, 1], list(range(1, 200)), [2047, 2049]),
+    ids=("one token", "longer than a node holds", "a thousand", "both", "rising", "two"),
+)
+def test_extremes(lengths):
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=2900)
+    check(planner(lengths), planner.capacity)
+
+
+def test_a_sequence_longer_than_a_node_holds_joins_nodes():
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=640)
+    assert planner([4096]).size.tolist() == [8]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_with_rings_of_any_size_keep_the_invariants(seed):
+    bounds = varlen.Bounds(((8, 24), (4, 24), (2, 24), (1, 40)), 56, 64)
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=64, bounds=bounds)
+    check(random_plan(planner, np.random.default_rng(seed)), bounds.slots)
+
+
+def test_what_cannot_fit_is_refused_with_its_numbers():
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=100)
+    with pytest.raises(varlen.Infeasible, match=r"801 tokens.*8 devices of 100 slots, 800 in all"):
+        planner([800, 1])
+
+
+@pytest.mark.parametrize("lengths", ([], [0], [-3], [1.5], [[1]], ["a"]))
+def test_lengths_are_whole_numbers_above_zero(lengths):
+    with pytest.raises(ValueError, match="expected one dim of whole numbers"):
+        varlen.Planner(COSTS, Nodes(1, 2), capacity=8)(lengths)
+
+
+def test_bounds_have_two_halves_and_begin_with_the_largest_rings():
+    for widths in (((4, 3), (1, 8)), ((1, 8), (4, 4))):
+        with pytest.raises(ValueError, match="the largest rings first"):
+            varlen.Bounds(widths, 8, 8)
+
+
+def test_bounds_grow_and_never_shrink():
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=1024)
+    rng, seen = np.random.default_rng(0), []
+    for _ in range(60):
+        lengths = rng.lognormal(4.5, 1.2, 30).astype(int) + 1
+        seen.append(planner(lengths[np.cumsum(lengths) < 5000]).bounds)
+    assert all(later.fits(earlier) for earlier, later in itertools.pairwise(seen))
+    assert planner.growths == len(set(seen)) <= 16
+    again = varlen.Planner(COSTS, Nodes(2, 4), capacity=1024, bounds=planner.bounds)
+    again([100, 200])
+    assert again.growths == 0
+
+
+def test_a_long_list_is_planned_in_milliseconds_and_almost_evenly():
+    """Timings are benchmarks: this bounds what a slow machine may take, not what was measured."""
+    lengths = np.minimum(real_lengths("wikipedia")[:10_000], 40_000)
+    nodes = Nodes(16, 8)
+    began = time.perf_counter()
+    shared = partition(lengths, nodes, COSTS, capacity=int(1.1 * lengths.sum() / 128))
+    assert time.perf_counter() - began < 5
+    seconds = shared.device_seconds()
+    assert seconds.max() < 1.05 * seconds.mean()
+
+
+def test_what_is_longer_gets_no_smaller_a_ring_where_it_is_alone():
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=1_000_000)
+    sizes = [int(planner([length]).size[0]) for length in (16, 1_000, 10_000, 100_000, 1_000_000)]
+    assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == 8

@@ -1,0 +1,130 @@
+"""A planned train step has the loss of one on one device; the trainer learns and resumes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxoverlap.train import varlen
+from jaxoverlap.train.varlen.rings import bounds_of
+from models import long_context, trainer
+from models.config import Mistake
+from tests.train.varlen.batches import COSTS, random_plan
+
+WIDTH, HEADS, VOCAB = 16, 2, 11
+SMALL = long_context.Config(
+    varlen=True, plain=True, layers=1, hidden=32, heads=2, mlp=32, data=2, context=2, steps=6,
+    step_tokens=512, longest=200, save_every=3, warmup=2, learning_rate=1e-2,
+)  # fmt: skip
+
+
+def mesh_of(count, devices):
+    places = np.array(jax.devices()[: count * devices]).reshape(count, devices)
+    return Mesh(places, ("node", "device"), axis_types=(AxisType.Auto,) * 2)
+
+
+def new_state(optimizer):
+    rng = np.random.default_rng(1)
+    params = {
+        "table": rng.normal(size=(VOCAB, WIDTH)).astype("f"),
+        "qkv": rng.normal(size=(WIDTH, 3, HEADS, WIDTH // HEADS)).astype("f") * 0.3,
+    }
+    return dict(params=params, optimizer=optimizer.init(params), step=jnp.int32(0))
+
+
+def model(params, batch, attend):
+    x = params["table"][batch["inputs"]] + jnp.sin(batch["positions"])[..., None]
+    q, k, v = jnp.moveaxis(jnp.einsum("bsd,dcnh->bscnh", x, params["qkv"]), 2, 0)
+    x = x + attend(q, k, v).reshape(x.shape)
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        x @ params["table"].T, batch["targets"]
+    )
+    return (losses * batch["weights"]).sum()
+
+
+def reference(params, lengths, tokens):
+    """The mean loss of a token, each sequence alone."""
+    total, end = 0.0, 0
+    for length in lengths:
+        at = slice(end, end := end + int(length))
+        batch = {name: x[None, at] for name, x in tokens.items()}
+        batch |= dict(positions=np.arange(length)[None], weights=np.ones((1, length), "f"))
+
+        def alone(q, k, v):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+        total += model(params, batch, alone)
+    return total / lengths.sum()
+
+
+def test_the_whole_step_equals_one_on_one_device():
+    bounds = bounds_of({4: 24, 2: 16, 1: 32}, tokens=40, sent=64)
+    planner = varlen.Planner(COSTS, varlen.Nodes(2, 2), capacity=64, bounds=bounds)
+    optimizer = optax.sgd(0.1)
+    step = varlen.train_step(model, optimizer, mesh_of(2, 2), costs=COSTS)
+    state = jax.device_put(
+        new_state(optimizer), jax.NamedSharding(step.mesh, jax.sharding.PartitionSpec())
+    )
+    want = new_state(optimizer)["params"]
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        plan = random_plan(planner, rng)
+        tokens = {n: rng.integers(0, VOCAB, plan.tokens) for n in ("inputs", "targets")}
+        loss, gradients = jax.value_and_grad(reference)(want, plan.lengths, tokens)
+        state, metrics = step(state, plan, tokens)
+        want = jax.tree.map(lambda p, g: p - 0.1 * g, want, gradients)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        for name, leaf in state["params"].items():
+            np.testing.assert_allclose(leaf, want[name], rtol=1e-4, atol=1e-5)
+    (program,) = step.compiled.values()
+    assert program._cache_size() == 1, "a batch of other lengths was compiled again"
+
+
+def test_a_plan_of_other_nodes_is_refused():
+    step = varlen.train_step(model, optax.sgd(0.1), mesh_of(2, 2))
+    plan = varlen.Planner(COSTS, varlen.Nodes(1, 4), capacity=64)([10, 20])
+    with pytest.raises(ValueError, match="plan for it"):
+        step({}, plan, {})
+    with pytest.raises(ValueError, match="29 tokens for a plan of 30"):
+        plan.laid_out(np.zeros(29))
+
+
+def losses(run):
+    return [row["loss"] for row in run.rows]
+
+
+def test_the_trainer_learns_and_resumes_to_the_same_losses(tmp_path):
+    whole = trainer.train(long_context.RECIPE, SMALL)
+    assert losses(whole)[-1] < losses(whole)[0] - 0.5
+    assert all(0 < row["balance"] <= 1 for row in whole.rows)
+    kept = dataclasses.replace(SMALL, checkpoint=tmp_path / "run")
+    trainer.train(long_context.RECIPE, dataclasses.replace(kept, steps=3))
+    np.testing.assert_allclose(
+        losses(trainer.train(long_context.RECIPE, kept)), losses(whole)[3:], rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    (
+        (dict(longest=512), "a document must fit"),
+        (dict(documents="nowhere-at-all"), "no files there"),
+    ),
+)
+def test_mistakes_of_the_trainer(change, says, tmp_path):
+    if "documents" in change:
+        change = dict(documents=tmp_path)
+    with pytest.raises(Mistake, match=says):
+        trainer.train(long_context.RECIPE, dataclasses.replace(SMALL, **change))
+
+
+def test_a_plan_prints_and_draws_itself(tmp_path):
+    plan = varlen.Planner(COSTS, varlen.Nodes(2, 4), capacity=640)([2000, 300, 20, 1, 900])
+    assert "5 sequences, 3221 tokens on 2 x 4 devices" in str(plan)
+    assert max(map(len, str(plan).splitlines())) <= 120
+    plan.draw(tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").stat().st_size > 5_000
