@@ -205,7 +205,8 @@ def _product(
     )(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)))
     (eqn,) = traced.eqns
     dims = tuple(tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
-    return Product(0, 1, dims, eqn.params["precision"], traced.out_avals[0].dtype)
+    made: Any = traced.out_avals[0]
+    return Product(0, 1, dims, eqn.params["precision"], made.dtype)
 
 
 def _letters(spec: str, operands: Sequence[Array]) -> tuple[str, str, str] | None:

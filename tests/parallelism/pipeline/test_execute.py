@@ -142,7 +142,9 @@ def test_bfloat16_beside_another_axis():
     wanted, whole_gradients = jax.value_and_grad(whole, (0, 1))(weights, shared, batch)
     assert loss.dtype == jnp.bfloat16
     np.testing.assert_allclose(loss, wanted, rtol=2e-2)
-    for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(whole_gradients), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(whole_gradients), strict=True
+    ):
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=3e-2)
 
 
