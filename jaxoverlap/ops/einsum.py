@@ -164,7 +164,7 @@ def matmul(
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None or stays_plain(x, w) or not x.ndim or not w.ndim:
         return jnp.matmul(x, w, out_sharding=out_sharding, **options)
-    result = jax.eval_shape(jnp.matmul, x, w)  # it raises what `x @ w` would
+    result = jax.eval_shape(functools.partial(jnp.matmul, **options), x, w)  # raises as `x @ w`
     batch = string.ascii_letters[3 : 3 + max(x.ndim, w.ndim, 2) - 2]
     x, lhs = _batch_dims(x, batch)
     w, rhs = _batch_dims(w, batch)
@@ -205,8 +205,8 @@ def _product(
     )(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs)))
     (eqn,) = traced.eqns
     dims = tuple(tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
-    result: Any = traced.out_avals[0]
-    return Product(0, 1, dims, eqn.params["precision"], result.dtype)
+    made: Any = traced.out_avals[0]
+    return Product(0, 1, dims, eqn.params["precision"], made.dtype)
 
 
 def _letters(spec: str, operands: Sequence[Array]) -> tuple[str, str, str] | None:
