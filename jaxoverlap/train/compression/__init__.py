@@ -1,0 +1,43 @@
+"""Gradient compression: as much as each layer can bear.
+
+from jaxoverlap.train import compression
+
+sync = compression.lgreco(compression.power_sgd(rank=4), every=500)
+step = compression.data_parallel(loss_and_grads, optimizer, mesh, axis="data", sync=sync)
+"""
+
+from jaxoverlap.train.compression.averager import transform
+from jaxoverlap.train.compression.compressors.compressor import Averaged, Compressor
+from jaxoverlap.train.compression.compressors.no_compression import none
+from jaxoverlap.train.compression.compressors.power_sgd import power_sgd
+from jaxoverlap.train.compression.compressors.qsgd import qsgd
+from jaxoverlap.train.compression.compressors.top_k import top_k
+from jaxoverlap.train.compression.data_parallel import (
+    DataParallel,
+    NonFiniteGradientError,
+    TrainState,
+    data_parallel,
+)
+from jaxoverlap.train.compression.programme import solve
+from jaxoverlap.train.compression.state import SyncState
+from jaxoverlap.train.compression.sync import Sync, accordion, lgreco, uniform
+
+__all__ = [
+    "Averaged",
+    "Compressor",
+    "DataParallel",
+    "NonFiniteGradientError",
+    "Sync",
+    "SyncState",
+    "TrainState",
+    "accordion",
+    "data_parallel",
+    "lgreco",
+    "none",
+    "power_sgd",
+    "qsgd",
+    "solve",
+    "top_k",
+    "transform",
+    "uniform",
+]

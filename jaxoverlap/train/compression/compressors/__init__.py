@@ -1,0 +1,1 @@
+"""Compressors: averages over workers that send less than the whole."""

@@ -1,0 +1,92 @@
+"""Define what a compressor is: an average over workers, with its state, bytes and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+from jaxoverlap.train.compression.layers import Layer
+from jaxoverlap.train.compression.wire import Average
+
+Setting = int | float  # a rank, a number of bits, a fraction
+
+
+class Averaged(NamedTuple):
+    """The outcome of an average of one matrix.
+
+    Attributes:
+        mean: of all workers' matrices, as far as it was sent: the same on all workers to the bit.
+        kept: what this worker's matrix had and did not send; the mean over workers of `kept`, plus
+            `mean`, is the mean of the matrices. None without error feedback.
+        state: for the next average.
+    """
+
+    mean: jax.Array
+    kept: jax.Array | None
+    state: Any
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """A way to average matrices over workers with fewer bytes.
+
+    Attributes:
+        setting: the default one, which `uniform` uses for every layer.
+        error_feedback: whether what was not sent is added to the next gradient.
+    """
+
+    @property
+    def setting(self) -> Setting:
+        """Return the default setting."""
+        ...
+
+    @property
+    def error_feedback(self) -> bool:
+        """Return whether what was not sent is added to the next gradient."""
+        ...
+
+    def with_setting(self, setting: Setting) -> Compressor:
+        """Return the same with another default setting, or raise if there is no such one."""
+        ...
+
+    def at(self, setting: Setting, layer: Layer) -> Setting:
+        """Return a setting as this layer can have it: a rank is at most the layer's own."""
+        ...
+
+    def candidates(self, layer: Layer) -> tuple[Setting, ...]:
+        """Return the settings to choose from, in order of bytes; the default one is among them."""
+        ...
+
+    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> Any:
+        """Return the state of one matrix, the same on all workers, for any of the settings."""
+        ...
+
+    def average(
+        self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
+    ) -> Average:
+        """Average a float32 matrix over the workers: a generator that returns `Averaged`."""
+        ...
+
+    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
+        """Return the bytes that a worker sends for one matrix."""
+        ...
+
+    def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
+        """Return the norm of what each setting would lose of a matrix, [settings], in one go."""
+        ...
+
+
+class Worker(NamedTuple):
+    """The place of a worker in an average.
+
+    Attributes:
+        count: how many workers there are.
+        number: of this one, traced.
+        key: for what is random: different for every worker, layer and step.
+    """
+
+    count: int
+    number: jax.Array
+    key: jax.Array

@@ -1,0 +1,120 @@
+"""PowerSGD: average gradients as products of two thin matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
+from jaxoverlap.train.compression.compressors.orthogonal import Method, orthonormal
+from jaxoverlap.train.compression.layers import Layer
+from jaxoverlap.train.compression.wire import Average, Request, sent_bytes
+
+_ITERATIONS = 5  # subspace iterations of a measurement, as in L-GreCo's released code
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """Send P = mean(M_i Q) and Q' = mean(M_iᵀ orthonormal(P)), rank columns each; see `power_sgd`.
+
+    The state is Q, [columns, largest rank]: a smaller rank uses its first columns, so that the
+    state's shape is the same at all settings.
+    """
+
+    rank: int
+    orthogonalize: Method = "auto"
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"rank={self.rank!r}: expected a whole number, 1 or more")
+        if self.orthogonalize not in ("auto", "qr", "gram-schmidt"):
+            raise ValueError(
+                f"orthogonalize={self.orthogonalize!r}: expected 'qr', 'gram-schmidt' or 'auto'"
+            )
+
+    @property
+    def setting(self) -> Setting:
+        """Return the rank."""
+        return self.rank
+
+    def with_setting(self, setting: Setting) -> PowerSGD:
+        """Return the same with another rank."""
+        return replace(self, rank=setting)  # type: ignore[arg-type]  # checked when made
+
+    def at(self, setting: Setting, layer: Layer) -> Setting:
+        """Return the rank, at most the layer's own."""
+        return min(int(setting), layer.rows, layer.cols)
+
+    def candidates(self, layer: Layer) -> tuple[Setting, ...]:
+        """Return all ranks from half the default to twice."""
+        ranks = range(max(1, self.rank // 2), 2 * self.rank + 1)
+        return tuple(sorted({self.at(rank, layer) for rank in ranks}))
+
+    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> jax.Array:
+        """Return a random Q, [columns, largest rank]."""
+        return jax.random.normal(key, (layer.cols, int(max(settings))), jnp.float32)
+
+    def average(
+        self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
+    ) -> Average:
+        """Average a matrix: two means, of [rows, rank] and [columns, rank]."""
+        rank, dtype = int(setting), layer.dtype
+        p = yield Request("mean", (matrix @ state[:, :rank]).astype(dtype))
+        p = orthonormal(p.astype(jnp.float32), self.orthogonalize)
+        q = yield Request("mean", (matrix.T @ p).astype(dtype))
+        q = q.astype(jnp.float32)
+        mean = p @ q.T
+        # A column of zeros would stay one for ever: the old one stays in its place.
+        alive = jnp.any(q != 0, axis=0) & jnp.all(jnp.isfinite(q), axis=0)
+        state = state.at[:, :rank].set(jnp.where(alive, q, state[:, :rank]))
+        return Averaged(mean, matrix - mean if self.error_feedback else None, state)
+
+    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
+        """Return the bytes that a worker sends for one matrix."""
+        factors = int(setting) * (layer.rows + layer.cols) * layer.itemsize
+        return sent_bytes("mean", factors, workers)
+
+    def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
+        """Return |M - P Pᵀ M| for the first columns of one P, after five subspace iterations.
+
+        The first k columns of P are what k columns alone would have given, as orthogonalisation
+        goes from the first column to the last: so one iteration serves all ranks.
+        """
+        columns = min(int(max(settings)), *matrix.shape)
+        q = state[:, :columns]
+        p = orthonormal(matrix @ q, self.orthogonalize)
+        for _ in range(_ITERATIONS - 1):
+            p = orthonormal(matrix @ (matrix.T @ p), self.orthogonalize)
+
+        def without(rest: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rest = rest - jnp.outer(column, column @ rest)
+            return rest, jnp.linalg.norm(rest)
+
+        _, left = lax.scan(without, matrix, p.T)
+        whole = [int(rank) >= min(matrix.shape) for rank in settings]
+        picked = left[jnp.array([min(int(rank), columns) - 1 for rank in settings])]
+        return jnp.where(jnp.array(whole), 0.0, picked)
+
+
+def power_sgd(
+    rank: int = 4, *, orthogonalize: Method = "auto", error_feedback: bool = True
+) -> PowerSGD:
+    """Return PowerSGD with error feedback and warm start.
+
+    Source: Vogels, Karimireddy and Jaggi, PowerSGD (arXiv 1905.13727), algorithms 1 and 2.
+
+    Args:
+        rank: of the approximation, 1 or more; less where a layer is smaller.
+        orthogonalize: "qr", "gram-schmidt", or the faster one.
+        error_feedback: without it, what the rank cannot express is lost.
+
+    Raises:
+        ValueError: for a rank below 1, or an unknown method.
+    """
+    return PowerSGD(rank=rank, orthogonalize=orthogonalize, error_feedback=error_feedback)

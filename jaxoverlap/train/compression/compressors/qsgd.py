@@ -1,0 +1,166 @@
+"""QSGD in buckets: average gradients as whole numbers of a few bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
+from jaxoverlap.train.compression.compressors.packing import pack, unpack
+from jaxoverlap.train.compression.layers import Layer
+from jaxoverlap.train.compression.wire import Average, Request, sent_bytes
+
+BUCKET = 512  # elements that share a range
+_RANGE_BYTES = 8  # least value and step of a bucket, two float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class QSGD:
+    """Send each bucket of 512 elements as its range and whole numbers; see `qsgd`."""
+
+    bits: int
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+            raise ValueError(f"bits={self.bits!r}: expected a whole number from 1 to 8")
+
+    @property
+    def setting(self) -> Setting:
+        """Return the bits of an element."""
+        return self.bits
+
+    def with_setting(self, setting: Setting) -> QSGD:
+        """Return the same with other bits."""
+        return replace(self, bits=setting)  # type: ignore[arg-type]  # checked when made
+
+    def at(self, setting: Setting, layer: Layer) -> Setting:
+        """Return the bits."""
+        return int(setting)
+
+    def candidates(self, layer: Layer) -> tuple[Setting, ...]:
+        """Return 2 to 8 bits, and the default."""
+        return tuple(sorted({*range(2, 9), self.bits}))
+
+    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> None:
+        """Return no state."""
+
+    def average(
+        self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
+    ) -> Average:
+        """Average a matrix: parts to their workers, means of parts back to all.
+
+        Both ways are quantised, each time without bias; what the second way loses is kept by the
+        worker that has the part.
+        """
+        bits, workers = int(setting), at.count
+        first, second = jax.random.split(at.key)
+        mine = _in_buckets(matrix, workers)  # [workers, buckets, 512]
+        packed = quantize(mine, bits, first)
+        parts = yield Request("exchange", packed)
+        mean = dequantize(parts, bits).mean(0)
+        again = quantize(mean, bits, second)
+        gathered = yield Request("gather", again)
+        whole = dequantize(gathered, bits)
+        if not self.error_feedback:
+            return Averaged(_flat(whole, matrix), None, state)
+        kept = mine - dequantize(packed, bits)
+        lost = (mean - dequantize(again, bits)) * workers
+        own = lax.dynamic_index_in_dim(kept, at.number, keepdims=False) + lost
+        kept = lax.dynamic_update_index_in_dim(kept, own, at.number, 0)
+        return Averaged(_flat(whole, matrix), _flat(kept, matrix), state)
+
+    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
+        """Return the bytes that a worker sends for one matrix."""
+        part = _buckets(layer.size, workers) * (BUCKET // 8 * int(setting) + _RANGE_BYTES)
+        return sent_bytes("exchange", part * workers, workers) + sent_bytes("gather", part, workers)
+
+    def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
+        """Return the root of the expected square of what a worker's own quantisation loses."""
+        x = _in_buckets(matrix, 1)
+        low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+
+        def one(bits: int) -> jax.Array:
+            step = (high - low) / (2**bits - 1)
+            place = (x - low) / jnp.where(step > 0, step, 1)
+            share = place - jnp.floor(place)
+            return jnp.sqrt(jnp.sum(share * (1 - share) * step**2))
+
+        return jnp.stack([one(int(bits)) for bits in settings])
+
+
+def qsgd(bits: int = 4, *, error_feedback: bool = False) -> QSGD:
+    """Return quantisation with stochastic rounding, which is right in the mean.
+
+    Each bucket of 512 elements is rounded to 2**bits values from its least to its greatest, up or
+    down by chance, and packed into bytes. Sources: Alistarh et al., QSGD (arXiv 1610.02132), in
+    the max-min form of torch_cgx, whose average (scatter, reduce, quantise again, gather) is this
+    one.
+
+    Args:
+        bits: of an element, 1 to 8.
+        error_feedback: whether what rounding loses is added to the next gradient; wanted for
+            outer gradients, which come seldom, and for 1 or 2 bits.
+
+    Raises:
+        ValueError: for other bits.
+    """
+    return QSGD(bits=bits, error_feedback=error_feedback)
+
+
+def quantize(values: jax.Array, bits: int, key: jax.Array) -> jax.Array:
+    """Round each bucket to 2**bits values of its range and pack it, its range behind.
+
+    Args:
+        values: float32 [..., buckets, 512].
+        bits: 1 to 8.
+        key: of the rounding.
+
+    Returns:
+        uint8 [..., buckets, 64 · bits + 8].
+    """
+    low, high = values.min(-1, keepdims=True), values.max(-1, keepdims=True)
+    step = (high - low) / (2**bits - 1)
+    place = (values - low) / jnp.where(step > 0, step, 1)
+    up = _sixteen_bits(key, values.shape)
+    codes = jnp.clip(jnp.floor(place + up), 0, 2**bits - 1).astype(jnp.uint8)
+    ranges = lax.bitcast_convert_type(jnp.concatenate([low, step], -1), jnp.uint8)
+    ranges = ranges.reshape(*values.shape[:-1], _RANGE_BYTES)
+    return jnp.concatenate([pack(codes, bits), ranges], -1)
+
+
+def dequantize(packed: jax.Array, bits: int) -> jax.Array:
+    """Return the values that `quantize` rounded to, float32 [..., buckets, 512]."""
+    codes = unpack(packed[..., :-_RANGE_BYTES], bits)
+    ranges = packed[..., -_RANGE_BYTES:].reshape(*packed.shape[:-1], 2, 4)
+    low, step = jnp.split(lax.bitcast_convert_type(ranges, jnp.float32), 2, -1)
+    return low + step * codes.astype(jnp.float32)
+
+
+def _sixteen_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return numbers between 0 and 1 at random, two from each 32 bits, the last dim being even."""
+    both = jax.random.bits(key, (*shape[:-1], shape[-1] // 2), jnp.uint32)
+    halves = jnp.concatenate([both & jnp.uint32(0xFFFF), both >> 16], axis=-1)
+    return (halves.astype(jnp.float32) + 0.5) / 2**16
+
+
+def _buckets(size: int, workers: int) -> int:
+    """Return the buckets of each worker's part."""
+    return math.ceil(size / (BUCKET * workers))
+
+
+def _in_buckets(matrix: jax.Array, workers: int) -> jax.Array:
+    """Cut a matrix into [workers, buckets, 512]; the last element fills what is missing."""
+    missing = _buckets(matrix.size, workers) * workers * BUCKET - matrix.size
+    flat = jnp.pad(matrix.reshape(-1), (0, missing), mode="edge")
+    return flat.reshape(workers, -1, BUCKET)
+
+
+def _flat(buckets: jax.Array, like: jax.Array) -> jax.Array:
+    return buckets.reshape(-1)[: like.size].reshape(like.shape)

@@ -1,0 +1,441 @@
+"""Define `data_parallel`: a train step whose gradients are averaged compressed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxoverlap.api import overlap as overlapped
+from jaxoverlap.train.compression.averager import Averager, averager_of
+from jaxoverlap.train.compression.choose import choose
+from jaxoverlap.train.compression.explain import explained
+from jaxoverlap.train.compression.programs import Programs
+from jaxoverlap.train.compression.state import Control, SyncState, checked
+from jaxoverlap.train.compression.sync import Sync
+from jaxoverlap.train.compression.worker import WorkerStep
+from jaxoverlap.train.local_updates.state import Placement
+
+_UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
+
+
+class NonFiniteGradientError(ValueError):
+    """A gradient was infinite or not a number; its step changed nothing but the counts.
+
+    Attributes:
+        step: its number, from 0.
+        layers: the names of the layers; "raw leaves" for those that are not compressed.
+    """
+
+    def __init__(self, step: int, layers: list[str]):
+        self.step, self.layers = step, layers
+        super().__init__(
+            f"step {step}: the gradient of {', '.join(layers)} is infinite or not a number. The "
+            "step was left out: parameters, optimizer and error feedback are as before it. Look "
+            "at its batch or lower the learning rate, and go on from the state you have"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The state of training, a pytree; checkpoint it whole.
+
+    Attributes:
+        params: parameters, the same on all workers.
+        optimizer: the optimizer's state.
+        sync: what the synchronisation keeps on devices; a leading dim of workers on what differs.
+        control: the settings, on the host.
+    """
+
+    params: Any
+    optimizer: Any
+    sync: SyncState
+    control: Control
+
+
+class DataParallel:
+    """A train step that averages gradients over workers, compressed; made by `data_parallel`."""
+
+    def __init__(
+        self,
+        loss_and_grads: Callable[[Any, Any], tuple[Any, Any]],
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        *,
+        axis: str,
+        sync: Sync,
+        stacked: Sequence[str],
+        in_backward: bool,
+        overlap: bool | Mapping[str, Any],
+    ):
+        if not isinstance(sync, Sync):
+            raise ValueError(f"sync={sync!r}: expected one such as lgreco(power_sgd(4))")
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"axis={axis!r}: the mesh has the axes {', '.join(mesh.axis_names)}; name the one "
+                "along which the workers lie"
+            )
+        if any(kind != AxisType.Auto for kind in mesh.axis_types):
+            raise ValueError(
+                f"a mesh of axis types {mesh.axis_types}: expected automatic axes; make it with "
+                "jax.make_mesh(..., axis_types=(AxisType.Auto,) * number of axes)"
+            )
+        self.mesh, self.axis, self.sync = mesh, axis, sync
+        self._loss_and_grads, self._optimizer = loss_and_grads, optimizer
+        self._stacked, self._in_backward = tuple(stacked), in_backward
+        self._placement = Placement(mesh, axis, False)
+        self._overlap: dict[str, Any] | None = None
+        if overlap is not False:
+            self._overlap = {} if overlap is True else dict(overlap)
+        self._programs = Programs()
+        self._flags = deque[tuple[int, jax.Array]]()
+        self._averagers: dict[Hashable, Averager] = {}
+
+    @property
+    def workers(self) -> int:
+        """Return how many workers there are."""
+        return self._placement.workers
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> TrainState:
+        """Return the state of a run that begins, placed on the mesh.
+
+        Args:
+            params: arrays, whole along the workers' axis; sharded over other axes or not.
+        """
+        at = self._shardings(params)
+        new = jax.jit(self._new, out_shardings=(at.params, at.optimizer, at.sync))
+        averager = self._averager(params)
+        return TrainState(*new(params), Control.new(self.sync, averager.layers))
+
+    def abstract(self, params: Any) -> TrainState:
+        """Return what `init` would, as shapes with shardings: to restore a checkpoint, say."""
+        at = self._shardings(params)
+        control = Control.new(self.sync, self._averager(params).layers)
+        shapes = TrainState(*jax.eval_shape(self._new, params), control)
+        return jax.tree.map(
+            lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, at
+        )
+
+    def _new(self, params: Any) -> tuple[Any, Any, SyncState]:
+        params = jax.tree.map(jnp.asarray, params)
+        sync = self._averager(params).init(params)
+        copies = lambda tree: jax.tree.map(  # noqa: E731
+            lambda x: jnp.broadcast_to(x, (self.workers, *x.shape)), tree
+        )
+        sync = replace(sync, error=copies(sync.error), accumulated=copies(sync.accumulated))
+        return params, self._optimizer.init(params), sync
+
+    def _averager(self, params: Any) -> Averager:
+        leaves, treedef = jax.tree.flatten(params)
+        key = (treedef, *((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        if key not in self._averagers:
+            self._averagers[key] = averager_of(
+                self.sync,
+                params,
+                axis=self.axis,
+                workers=self.workers,
+                stacked=self._stacked,
+                shared=self._in_backward,
+            )
+        return self._averagers[key]
+
+    def _shardings(self, params: Any) -> TrainState:
+        place = self._placement
+        specs = jax.tree.map(place.spec_of, params)
+        at = jax.tree.map(lambda spec: place.at(*spec), specs)
+        optimizer = optax.tree.map_params(
+            self._optimizer,
+            lambda _, where: where,
+            jax.eval_shape(self._optimizer.init, params),
+            at,
+            transform_non_params=lambda _: place.at(),
+        )
+        averager = self._averager(params)
+        leaf_specs = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
+        own = {str(n): place.at(self.axis, *leaf_specs[n]) for n in averager.of_leaf}
+        shapes = jax.eval_shape(averager.init, params)
+        sync = SyncState(
+            count=place.at(),
+            error=own if shapes.error else {},
+            accumulated=dict(own) if shapes.accumulated else {},
+            shared=jax.tree.map(lambda _: place.at(), shapes.shared),
+            finite=place.at(),
+        )
+        control = Control.new(self.sync, averager.layers)
+        return TrainState(at, optimizer, sync, jax.tree.map(lambda _: place.at(), control))
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Take a step; the state is donated.
+
+        Settings change here, at fixed numbers of steps, so that all processes and a run that
+        resumes change them alike.
+
+        Args:
+            state: from `init`, a checkpoint, or the step before.
+            batch: a tree of arrays [global batch, ...]; each worker gets an equal part.
+
+        Returns:
+            The state, and the first result of loss_and_grads averaged over the workers (integers
+            as float32).
+
+        Raises:
+            NonFiniteGradientError: if the gradient of a step before was not finite. It is
+                raised two steps late at most (`check` raises it at once) and the state given here
+                is still good.
+            ValueError: for a state of another setting, or a batch that workers cannot share.
+        """
+        self._check_batch(batch)
+        averager = self._averager(state.params)
+        control = checked(state.control, self.sync, averager.layers)
+        self.check(unread=_UNREAD)
+        count, every = int(control.count), self.sync.every
+        if every and averager.layers:
+            if count and count % every == 0:
+                state, control = self._measured(state, control)
+                for accumulate in dict.fromkeys((self._accumulates(count), False, True)):
+                    self._compile_beside(state, batch, control.pending, accumulate)
+            if count >= every and count % every == self.sync.beside:
+                control = replace(control, settings=control.pending)
+        accumulate = self._accumulates(count) and bool(averager.layers)
+        program = self._program(state, batch, control.settings, accumulate)
+        (params, optimizer, sync), value, finite = program(
+            (state.params, state.optimizer, state.sync), batch
+        )
+        self._flags.append((count, finite))
+        return TrainState(params, optimizer, sync, control.stepped()), value
+
+    def check(self, *, unread: int = 0) -> None:
+        """Raise if the gradient of a step so far was not finite; wait for all but `unread` steps.
+
+        Raises:
+            NonFiniteGradientError: naming the first such step and its layers.
+        """
+        while len(self._flags) > unread:
+            step, finite = self._flags.popleft()
+            bad = np.flatnonzero(np.asarray(finite) != 1)
+            if len(bad):
+                self._flags.clear()
+                names = [layer.name for layer in self._last_layers]
+                raise NonFiniteGradientError(step, [[*names, "raw leaves"][n] for n in bad])
+
+    def explain(self, state: TrainState) -> str:
+        """Return a table of the synchronisation: a row a layer, its setting, bytes and error."""
+        averager = self._averager(state.params)
+        control = checked(state.control, self.sync, averager.layers)
+        return explained(self._at(averager, control.settings), control, state.params)
+
+    def sent_bytes(self, state: TrainState, *, also: int = 4) -> float:
+        """Return the bytes that a worker sends in a step at the state's settings.
+
+        Args:
+            state: from `init` or a step.
+            also: bytes of the first result of loss_and_grads; 4 for one float32.
+        """
+        averager = self._averager(state.params)
+        control = checked(state.control, self.sync, averager.layers)
+        return self._at(averager, control.settings).sent_bytes(state.params, also=also)
+
+    def lower(self, state: TrainState, batch: Any, *, settings: Sequence[int] | None = None) -> Any:
+        """Lower the step as one program, at some settings: to audit and simulate.
+
+        Args:
+            state: arrays or shapes with shardings.
+            batch: the same.
+            settings: for each layer the place among its candidates; the default ones if None.
+        """
+        self._check_batch(batch)
+        layers = self._averager(state.params).layers
+        default = [self.sync.default(layer) for layer in layers]
+        chosen = np.array(default if settings is None else settings, np.int32)
+        args = ((state.params, state.optimizer, state.sync), batch)
+        return self._jitted(state, chosen, False).lower(*args)
+
+    # -- programs ---------------------------------------------------------------------------------
+
+    @property
+    def _last_layers(self) -> Sequence[Any]:
+        return next(reversed(self._averagers.values())).layers
+
+    def _accumulates(self, count: int) -> bool:
+        """Return whether this step's gradients are added up for the next choice."""
+        every = self.sync.every
+        return bool(every) and count % every >= every - self.sync.accumulate
+
+    def _at(self, averager: Averager, settings: np.ndarray, accumulate: bool = False) -> Averager:
+        chosen = tuple(
+            self.sync.candidates(layer)[place]
+            for layer, place in zip(averager.layers, settings.tolist(), strict=True)
+        )
+        return replace(averager, settings=chosen, accumulate=accumulate)
+
+    def _jitted(self, state: Any, settings: np.ndarray, accumulate: bool) -> Any:
+        averager = self._at(self._averager(state.params), settings, accumulate)
+        at = jax.tree.map(lambda x: x.sharding, (state.params, state.optimizer, state.sync))
+        step = WorkerStep(self._loss_and_grads, self._optimizer, averager, self._in_backward)
+        return self._maybe_overlapped(
+            jax.jit(step.over(self.mesh), donate_argnums=0, out_shardings=(at, None, None))
+        )
+
+    def _maybe_overlapped(self, jitted: Any) -> Any:
+        return jitted if self._overlap is None else overlapped(jitted, **self._overlap)
+
+    def _program(self, state: Any, batch: Any, settings: np.ndarray, accumulate: bool) -> Any:
+        key, make = self._compiling(state, batch, settings, accumulate)
+        return self._programs.get(key, make)
+
+    def _compile_beside(
+        self, state: Any, batch: Any, settings: np.ndarray, accumulate: bool
+    ) -> None:
+        key, make = self._compiling(state, batch, settings, accumulate)
+        self._programs.beside(key, make)
+
+    def _compiling(
+        self, state: Any, batch: Any, settings: np.ndarray, accumulate: bool
+    ) -> tuple[Hashable, Callable[[], Any]]:
+        """Return the key of a program and what compiles it, which holds shapes alone."""
+        placed = jax.tree.map(self._batch_like, batch)
+        args = jax.tree.map(_like, ((state.params, state.optimizer, state.sync), placed))
+        leaves, treedef = jax.tree.flatten(args)
+        shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
+        key = ("step", tuple(settings.tolist()), accumulate, treedef, shapes)
+        like = TrainState(*args[0], control=state.control)
+
+        def make() -> Any:
+            return self._jitted(like, settings, accumulate).lower(*args).compile()
+
+        return key, make
+
+    def _batch_like(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            sharding = self._placement.at(self.axis)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding)
+
+    def _measured(self, state: TrainState, control: Control) -> tuple[TrainState, Control]:
+        """Measure errors on the gradients added up, and choose the settings that come next."""
+        averager = self._averager(state.params)
+        at = jax.tree.map(lambda x: x.sharding, state.sync)
+        whole = self._placement.at()
+        jitted = jax.jit(
+            measure_over(self.mesh, averager),
+            donate_argnums=0,
+            out_shardings=(whole, whole, at),
+        )
+        shapes = tuple(x.shape for x in jax.tree.leaves(state.sync))
+        errors, norms, sync = self._programs.get(("measure", shapes), lambda: jitted)(state.sync)
+        errors, norms = np.asarray(errors, np.float32), np.asarray(norms, np.float32)
+        choice = choose(
+            self.sync,
+            averager.layers,
+            self.workers,
+            errors=errors,
+            norms=norms,
+            norms_before=control.norms,
+        )
+        control = replace(
+            control,
+            pending=choice.settings,
+            reference=choice.reference,
+            guarded=np.asarray(choice.guarded, np.int32),
+            norms=norms,
+            errors=errors,
+        )
+        return replace(state, sync=sync), control
+
+    def _check_batch(self, batch: Any) -> None:
+        for leaf in jax.tree.leaves(batch):
+            shape = np.shape(leaf)
+            if not shape or shape[0] % self.workers:
+                raise ValueError(
+                    f"a batch of shape {shape}: expected a first dim that is a multiple of the "
+                    f"{self.workers} workers along {self.axis!r}; change either"
+                )
+
+
+def measure_over(mesh: Mesh, averager: Averager) -> Callable[[SyncState], Any]:
+    """Return a function of a state with a dim of workers that measures, over a mesh."""
+    from jaxoverlap.train.compression.worker import of_one, specs_of, with_workers
+
+    def measured(sync: SyncState) -> Any:
+        errors, norms, new = averager.measure(of_one(sync))
+        return errors, norms, with_workers(new)
+
+    def call(sync: SyncState) -> Any:
+        spec = specs_of(sync, averager.axis)
+        return jax.shard_map(
+            measured,
+            mesh=mesh,
+            in_specs=(spec,),
+            out_specs=(P(), P(), spec),
+            axis_names={averager.axis},
+            check_vma=False,
+        )(sync)
+
+    return call
+
+
+def _like(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def data_parallel(
+    loss_and_grads: Callable[[Any, Any], tuple[Any, Any]],
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    axis: str = "data",
+    sync: Sync,
+    stacked: Sequence[str] = (),
+    in_backward: bool = False,
+    overlap: bool | Mapping[str, Any] = False,
+) -> DataParallel:
+    """Return a train step in which workers average their gradients compressed.
+
+        step = data_parallel(jax.value_and_grad(loss), optax.adamw(1e-3), mesh,
+                             sync=lgreco(power_sgd(4), every=500))
+        state = step.init(params)
+        for batch in batches:
+            state, loss = step(state, batch)
+
+    Args:
+        loss_and_grads: loss_and_grads(params, batch) -> (value, gradients) of one worker's part of
+            the batch, as `jax.value_and_grad(loss)` gives; the value is any tree of numbers. It
+            runs in a shard_map over the workers' axis: constraints may name the other axes.
+        optimizer: any optax one; it sees the averaged gradients.
+        mesh: of automatic axes, the workers' one among them.
+        axis: the mesh axis of the workers.
+        sync: `uniform(power_sgd(4))`, `lgreco(...)`, `accordion(...)`.
+        stacked: keys of the parameters; leaves below one of them have a first dim of layers, and
+            each layer is a matrix of its own.
+        in_backward: whether gradients of stacked leaves are averaged inside the backward scan that
+            makes them, each beside the layer below. All layers of such a leaf then have one
+            setting, as a scan's iterations are one program.
+        overlap: whether the step is overlapped (`jaxoverlap.overlap`), or with which options.
+
+    Raises:
+        ValueError: for a mesh without the axis, or with explicit or manual axes.
+    """
+    return DataParallel(
+        loss_and_grads,
+        optimizer,
+        mesh,
+        axis=axis,
+        sync=sync,
+        stacked=stacked,
+        in_backward=in_backward,
+        overlap=overlap,
+    )

@@ -1,0 +1,122 @@
+"""Divide a tree of parameters into layers: matrices that are compressed, and leaves sent raw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SMALLEST = 1024  # elements of a matrix that is worth compressing (torch_cgx has the same bound)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matrix, or a stack of matrices that share one setting.
+
+    Attributes:
+        name: the leaf's path in the parameters, with the matrix's number where that has its own.
+        leaf: the number of the leaf among the leaves of the tree.
+        shape: of the leaf.
+        dtype: of the leaf, and of what is sent where a compressor sends floats.
+        rows, cols: of a matrix.
+        stack: how many matrices of a stacked leaf share the setting; 0 if there is no stack.
+        part: which matrix of a stacked leaf this is; None if it is not one of several.
+    """
+
+    name: str
+    leaf: int
+    shape: tuple[int, ...]
+    dtype: Any
+    rows: int
+    cols: int
+    stack: int = 0
+    part: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the elements of one matrix."""
+        return self.rows * self.cols
+
+    @property
+    def count(self) -> int:
+        """Return the number of matrices."""
+        return self.stack or 1
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element."""
+        return jnp.dtype(self.dtype).itemsize
+
+    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
+        """Cut this layer's matrices out of its leaf."""
+        if self.stack:
+            return [leaf[i].reshape(self.rows, self.cols) for i in range(self.stack)]
+        whole = leaf if self.part is None else leaf[self.part]
+        return [whole.reshape(self.rows, self.cols)]
+
+
+def layers_of(
+    params: Any, *, stacked: Sequence[str] = (), shared: bool = False
+) -> tuple[Layer, ...]:
+    """Return the layers of parameters that are large enough to compress, in the leaves' order.
+
+    A leaf is seen as a matrix by the cut of its dims that has the least rows + columns. Leaves
+    with fewer than two dims (beside a stack's) or fewer than 1024 elements a matrix have no layer.
+
+    Args:
+        params: arrays, or shapes.
+        stacked: keys; leaves below one of them have a first dim of layers, as `lax.scan` takes.
+        shared: whether the matrices of a stacked leaf share one setting, or each has its own.
+
+    Raises:
+        ValueError: if a key of `stacked` is nowhere in the tree, or a stacked leaf is a scalar.
+    """
+    found = list[Layer]()
+    missing = set(stacked)
+    for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+        keys = {_key(entry) for entry in path}
+        missing -= keys
+        name, shape, dtype = _name(path), tuple(leaf.shape), jnp.dtype(leaf.dtype)
+        is_stack = not keys.isdisjoint(stacked)
+        if is_stack and not shape:
+            raise ValueError(f"{name} is a scalar and stands below a key of stacked={stacked!r}")
+        own = shape[1:] if is_stack else shape
+        if len(own) < 2 or math.prod(own) < SMALLEST or not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        rows, cols = _cut(own)
+        if not is_stack:
+            found.append(Layer(name, number, shape, dtype, rows, cols))
+        elif shared:
+            found.append(Layer(name, number, shape, dtype, rows, cols, stack=shape[0]))
+        else:
+            found += [
+                Layer(f"{name}[{i}]", number, shape, dtype, rows, cols, part=i)
+                for i in range(shape[0])
+            ]
+    if missing:
+        raise ValueError(
+            f"stacked={tuple(stacked)!r}: no leaf of the parameters stands below "
+            f"{', '.join(sorted(missing))}; name keys of the tree whose leaves a scan runs over"
+        )
+    return tuple(found)
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rows and columns of the cut of dims that has the least rows + columns."""
+    cuts = ((math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape)))
+    return min(cuts, key=sum)
+
+
+def _key(entry: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def _name(path: Any) -> str:
+    return ".".join(map(_key, path)) or "parameters"

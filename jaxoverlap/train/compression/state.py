@@ -1,0 +1,110 @@
+"""The state of a synchronisation: what workers keep, and the choice of settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoverlap.train.compression.layers import Layer
+from jaxoverlap.train.compression.sync import Sync
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SyncState:
+    """What a synchronisation keeps on devices, a pytree; see `transform`.
+
+    Attributes:
+        count: averages so far, int32.
+        error: what a worker has not sent yet, float32, by the number of the leaf; empty without
+            error feedback.
+        accumulated: sums of a worker's gradients since the window of a measurement began, float32,
+            by the number of the leaf; empty where nothing is measured.
+        shared: the compressor's state of each layer, the same on all workers.
+        finite: 1 for each layer whose last gradient was finite, and last for all raw leaves.
+    """
+
+    count: Any
+    error: dict[str, Any]
+    accumulated: dict[str, Any]
+    shared: tuple[Any, ...]
+    finite: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Control:
+    """The settings, and what they were chosen by: small arrays on the host, a pytree.
+
+    Attributes:
+        count: steps so far.
+        settings: of each layer, as places among its candidates, int32 [layers].
+        pending: those that come into use next.
+        reference: those whose error was the budget of the last choice.
+        guarded: 1 if the last choice kept the reference by the guard.
+        norms: of the layers' gradients at the last measurement; NaN before the first.
+        errors: what was measured last, float32 [layers, most candidates]; NaN before the first.
+        made_for: the number of the sync and the layers that the state belongs to, uint32.
+    """
+
+    count: Any
+    settings: Any
+    pending: Any
+    reference: Any
+    guarded: Any
+    norms: Any
+    errors: Any
+    made_for: Any
+
+    @classmethod
+    def new(cls, sync: Sync, layers: Sequence[Layer]) -> Control:
+        """Return the control of a run that begins: every layer has its default setting."""
+        default = np.array([sync.default(layer) for layer in layers], np.int32)
+        most = max((len(sync.candidates(layer)) for layer in layers), default=0)
+        return cls(
+            count=np.zeros((), np.int32),
+            settings=default,
+            pending=default,
+            reference=default,
+            guarded=np.zeros((), np.int32),
+            norms=np.full(len(layers), np.nan, np.float32),
+            errors=np.full((len(layers), most), np.nan, np.float32),
+            made_for=np.asarray(sync.made_for(layers), np.uint32),
+        )
+
+    def on_host(self) -> Control:
+        """Return the same as numpy arrays, wherever a checkpoint has put them."""
+        return jax.tree.map(np.asarray, self)
+
+    def stepped(self) -> Control:
+        """Return the control after one more step."""
+        return replace(self, count=np.asarray(self.count + 1, np.int32))
+
+
+def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:
+    """Return a control on the host, or raise if it belongs to another setting.
+
+    Raises:
+        ValueError: if the state was made for another sync, another model, other workers, or names
+            settings that there are not.
+    """
+    control = control.on_host()
+    expected = sync.made_for(layers)
+    if int(control.made_for) != expected or control.settings.shape != (len(layers),):
+        raise ValueError(
+            f"this state was made for another synchronisation or model (number "
+            f"{int(control.made_for)}; here {expected}: {sync}). Resume with the settings that the "
+            "checkpoint was written with, or start from its parameters with init(); the state is "
+            "as it was"
+        )
+    for layer, now, next_ in zip(layers, control.settings, control.pending, strict=True):
+        if not 0 <= min(now, next_) <= max(now, next_) < len(sync.candidates(layer)):
+            raise ValueError(
+                f"settings {now} and {next_} of {layer.name}: expected places among the candidates "
+                f"{sync.candidates(layer)}"
+            )
+    return control

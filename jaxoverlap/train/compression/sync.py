@@ -1,0 +1,225 @@
+"""Ways to synchronise gradients: a compressor, and how each layer's setting is chosen."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting
+from jaxoverlap.train.compression.layers import Layer
+
+MIN_FACTOR = 2.0  # PyTorch's powerSGD_hook and L-GreCo have the same least compression
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accordion:
+    """Two settings, and when each is used.
+
+    Attributes:
+        high: the setting of layers in a critical regime: little compression; None for the
+            compressor's candidate of most bytes.
+        low: that of the others; None for the candidate of least bytes.
+        threshold: a layer is in a critical regime where the norm of its gradient changed by this
+            share or more since the last measurement.
+    """
+
+    high: Setting | None
+    low: Setting | None
+    threshold: float
+
+    def ends(self, compressor: Compressor, layer: Layer) -> tuple[Setting, Setting]:
+        """Return the low and the high setting of a layer."""
+        known = compressor.candidates(layer)
+        low = known[0] if self.low is None else compressor.at(self.low, layer)
+        high = known[-1] if self.high is None else compressor.at(self.high, layer)
+        return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """A way to synchronise: see `uniform`, `accordion` and `lgreco`, which make it.
+
+    Attributes:
+        compressor: what averages the matrices.
+        every: steps between two choices of settings; 0 if they never change.
+        accumulate: steps before a choice whose gradients are added up for it.
+        beside: steps after a choice at which its settings come into use; their program is compiled
+            meanwhile, and waited for if it is not ready.
+        accordion: the switch, if there is one.
+        by_error: whether the dynamic programme chooses.
+        seed: of what is random.
+    """
+
+    compressor: Compressor
+    every: int = 0
+    accumulate: int = 0
+    beside: int = 0
+    accordion: Accordion | None = None
+    by_error: bool = False
+    seed: int = 0
+
+    def candidates(self, layer: Layer) -> tuple[Setting, ...]:
+        """Return the settings that a layer may come to have, in order of bytes."""
+        default = self.compressor.at(self.compressor.setting, layer)
+        known = {default}
+        if self.accordion:
+            known |= set(self.accordion.ends(self.compressor, layer))
+        if self.by_error:
+            known |= set(self.compressor.candidates(layer))
+        return tuple(sorted(known))
+
+    def default(self, layer: Layer) -> int:
+        """Return the place of the default setting among a layer's candidates."""
+        return self.candidates(layer).index(self.compressor.at(self.compressor.setting, layer))
+
+    def compressed(self, layers: Sequence[Layer], workers: int) -> tuple[Layer, ...]:
+        """Return the layers whose bytes the default setting divides by two at least."""
+
+        def sent(layer: Layer) -> float:
+            setting = self.compressor.at(self.compressor.setting, layer)
+            return self.compressor.sent_bytes(layer, setting, workers)
+
+        return tuple(
+            layer
+            for layer in layers
+            if sent(layer) * MIN_FACTOR <= raw_bytes(layer, workers) and workers > 1
+        )
+
+    def made_for(self, layers: Sequence[Layer]) -> int:
+        """Return a number that tells the state of one sync and model from that of another."""
+        schedule = (self.every, self.accumulate, self.beside)
+        return zlib.crc32(
+            repr((replace(self, every=0, accumulate=0, beside=0), schedule, layers)).encode()
+        )
+
+
+def raw_bytes(layer: Layer, workers: int) -> float:
+    """Return the bytes that a worker sends for one matrix of a layer without compression."""
+    return 2 * (workers - 1) / workers * layer.size * layer.itemsize
+
+
+def uniform(compressor: Compressor, *, seed: int = 0) -> Sync:
+    """Use the compressor's default setting for every layer, always.
+
+    Args:
+        compressor: such as `power_sgd(4)`.
+        seed: of what is random.
+    """
+    return Sync(compressor=_compressor(compressor), seed=seed)
+
+
+def accordion(
+    compressor: Compressor,
+    *,
+    every: int = 500,
+    high: Setting | None = None,
+    low: Setting | None = None,
+    threshold: float = 0.5,
+    accumulate: int = 10,
+    beside: int | None = None,
+    seed: int = 0,
+) -> Sync:
+    """Compress little where a layer's gradients change quickly, and much elsewhere.
+
+    A layer whose gradient's norm changed by `threshold` of itself or more since the last choice
+    gets the setting `high`, another one `low`; until there are two norms, all are high. Source:
+    Agarwal et al., Accordion (arXiv 2010.16248); threshold as in L-GreCo's released code.
+
+    Args:
+        compressor: such as `power_sgd(4)`.
+        every: steps between choices.
+        high, low: settings; by default the ends of the compressor's candidates.
+        threshold: above 0.
+        accumulate: steps before a choice whose gradients are added up for it.
+        beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
+        seed: of what is random.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+    if not threshold > 0:
+        raise ValueError(f"threshold={threshold!r}: expected a share above 0")
+    compressor = _compressor(compressor)
+    for setting in (high, low):
+        if setting is not None:
+            compressor.with_setting(setting)  # raises if there is no such setting
+    switch = Accordion(high=high, low=low, threshold=threshold)
+    accumulate, beside = _schedule(every, accumulate, beside)
+    return Sync(
+        compressor=compressor,
+        every=every,
+        accumulate=accumulate,
+        beside=beside,
+        accordion=switch,
+        seed=seed,
+    )
+
+
+def lgreco(
+    compressor: Compressor | Sync,
+    *,
+    every: int = 500,
+    accumulate: int = 10,
+    beside: int | None = None,
+    seed: int = 0,
+) -> Sync:
+    """Choose each layer's setting: the least bytes at no more error than the uniform setting's.
+
+    Every so many steps the error of each layer at each setting is measured on the mean of its
+    gradients in the steps before, with what error feedback held back. An exact dynamic programme
+    finds the settings of least bytes whose errors sum to no more than the reference's: the default
+    setting's or, on top of `accordion(...)`, the settings that its switch would choose. Source:
+    Markov et al., L-GreCo (arXiv 2210.17357). The released code measures on worker 0's gradients;
+    here every worker measures its own, and errors are averaged.
+
+    Args:
+        compressor: such as `power_sgd(4)`; or `accordion(power_sgd(4))`, whose `every` and the
+            like are replaced by these.
+        every: steps between choices.
+        accumulate: steps before a choice whose gradients are added up for it.
+        beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
+        seed: of what is random.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+    accumulate, beside = _schedule(every, accumulate, beside)
+    if isinstance(compressor, Sync):
+        if compressor.by_error or compressor.accordion is None:
+            raise ValueError(
+                f"lgreco({compressor!r}): expected a compressor, or accordion(compressor)"
+            )
+        base = compressor
+    else:
+        base = Sync(compressor=_compressor(compressor))
+    changes: dict[str, Any] = dict(every=every, accumulate=accumulate, beside=beside, seed=seed)
+    return replace(base, by_error=True, **changes)
+
+
+def _schedule(every: int, accumulate: int, beside: int | None) -> tuple[int, int]:
+    if beside is None:
+        beside = min(20, every // 10)
+    for name, value, least in (
+        ("every", every, 1),
+        ("accumulate", accumulate, 1),
+        ("beside", beside, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more")
+    if beside >= every:
+        raise ValueError(
+            f"beside={beside} with every={every}: settings would come into use after the next "
+            "choice; give a smaller beside"
+        )
+    return min(accumulate, every), beside
+
+
+def _compressor(value: Any) -> Compressor:
+    if not isinstance(value, Compressor):
+        raise ValueError(
+            f"{value!r} is no compressor: expected one such as power_sgd(4), qsgd(4), top_k(0.01) "
+            "or none()"
+        )
+    return value

@@ -1,0 +1,115 @@
+"""Collectives that compressors ask for, fused over layers, with their closed form of bytes.
+
+A compressor is written for one matrix as a generator that yields requests and is sent their
+results. `together` runs the generators of many matrices side by side: requests that are yielded at
+the same time become one collective for each kind and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Kind = Literal["mean", "gather", "exchange"]
+SCOPE = "compressed_average"  # the scope of the collectives, by which an audit finds them
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective over the workers.
+
+    Attributes:
+        kind: "mean" gives the mean over workers, of the value's shape; "gather" gives all workers'
+            values, [workers, *shape]; "exchange" takes [workers, ...], sends part i to worker i,
+            and gives what the workers sent here, [workers, ...].
+        value: what this worker puts in.
+    """
+
+    kind: Kind
+    value: jax.Array
+
+
+Average = Generator[Request, jax.Array, Any]
+
+
+def sent_bytes(kind: Kind, value_bytes: float, workers: int) -> float:
+    """Return the bytes that one worker sends in a collective, as a ring does it.
+
+    Args:
+        kind: of the request.
+        value_bytes: of the value that a worker puts in.
+        workers: how many there are.
+    """
+    shares = {"mean": 2 * (workers - 1) / workers, "gather": workers - 1}
+    return value_bytes * shares.get(kind, (workers - 1) / workers)
+
+
+def together(averages: Sequence[Average], *, axis: str, workers: int) -> list[Any]:
+    """Run generators side by side and return what each returns, in order.
+
+    Args:
+        averages: generators of requests.
+        axis: the manual mesh axis of the workers.
+        workers: its size.
+    """
+    results: list[Any] = [None] * len(averages)
+    waiting = dict[int, Request]()
+
+    def resume(number: int, answer: jax.Array | None) -> None:
+        try:
+            waiting[number] = averages[number].send(answer)  # type: ignore[arg-type]
+        except StopIteration as end:
+            results[number] = end.value
+
+    for number in range(len(averages)):
+        resume(number, None)
+    while waiting:
+        asked, waiting = waiting, {}
+        for number, answer in _answers(asked, axis, workers).items():
+            resume(number, answer)
+    return results
+
+
+def _answers(asked: dict[int, Request], axis: str, workers: int) -> dict[int, jax.Array]:
+    groups = dict[Any, list[int]]()
+    for number, request in asked.items():
+        groups.setdefault((request.kind, request.value.dtype), []).append(number)
+    found = dict[int, jax.Array]()
+    with jax.named_scope(SCOPE):
+        for (kind, _), numbers in groups.items():
+            values = [asked[number].value for number in numbers]
+            found |= zip(numbers, _fused(kind, values, axis, workers), strict=True)
+    return found
+
+
+def _fused(kind: Kind, values: list[jax.Array], axis: str, workers: int) -> list[jax.Array]:
+    """Run one collective over several values of a dtype."""
+    if len(values) == 1 and kind == "mean":
+        return [lax.psum(values[0], axis) / workers]
+    keep = 1 if kind == "exchange" else 0  # leading dims that are not flattened
+    shapes = [value.shape[keep:] for value in values]
+    flat = [value.reshape(*value.shape[:keep], -1) for value in values]
+    joined = jnp.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
+    if kind == "mean":
+        out, lead = lax.psum(joined, axis) / workers, ()
+    elif kind == "gather":
+        out, lead = lax.all_gather(joined, axis), (workers,)
+    else:
+        out, lead = lax.all_to_all(joined, axis, 0, 0, tiled=True), (workers,)
+    results, at = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        results.append(out[..., at : at + size].reshape(*lead, *shape))
+        at += size
+    return results
+
+
+def mean_of(value: jax.Array) -> Average:
+    """Average a value as it is; an average of no compression."""
+    return (yield Request("mean", value))
