@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -375,10 +375,9 @@ def transform(
                 f"one for each of {', '.join(layer.name for layer in averager.layers)}"
             )
         averager = replace(averager, settings=tuple(settings))
-    update: Callable[..., Any] = (
-        lambda updates, state, params=None: averager.average(  # noqa: E731
-            updates, state
-        )[:2]
-    )
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return averager.average(updates, state)[:2]
+
     init: Any = averager.init
     return optax.GradientTransformation(init, update)

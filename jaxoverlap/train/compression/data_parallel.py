@@ -115,14 +115,16 @@ class DataParallel:
         """
         at = self._shardings(params)
         new = jax.jit(self._new, out_shardings=(at.params, at.optimizer, at.sync))
-        averager = self._averager(params)
-        return TrainState(*new(params), Control.new(self.sync, averager.layers))
+        params, optimizer, sync = new(params)
+        control = Control.new(self.sync, self._averager(params).layers)
+        return TrainState(params, optimizer, sync, control)
 
     def abstract(self, params: Any) -> TrainState:
         """Return what `init` would, as shapes with shardings: to restore a checkpoint, say."""
         at = self._shardings(params)
         control = Control.new(self.sync, self._averager(params).layers)
-        shapes = TrainState(*jax.eval_shape(self._new, params), control)
+        new, optimizer, sync = jax.eval_shape(self._new, params)
+        shapes = TrainState(new, optimizer, sync, control)
         return jax.tree.map(
             lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, at
         )

@@ -89,10 +89,7 @@ class Sync:
 
     def made_for(self, layers: Sequence[Layer]) -> int:
         """Return a number that tells the state of one sync and model from that of another."""
-        schedule = (self.every, self.accumulate, self.beside)
-        return zlib.crc32(
-            repr((replace(self, every=0, accumulate=0, beside=0), schedule, layers)).encode()
-        )
+        return zlib.crc32(repr((self, tuple(layers))).encode())
 
 
 def raw_bytes(layer: Layer, workers: int) -> float:

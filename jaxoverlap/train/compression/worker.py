@@ -76,8 +76,7 @@ class WorkerStep:
         if not self.in_backward:
             return (*self.loss_and_grads(params, batch), {})
         closed, shapes = jax.make_jaxpr(self.loss_and_grads, return_shape=True)(params, batch)
-        value, gradients = shapes
-        before = len(jax.tree.leaves(value))
+        before = len(jax.tree.leaves(shapes[0]))
         stacks = [
             leaf
             for leaf, numbers in self.averager.of_leaf.items()

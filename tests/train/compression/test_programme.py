@@ -108,7 +108,7 @@ def test_no_layers_no_budget_and_no_solution():
         ([[1]], [[1.0]], -1.0, "budget"),
         ([[1]], [[float("nan")]], 1.0, "undefined"),
         ([[1, 2]], [[1.0]], 1.0, "2 bytes and 1 errors"),
-        ([[1]], [], 1.0, "expected equal"),
+        ([[1]], [], 1.0, "equal numbers"),
     ),
 )
 def test_bad_input_is_named(costs, errors, budget, says):

@@ -82,11 +82,11 @@ class Worker(NamedTuple):
     """The place of a worker in an average.
 
     Attributes:
-        count: how many workers there are.
+        workers: how many there are.
         number: of this one, traced.
         key: for what is random: different for every worker, layer and step.
     """
 
-    count: int
+    workers: int
     number: jax.Array
     key: jax.Array

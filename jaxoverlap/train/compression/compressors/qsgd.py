@@ -59,7 +59,7 @@ class QSGD:
         Both ways are quantised, each time without bias; what the second way loses is kept by the
         worker that has the part.
         """
-        bits, workers = int(setting), at.count
+        bits, workers = int(setting), at.workers
         first, second = jax.random.split(at.key)
         mine = _in_buckets(matrix, workers)  # [workers, buckets, 512]
         packed = quantize(mine, bits, first)

@@ -73,7 +73,7 @@ class TopK:
         if self.error_feedback:
             kept = flat.at[places].add(-values.astype(jnp.float32), unique_indices=True)
             kept = kept.reshape(matrix.shape)
-        return Averaged((total / at.count).reshape(matrix.shape), kept, state)
+        return Averaged((total / at.workers).reshape(matrix.shape), kept, state)
 
     def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
         """Return the bytes that a worker sends for one matrix."""
