@@ -48,7 +48,7 @@ def test_it_equals_enumeration_on_a_thousand_small_instances():
         assert total(costs, chosen) == min(fitting)
         assert total(steps, chosen) <= buckets
         assert total(errors, chosen) <= budget * (1 + 1e-12)
-    assert unsolved < 300  # coarse buckets leave some without a solution
+    assert unsolved < 400  # coarse buckets leave some without a solution
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -108,7 +108,7 @@ def test_no_layers_no_budget_and_no_solution():
         ([[1]], [[1.0]], -1.0, "budget"),
         ([[1]], [[float("nan")]], 1.0, "undefined"),
         ([[1, 2]], [[1.0]], 1.0, "2 bytes and 1 errors"),
-        ([[1]], [], 1.0, "equal numbers"),
+        ([[1]], [], 1.0, "expected equal"),
     ),
 )
 def test_bad_input_is_named(costs, errors, budget, says):
