@@ -32,7 +32,9 @@ class Run:
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0
     local_updates: Annotated[str | None, Option(help="Train in rounds, as by co2.")] = None
     every: Annotated[int, Option(help="Steps of such a round.")] = 12
-    workers: Annotated[int, Option(help="Of local updates, each with the mesh below.")] = 2
+    compress: Annotated[str | None, Option(help="Gradients, as by lgreco:powersgd:4.")] = None
+    compress_every: Annotated[int, Option(help="Steps, or rounds, between settings.")] = 500
+    workers: Annotated[int, Option(help="Of these two, each with the mesh below.")] = 2
 
     distributed: Annotated[
         bool, Option("--distributed", help="Join the processes of SLURM, Kubernetes or MPI.")
@@ -56,7 +58,8 @@ class Run:
     def __post_init__(self):
         if self.ops and (self.plain or self.halves):
             raise Mistake("ops with plain or halves: matmuls partition themselves, or they do not")
-        for name in ("layers", "steps", "save_every", "log_every", "timeout_s", "every", "workers"):
+        counts = ("layers", "steps", "save_every", "log_every", "timeout_s", "every", "workers")
+        for name in (*counts, "compress_every"):
             if getattr(self, name) < 1:
                 raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
         if (self.coordinator is None) != (self.processes is None) or (self.processes is None) != (
@@ -80,7 +83,7 @@ class Run:
         """(field, what must divide it, its value): each device gets an equal part of everything."""
         first, second = self.AXES
         yield "hidden", "heads", self.heads
-        if self.local_updates:
+        if self.has_workers:
             yield "batch", f"workers x {first}", self.workers * self.mesh[first]
         for name in ("hidden", "batch"):
             yield name, first, self.mesh[first]
@@ -88,9 +91,14 @@ class Run:
             yield name, second, self.mesh[second]
 
     @property
+    def has_workers(self) -> bool:
+        """Return whether there are workers, each with a mesh of its own."""
+        return bool(self.local_updates or self.compress)
+
+    @property
     def devices(self) -> int:
         """Return how many devices all workers take."""
-        return (self.workers if self.local_updates else 1) * math.prod(self.mesh.values())
+        return (self.workers if self.has_workers else 1) * math.prod(self.mesh.values())
 
     @property
     def tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Train in rounds of local updates: what `--local-updates co2 --every 12` runs."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap import train as algorithms
 from jaxoverlap.train import LocalState, LocalUpdates, Outer
-from models import trainer
+from models import compressed, trainer
 from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
 from models.processes import console, within_s
@@ -50,12 +51,15 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
     outer = outer_of(config)
     mesh = recipe.make_mesh(config)
     step = recipe.make_step(config, mesh)
+    params = recipe.abstract_args(config, mesh)[0]["params"]
     updates = LocalUpdates(
         step,
         mesh,
         axis="worker",
         outer=outer,
-        shard_outer=not outer.eager,
+        shard_outer=not (outer.eager or config.compress),
+        sync=compressed.sync_of(config) if config.compress else None,
+        stacked=compressed.stacked_in(params) if config.compress else (),
         overlap=not config.plain,
     )
     with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
@@ -107,10 +111,14 @@ def restored(
         return jax.ShapeDtypeStruct((workers, *leaf.shape[1:]), leaf.dtype, sharding=whole)
 
     worker, sent = jax.tree.map(resized, (like.worker, like.sent))
+    sync = like.sync
+    if sync is not None:
+        error, accumulated = jax.tree.map(resized, (sync.error, sync.accumulated))
+        sync = dataclasses.replace(sync, error=error, accumulated=accumulated)
     begin, optimizer = like.begin, like.optimizer
     if updates.outer.eager:
         begin, optimizer = jax.tree.map(resized, (begin, optimizer))
-    old = LocalState(worker, begin, optimizer, sent)
+    old = LocalState(worker, begin, optimizer, sent, sync, like.control)
     wanted = ocp.args.Composite(state=ocp.args.StandardRestore(old))
     found: Any = manager.restore(taken, args=wanted)["state"]
     return updates.spread(updates.consolidate(found)), taken

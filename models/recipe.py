@@ -53,7 +53,7 @@ class Recipe:
     def make_mesh(self, config: Run) -> Mesh:
         """The first of the devices JAX sees, as a mesh of automatic axes."""
         sizes, names, devices = tuple(config.mesh.values()), config.AXES, jax.devices()
-        if config.local_updates:
+        if config.has_workers:
             sizes, names = (config.workers, *sizes), ("worker", *names)
         needed = config.devices
         if len(devices) < needed:

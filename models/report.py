@@ -30,7 +30,7 @@ class Report:
         self.rows: list[Row] = []
         self._config, self._begin = config, begin
         made = "plain" if config.plain else "by rules" if config.ops else "overlapped"
-        self._label = config.local_updates or made
+        self._label = config.local_updates or config.compress or made
         kind = mesh.devices.flat[0].device_kind
         chip = next((c for c in jaxoverlap.chips() if c.device_name == kind), None)
         peak = mesh.size * chip.bf16_flops_per_s if chip else math.nan

@@ -39,6 +39,10 @@ def train(recipe: Recipe, config: Run) -> Trained:
         from models import local_updates  # which imports this module
 
         return local_updates.train(recipe, config)
+    if config.compress:
+        from models import compressed  # which imports this module
+
+        return compressed.train(recipe, config)
     mesh = recipe.make_mesh(config)
     step = overlapped(recipe.make_step(config, mesh), config)
 
@@ -75,7 +79,7 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
     mesh = recipe.make_mesh(config)
     if recipe.report and jax.process_count() == 1:
         console.print(recipe.report(config, mesh, state["params"]))
-    if config.plain or config.local_updates or jax.process_index() != 0:
+    if config.plain or config.has_workers or jax.process_index() != 0:
         return rows
     if config.ops:
         print(jaxoverlap.audit(step.lower(*recipe.abstract_args(config, mesh)).compile()))

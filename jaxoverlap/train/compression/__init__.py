@@ -12,14 +12,9 @@ from jaxoverlap.train.compression.compressors.no_compression import none
 from jaxoverlap.train.compression.compressors.power_sgd import power_sgd
 from jaxoverlap.train.compression.compressors.qsgd import qsgd
 from jaxoverlap.train.compression.compressors.top_k import top_k
-from jaxoverlap.train.compression.data_parallel import (
-    DataParallel,
-    NonFiniteGradientError,
-    TrainState,
-    data_parallel,
-)
+from jaxoverlap.train.compression.data_parallel import DataParallel, data_parallel
 from jaxoverlap.train.compression.programme import solve
-from jaxoverlap.train.compression.state import SyncState
+from jaxoverlap.train.compression.state import NonFiniteGradientError, SyncState, TrainState
 from jaxoverlap.train.compression.sync import Sync, accordion, lgreco, uniform
 
 __all__ = [

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
+from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker, sent
 from jaxoverlap.train.compression.layers import Layer, layers_of
 from jaxoverlap.train.compression.state import SyncState
 from jaxoverlap.train.compression.sync import Sync
@@ -274,6 +274,14 @@ class Averager:
 
     # -- measuring --------------------------------------------------------------------------------
 
+    def at(self, places: Any, *, accumulate: bool = False) -> Averager:
+        """Return the averager at other settings, given as places among each layer's candidates."""
+        chosen = tuple(
+            self.sync.candidates(layer)[place]
+            for layer, place in zip(self.layers, places.tolist(), strict=True)
+        )
+        return replace(self, settings=chosen, accumulate=accumulate)
+
     def measure(self, state: SyncState) -> tuple[jax.Array, jax.Array, SyncState]:
         """Measure what every candidate of every layer would lose of the gradients added up.
 
@@ -320,7 +328,7 @@ class Averager:
     def layer_bytes(self, number: int) -> float:
         """Return the bytes that a worker sends for all matrices of one layer."""
         layer = self.layers[number]
-        of_one = self.sync.compressor.sent_bytes(layer, self.settings[number], self.workers)
+        of_one = sent(self.sync.compressor, layer, self.settings[number], self.workers)
         return layer.count * of_one
 
 

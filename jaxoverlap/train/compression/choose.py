@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxoverlap.train.compression.compressors.compressor import sent
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.programme import solve
 from jaxoverlap.train.compression.sync import Sync
@@ -75,7 +76,7 @@ def never_worse_than_uniform(
 
 def cost_bytes(sync: Sync, layer: Layer, workers: int) -> np.ndarray:
     """Return the bytes of each candidate of a layer, all workers together: whole numbers."""
-    of_one = [sync.compressor.sent_bytes(layer, s, workers) for s in sync.candidates(layer)]
+    of_one = [sent(sync.compressor, layer, s, workers) for s in sync.candidates(layer)]
     return np.array([round(b * workers) * layer.count for b in of_one], np.int64)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,51 +15,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.api import overlap as overlapped
+from jaxoverlap.cost.groups import groups_of
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
-from jaxoverlap.train.compression.choose import choose
-from jaxoverlap.train.compression.explain import explained
+from jaxoverlap.train.compression.explain import Price, explained, price
 from jaxoverlap.train.compression.programs import Programs
-from jaxoverlap.train.compression.state import Control, SyncState, checked
+from jaxoverlap.train.compression.state import (
+    Control,
+    NonFiniteGradientError,
+    SyncState,
+    TrainState,
+    checked,
+)
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.compression.worker import WorkerStep
 from jaxoverlap.train.local_updates.state import Placement
 
 _UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
-
-
-class NonFiniteGradientError(ValueError):
-    """A gradient was infinite or not a number; its step changed nothing but the counts.
-
-    Attributes:
-        step: its number, from 0.
-        layers: the names of the layers; "raw leaves" for those that are not compressed.
-    """
-
-    def __init__(self, step: int, layers: list[str]):
-        self.step, self.layers = step, layers
-        super().__init__(
-            f"step {step}: the gradient of {', '.join(layers)} is infinite or not a number. The "
-            "step was left out: parameters, optimizer and error feedback are as before it. Look "
-            "at its batch or lower the learning rate, and go on from the state you have"
-        )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """The state of training, a pytree; checkpoint it whole.
-
-    Attributes:
-        params: parameters, the same on all workers.
-        optimizer: the optimizer's state.
-        sync: what the synchronisation keeps on devices; a leading dim of workers on what differs.
-        control: the settings, on the host.
-    """
-
-    params: Any
-    optimizer: Any
-    sync: SyncState
-    control: Control
 
 
 class DataParallel:
@@ -203,15 +176,14 @@ class DataParallel:
         averager = self._averager(state.params)
         control = checked(state.control, self.sync, averager.layers)
         self.check(unread=_UNREAD)
-        count, every = int(control.count), self.sync.every
-        if every and averager.layers:
-            if count and count % every == 0:
+        count = int(control.count)
+        if averager.layers:
+            if schedule.measures(self.sync, count):
                 state, control = self._measured(state, control)
-                for accumulate in dict.fromkeys((self._accumulates(count), False, True)):
+                for accumulate in (False, True):
                     self._compile_beside(state, batch, control.pending, accumulate)
-            if count >= every and count % every == self.sync.beside:
-                control = replace(control, settings=control.pending)
-        accumulate = self._accumulates(count) and bool(averager.layers)
+            control = schedule.in_use(self.sync, control)
+        accumulate = schedule.accumulates(self.sync, count) and bool(averager.layers)
         program = self._program(state, batch, control.settings, accumulate)
         (params, optimizer, sync), value, finite = program(
             (state.params, state.optimizer, state.sync), batch
@@ -233,11 +205,24 @@ class DataParallel:
                 names = [layer.name for layer in self._last_layers]
                 raise NonFiniteGradientError(step, [[*names, "raw leaves"][n] for n in bad])
 
-    def explain(self, state: TrainState) -> str:
-        """Return a table of the synchronisation: a row a layer, its setting, bytes and error."""
+    def explain(self, state: TrainState, *, cost: CostModel | None = None) -> str:
+        """Return a table of the synchronisation: a row a layer, its setting, bytes and error.
+
+        Args:
+            state: arrays or shapes.
+            cost: of the cluster, as `jaxoverlap.cost_model` gives, to add the price of an average.
+        """
         averager = self._averager(state.params)
         control = checked(state.control, self.sync, averager.layers)
-        return explained(self._at(averager, control.settings), control, state.params)
+        table = explained(averager.at(control.settings), control, state.params)
+        return table if cost is None else f"{table}\n{self.price(state, cost)}"
+
+    def price(self, state: TrainState, cost: CostModel) -> Price:
+        """Return the seconds of an average on a cluster: compressed, and raw."""
+        averager = self._averager(state.params)
+        control = checked(state.control, self.sync, averager.layers)
+        group = groups_of(self.mesh, cost.cluster)[self.axis]
+        return price(averager.at(control.settings), state.params, cost, group)
 
     def sent_bytes(self, state: TrainState, *, also: int = 4) -> float:
         """Return the bytes that a worker sends in a step at the state's settings.
@@ -248,7 +233,7 @@ class DataParallel:
         """
         averager = self._averager(state.params)
         control = checked(state.control, self.sync, averager.layers)
-        return self._at(averager, control.settings).sent_bytes(state.params, also=also)
+        return averager.at(control.settings).sent_bytes(state.params, also=also)
 
     def lower(self, state: TrainState, batch: Any, *, settings: Sequence[int] | None = None) -> Any:
         """Lower the step as one program, at some settings: to audit and simulate.
@@ -271,20 +256,8 @@ class DataParallel:
     def _last_layers(self) -> Sequence[Any]:
         return next(reversed(self._averagers.values())).layers
 
-    def _accumulates(self, count: int) -> bool:
-        """Return whether this step's gradients are added up for the next choice."""
-        every = self.sync.every
-        return bool(every) and count % every >= every - self.sync.accumulate
-
-    def _at(self, averager: Averager, settings: np.ndarray, accumulate: bool = False) -> Averager:
-        chosen = tuple(
-            self.sync.candidates(layer)[place]
-            for layer, place in zip(averager.layers, settings.tolist(), strict=True)
-        )
-        return replace(averager, settings=chosen, accumulate=accumulate)
-
     def _jitted(self, state: Any, settings: np.ndarray, accumulate: bool) -> Any:
-        averager = self._at(self._averager(state.params), settings, accumulate)
+        averager = self._averager(state.params).at(settings, accumulate=accumulate)
         at = jax.tree.map(lambda x: x.sharding, (state.params, state.optimizer, state.sync))
         step = WorkerStep(self._loss_and_grads, self._optimizer, averager, self._in_backward)
         return self._maybe_overlapped(
@@ -330,32 +303,12 @@ class DataParallel:
     def _measured(self, state: TrainState, control: Control) -> tuple[TrainState, Control]:
         """Measure errors on the gradients added up, and choose the settings that come next."""
         averager = self._averager(state.params)
-        at = jax.tree.map(lambda x: x.sharding, state.sync)
-        whole = self._placement.at()
-        jitted = jax.jit(
-            measure_over(self.mesh, averager),
-            donate_argnums=0,
-            out_shardings=(whole, whole, at),
-        )
         shapes = tuple(x.shape for x in jax.tree.leaves(state.sync))
-        errors, norms, sync = self._programs.get(("measure", shapes), lambda: jitted)(state.sync)
-        errors, norms = np.asarray(errors, np.float32), np.asarray(norms, np.float32)
-        choice = choose(
-            self.sync,
-            averager.layers,
-            self.workers,
-            errors=errors,
-            norms=norms,
-            norms_before=control.norms,
+        program = self._programs.get(
+            ("measure", shapes), lambda: schedule.measuring(self.mesh, averager, state.sync)
         )
-        control = replace(
-            control,
-            pending=choice.settings,
-            reference=choice.reference,
-            guarded=np.asarray(choice.guarded, np.int32),
-            norms=norms,
-            errors=errors,
-        )
+        errors, norms, sync = program(state.sync)
+        control = schedule.chosen(self.sync, averager.layers, self.workers, control, errors, norms)
         return replace(state, sync=sync), control
 
     def _check_batch(self, batch: Any) -> None:
@@ -366,28 +319,6 @@ class DataParallel:
                     f"a batch of shape {shape}: expected a first dim that is a multiple of the "
                     f"{self.workers} workers along {self.axis!r}; change either"
                 )
-
-
-def measure_over(mesh: Mesh, averager: Averager) -> Callable[[SyncState], Any]:
-    """Return a function of a state with a dim of workers that measures, over a mesh."""
-    from jaxoverlap.train.compression.worker import of_one, specs_of, with_workers
-
-    def measured(sync: SyncState) -> Any:
-        errors, norms, new = averager.measure(of_one(sync))
-        return errors, norms, with_workers(new)
-
-    def call(sync: SyncState) -> Any:
-        spec = specs_of(sync, averager.axis)
-        return jax.shard_map(
-            measured,
-            mesh=mesh,
-            in_specs=(spec,),
-            out_specs=(P(), P(), spec),
-            axis_names={averager.axis},
-            check_vma=False,
-        )(sync)
-
-    return call
 
 
 def _like(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,9 +1,10 @@
-"""Tell what a synchronisation sends, a row a layer."""
+"""Tell what a synchronisation sends, a row a layer, and what it costs on a cluster."""
 
 from __future__ import annotations
 
 import io
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,9 +12,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxoverlap.cost.groups import Group
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.state import Control
 from jaxoverlap.train.compression.sync import raw_bytes
+from jaxoverlap.train.compression.wire import sent_bytes
+
+_HLO_KINDS = {"mean": "all-reduce", "gather": "all-gather", "exchange": "all-to-all"}
 
 
 def explained(averager: Averager, control: Control, params: Any) -> str:
@@ -69,6 +75,74 @@ def _summary(averager: Averager, control: Control, params: Any, error: float, bu
     if not np.array_equal(control.pending, control.settings):
         text += " Other settings are chosen, and come into use soon."
     return text
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one average on a cluster, by the cost model, with nothing beside it.
+
+    Attributes:
+        raw_s: of all gradients in one all-reduce.
+        wire_s: of the compressed average's collectives.
+        arithmetic_s: of compressing and putting together: the matrices' passes through memory.
+    """
+
+    raw_s: float
+    wire_s: float
+    arithmetic_s: float
+
+    @property
+    def pays(self) -> bool:
+        """Return whether the compressed average takes less."""
+        return self.wire_s + self.arithmetic_s < self.raw_s
+
+    def __str__(self) -> str:
+        verdict = "compression pays" if self.pays else "compression does not pay"
+        return (
+            f"By price {verdict}: {self.wire_s * 1e3:.3g} ms of collectives and "
+            f"{self.arithmetic_s * 1e3:.3g} ms of arithmetic for {self.raw_s * 1e3:.3g} ms raw."
+        )
+
+
+def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Price:
+    """Price an average: what it sends beside what it computes.
+
+    Args:
+        averager: at the settings in use.
+        params: arrays or shapes; what is sharded over other axes is priced by its part.
+        cost: the cluster's.
+        group: of the workers' axis.
+    """
+    leaves = jax.tree.leaves(params)
+    shares = [_share(leaf) for leaf in leaves]
+    sums = dict[tuple[int, str], float]()  # requests of a kind that are made together are one
+    arithmetic_s = 0.0
+    for number, layer in enumerate(averager.layers):
+        compressor, setting = averager.sync.compressor, averager.settings[number]
+        requests = compressor.requests(layer, setting, averager.workers)
+        for turn, (kind, size) in enumerate(requests):
+            at = (turn, kind)
+            sums[at] = sums.get(at, 0) + size * layer.count * shares[layer.leaf]
+        passes = compressor.memory_passes * 4 * layer.size * shares[layer.leaf]
+        arithmetic_s += layer.count * cost.memory_s(passes)
+    sizes = [leaf.size * leaf.dtype.itemsize * s for leaf, s in zip(leaves, shares, strict=True)]
+    raw = sum(size for n, size in enumerate(sizes) if n not in averager.of_leaf)
+    sums[0, "mean"] = sums.get((0, "mean"), 0) + raw
+
+    def seconds(kind: Any, size: float) -> float:
+        moved = round(sent_bytes(kind, size, averager.workers))
+        return cost.collective_s(_HLO_KINDS[kind], moved, group)
+
+    wire_s = sum(seconds(kind, size) for (_, kind), size in sums.items())
+    return Price(seconds("mean", sum(sizes)), wire_s, arithmetic_s)
+
+
+def _share(leaf: Any) -> float:
+    """Return the part of a leaf that a device has."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not leaf.size:
+        return 1.0
+    return math.prod(sharding.shard_shape(leaf.shape)) / leaf.size
 
 
 def _at(control: Control, settings: np.ndarray) -> np.ndarray:

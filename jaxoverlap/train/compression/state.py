@@ -85,6 +85,41 @@ class Control:
         return replace(self, count=np.asarray(self.count + 1, np.int32))
 
 
+class NonFiniteGradientError(ValueError):
+    """A gradient was infinite or not a number; its step changed nothing but the counts.
+
+    Attributes:
+        step: its number, from 0.
+        layers: the names of the layers; "raw leaves" for those that are not compressed.
+    """
+
+    def __init__(self, step: int, layers: list[str]):
+        self.step, self.layers = step, layers
+        super().__init__(
+            f"step {step}: the gradient of {', '.join(layers)} is infinite or not a number. The "
+            "step was left out: parameters, optimizer and error feedback are as before it. Look "
+            "at its batch or lower the learning rate, and go on from the state you have"
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """The state of training, a pytree; checkpoint it whole.
+
+    Attributes:
+        params: parameters, the same on all workers.
+        optimizer: the optimizer's state.
+        sync: what the synchronisation keeps on devices; a leading dim of workers on what differs.
+        control: the settings, on the host.
+    """
+
+    params: Any
+    optimizer: Any
+    sync: SyncState
+    control: Control
+
+
 def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:
     """Return a control on the host, or raise if it belongs to another setting.
 

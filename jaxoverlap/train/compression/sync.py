@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting
+from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting, sent
 from jaxoverlap.train.compression.layers import Layer
 
 MIN_FACTOR = 2.0  # PyTorch's powerSGD_hook and L-GreCo have the same least compression
@@ -77,15 +77,11 @@ class Sync:
     def compressed(self, layers: Sequence[Layer], workers: int) -> tuple[Layer, ...]:
         """Return the layers whose bytes the default setting divides by two at least."""
 
-        def sent(layer: Layer) -> float:
+        def factor(layer: Layer) -> float:
             setting = self.compressor.at(self.compressor.setting, layer)
-            return self.compressor.sent_bytes(layer, setting, workers)
+            return raw_bytes(layer, workers) / sent(self.compressor, layer, setting, workers)
 
-        return tuple(
-            layer
-            for layer in layers
-            if sent(layer) * MIN_FACTOR <= raw_bytes(layer, workers) and workers > 1
-        )
+        return tuple(layer for layer in layers if workers > 1 and factor(layer) >= MIN_FACTOR)
 
     def made_for(self, layers: Sequence[Layer]) -> int:
         """Return a number that tells the state of one sync and model from that of another."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ def consolidated(rounds: Rounds, state: LocalState) -> LocalState:
     begin, optimizer = state.begin, state.optimizer
     if outer.eager:
         begin, optimizer = jax.tree.map(_one, (begin, optimizer))
-    return LocalState(worker, begin, optimizer, jax.tree.map(_one, state.sent))
+    sync = _kept_by_workers(state.sync, _one)
+    return LocalState(worker, begin, optimizer, jax.tree.map(_one, state.sent), sync)
 
 
 def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
@@ -34,7 +36,8 @@ def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
     begin, optimizer = state.begin, state.optimizer
     if outer.eager:
         begin, optimizer = copies((begin, optimizer))
-    return LocalState(copies(state.worker), begin, optimizer, copies(state.sent))
+    sync = _kept_by_workers(state.sync, lambda leaf: _copies(leaf, workers))
+    return LocalState(copies(state.worker), begin, optimizer, copies(state.sent), sync)
 
 
 def optimizer_shardings(outer: Outer, place: Placement, shapes: Any, begin: Any) -> Any:
@@ -46,6 +49,14 @@ def optimizer_shardings(outer: Outer, place: Placement, shapes: Any, begin: Any)
         begin,
         transform_non_params=lambda _: place.at(place.axis) if outer.eager else place.at(),
     )
+
+
+def _kept_by_workers(sync: Any, change: Any) -> Any:
+    """Change what differs between workers in the state of a compression."""
+    if sync is None:
+        return None
+    error, accumulated = jax.tree.map(change, (sync.error, sync.accumulated))
+    return replace(sync, error=error, accumulated=accumulated)
 
 
 def _one(leaf: jax.Array) -> jax.Array:

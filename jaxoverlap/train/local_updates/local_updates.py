@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.train.compression import schedule
+from jaxoverlap.train.compression.averager import Averager, averager_of
+from jaxoverlap.train.compression.explain import explained
+from jaxoverlap.train.compression.state import Control, SyncState, checked
+from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates import second_device
 from jaxoverlap.train.local_updates.consolidate import consolidated, optimizer_shardings, spread
 from jaxoverlap.train.local_updates.outer import Outer
@@ -48,6 +53,10 @@ class LocalUpdates:
         shard_outer: whether to keep the outer optimizer's state, and where the round began,
             scattered over the workers: a reduce-scatter and an all-gather in place of each
             all-reduce (ZeRO).
+        sync: how averages are compressed, as `compression.lgreco(compression.power_sgd(4))`; its
+            steps are rounds. None sends them as they are.
+        stacked: for `sync`: keys of the parameters; leaves below one of them have a first dim of
+            layers.
         overlap: whether rounds are overlapped (`jaxoverlap.overlap`), or with which options of it.
 
     Raises:
@@ -63,6 +72,8 @@ class LocalUpdates:
         outer: Outer,
         params: str | int | None = "params",
         shard_outer: bool = False,
+        sync: Sync | None = None,
+        stacked: Sequence[str] = (),
         overlap: bool | Mapping[str, Any] = True,
     ):
         if not isinstance(outer, Outer):
@@ -82,7 +93,13 @@ class LocalUpdates:
                 "shard_outer=True with an eager outer optimizer: its state differs between "
                 "workers, so there is nothing to scatter; leave out either"
             )
-        self.mesh, self.axis, self.outer = mesh, axis, outer
+        if sync is not None and shard_outer:
+            raise ValueError(
+                "shard_outer=True with sync: a compressed average is whole on every worker, so "
+                "nothing is saved by scattering it; leave out either"
+            )
+        self.mesh, self.axis, self.outer, self.sync = mesh, axis, outer, sync
+        self._stacked = tuple(stacked)
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
         self._placement = Placement(mesh, axis, shard_outer)
@@ -106,20 +123,23 @@ class LocalUpdates:
                 parameters where `params` says.
         """
         shardings = self._shardings(state)
-        return jax.jit(self._new, out_shardings=shardings)(state)
+        new = jax.jit(self._new, out_shardings=shardings)(state)
+        return replace(new, control=self._new_control(state))
 
     def abstract(self, state: Any) -> LocalState:
         """Return what `init` would, as shapes with shardings; to lower for a pod, say."""
+
+        def like(leaf: Any, at: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+
         shapes = jax.eval_shape(self._new, state)
-        return jax.tree.map(
-            lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at),
-            shapes,
-            self._shardings(state),
-        )
+        found = jax.tree.map(like, shapes, self._shardings(state))
+        whole, control = self._placement.at(), self._new_control(state)
+        return replace(found, control=jax.tree.map(lambda leaf: like(leaf, whole), control))
 
     def params(self, state: LocalState) -> Any:
         """Return the parameters, with the average that is under way applied; the state stays."""
-        rounds = self._rounds(state)
+        state, rounds = replace(state, control=None), self._rounds(state)
         at = jax.tree.map(lambda spec: self._placement.at(*spec), rounds.specs)
         return self._program("params", state, lambda: jax.jit(rounds.flushed, out_shardings=at))(
             state
@@ -132,16 +152,17 @@ class LocalUpdates:
         between workers (an inner optimizer's moments) floats are averaged and the rest is worker
         0's. For the same number of workers keep the state itself, which loses nothing.
         """
-        rounds = self._rounds(state)
-        at = self._placement.at()
+        control, rounds = state.control, self._rounds(state)
+        state, at = replace(state, control=None), self._placement.at()
         program = jax.jit(lambda s: consolidated(rounds, s), out_shardings=at)
-        return self._program("consolidate", state, lambda: program)(state)
+        found = self._program("consolidate", state, lambda: program)(state)
+        return replace(found, control=control)
 
     def spread(self, state: LocalState) -> LocalState:
         """Return the state of all workers from a consolidated one."""
         shardings = self._shardings(state.worker)
         program = jax.jit(lambda s: spread(s, self.outer, self.workers), out_shardings=shardings)
-        return program(state)
+        return replace(program(replace(state, control=None)), control=state.control)
 
     def _new(self, state: Any) -> LocalState:
         params = jax.tree.map(jnp.asarray, self._params_in.get(state))
@@ -150,7 +171,21 @@ class LocalUpdates:
             transform.init(take(params)) for take in fragments_of(params, self.outer.fragments)
         )
         sent = jax.tree.map(jnp.zeros_like, params) if self.outer.delay else None
-        return spread(LocalState(state, params, optimizer, sent), self.outer, self.workers)
+        averager = self._averager(params)
+        sync = averager.init(params) if averager else None
+        return spread(LocalState(state, params, optimizer, sent, sync), self.outer, self.workers)
+
+    def _averager(self, params: Any) -> Averager | None:
+        """Return what compresses averages of one worker's parameters, at the default settings."""
+        if self.sync is None:
+            return None
+        return averager_of(
+            self.sync, params, axis=self.axis, workers=self.workers, stacked=self._stacked
+        )
+
+    def _new_control(self, state: Any) -> Control | None:
+        averager = self._averager(self._params_in.get(state))
+        return Control.new(averager.sync, averager.layers) if averager else None
 
     def _shardings(self, state: Any) -> LocalState:
         """Return the sharding of each leaf of the state that `init` makes of one worker's."""
@@ -168,6 +203,21 @@ class LocalUpdates:
                 optimizer_shardings(self.outer, place, take(shapes), take(begin)) for take in takes
             ),
             sent=stacked if self.outer.delay else None,
+            sync=self._sync_shardings(shapes, specs),
+        )
+
+    def _sync_shardings(self, params: Any, specs: Any) -> SyncState | None:
+        averager, place = self._averager(params), self._placement
+        if averager is None:
+            return None
+        leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, P))
+        own = {str(n): place.at(self.axis, *leaves[n]) for n in averager.of_leaf}
+        shapes = jax.eval_shape(averager.init, params)
+        at = jax.tree.map(lambda _: place.at(), shapes)
+        return replace(
+            at,
+            error=own if shapes.error else {},
+            accumulated=dict(own) if shapes.accumulated else {},
         )
 
     # -- rounds -----------------------------------------------------------------------------------
@@ -187,7 +237,57 @@ class LocalUpdates:
             ValueError: if batches have another number of steps, or workers cannot share them.
         """
         self._check(batches)
-        return self._program("round", (state, batches), lambda: self._runner(state))(state, batches)
+        if self.sync is None:
+            runner = self._program("round", (state, batches), lambda: self._runner(state))
+            return runner(state, batches)
+        return self._compressed_round(state, batches)
+
+    def _compressed_round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+        """Run a round; measure and change settings where that is due."""
+        averager = self._averager_of(state)
+        control = checked(state.control, averager.sync, averager.layers)
+        count, state = int(control.count), replace(state, control=None)
+        if averager.layers and schedule.measures(averager.sync, count):
+            program = self._program(
+                "measure", state.sync, lambda: schedule.measuring(self.mesh, averager, state.sync)
+            )
+            errors, norms, sync = program(state.sync)
+            state = replace(state, sync=sync)
+            control = schedule.chosen(
+                averager.sync, averager.layers, self.workers, control, errors, norms
+            )
+        control = schedule.in_use(averager.sync, control)
+        accumulate = schedule.accumulates(averager.sync, count)
+        name = ("round", tuple(control.settings.tolist()), accumulate)
+        at = averager.at(control.settings, accumulate=accumulate)
+        runner = self._program(name, (state, batches), lambda: self._runner(state, at))
+        state, metrics = runner(state, batches)
+        return replace(state, control=control.stepped()), metrics
+
+    def explain(self, state: LocalState) -> str:
+        """Return a table of what a round's average sends, a row a layer; needs `sync`."""
+        averager = self._averager_of(state)
+        control = checked(state.control, averager.sync, averager.layers)
+        return explained(averager.at(control.settings), control, self._one_worker(state))
+
+    def sent_bytes(self, state: LocalState) -> float:
+        """Return the bytes that a worker sends in a round at the state's settings; needs `sync`."""
+        averager = self._averager_of(state)
+        control = checked(state.control, averager.sync, averager.layers)
+        return averager.at(control.settings).sent_bytes(self._one_worker(state))
+
+    def _averager_of(self, state: LocalState) -> Averager:
+        averager = self._averager(self._one_worker(state))
+        if averager is None:
+            raise ValueError("these local updates send averages as they are: give them sync=")
+        return averager
+
+    def _one_worker(self, state: LocalState) -> Any:
+        """Return the shapes of one worker's parameters."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+            self._params_in.get(state.worker),
+        )
 
     def lower(self, state: LocalState, batches: Any) -> Any:
         """Lower a round as one program: arrays or shapes with shardings, as for `jax.jit`.
@@ -197,15 +297,17 @@ class LocalUpdates:
             compile it to audit and simulate.
         """
         self._check(batches)
+        state = replace(state, control=None)
         return self._one_program(state).lower(state, batches)
 
-    def _runner(self, state: LocalState) -> Any:
+    def _runner(self, state: LocalState, averager: Averager | None = None) -> Any:
         if (others := second_device.mesh_beside(self.mesh)) is not None and self.outer.delay:
-            return second_device.Runner(self._rounds(state), others, _shardings_of(state))
-        return self._one_program(state)
+            rounds = self._rounds(state, averager)
+            return second_device.Runner(rounds, others, _shardings_of(state))
+        return self._one_program(state, averager)
 
-    def _one_program(self, state: LocalState) -> Any:
-        rounds, at = self._rounds(state), _shardings_of(state)
+    def _one_program(self, state: LocalState, averager: Averager | None = None) -> Any:
+        rounds, at = self._rounds(state, averager), _shardings_of(state)
 
         def local_round(state: LocalState, batches: Any) -> tuple[LocalState, Any]:
             return rounds.round(state, batches)
@@ -231,13 +333,19 @@ class LocalUpdates:
         sizes = (math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in params)
         return 3 * sum(sizes)
 
-    def _rounds(self, state: LocalState) -> Rounds:
+    def _rounds(self, state: LocalState, averager: Averager | None = None) -> Rounds:
+        if averager is None and self.sync is not None:
+            averager = self._averager_of(state)
+            if state.control is not None:
+                averager = averager.at(checked(state.control, self.sync, averager.layers).settings)
         params = self._params_in.get(state.worker)
         specs = jax.tree.map(lambda leaf: P(*leaf.sharding.spec[1:]), params)
         takes = fragments_of(params, self.outer.fragments)
-        return Rounds(self._step, self.outer, self._params_in, self._placement, specs, takes)
+        return Rounds(
+            self._step, self.outer, self._params_in, self._placement, specs, takes, averager
+        )
 
-    def _program(self, name: str, args: Any, make: Any) -> Any:
+    def _program(self, name: Hashable, args: Any, make: Any) -> Any:
         """Return the program of a name for arguments like these, made once."""
         leaves, treedef = jax.tree.flatten(args)
         key = (name, treedef, *((np.shape(x), getattr(x, "sharding", None)) for x in leaves))

@@ -18,6 +18,9 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap.train.compression.averager import Averager
+from jaxoverlap.train.compression.worker import of_one as of_one_worker
+from jaxoverlap.train.compression.worker import specs_of, with_workers
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, Placement, joined
 
@@ -41,6 +44,7 @@ class Rounds:
         placement: where arrays lie.
         specs: the parameters' own specs, on the axes inside a worker.
         fragments: for each fragment what takes its leaves out of a tree like the parameters.
+        averager: that compresses the average, at the settings of now; None sends it as it is.
     """
 
     step: Step
@@ -49,20 +53,25 @@ class Rounds:
     placement: Placement
     specs: Any
     fragments: tuple[Take, ...]
+    averager: Averager | None = None
 
     def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
         """Take the steps of a round, with the average beside them, and the outer step."""
         outer, part = self.outer, self.outer.part
         metrics = list[Any]()
         for number, take in enumerate(self.fragments):
-            average = self.average(state.sent) if outer.delay else None  # beside the steps below
+            average, sync = None, state.sync
+            if outer.delay:  # beside the steps below
+                average, sync = self.averaged(state.sent, sync)
             at = number * part
             launch, end = at + part - outer.lag, at + part
             started = self.params_in.get(state.worker)
             state = self._advanced(state, batches, at, launch, bool(outer.delay), metrics)
             if not outer.delay:
-                average = self.average(self._progress(state, started, take), take)
+                progress = self._progress(state, started, take)
+                average, sync = self.averaged(progress, sync, take)
             state = self._advanced(state, batches, launch, end, True, metrics)
+            state = replace(state, sync=sync)
             state = self.applied(state, started, average, number)
         return state, jax.tree.map(lambda *m: jnp.concatenate(m), *metrics)
 
@@ -105,6 +114,29 @@ class Rounds:
         """Return how far each worker came from where the round began, of a fragment."""
         begin = take(started) if self.outer.same_start else self._whole(take(state.begin), take)
         return jax.tree.map(jnp.subtract, begin, take(self.params_in.get(state.worker)))
+
+    def averaged(self, values: Any, sync: Any, take: Take = _all) -> tuple[Any, Any]:
+        """Return the mean over the workers, and the state of its compression if there is one."""
+        if self.averager is None:
+            return self.average(values, take), sync
+        axis, averager = self.placement.axis, self.averager
+        spec = specs_of(sync, axis)
+
+        def of_one(values: Any, sync: Any) -> tuple[Any, Any]:
+            own = jax.tree.map(lambda value: value.squeeze(0), values)
+            with jax.named_scope(AVERAGE):
+                mean, new, _ = averager.average(own, of_one_worker(sync))
+            return mean, with_workers(new)
+
+        mapped = jax.shard_map(
+            of_one,
+            mesh=self.placement.mesh,
+            in_specs=(P(axis), spec),
+            out_specs=(P(), spec),
+            axis_names={axis},
+            check_vma=False,
+        )
+        return mapped(values, sync)
 
     def average(self, values: Any, take: Take = _all) -> Any:
         """Return the mean over the workers, placed as outer state is; values are [workers, ...]."""
@@ -164,6 +196,7 @@ class Rounds:
             begin=joined(state.begin, begin),
             optimizer=_replaced(state.optimizer, number, optimizer),
             sent=sent,
+            sync=state.sync,
         )
 
     def outer_step(self, begin: Any, optimizer: Any, average: Any) -> tuple[Any, Any]:
@@ -194,7 +227,7 @@ class Rounds:
         """Return the parameters, with what is under way applied."""
         if not self.outer.delay:
             return state.begin
-        average = self.average(state.sent)
+        average, _ = self.averaged(state.sent, state.sync)
         if not self.outer.eager:
             begin, _ = self.outer_step(state.begin, state.optimizer[0], average)
             return self._whole(begin)

@@ -50,7 +50,7 @@ class Runner:
         self._pair = dict(zip(rounds.placement.mesh.devices.flat, others.devices.flat, strict=True))
         self._back = {there: here for here, there in self._pair.items()}
         self._mesh, self._others = rounds.placement.mesh, others
-        self._average = jax.jit(beside.average)
+        self._average = jax.jit(beside.averaged)
         self._steps = jax.jit(rounds.steps, out_shardings=(shardings.worker, None))
         self._params_in = rounds.params_in
 
@@ -61,10 +61,12 @@ class Runner:
 
     def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
         """Run a round; nothing here waits for a program."""
-        average = self._average(_moved(state.sent, self._others, self._pair))
+        there = _moved((state.sent, state.sync), self._others, self._pair)
+        average, sync = self._average(*there)
+        sync = _moved(sync, self._mesh, self._back)
         worker, metrics = self._steps(state.worker, batches)
         started = self._params_in.get(state.worker)
-        stepped = LocalState(worker, state.begin, state.optimizer, state.sent)
+        stepped = LocalState(worker, state.begin, state.optimizer, state.sent, sync)
         return self._applied(stepped, started, _moved(average, self._mesh, self._back)), metrics
 
 

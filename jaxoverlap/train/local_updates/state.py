@@ -24,12 +24,16 @@ class LocalState:
         optimizer: the outer optimizer's state, one for each fragment.
         sent: what each worker sends during the next round, a leading dim of workers; None where
             nothing is under way between rounds.
+        sync: what the compression of averages keeps (`compression.SyncState`); None without.
+        control: its settings, on the host; None without.
     """
 
     worker: Any
     begin: Any
     optimizer: tuple[Any, ...]
     sent: Any
+    sync: Any = None
+    control: Any = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Placement:
         if sharding.mesh.shape != self.mesh.shape:
             raise ValueError(
                 f"a leaf of the train state lies on a mesh of {dict(sharding.mesh.shape)}, and "
-                f"LocalUpdates was given one of {dict(self.mesh.shape)}; make the state on that"
+                f"the step was given one of {dict(self.mesh.shape)}; make the state on that"
             )
         if self.axis in jax.tree.leaves(tuple(sharding.spec)):
             raise ValueError(

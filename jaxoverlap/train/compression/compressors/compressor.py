@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average
+from jaxoverlap.train.compression.wire import Average, Kind, sent_bytes
 
 Setting = int | float  # a rank, a number of bits, a fraction
 
@@ -35,7 +35,10 @@ class Compressor(Protocol):
     Attributes:
         setting: the default one, which `uniform` uses for every layer.
         error_feedback: whether what was not sent is added to the next gradient.
+        memory_passes: how often an average reads or writes the matrix, in float32; for its price.
     """
+
+    memory_passes: ClassVar[int]
 
     @property
     def setting(self) -> Setting:
@@ -69,8 +72,8 @@ class Compressor(Protocol):
         """Average a float32 matrix over the workers: a generator that returns `Averaged`."""
         ...
 
-    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
-        """Return the bytes that a worker sends for one matrix."""
+    def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
+        """Return kind and bytes of each value that `average` yields for one matrix, in order."""
         ...
 
     def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
@@ -90,3 +93,9 @@ class Worker(NamedTuple):
     workers: int
     number: jax.Array
     key: jax.Array
+
+
+def sent(compressor: Compressor, layer: Layer, setting: Setting, workers: int) -> float:
+    """Return the bytes that a worker sends for one matrix of a layer: the closed form."""
+    requests = compressor.requests(layer, setting, workers)
+    return sum(sent_bytes(kind, size, workers) for kind, size in requests)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Request, sent_bytes
+from jaxoverlap.train.compression.wire import Average, Kind, Request
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoCompression:
     """Send matrices as they are."""
 
+    memory_passes: ClassVar[int] = 0
     setting: int = 1
     error_feedback: bool = False
 
@@ -43,9 +44,9 @@ class NoCompression:
         mean = yield Request("mean", matrix.astype(layer.dtype))
         return Averaged(mean.astype(jnp.float32), None, state)
 
-    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
-        """Return the bytes that a worker sends for one matrix."""
-        return sent_bytes("mean", layer.size * layer.itemsize, workers)
+    def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
+        """Return kind and bytes of each value that `average` yields for one matrix, in order."""
+        return [("mean", layer.size * layer.itemsize)]
 
     def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
         """Return no error."""

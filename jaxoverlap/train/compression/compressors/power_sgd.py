@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.compressors.orthogonal import Method, orthonormal
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Request, sent_bytes
+from jaxoverlap.train.compression.wire import Average, Kind, Request
 
 _ITERATIONS = 5  # subspace iterations of a measurement, as in L-GreCo's released code
 
@@ -26,6 +26,7 @@ class PowerSGD:
     state's shape is the same at all settings.
     """
 
+    memory_passes: ClassVar[int] = 8  # two matmuls and a third read it, and its error is written
     rank: int
     orthogonalize: Method = "auto"
     error_feedback: bool = True
@@ -75,10 +76,10 @@ class PowerSGD:
         state = state.at[:, :rank].set(jnp.where(alive, q, state[:, :rank]))
         return Averaged(mean, matrix - mean if self.error_feedback else None, state)
 
-    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
-        """Return the bytes that a worker sends for one matrix."""
-        factors = int(setting) * (layer.rows + layer.cols) * layer.itemsize
-        return sent_bytes("mean", factors, workers)
+    def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
+        """Return kind and bytes of each value that `average` yields for one matrix, in order."""
+        column = int(setting) * layer.itemsize
+        return [("mean", layer.rows * column), ("mean", layer.cols * column)]
 
     def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
         """Return |M - P Pᵀ M| for the first columns of one P, after five subspace iterations.

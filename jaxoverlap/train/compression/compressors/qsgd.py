@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.compressors.packing import pack, unpack
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Request, sent_bytes
+from jaxoverlap.train.compression.wire import Average, Kind, Request
 
 BUCKET = 512  # elements that share a range
 _RANGE_BYTES = 8  # least value and step of a bucket, two float32
@@ -24,6 +24,7 @@ _RANGE_BYTES = 8  # least value and step of a bucket, two float32
 class QSGD:
     """Send each bucket of 512 elements as its range and whole numbers; see `qsgd`."""
 
+    memory_passes: ClassVar[int] = 12  # ranges, codes, packing, and back
     bits: int
     error_feedback: bool = False
 
@@ -76,10 +77,10 @@ class QSGD:
         kept = lax.dynamic_update_index_in_dim(kept, own, at.number, 0)
         return Averaged(_flat(whole, matrix), _flat(kept, matrix), state)
 
-    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
-        """Return the bytes that a worker sends for one matrix."""
+    def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
+        """Return kind and bytes of each value that `average` yields for one matrix, in order."""
         part = _buckets(layer.size, workers) * (BUCKET // 8 * int(setting) + _RANGE_BYTES)
-        return sent_bytes("exchange", part * workers, workers) + sent_bytes("gather", part, workers)
+        return [("exchange", part * workers), ("gather", part)]
 
     def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
         """Return the root of the expected square of what a worker's own quantisation loses."""

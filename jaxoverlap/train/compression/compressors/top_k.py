@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Request, sent_bytes
+from jaxoverlap.train.compression.wire import Average, Kind, Request
 
 _FRACTIONS = (0.001, 0.0015, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.07, 0.1)
 _INDEX_BYTES = 4
@@ -23,6 +23,7 @@ _INDEX_BYTES = 4
 class TopK:
     """Send values and places of a fraction of the elements; see `top_k`."""
 
+    memory_passes: ClassVar[int] = 40  # mostly the selection
     fraction: float
     error_feedback: bool = True
 
@@ -75,10 +76,10 @@ class TopK:
             kept = kept.reshape(matrix.shape)
         return Averaged((total / at.workers).reshape(matrix.shape), kept, state)
 
-    def sent_bytes(self, layer: Layer, setting: Setting, workers: int) -> float:
-        """Return the bytes that a worker sends for one matrix."""
-        own = _count(layer.size, setting) * (layer.itemsize + _INDEX_BYTES)
-        return sent_bytes("gather", own, workers)
+    def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
+        """Return kind and bytes of each value that `average` yields for one matrix, in order."""
+        count = _count(layer.size, setting)
+        return [("gather", count * layer.itemsize), ("gather", count * _INDEX_BYTES)]
 
     def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
         """Return the norm of the elements that each fraction leaves, by one sort."""

@@ -1,0 +1,188 @@
+"""What compressed training learns: held-out losses on real data, the same samples, three seeds.
+
+    python -m benchmarks.compression.learning --task images --out rows.jsonl
+    python -m benchmarks.compression.learning --task text --out rows.jsonl
+    python -m benchmarks.compression.learning --table rows.jsonl
+
+A row is a run: the loss on what was held out, and the bytes that a worker sent in all. Rows that
+the file has already are not run again. `--steps` shortens the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.local_updates.learning import held_out_loss, make_step, rounds, start
+from benchmarks.local_updates.tasks import FASHION, Task, images, mesh_of, text
+from jaxoverlap.train import LocalUpdates, co2
+from jaxoverlap.train import compression as c
+
+WORKERS, SEEDS, OUTER_EVERY = 4, 3, 12
+COMPRESSORS: dict[str, Any] = dict(PowerSGD=c.power_sgd(4), QSGD=c.qsgd(4), TopK=c.top_k(0.01))
+OUTER: dict[str, Any] = {
+    "none": None,
+    "int4": c.uniform(c.qsgd(4, error_feedback=True)),
+    "PowerSGD": c.uniform(c.power_sgd(4)),
+    "L-GreCo, PowerSGD": c.lgreco(c.power_sgd(4), every=12, accumulate=6, beside=1),
+}
+
+
+def syncs(steps: int) -> dict[tuple[str, str], Any]:
+    """Return the synchronisations that are compared, by name and compressor."""
+    every = max(steps // 6, 10)
+    found: dict[tuple[str, str], Any] = {("none", "none"): c.uniform(c.none())}
+    when = dict(every=every, accumulate=10, beside=2)
+    for name, compressor in COMPRESSORS.items():
+        found["uniform", name] = c.uniform(compressor)
+        found["L-GreCo", name] = c.lgreco(compressor, **when)
+    found["Accordion", "PowerSGD"] = c.accordion(COMPRESSORS["PowerSGD"], **when)
+    both = c.lgreco(c.accordion(COMPRESSORS["PowerSGD"]), **when)
+    found["L-GreCo on Accordion", "PowerSGD"] = both
+    return found
+
+
+def run(task: Task, seed: int, sync: Any) -> dict[str, Any]:
+    """Train by data parallelism; return the loss, and what was sent at which settings."""
+    mesh = mesh_of(WORKERS)
+    loss = task.loss(mesh)
+    step = c.data_parallel(
+        jax.value_and_grad(loss),
+        task.optimizer(),
+        mesh,
+        axis="worker",
+        sync=replace(sync, seed=seed),
+        stacked=("layers",) if task.name == "text" else (),
+    )
+    state, sent = step.init(task.new_params(seed)), 0.0
+    raw = c.data_parallel(
+        jax.value_and_grad(loss), task.optimizer(), mesh, axis="worker", sync=c.uniform(c.none())
+    )
+    for batch in islice(task.batches(seed), task.steps):
+        state, _ = step(state, batch)
+        sent += step.sent_bytes(state)
+    step.check()
+    averager = step._averager(state.params)
+    control = state.control.on_host()
+    settings = averager.at(control.settings).settings
+    layers = [layer.name for layer in averager.layers]
+    return dict(
+        loss=held_out_loss(task, jax.device_get(state.params)),
+        sent_bytes=sent,
+        raw_bytes=raw.sent_bytes(raw.init(task.new_params(seed))) * task.steps,
+        settings=dict(zip(layers, settings, strict=True)),
+        default=sync.compressor.setting,
+        layer_bytes=sum(map(averager.at(control.settings).layer_bytes, range(len(layers)))),
+        uniform_bytes=sum(map(averager.layer_bytes, range(len(layers)))),
+    )
+
+
+def run_outer(task: Task, seed: int, sync: Any) -> dict[str, Any]:
+    """Train by CO2, its outer gradients compressed."""
+    mesh = mesh_of(WORKERS)
+    updates = LocalUpdates(
+        make_step(task, mesh),
+        mesh,
+        axis="worker",
+        outer=co2(every=OUTER_EVERY),
+        sync=sync,
+        stacked=("layers",) if task.name == "text" and sync else (),
+        overlap=False,
+    )
+    state, sent, taken = updates.init(start(task, seed)), 0.0, 0
+    for batches in rounds(task, seed, OUTER_EVERY):
+        state, _ = updates.round(state, batches)
+        sent, taken = sent + (updates.sent_bytes(state) if sync else 0.0), taken + 1
+    params = jax.device_get(updates.params(state))
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    raw = 2 * (WORKERS - 1) / WORKERS * 4 * size * taken
+    return dict(loss=held_out_loss(task, params), sent_bytes=sent or raw, raw_bytes=raw)
+
+
+def main(
+    task: Annotated[str, typer.Option(help="images or text.")] = "images",
+    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where Fashion-MNIST lies.")] = FASHION,
+    steps: Annotated[int | None, typer.Option(help="Of a run; the task's own if none.")] = None,
+    seeds: int = SEEDS,
+    only: Annotated[str, typer.Option(help="Part of the names of what is run.")] = "",
+    table: Annotated[Path | None, typer.Option(help="Print the rows of a file instead.")] = None,
+) -> None:
+    if table:
+        show(table)
+        return
+    if out is None:
+        raise typer.BadParameter("give --out, a file for the rows")
+    jax.config.update("jax_num_cpu_devices", WORKERS)
+    what = images(folder) if task == "images" else text()
+    what = replace(what, steps=steps or what.steps)
+    jobs = [(f"{s}, {k}", s, k, seed) for seed in range(seeds) for s, k in syncs(what.steps)]
+    if task == "text":
+        jobs += [(f"co2, {k}", "co2", k, seed) for seed in range(seeds) for k in OUTER]
+    known = {(r["task"], r["sync"], r["compressor"], r["seed"], r["steps"]) for r in rows(out)}
+    missing = [
+        job for job in jobs if only in job[0] and (what.name, *job[1:], what.steps) not in known
+    ]
+    with out.open("a", buffering=1) as file:
+        for _, sync, compressor, seed in track(missing, "runs"):
+            began = time.perf_counter()
+            if sync == "co2":
+                found = run_outer(what, seed, OUTER[compressor])
+            else:
+                found = run(what, seed, syncs(what.steps)[sync, compressor])
+            row = dict(task=what.name, sync=sync, compressor=compressor, seed=seed)
+            row |= dict(steps=what.steps, seconds=time.perf_counter() - began, **found)
+            print(json.dumps(row), file=file)
+    show(out)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def show(path: Path) -> None:
+    """Print losses with their spread, and how many times fewer bytes were sent."""
+    found = rows(path)
+    for name, steps in dict.fromkeys((r["task"], r["steps"]) for r in found):
+        sheet = Table(
+            "", "held-out loss", "over none", "bytes: raw / sent", "uniform / these",
+            title=f"{name}, {steps} steps, {WORKERS} workers",
+        )  # fmt: skip
+        own = [r for r in found if (r["task"], r["steps"]) == (name, steps)]
+        for sync, compressor in dict.fromkeys((r["sync"], r["compressor"]) for r in own):
+            base_of = ("co2", "none") if sync == "co2" else ("none", "none")
+            these, base, uniform = (
+                [r for r in own if (r["sync"], r["compressor"]) == which]
+                for which in ((sync, compressor), base_of, ("uniform", compressor))
+            )
+            losses = [r["loss"] for r in these]
+            spread = statistics.stdev(losses) if len(losses) > 1 else float("nan")
+            mean = statistics.mean(losses)
+            over = mean / statistics.mean(r["loss"] for r in base) if base else float("nan")
+            factor = np.mean([r["raw_bytes"] / r["sent_bytes"] for r in these])
+            sent = np.mean([r["sent_bytes"] for r in these])
+            gain = np.mean([r["sent_bytes"] for r in uniform]) / sent if uniform else float("nan")
+            sheet.add_row(
+                f"{sync}, {compressor} ({len(losses)})",
+                f"{mean:.4f} ± {spread:.4f}",
+                f"{over:.3f}",
+                f"{factor:.1f}",
+                "" if np.isnan(gain) else f"{gain:.2f}",
+            )
+        Console(width=110).print(sheet)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,197 @@
+"""Race compressed gradients on hosts with slow links, beside PyTorch's DDP with its powerSGD_hook.
+
+    python -m benchmarks.compression.race --out race.jsonl                       # as root
+    python -m benchmarks.compression.race --out race.jsonl --rate 100 --runs 3   # a part of it
+    python -m benchmarks.compression.race --table race.jsonl
+
+Four hosts of one CPU device, a stack of residual layers of one matrix each, SGD. All methods train
+at once in one process a host, a step in turn. `alone` is the step without any average. PyTorch runs
+in an environment of its own under out/lab/torch, which is made where it is missing (about 1 GB; pip
+installs torch there; without python3.11 it is left out, and that is printed).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lab.timing import interleaved, timed
+
+HOSTS, WIDTH, LAYERS, ROWS, RANK = 4, 512, 8, 256, 4
+SHAPE = dict(width=WIDTH, layers=LAYERS, rows=ROWS)
+RATES = (1000.0, 300.0, 100.0, 30.0, 10.0)  # Mbit/s
+WARM, EVERY = 42, 400  # L-GreCo's settings of step 40 are in use from 42 on
+RAW_BYTES = 4 * LAYERS * WIDTH * WIDTH
+
+
+def syncs() -> dict[str, Any]:
+    from jaxoverlap.train import compression as c
+
+    found: dict[str, Any] = {"none": c.uniform(c.none())}
+    for name, compressor in dict(
+        PowerSGD=c.power_sgd(RANK), QSGD=c.qsgd(4), TopK=c.top_k(0.01)
+    ).items():
+        found[name] = c.uniform(compressor)
+        found[f"L-GreCo, {name}"] = c.lgreco(compressor, every=40, accumulate=5, beside=2)
+    return found
+
+
+def jax_host(host: Any, *, runs: int, start: bool = False) -> dict[str, Any]:
+    """Set up, or time a step of each method in turn; programs and states live on between calls."""
+    contenders, states, sync = _set_up(host)
+    if start:
+        for _ in range(WARM):
+            for step in contenders.values():
+                step()
+        return {name: method.sent_bytes(states[name], also=4) for name, method in sync.items()}
+    return interleaved(
+        contenders,
+        runs=runs,
+        barrier=functools.partial(_together, host),
+        sent_bytes=host.sent_bytes,
+    )
+
+
+@functools.cache
+def _set_up(host: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jaxoverlap.train import compression
+
+    host.start_jax()
+    mesh = host.mesh(data=host.count)
+    rng = np.random.default_rng(0)
+    # Layers differ in how fast their gradients' spectra fall, as a model's do.
+    params = [
+        (rng.normal(size=(WIDTH, WIDTH)) * (0.3 + 0.2 * i) / WIDTH**0.5).astype("f")
+        for i in range(LAYERS)
+    ]
+    x = np.random.default_rng(host.rank).normal(size=(ROWS, WIDTH)).astype("f")
+    batch = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), x)
+
+    def loss(params: Any, x: Any) -> Any:
+        h = x
+        for w in params:
+            h = h + jnp.tanh(h @ w)
+        return jnp.mean((h - jnp.sin(x)) ** 2)
+
+    states, contenders, methods = {}, {}, {}
+    for name, sync in syncs().items():
+        method = compression.data_parallel(
+            jax.value_and_grad(loss), optax.sgd(1e-3), mesh, sync=sync
+        )
+        whole = jax.device_put(params, NamedSharding(mesh, P()))
+        states[name], methods[name] = method.init(whole), method
+
+        def step(name: str = name, method: Any = method) -> None:
+            state = states[name]
+            if int(np.asarray(state.control.count)) >= WARM:  # the settings stay from here on
+                control = jax.tree.map(np.asarray, state.control)
+                import dataclasses
+
+                control = dataclasses.replace(control, count=np.asarray(WARM, np.int32))
+                state = dataclasses.replace(state, control=control)
+            states[name], _ = method(state, batch)
+            jax.block_until_ready(states[name].params)
+
+        contenders[name] = step
+    alone = jax.jit(lambda p, x: jax.tree.map(lambda a, g: a - 1e-3 * g, p, jax.grad(loss)(p, x)))
+    own = [jnp.asarray(p) for p in params]
+    contenders["alone"] = lambda: jax.block_until_ready(alone(own, x))
+    return contenders, states, methods
+
+
+def _together(host: Any) -> None:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("turn")
+
+
+def torch_host(host: Any, *, runs: int, start: bool = False) -> Any:
+    """Do the same in PyTorch: DDP, and DDP with powerSGD_hook at the same rank and bucket."""
+    from benchmarks.compression import torch_peer
+
+    if start:
+        return torch_peer.set_up(host, rank_of=RANK, **SHAPE)
+    return torch_peer.race(host, runs=runs)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
+    rate: Annotated[list[float] | None, typer.Option(help="Of links, in Mbit/s.")] = None,
+    runs: int = 7,
+    torch: Annotated[Path, typer.Option(help="PyTorch's environment.")] = Path("out/lab/torch"),
+    peer: Annotated[bool, typer.Option(help="Race PyTorch too.")] = True,
+    table: Annotated[Path | None, typer.Option(help="Print the rows of a file instead.")] = None,
+) -> None:
+    if table:
+        show(table)
+        return
+    if out is None:
+        raise typer.BadParameter("give --out, a file for the rows")
+    from benchmarks.lab.lab import Lab
+    from benchmarks.lab.network import Network
+    from benchmarks.lab.peer import torch_python
+
+    python, missing = torch_python(torch) if peer else ("", "not asked for")
+    environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
+    with (
+        Lab(Network(hosts=HOSTS, rate_mbit=None), environment=environment) as lab,
+        out.open("a", buffering=1) as file,
+    ):
+        sides = [("JAX", "jax_host", {})]
+        if python:
+            sides.append(("PyTorch", "torch_host", dict(python=python)))
+        for framework, function, options in sides:
+            with lab.processes(**options) as hosts:
+                name = f"benchmarks.compression.race:{function}"
+                lab.shape(1000.0)
+                forms = hosts.call(name, runs=0, start=True)[0]
+                for mbit in rate or RATES:
+                    lab.shape(mbit)
+                    taken = timed(hosts.call(name, runs=runs))
+                    for method, one in taken.items():
+                        row = dict(rate_mbit=mbit, framework=framework, method=method)
+                        row |= dict(step_s=one.median_s, seconds=list(one.seconds))
+                        row |= dict(sent_bytes=one.sent_bytes, form_bytes=forms.get(method))
+                        print(json.dumps(row), file=file)
+    if not python:
+        print(f"PyTorch was not raced: {missing}")
+    show(out)
+
+
+def show(path: Path) -> None:
+    """Print seconds of a step by rate, as times of none's, and the bytes beside the closed form."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rates = sorted({r["rate_mbit"] for r in rows}, reverse=True)
+    found = {(r["framework"], r["method"], r["rate_mbit"]): r for r in rows}  # the last one counts
+    sheet = Table("", *(f"{rate:g} Mbit/s" for rate in rates), "bytes", "of form")
+    for framework, method in dict.fromkeys((r["framework"], r["method"]) for r in rows):
+        cells = []
+        for rate in rates:
+            row = found.get((framework, method, rate))
+            base = found.get((framework, "none", rate))
+            times = f"{base['step_s'] / row['step_s']:.2f} x" if row and base else ""
+            cells.append(f"{row['step_s'] * 1e3:.0f} ms {times}" if row else "")
+        last = next(
+            r for r in reversed(rows) if (r["framework"], r["method"]) == (framework, method)
+        )
+        form = last["form_bytes"]
+        share = f"{last['sent_bytes'] / form:.3f}" if form else ""
+        sheet.add_row(f"{framework}: {method}", *cells, f"{last['sent_bytes'] / 1e3:.0f} kB", share)
+    Console(width=130).print(sheet)
+
+
+if __name__ == "__main__":
+    typer.run(main)

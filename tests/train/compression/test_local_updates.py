@@ -1,0 +1,102 @@
+"""Local updates whose outer gradients are compressed."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType
+
+from jaxoverlap.train import LocalUpdates, co2, diloco, local_sgd, streaming_diloco
+from jaxoverlap.train.compression import lgreco, none, power_sgd, qsgd, uniform
+from tests.train.compression.problem import loss, make_batch, make_params
+
+EVERY = 2
+INT4 = uniform(qsgd(4, error_feedback=True))
+
+
+def make_updates(outer, sync, workers=4, **options):
+    devices = jax.devices()[:workers]
+    mesh = jax.make_mesh((workers,), ("data",), (AxisType.Auto,), devices=devices)
+    optimizer = optax.sgd(0.05)
+
+    @jax.jit
+    def train_step(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, inner = optimizer.update(gradients, state["optimizer"], state["params"])
+        return dict(params=optax.apply_updates(state["params"], updates), optimizer=inner), value
+
+    updates = LocalUpdates(
+        train_step, mesh, outer=outer, sync=sync, stacked=("layers",), overlap=False, **options
+    )
+    return updates, dict(params=make_params(), optimizer=optimizer.init(make_params()))
+
+
+def train(updates, start, rounds, state=None, begin=0):
+    state = updates.init(start) if state is None else state
+    for t in range(begin, rounds):
+        batches = [make_batch(t * EVERY + i) for i in range(EVERY)]
+        state, _ = updates.round(state, jax.tree.map(lambda *b: np.stack(b), *batches))
+    return state
+
+
+def held_out(updates, state):
+    return float(loss(jax.device_get(updates.params(state)), make_batch(10**6, rows=256)))
+
+
+@pytest.mark.parametrize(
+    "outer",
+    (co2(every=EVERY), local_sgd(every=EVERY), streaming_diloco(every=EVERY, fragments=2, delay=1)),
+    ids=lambda outer: outer.name,
+)
+def test_no_compression_is_what_it_was_and_int4_comes_near(outer):
+    plain, start = make_updates(outer, None)
+    without = train(plain, start, 6)
+    same, _ = make_updates(outer, uniform(none()))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        same.params(train(same, start, 6)),
+        plain.params(without),
+    )
+    packed, _ = make_updates(outer, INT4)
+    state = train(packed, start, 6)
+    assert held_out(packed, state) == pytest.approx(held_out(plain, without), rel=0.05)
+    workers = np.asarray(state.worker["params"]["head"])
+    if outer.same_start:  # all begin the next round alike, to the bit
+        assert all(np.array_equal(workers[0], other) for other in workers[1:])
+
+
+def test_settings_change_between_rounds_and_a_run_resumes_to_the_bit(tmp_path):
+    sync = lgreco(power_sgd(2), every=4, accumulate=2, beside=1)
+    updates, start = make_updates(diloco(every=EVERY), sync)
+    half = train(updates, start, 5)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", half)
+    whole = train(updates, start, 7, half, begin=5)
+    again, _ = make_updates(diloco(every=EVERY), sync)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "state", again.abstract(start))
+    rest = train(again, start, 7, found, begin=5)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(rest), jax.device_get(whole))
+    assert "of a budget of" in again.explain(rest)
+    assert again.sent_bytes(rest) <= again.sent_bytes(updates.init(start))
+
+
+def test_another_number_of_workers_goes_on_with_what_was_not_sent():
+    updates, start = make_updates(co2(every=EVERY), INT4)
+    state = train(updates, start, 3)
+    kept = np.asarray(state.sync.error["0"]).mean(0)
+    fewer, _ = make_updates(co2(every=EVERY), INT4, workers=2)
+    spread = fewer.spread(updates.consolidate(state))
+    np.testing.assert_allclose(np.asarray(spread.sync.error["0"]).mean(0), kept, atol=1e-6)
+    train(fewer, start, 5, spread, begin=3)
+
+
+def test_scattered_outer_state_and_explain_without_sync_are_named():
+    with pytest.raises(ValueError, match="leave out either"):
+        make_updates(co2(every=EVERY), INT4, shard_outer=True)
+    updates, start = make_updates(co2(every=EVERY), None)
+    with pytest.raises(ValueError, match="give them sync="):
+        updates.explain(updates.init(start))
