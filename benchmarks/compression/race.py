@@ -12,6 +12,7 @@ installs torch there; without python3.11 it is left out, and that is printed).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -98,8 +99,6 @@ def _set_up(host: Any) -> Any:
             state = states[name]
             if int(np.asarray(state.control.count)) >= WARM:  # the settings stay from here on
                 control = jax.tree.map(np.asarray, state.control)
-                import dataclasses
-
                 control = dataclasses.replace(control, count=np.asarray(WARM, np.int32))
                 state = dataclasses.replace(state, control=control)
             states[name], _ = method(state, batch)
@@ -112,7 +111,7 @@ def _set_up(host: Any) -> Any:
     return contenders, states, methods
 
 
-def _together(host: Any) -> None:
+def _together() -> None:
     from jax.experimental import multihost_utils
 
     multihost_utils.sync_global_devices("turn")
