@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from jaxoverlap.train.compression.explain import Price, explained, price
 from jaxoverlap.train.compression.programs import Programs
 from jaxoverlap.train.compression.state import (
     Control,
-    NonFiniteGradientError,
+    Flags,
     SyncState,
     TrainState,
     checked,
@@ -70,7 +69,9 @@ class DataParallel:
         if overlap is not False:
             self._overlap = {} if overlap is True else dict(overlap)
         self._programs = Programs()
-        self._flags = deque[tuple[int, jax.Array]]()
+        self._flags = Flags(
+            "The step was left out: parameters, optimizer and error feedback are as before it."
+        )
         self._averagers: dict[Hashable, Averager] = {}
 
     @property
@@ -188,7 +189,7 @@ class DataParallel:
         (params, optimizer, sync), value, finite = program(
             (state.params, state.optimizer, state.sync), batch
         )
-        self._flags.append((count, finite))
+        self._flags.add(count, finite, averager.layers)
         return TrainState(params, optimizer, sync, control.stepped()), value
 
     def check(self, *, unread: int = 0) -> None:
@@ -197,13 +198,7 @@ class DataParallel:
         Raises:
             NonFiniteGradientError: naming the first such step and its layers.
         """
-        while len(self._flags) > unread:
-            step, finite = self._flags.popleft()
-            bad = np.flatnonzero(np.asarray(finite) != 1)
-            if len(bad):
-                self._flags.clear()
-                names = [layer.name for layer in self._last_layers]
-                raise NonFiniteGradientError(step, [[*names, "raw leaves"][n] for n in bad])
+        self._flags.check(unread)
 
     def explain(self, state: TrainState, *, cost: CostModel | None = None) -> str:
         """Return a table of the synchronisation: a row a layer, its setting, bytes and error.
@@ -251,10 +246,6 @@ class DataParallel:
         return self._jitted(state, chosen, False).lower(*args)
 
     # -- programs ---------------------------------------------------------------------------------
-
-    @property
-    def _last_layers(self) -> Sequence[Any]:
-        return next(reversed(self._averagers.values())).layers
 
     def _jitted(self, state: Any, settings: np.ndarray, accumulate: bool) -> Any:
         averager = self._averager(state.params).at(settings, accumulate=accumulate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,19 +87,19 @@ class Control:
 
 
 class NonFiniteGradientError(ValueError):
-    """A gradient was infinite or not a number; its step changed nothing but the counts.
+    """A gradient was infinite or not a number; it was left out, with all others of its step.
 
     Attributes:
-        step: its number, from 0.
+        step: its number, from 0; with local updates the round's.
         layers: the names of the layers; "raw leaves" for those that are not compressed.
     """
 
-    def __init__(self, step: int, layers: list[str]):
+    def __init__(self, step: int, layers: list[str], left_out: str):
         self.step, self.layers = step, layers
         super().__init__(
-            f"step {step}: the gradient of {', '.join(layers)} is infinite or not a number. The "
-            "step was left out: parameters, optimizer and error feedback are as before it. Look "
-            "at its batch or lower the learning rate, and go on from the state you have"
+            f"step {step}: the gradient of {', '.join(layers)} is infinite or not a number. "
+            f"{left_out} Look at its batch or lower the learning rate, and go on from the state "
+            "you have"
         )
 
 
@@ -118,6 +119,32 @@ class TrainState:
     optimizer: Any
     sync: SyncState
     control: Control
+
+
+class Flags:
+    """The flags of the last averages, which the host reads some steps late, so as not to wait."""
+
+    def __init__(self, left_out: str):
+        self._left_out = left_out
+        self._unread = deque[tuple[int, Any, Sequence[Layer]]]()
+
+    def add(self, step: int, finite: jax.Array, layers: Sequence[Layer]) -> None:
+        """Keep `SyncState.finite` of a step, as an array that nobody donates."""
+        self._unread.append((step, finite, layers))
+
+    def check(self, unread: int) -> None:
+        """Read all but the last `unread` flags; raise for the first that is not 1.
+
+        Raises:
+            NonFiniteGradientError: naming the step and its layers.
+        """
+        while len(self._unread) > unread:
+            step, finite, layers = self._unread.popleft()
+            bad = np.flatnonzero(np.asarray(finite) != 1)
+            if len(bad):
+                self._unread.clear()
+                names = [*(layer.name for layer in layers), "raw leaves"]
+                raise NonFiniteGradientError(step, [names[n] for n in bad], self._left_out)
 
 
 def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:

@@ -62,11 +62,9 @@ class WorkerStep:
         floats = [_as_float(v) for v in values]
         gradients, new, means = self.averager.average(gradients, sync, reduced=reduced, also=floats)
         updates, moved = self.optimizer.update(gradients, moments, params)
-        fine = jnp.all(new.finite == 1)
-        after = (optax.apply_updates(params, updates), moved, new)
-        kept = jax.tree.map(lambda n, o: jnp.where(fine, n, o), after, (params, moments, sync))
-        kept_sync = replace(kept[2], count=new.count, finite=new.finite)
-        state = (kept[0], kept[1], with_workers(kept_sync))
+        after = (optax.apply_updates(params, updates), moved)
+        (params, moments), kept = if_finite(after, (params, moments), new, sync)
+        state = (params, moments, with_workers(kept))
         return state, jax.tree.unflatten(treedef, means), new.finite
 
     def _gradients(
@@ -101,6 +99,13 @@ class WorkerStep:
         outs, reduced = found.run(jax.tree.leaves((params, batch)), states, reduce)
         tree = jax.tree.unflatten(jax.tree.structure(shapes), outs)
         return (*tree, reduced)
+
+
+def if_finite(after: Any, before: Any, new: SyncState, old: SyncState) -> tuple[Any, SyncState]:
+    """Return what is after an average and its state; or what was before, if it is not finite."""
+    fine = jnp.all(new.finite == 1)
+    kept, state = jax.tree.map(lambda n, o: jnp.where(fine, n, o), (after, new), (before, old))
+    return kept, replace(state, count=new.count, finite=new.finite)
 
 
 def _as_float(value: jax.Array) -> jax.Array:

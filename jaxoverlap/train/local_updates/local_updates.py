@@ -18,7 +18,7 @@ from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import explained
-from jaxoverlap.train.compression.state import Control, SyncState, checked
+from jaxoverlap.train.compression.state import Control, Flags, SyncState, checked
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates import second_device
 from jaxoverlap.train.local_updates.consolidate import consolidated, optimizer_shardings, spread
@@ -100,6 +100,7 @@ class LocalUpdates:
             )
         self.mesh, self.axis, self.outer, self.sync = mesh, axis, outer, sync
         self._stacked = tuple(stacked)
+        self._flags = Flags("The round's average was left out: nothing was moved by it.")
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
         self._placement = Placement(mesh, axis, shard_outer)
@@ -246,6 +247,7 @@ class LocalUpdates:
         """Run a round; measure and change settings where that is due."""
         averager = self._averager_of(state)
         control = checked(state.control, averager.sync, averager.layers)
+        self._flags.check(1)
         count, state = int(control.count), replace(state, control=None)
         if averager.layers and schedule.measures(averager.sync, count):
             program = self._program(
@@ -262,6 +264,8 @@ class LocalUpdates:
         at = averager.at(control.settings, accumulate=accumulate)
         runner = self._program(name, (state, batches), lambda: self._runner(state, at))
         state, metrics = runner(state, batches)
+        assert state.sync is not None
+        self._flags.add(count, jnp.copy(state.sync.finite), averager.layers)
         return replace(state, control=control.stepped()), metrics
 
     def explain(self, state: LocalState) -> str:

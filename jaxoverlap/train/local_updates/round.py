@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.train.compression.averager import Averager
+from jaxoverlap.train.compression.worker import if_finite, specs_of, with_workers
 from jaxoverlap.train.compression.worker import of_one as of_one_worker
-from jaxoverlap.train.compression.worker import specs_of, with_workers
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, Placement, joined
 
@@ -124,8 +124,10 @@ class Rounds:
 
         def of_one(values: Any, sync: Any) -> tuple[Any, Any]:
             own = jax.tree.map(lambda value: value.squeeze(0), values)
+            old = of_one_worker(sync)
             with jax.named_scope(AVERAGE):
-                mean, new, _ = averager.average(own, of_one_worker(sync))
+                mean, new, _ = averager.average(own, old)
+            mean, new = if_finite(mean, jax.tree.map(jnp.zeros_like, mean), new, old)
             return mean, with_workers(new)
 
         mapped = jax.shard_map(

@@ -10,7 +10,14 @@ import pytest
 from jax.sharding import AxisType
 
 from jaxoverlap.train import LocalUpdates, co2, diloco, local_sgd, streaming_diloco
-from jaxoverlap.train.compression import lgreco, none, power_sgd, qsgd, uniform
+from jaxoverlap.train.compression import (
+    NonFiniteGradientError,
+    lgreco,
+    none,
+    power_sgd,
+    qsgd,
+    uniform,
+)
 from tests.train.compression.problem import loss, make_batch, make_params
 
 EVERY = 2
@@ -92,6 +99,18 @@ def test_another_number_of_workers_goes_on_with_what_was_not_sent():
     spread = fewer.spread(updates.consolidate(state))
     np.testing.assert_allclose(np.asarray(spread.sync.error["0"]).mean(0), kept, atol=1e-6)
     train(fewer, start, 5, spread, begin=3)
+
+
+def test_an_outer_gradient_that_is_not_finite_is_named_and_left_out():
+    updates, start = make_updates(diloco(every=EVERY), INT4)
+    state = train(updates, start, 2)
+    x, y = (np.stack([part] * EVERY) for part in make_batch(0))
+    x[0, 0] = np.inf
+    state, _ = updates.round(state, (x, y))
+    kept = jax.device_get(state.worker["params"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(kept))
+    with pytest.raises(NonFiniteGradientError, match=r"step 2: .*average was left out"):
+        train(updates, start, 5, state, begin=3)
 
 
 def test_scattered_outer_state_and_explain_without_sync_are_named():
