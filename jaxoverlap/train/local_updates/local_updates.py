@@ -142,9 +142,9 @@ class LocalUpdates:
         """Return the parameters, with the average that is under way applied; the state stays."""
         state, rounds = replace(state, control=None), self._rounds(state)
         at = jax.tree.map(lambda spec: self._placement.at(*spec), rounds.specs)
-        return self._program("params", state, lambda: jax.jit(rounds.flushed, out_shardings=at))(
-            state
-        )
+        name = ("params", rounds.averager.settings if rounds.averager else None)
+        program = self._program(name, state, lambda: jax.jit(rounds.flushed, out_shardings=at))
+        return program(state)
 
     def consolidate(self, state: LocalState) -> LocalState:
         """Return a state without workers: what another number of them can go on from (`spread`).
