@@ -52,12 +52,7 @@ def jax_host(host: Any, *, runs: int, start: bool = False) -> dict[str, Any]:
             for step in contenders.values():
                 step()
         return {name: method.sent_bytes(states[name], also=4) for name, method in sync.items()}
-    return interleaved(
-        contenders,
-        runs=runs,
-        barrier=functools.partial(_together, host),
-        sent_bytes=host.sent_bytes,
-    )
+    return interleaved(contenders, runs=runs, barrier=_together, sent_bytes=host.sent_bytes)
 
 
 @functools.cache
