@@ -55,7 +55,13 @@ def held_out(updates, state):
 
 @pytest.mark.parametrize(
     "outer",
-    (co2(every=EVERY), local_sgd(every=EVERY), streaming_diloco(every=EVERY, fragments=2, delay=1)),
+    (
+        co2(every=EVERY),
+        pytest.param(local_sgd(every=EVERY), marks=pytest.mark.nightly),
+        pytest.param(
+            streaming_diloco(every=EVERY, fragments=2, delay=1), marks=pytest.mark.nightly
+        ),
+    ),
     ids=lambda outer: outer.name,
 )
 def test_no_compression_is_what_it_was_and_int4_comes_near(outer):
