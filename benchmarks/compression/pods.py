@@ -107,6 +107,9 @@ def rows(
     out: Out,
     layers: int = 32,
     sequences: Annotated[int, typer.Option(help="Of 4096 bytes, a worker's batch.")] = 8,
+    after: Annotated[
+        bool, typer.Option(help="PowerSGD behind the scan too: compiles long.")
+    ] = False,
     ranks: Annotated[Path | None, typer.Option(help="Rows of the learning benchmark.")] = None,
 ) -> None:
     """Compile the step without compression, with uniform and with L-GreCo's ranks."""
@@ -118,13 +121,14 @@ def rows(
             uniform(WholeMatrices()),
             dict(in_backward=True),
         ),
-        "PowerSGD 4": (uniform(rank4), dict(in_backward=False)),
         "PowerSGD 4, in the backward scan": (uniform(rank4), dict(in_backward=True)),
         "PowerSGD 32, in the backward scan": (
             uniform(compression.power_sgd(32)),
             dict(in_backward=True),
         ),
     }
+    if after:
+        jobs["PowerSGD 4"] = (uniform(rank4), dict(in_backward=False))
     if ranks:
         shares = shares_of(ranks)
         jobs["L-GreCo of PowerSGD 4, in the backward scan"] = (
