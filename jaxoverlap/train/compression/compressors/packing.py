@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-_ONE = jnp.uint8(1)
+_ONE = np.uint8(1)  # no array of JAX: importing this must not start a backend
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
