@@ -89,23 +89,25 @@ def _answers(asked: dict[int, Request], axis: str, workers: int) -> dict[int, ja
 
 
 def _fused(kind: Kind, values: list[jax.Array], axis: str, workers: int) -> list[jax.Array]:
-    """Run one collective over several values of a dtype."""
-    if len(values) == 1 and kind == "mean":
-        return [lax.psum(values[0], axis) / workers]
+    """Run one collective over several values of a dtype.
+
+    Means keep their shapes, as values may be sharded over other axes, which a flattened one would
+    not be: XLA itself makes one all-reduce of several.
+    """
+    if kind == "mean":
+        return [total / workers for total in lax.psum(values, axis)]
     keep = 1 if kind == "exchange" else 0  # leading dims that are not flattened
     shapes = [value.shape[keep:] for value in values]
     flat = [value.reshape(*value.shape[:keep], -1) for value in values]
     joined = jnp.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
-    if kind == "mean":
-        out, lead = lax.psum(joined, axis) / workers, ()
-    elif kind == "gather":
-        out, lead = lax.all_gather(joined, axis), (workers,)
+    if kind == "gather":
+        out = lax.all_gather(joined, axis)
     else:
-        out, lead = lax.all_to_all(joined, axis, 0, 0, tiled=True), (workers,)
+        out = lax.all_to_all(joined, axis, 0, 0, tiled=True)
     results, at = [], 0
     for shape in shapes:
         size = math.prod(shape)
-        results.append(out[..., at : at + size].reshape(*lead, *shape))
+        results.append(out[..., at : at + size].reshape(workers, *shape))
         at += size
     return results
 

@@ -74,8 +74,22 @@ def test_without_compression_it_is_the_plain_step_on_three_axes_too(in_backward)
     assert state.params["layers"]["up"].sharding.spec == P(None, "fsdp", "model")
 
 
-@pytest.mark.parametrize("compressor", (power_sgd(2), qsgd(3), top_k(0.02), none()), ids=repr)
-@pytest.mark.parametrize("in_backward", (False, True))
+NIGHTLY = pytest.mark.nightly  # quantisation compiles slowly on a CPU
+
+
+@pytest.mark.parametrize(
+    ("compressor", "in_backward"),
+    (
+        (power_sgd(2), False),
+        (power_sgd(2), True),
+        (qsgd(3), False),
+        pytest.param(qsgd(3), True, marks=NIGHTLY),
+        (top_k(0.02), False),
+        (top_k(0.02), True),
+        (none(), False),
+    ),
+    ids=repr,
+)
 def test_bytes_in_the_compiled_program_are_the_closed_form(compressor, in_backward):
     step = make_step(uniform(compressor), in_backward=in_backward)
     state = step.abstract(make_params())
@@ -126,7 +140,7 @@ def test_a_gradient_that_no_scan_makes_is_named():
         step(step.init(make_params()), make_batch(0))
 
 
-@pytest.mark.parametrize("in_backward", (False, True))
+@pytest.mark.parametrize("in_backward", (False, pytest.param(True, marks=NIGHTLY)))
 def test_settings_change_with_fewer_bytes_at_no_more_error(in_backward):
     step = make_step(ADAPTIVE, in_backward=in_backward)
     state, losses = train(step, 20)
@@ -144,7 +158,9 @@ def test_settings_change_with_fewer_bytes_at_no_more_error(in_backward):
         assert step.sent_bytes(state) < uniform_bytes
 
 
-@pytest.mark.parametrize("sync", (ADAPTIVE, uniform(qsgd(2))), ids=("lgreco", "qsgd"))
+@pytest.mark.parametrize(
+    "sync", (ADAPTIVE, pytest.param(uniform(qsgd(2)), marks=NIGHTLY)), ids=("lgreco", "qsgd")
+)
 def test_a_run_that_resumes_is_the_undisturbed_one_to_the_bit(sync, tmp_path):
     undisturbed = make_step(sync)
     whole, losses = train(undisturbed, 16)

@@ -55,7 +55,13 @@ def held_out(updates, state):
 
 @pytest.mark.parametrize(
     "outer",
-    (co2(every=EVERY), local_sgd(every=EVERY), streaming_diloco(every=EVERY, fragments=2, delay=1)),
+    (
+        co2(every=EVERY),
+        pytest.param(local_sgd(every=EVERY), marks=pytest.mark.nightly),
+        pytest.param(
+            streaming_diloco(every=EVERY, fragments=2, delay=1), marks=pytest.mark.nightly
+        ),
+    ),
     ids=lambda outer: outer.name,
 )
 def test_no_compression_is_what_it_was_and_int4_comes_near(outer):
@@ -96,7 +102,7 @@ def test_another_number_of_workers_goes_on_with_what_was_not_sent():
     state = train(updates, start, 3)
     kept = np.asarray(state.sync.error["0"]).mean(0)
     fewer, _ = make_updates(co2(every=EVERY), INT4, workers=2)
-    spread = fewer.spread(updates.consolidate(state))
+    spread = fewer.spread(jax.device_get(updates.consolidate(state)))
     np.testing.assert_allclose(np.asarray(spread.sync.error["0"]).mean(0), kept, atol=1e-6)
     train(fewer, start, 5, spread, begin=3)
 

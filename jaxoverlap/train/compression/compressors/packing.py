@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterable
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-_ONE = jnp.uint8(1)
+_ONE = np.uint8(1)  # no array of JAX: importing this must not start a backend
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
@@ -25,21 +22,18 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     Returns:
         uint8 [..., n / 8 · bits].
     """
-    runs = jnp.split(codes, 8, axis=-1)
-    parts = [
-        _either(((run >> p) & _ONE) << place for place, run in enumerate(runs)) for p in range(bits)
-    ]
-    return jnp.concatenate(parts, axis=-1)
+    runs = codes.reshape(*codes.shape[:-1], 1, 8, -1)
+    planes = ((runs >> _numbers(bits, 2)) & _ONE) << _numbers(8, 1)
+    return planes.sum(-2, dtype=jnp.uint8).reshape(*codes.shape[:-1], -1)
 
 
 def unpack(packed: jax.Array, bits: int) -> jax.Array:
     """Return the codes that `pack` packed, uint8 [..., n]."""
-    parts = jnp.split(packed, bits, axis=-1)
-    runs = [
-        _either(((part >> place) & _ONE) << p for p, part in enumerate(parts)) for place in range(8)
-    ]
-    return jnp.concatenate(runs, axis=-1)
+    parts = packed.reshape(*packed.shape[:-1], 1, bits, -1)
+    planes = ((parts >> _numbers(8, 2)) & _ONE) << _numbers(bits, 1)
+    return planes.sum(-2, dtype=jnp.uint8).reshape(*packed.shape[:-1], -1)
 
 
-def _either(values: Iterable[jax.Array]) -> jax.Array:
-    return functools.reduce(operator.or_, values)
+def _numbers(count: int, dims: int) -> jax.Array:
+    """Return 0, 1, ... with so many dims behind."""
+    return jnp.arange(count, dtype=jnp.uint8).reshape(count, *(1,) * dims)
