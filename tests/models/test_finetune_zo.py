@@ -50,7 +50,7 @@ def test_mistakes_are_named(checkpoint, tmp_path):
         FineTune(checkpoint, "adapter")
     with pytest.raises(Mistake, match="expected a multiple of shards=3"):
         FineTune(checkpoint, shards=3)
-    with pytest.raises(Mistake, match="no checkpoint of models.train_gpt"):
+    with pytest.raises(Mistake, match=r"no checkpoint of models\.train_gpt"):
         finetune_zo.finetune(FineTune(tmp_path))
     with pytest.raises(Mistake, match="take 16 devices"):
         finetune_zo.finetune(FineTune(checkpoint, pair=True, model=8))

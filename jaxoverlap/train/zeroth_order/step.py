@@ -65,9 +65,7 @@ class ZOStep:
         """
         _check_params(params)
         placed = jax.tree.map(jax.device_put, params, self.shardings(params))
-        if isinstance(
-            self._made, Resident
-        ):  # steps donate it, and the caller may go on with theirs
+        if isinstance(self._made, Resident):  # steps donate what they are given
             placed = jax.tree.map(jnp.copy, placed)
         return new_state(placed, self.transform, seed)
 
