@@ -69,19 +69,20 @@ def _runner(method: str, width: int) -> Any:
     rows = rng.normal(size=(ROWS, width)).astype("f")
     batch = jax.make_array_from_callback(rows.shape, at, lambda index: rows[index])
     if zeroth:
-        step: Any = zo.step(
+        made = zo.step(
             loss, zo.mezo(eps=1e-3, lr=1e-5), mesh, perturb="pair", data="data", check=False
         )
-        held = [step.init(params)]
+        step: Any = made
+        held: list[Any] = [made.init(params)]
     else:
         whole = NamedSharding(mesh, P())
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=(whole, whole))
-        def step(params: Any, x: jax.Array) -> Any:
+        def first_order(params: Any, x: jax.Array) -> Any:
             value, gradients = jax.value_and_grad(loss)(params, x)
             return jax.tree.map(lambda p, g: p - 1e-2 * g, params, gradients), value
 
-        held = [jax.device_put(params, whole)]
+        step, held = first_order, [jax.device_put(params, whole)]
 
     def run(steps: int) -> None:
         for _ in range(steps):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -63,7 +64,9 @@ class ZOStep:
             ValueError: if one array is at two places of the tree, or no parameter is floating.
         """
         _check_params(params)
-        placed = jax.tree.map(self._placed, params, self.shardings(params))
+        placed = jax.tree.map(jax.device_put, params, self.shardings(params))
+        if isinstance(self._made, Resident):  # steps donate what they are given
+            placed = jax.tree.map(jnp.copy, placed)
         return new_state(placed, self.transform, seed)
 
     def shardings(self, params: Any) -> Any:
@@ -152,10 +155,6 @@ class ZOStep:
                 "forward passes over: keep parameters whole along these axes"
             )
         return at
-
-    def _placed(self, leaf: Any, at: Any) -> jax.Array:
-        # A copy: the first step donates it, and the caller may go on with what it gave.
-        return jax.device_put(leaf, at, may_alias=False)
 
 
 def step(

@@ -193,9 +193,11 @@ class Streamed:
         """Tell for each leaf of the blocks, as whole arrays, whether it is sliced."""
         return jax.tree.map(lambda leaf: bool(self.spec_of(leaf)), state.params["blocks"])
 
-    def _specs(self, state: ZOState) -> ZOState:
+    def _specs(self, state: ZOState) -> Any:
         blocks = jax.tree.map(lambda leaf: P(*self.spec_of(leaf)), state.params["blocks"])
-        return ZOState(dict(outer=P(), blocks=blocks), P(), P(), Pending(P(), P(), P()))
+        whole: Any = P()
+        pending = Pending(whole, whole, whole)
+        return ZOState(dict(outer=whole, blocks=blocks), whole, whole, pending)
 
     def _mapped(self, do: Any, given: Any, made: Any) -> Any:
         mesh = self.layout.mesh
