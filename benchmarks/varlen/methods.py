@@ -230,12 +230,18 @@ def wlb_llm(place: Place, lengths: np.ndarray) -> float:
     return max(_gathered(place, np.array(h), size, size) for h in held if h)
 
 
-def magi(place: Place, lengths: np.ndarray, *, chunks_a_rank: int = 16) -> float:
+def magi(place: Place, lengths: np.ndarray) -> float:
     """MagiAttention's dispatch: equal chunks, as many a rank, areas evened by a min-heap.
+
+    The best of 2 to 16 chunks a rank: fewer even out less, and more fetch more.
 
     Keys are fetched only where a mask needs them, in 1 to 4 stages under attention (the best is
     taken), over all rails; the sums of their gradients return the same way.
     """
+    return min(_magi(place, lengths, chunks) for chunks in (2, 4, 8, 16))
+
+
+def _magi(place: Place, lengths: np.ndarray, chunks_a_rank: int) -> float:
     nodes, costs, total = place.nodes, place.costs, place.nodes.total
     tokens = int(lengths.sum())
     size = max(1, -(-tokens // (total * chunks_a_rank)))

@@ -14,12 +14,12 @@ from jaxoverlap.train.varlen import Planner
 
 
 def main(out: Path, lengths: Annotated[Path, typer.Option(help="Folder of lists.")]) -> None:
-    """Plan a batch of 64K tokens whose longest document is longer than a GPU holds."""
+    """Plan batches of 128K tokens, and draw the one with rings of most sizes."""
     known = np.loadtxt(lengths / "wlbllm.txt", dtype=int)
-    place = place_of("C", 2, 4096)
-    made = first(known, 16 * 4096, 40, seed=1)
-    batch = max(made, key=lambda b: int(b.max()) if len(b) > 6 else 0)
-    plan = Planner(place.costs, place.nodes, capacity=place.capacity)(batch)
+    place = place_of("C", 2, 8192)
+    planner = Planner(place.costs, place.nodes, capacity=place.capacity)
+    plans = map(planner, first(known, 16 * 8192, 60, seed=1))
+    plan = max(plans, key=lambda plan: (len(set(plan.size.tolist())), plan.balance))
     print(plan)
     plan.draw(out)
 

@@ -42,6 +42,7 @@ def run(
     runs: int = 7,
     megabytes: Annotated[float, typer.Option(help="Of a hop.")] = 4.0,
     within_s: float = 900.0,
+    only: Annotated[str, typer.Option(help="round or step; both if left out.")] = "",
     out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
 ) -> None:
     """Run both races, and print medians."""
@@ -59,7 +60,7 @@ def run(
                 hosts.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
                 here = [sys.executable, "-m", "benchmarks.varlen.race", "process"]
                 coordinator = f"{lab.wires.address(0, 0)}:{PORT}"
-                asked = [str(number), coordinator, str(lab.folder), str(runs), str(megabytes)]
+                asked = [str(number), coordinator, str(lab.folder), str(runs), str(megabytes), only]
                 command = ["sh", "-c", _NAMED, "sh", name, str(hosts), *here, *asked]
                 started.append(lab.spawn(host, command, log=f"process{number}.log"))
         for number, process in enumerate(started):
@@ -69,6 +70,8 @@ def run(
         found = [json.loads((lab.folder / f"rows{n}").read_text()) for n in range(len(started))]
     table = Table("race", "way", "ms, median", "spread", "MB sent by a host", "times as fast")
     for race, slow in (("round", "one rail"), ("step", "even splitting")):
+        if only not in ("", race):
+            continue
         contenders = timed([rows[race] for rows in found])
         for way, row in contenders.items():
             gain = contenders[slow].median_s / row.median_s
@@ -82,7 +85,9 @@ def run(
 
 
 @app.command()
-def process(number: int, coordinator: str, folder: Path, runs: int, megabytes: float) -> None:
+def process(
+    number: int, coordinator: str, folder: Path, runs: int, megabytes: float, only: str
+) -> None:
     """Be one process of a host."""
     import jax
 
@@ -96,9 +101,11 @@ def process(number: int, coordinator: str, folder: Path, runs: int, megabytes: f
     places = np.array(devices, dtype=object).reshape(HOSTS, RAILS)
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.sharding.Mesh(places, ("data", "context"), axis_types=kinds)
-    rows = dict(
-        round=_round(mesh, host, runs, round(megabytes * 1e6)), step=_step(mesh, host, runs)
-    )
+    rows = {}
+    if only != "step":
+        rows["round"] = _round(mesh, host, runs, round(megabytes * 1e6))
+    if only != "round":
+        rows["step"] = _step(mesh, host, runs)
     (folder / f"rows{number}").write_text(json.dumps(rows))
 
 

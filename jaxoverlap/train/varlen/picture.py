@@ -31,7 +31,7 @@ def draw(plan: BatchPlan, path: str | Path) -> None:
         colour = _COLOURS[nodes.zone(size)]
         axes.barh(lanes, milliseconds, left=left, color=colour, height=0.8, edgecolor="white")
         for ring in range(total // size if size > 1 else 0):
-            middle = ring * size + (size - 1) / 2
+            middle = ring * size + (size - 1) // 2  # a lane, not the gap between two
             if milliseconds[ring * size] > 0.06 * plan.seconds * 1e3:
                 at = left[ring * size] + milliseconds[ring * size] / 2
                 count = int(((plan.size == size) & (plan.ring == ring)).sum())

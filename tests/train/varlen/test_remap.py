@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scipy.optimize import linear_sum_assignment
 
 from jaxoverlap.train import varlen
+from jaxoverlap.train.varlen.partition import partition
 from jaxoverlap.train.varlen.remap import remap, token_costs, transport
 from jaxoverlap.train.varlen.rings import Nodes
 from jaxoverlap.train.varlen.routing import Route, hop_pairs, send
@@ -56,7 +57,9 @@ def test_no_part_is_longer_than_it_must_be():
 
 def test_remap_is_undone_to_the_bit_and_its_gradient_is_its_inverse():
     planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=64)
-    plan = planner([60, 3, 40, 7, 9, 50, 2, 2, 31])
+    lengths = np.array([60, 3, 40, 7, 9, 50, 2, 2, 31])
+    shared = partition(lengths, planner.nodes, COSTS, capacity=planner.capacity)
+    plan = planner.plan_of(shared)
     assert plan.remap_tokens, "this batch moves no token"
     arrays, each = plan.arrays, P(AXES)
 
