@@ -49,6 +49,9 @@ class Link:
             )
 
 
+_PCIE_4 = Link("PCIe 4 x16", 32e9, 10e-6)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """One GPU model.
@@ -89,7 +92,7 @@ class Chip:
     nvlinks: int
     nvlink: Link
     network: Link
-    host_link: Link
+    host_link: Link = _PCIE_4
     nvlink_rack_gpus: int = 0
     source: str
 
@@ -186,7 +189,6 @@ _NVLINK_HOP_S = 12e-6
 _NETWORK_HOP_S = 18e-6
 
 # Of a copy by a copy engine, as its own time and the launch; an assumption.
-_PCIE_4 = Link("PCIe 4 x16", 32e9, 10e-6)
 _PCIE_5 = Link("PCIe 5 x16", 64e9, 10e-6)
 
 _SPECS = "xla/backends/gpu/target_config/specs"
