@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.zeroth_order import opt
 from jaxoverlap import parse_cluster
-from jaxoverlap._jax.host_memory import in_host_memory
+from jaxoverlap.hardware.host_memory import in_host_memory
 from jaxoverlap.hardware.pods import compiler_options, devices
 from jaxoverlap.train import zeroth_order as zo
 

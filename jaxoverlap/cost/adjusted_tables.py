@@ -90,7 +90,7 @@ def cluster_here(tables: Tables, here: Here) -> Cluster:
         nvlinks=0,
         nvlink=link,
         network=link,
-        host_link=link,
+        host_link=link,  # not measured
         source=f"measured, {here.versions}",
     )
     return Cluster(chip, 1, here.devices, link, link, here.processes)
