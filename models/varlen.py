@@ -44,8 +44,9 @@ class Block(gpt.Block):
 
     attention_type = Attention
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        attended = self.attention(self.attention_norm(x), positions, attend)
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:  # type: ignore[override]
+        attention: Any = self.attention
+        attended = attention(self.attention_norm(x), positions, attend)
         x = shard(x + attended, self.mesh, self.at.stream)
         return shard(x + self.mlp(self.mlp_norm(x)), self.mesh, self.at.stream)
 
@@ -65,7 +66,7 @@ class Documents(gpt.GPT):
         return jnp.sum(losses * batch["weights"])
 
 
-def train(recipe: Recipe, config: Config) -> trainer.Trained:
+def train(recipe: Recipe, config: Any) -> trainer.Trained:
     """Train to `config.steps` steps, on as many documents a step as fill `step_tokens`."""
     recipe = Recipe(Config, Documents, recipe.batches)
     mesh = recipe.make_mesh(config)
@@ -112,7 +113,8 @@ def make_step(
     definition, _ = nnx.split(nnx.eval_shape(lambda: recipe.model(config, mesh, nnx.Rngs(0))))
 
     def loss(params: Any, batch: Batch, attend: Attend) -> jax.Array:
-        return nnx.merge(definition, params).sum_of_losses(batch, attend)
+        model: Any = nnx.merge(definition, params)
+        return model.sum_of_losses(batch, attend)
 
     step = varlen.train_step(
         loss,

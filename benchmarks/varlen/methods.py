@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -161,7 +162,9 @@ def flexsp(place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: flo
     k, g = len(parts), len(groups)
     objective = np.zeros(k * g + g + 1)
     objective[-1] = 1
-    rows, low, high = [], [], []
+    rows: list[np.ndarray] = []
+    low: list[float] = []
+    high: list[float] = []
 
     def add(values: dict[int, float], least: float, most: float) -> None:
         row = np.zeros(k * g + g + 1)
@@ -181,14 +184,18 @@ def flexsp(place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: flo
         start_s = 2 * costs.launch_s + (4 * place.exchange_s(0.0, d) if d > 1 else 0.0)
         time = {i * g + p: (work[i] / d + sent[i]) * 1e3 for i in range(k)}
         add(time | {k * g + p: start_s * 1e3, k * g + g: -1.0}, -np.inf, 0)
-        add({i * g + p: mean[i] / d for i in range(k)} | {k * g + p: -place.capacity}, -np.inf, 0)
+        held = {i * g + p: float(mean[i] / d) for i in range(k)}
+        add(held | {k * g + p: -float(place.capacity)}, -np.inf, 0)
     add({k * g + p: float(d) for p, d in enumerate(groups)}, 0, nodes.total)
     upper = np.concatenate([np.repeat(count, g), np.ones(g), [np.inf]]).astype(float)
     whole = np.append(np.ones(k * g + g), 0)
-    found = milp(
-        objective, constraints=LinearConstraint(np.array(rows), low, high), integrality=whole,
-        bounds=Bounds(0, upper), options=dict(time_limit=limit_s, mip_rel_gap=0.02),
-    )  # fmt: skip
+    least: Any = np.array(low)
+    most: Any = np.array(high)
+    limits = LinearConstraint(np.array(rows), least, most)
+    top: Any = upper
+    within = Bounds(0, top)
+    options = dict(time_limit=limit_s, mip_rel_gap=0.02)
+    found = milp(objective, constraints=limits, integrality=whole, bounds=within, options=options)
     if found.x is None:
         return float("nan")
     return float(found.x[-1]) / 1e3
@@ -307,14 +314,14 @@ def _chunk_work(
 
 def _min_heap(work: np.ndarray, ranks: int, each: int) -> np.ndarray:
     """Give each rank as many chunks, the heaviest first, to the rank with the least so far."""
-    heap = [(0.0, r) for r in range(ranks)]
+    heap: list[tuple[float, int]] = [(0.0, r) for r in range(ranks)]
     left, found = [each] * ranks, np.zeros(len(work), int)
     for q in np.argsort(-work, kind="stable"):
         load, r = heapq.heappop(heap)
         found[q] = r
         left[r] -= 1
         if left[r]:
-            heapq.heappush(heap, (load + work[q], r))
+            heapq.heappush(heap, (load + float(work[q]), r))
     return found
 
 

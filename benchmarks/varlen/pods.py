@@ -49,7 +49,7 @@ HEADS_AT_ONCE = 4
 
 
 def config_of(**changes: Any) -> Config:
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         hidden=4096, heads=32, mlp=16384, layers=2, dtype="bfloat16", data=2, context=8,
         sequence=16 * TOKENS // 2, batch=2, heads_at_once=HEADS_AT_ONCE, step_tokens=16 * TOKENS,
         longest=16 * TOKENS - 1,

@@ -34,7 +34,7 @@ CLUSTERS = {
     "B": ("h100-sxm", 200e9, 50e9, 8),
     "C": ("h200", 450e9, 50e9, 8),
 }
-MODEL_7B = dict(heads=32, head_size=128, hidden=4096, mlp=11008, matrices=3)
+MODEL_7B: dict[str, Any] = dict(heads=32, head_size=128, hidden=4096, mlp=11008, matrices=3)
 SETTINGS = ((2, 4096), (4, 4096), (2, 8192), (4, 8192))  # nodes of eight, tokens a GPU
 ROOM = 1.5
 PAPER = {"routing": 1.6, "partition + engine": 3.2, "routing + engine": 3.51, "all": 3.64}
@@ -55,7 +55,7 @@ def cluster_of(name: str, count: int) -> tuple[Cluster, int]:
     return replace(usual, **links), rails
 
 
-def place_of(name: str, count: int, tokens: int, model: dict[str, int] | None = None) -> Place:
+def place_of(name: str, count: int, tokens: int, model: dict[str, Any] | None = None) -> Place:
     cluster, rails = cluster_of(name, count)
     costs = attention_costs(cluster, rails=rails, **(model or MODEL_7B))
     return Place(Nodes(count, 8), costs, round(ROOM * tokens))
@@ -167,7 +167,7 @@ def ablation(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
 @app.command()
 def magi(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
     """Compare in MagiAttention's setting: TFLOP/s/GPU of attention, 8 to 64 H100s."""
-    model = dict(heads=64, kv_heads=8, head_size=128)
+    model: dict[str, Any] = dict(heads=64, kv_heads=8, head_size=128)
     table, rows = Table("way", "8 GPUs", "16", "32", "64", title="TFLOP/s/GPU, simulated"), []
     known = np.concatenate([np.loadtxt(p, dtype=int) for p in sorted(lengths.glob("*.txt"))])
     names = [name for name in METHODS if name != "FlexSP"]
@@ -204,13 +204,14 @@ def planner(lengths: Lengths, runs: int = 7) -> None:
             batch = known[:number]
             place = place_of("C", count, 1)
             capacity = round(ROOM * batch.sum() / (count * 8)) + 2
-            took = []
+            took, balance = [], 1.0
             for _ in range(runs):
                 began = time.perf_counter()
                 plan = Planner(place.costs, place.nodes, capacity=capacity)(batch)
                 took.append(time.perf_counter() - began)
+                balance = plan.balance
             row = (f"{number}", f"{count * 8}", f"{np.median(took) * 1e3:.0f}")
-            table.add_row(path.stem, *row, f"{plan.balance:.3f}")
+            table.add_row(path.stem, *row, f"{balance:.3f}")
     Console(width=80).print(table)
 
 
