@@ -261,7 +261,19 @@ class CostModel:
 
         XLA:CPU does not.
         """
-        return self.tables.here is None or self.tables.here.platform != "cpu"
+        return not self._on_cpus
+
+    @property
+    def adds_apart(self) -> bool:
+        """Return whether partial results of a matmul are added up in kernels of their own.
+
+        XLA:GPU's matmuls add to what is there.
+        """
+        return self._on_cpus
+
+    @property
+    def _on_cpus(self) -> bool:
+        return self.tables.here is not None and self.tables.here.platform == "cpu"
 
     def skew_s(self, computed_s: float, kind: str, group: Group) -> float:
         """Return seconds that a collective waits for the last device after `computed_s` of compute.

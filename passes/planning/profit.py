@@ -197,7 +197,8 @@ class RingCosts:
 
     def _chunk_s(self, member: Member, pieces: int, arrives: bool, sums: bool) -> float:
         """Return the seconds of one of a member's chunks, with the copies that cutting needs."""
-        matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums)
+        apart = self.cost.adds_apart
+        matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums, adds_apart=apart)
         return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
 
     def local_s(self, dot: Dot, matmul: splits.ShardedMatmul) -> float:
@@ -226,7 +227,7 @@ def hops(ring: Ring, variant: Variant) -> tuple[int, int]:
 
 
 def chunk(
-    member: Member, pieces: int, arrives: bool, *, sums: bool = True
+    member: Member, pieces: int, arrives: bool, *, sums: bool = True, adds_apart: bool = False
 ) -> tuple[MatmulKernel, int]:
     """Return one chunk of a member's matmul on one device, and the bytes copied for it.
 
@@ -234,6 +235,8 @@ def chunk(
         pieces: the number of pieces that the matmul is cut into.
         arrives: whether an operand moves, and not results.
         sums: whether results that move do so hop by hop, and are added up on the way.
+        adds_apart: whether partial results, of a chunk of what is summed over, are added up in
+            kernels of their own.
     """
     assert member.layout is not None
     matmul, letter = member.layout.matmul, member.layout.letter
@@ -250,6 +253,8 @@ def chunk(
     else:  # the chunk's part of the operand, which is cut out
         copied = [side for side in held if side != "out"]
     moved = sum(2 * bytes_of[side] for side in copied)
+    if arrives and adds_apart and letter not in matmul.einsum.side("out"):
+        moved += 3 * bytes_of["out"]
     if sums and not arrives:  # a result is copied to where it is sent from, and added to another
         moved += (2 + 3) * bytes_of["out"]
     return _kernel(member.dot, matmul, sizes), moved

@@ -12,7 +12,7 @@ from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
-from jaxoverlap.passes.planning.profit import RingCosts, local_sizes
+from jaxoverlap.passes.planning.profit import RingCosts, chunk, local_sizes
 from jaxoverlap.plan.plan import Decision, Skip, Variant
 from tests.support.planned_rings import AXES, GATHER, H100, NVLINK, SCATTER, SUM, decided, ring_of
 from tests.support.reads import NO, M
@@ -49,6 +49,17 @@ def test_the_seconds_are_those_of_the_parts():
     assert NVLINK.cut_s(ring, Variant()) == pytest.approx(8 * chunk_s)
     halves_s = H100.matmul_s(2048, 1024, 8192) + H100.memory_s(2 * 2048 * 1024 * 2)
     assert NVLINK.cut_s(ring, Variant("one_way", 2)) == pytest.approx(16 * halves_s)
+
+
+def test_partial_results_are_added_up_apart_where_xla_does_so():
+    (member,) = ring_of(((M, NO), (M, NO), (M, NO)), 32768).members  # weights split by rows
+    matmul, copied_bytes = chunk(member, 8, True)
+    assert (matmul.m, matmul.n, matmul.k) == (4096, 8192, 1024)
+    result_bytes = 4096 * 8192 * 2
+    assert chunk(member, 8, True, adds_apart=True) == (matmul, copied_bytes + 3 * result_bytes)
+    (rows,) = ring_of(GATHER, 32768).members  # each chunk has a part of the result of its own
+    assert chunk(rows, 8, True, adds_apart=True) == chunk(rows, 8, True)
+    assert not H100.adds_apart
 
 
 def test_sums_between_hosts_are_scattered_whole_in_two_slices():
