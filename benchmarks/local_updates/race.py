@@ -24,16 +24,16 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-HOSTS, EVERY, WIDTH, LAYERS, ROWS = 4, 12, 256, 8, 768
+HOSTS, EVERY, WIDTH, LAYERS = 4, 12, 256, 8
 BYTES = 4 * LAYERS * WIDTH * WIDTH
 METHODS = ("alone", "synchronous", "LocalSGD", "DiLoCo", "CO2")
 RATES = (1000.0, 200.0, 100.0, 60.0, 40.0, 25.0)  # Mbit/s
 
 
-def host_main(host: Any, *, method: str, rounds: int) -> dict[str, Any]:
+def host_main(host: Any, *, method: str, rounds: int, rows: int) -> dict[str, Any]:
     """Time rounds of a method on one host; the programs live on between calls."""
     _start(host)
-    run = _runner(method)
+    run = _runner(method, rows)
     run(1)
     _together()
     sent, began = host.sent_bytes(), time.perf_counter()
@@ -85,8 +85,8 @@ def train_step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
 
 
 @functools.cache
-def _runner(method: str) -> Any:
-    """Return run(rounds), which returns when they are done."""
+def _runner(method: str, rows: int) -> Any:
+    """Return run(rounds), which returns when they are done; a worker's batch has so many rows."""
     from jaxoverlap.train import LocalUpdates, co2, diloco, local_sgd
 
     mesh = _mesh()
@@ -94,7 +94,7 @@ def _runner(method: str) -> Any:
     params = [rng.normal(size=(WIDTH, WIDTH)).astype("f") / WIDTH for _ in range(LAYERS)]
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
     start = dict(params=jax.device_put(params, whole), optimizer=OPTIMIZER.init(params))
-    own = rng.normal(size=(EVERY, ROWS, WIDTH)).astype("f")
+    own = rng.normal(size=(EVERY, rows, WIDTH)).astype("f")
     batches = jax.make_array_from_process_local_data(split, own)
     if method == "synchronous":
 
@@ -140,7 +140,8 @@ def main(
     out: Annotated[Path, typer.Option(help="Add rows to this file.")],
     rounds: int = 6,
     repeats: int = 3,
-    rates: list[float] | None = None,
+    rows: Annotated[int, typer.Option(help="Of a worker's batch: how long a step takes.")] = 768,
+    rates: Annotated[list[float] | None, typer.Option("--rate", help="In Mbit/s.")] = None,
 ) -> None:
     from benchmarks.lab.lab import Lab
     from benchmarks.lab.network import Network
@@ -159,6 +160,7 @@ def main(
                         "benchmarks.local_updates.race:host_main",
                         method=method,
                         rounds=1 if method == "synchronous" else rounds,  # it has many all-reduces
+                        rows=rows,
                     )
                     row = dict(rate_mbit=rate, method=method, repeat=repeat)
                     row |= dict(seconds=max(t["seconds"] for t in taken))
