@@ -142,7 +142,7 @@ def _hybrid(place: Place, lengths: np.ndarray, wanted: np.ndarray, costs: Attent
     return float((shared.device_seconds() + linear).max())
 
 
-def flexsp(place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: float = 4.0) -> float:
+def flexsp(place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: float = 10.0) -> float:
     """FlexSP's solver (galvatron/flexsp_solver/solver.py): Ulysses groups of mixed degrees.
 
     min T: each group p of d devices takes its sequences' (quadratic + linear) / d and its
