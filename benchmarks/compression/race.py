@@ -112,21 +112,13 @@ def _together() -> None:
     multihost_utils.sync_global_devices("turn")
 
 
-def torch_host(host: Any, *, runs: int, start: bool = False) -> Any:
-    """Do the same in PyTorch: DDP, and DDP with powerSGD_hook at the same rank and bucket."""
-    from benchmarks.compression import torch_peer
-
-    if start:
-        return torch_peer.set_up(host, rank_of=RANK, **SHAPE)
-    return torch_peer.race(host, runs=runs)
-
-
 def main(
     out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
     rate: Annotated[list[float] | None, typer.Option(help="Of links, in Mbit/s.")] = None,
     runs: int = 7,
     torch: Annotated[Path, typer.Option(help="PyTorch's environment.")] = Path("out/lab/torch"),
     peer: Annotated[bool, typer.Option(help="Race PyTorch too.")] = True,
+    only: Annotated[str | None, typer.Option(help="JAX or PyTorch alone.")] = None,
     table: Annotated[Path | None, typer.Option(help="Print the rows of a file instead.")] = None,
 ) -> None:
     if table:
@@ -144,17 +136,19 @@ def main(
         Lab(Network(hosts=HOSTS, rate_mbit=None), environment=environment) as lab,
         out.open("a", buffering=1) as file,
     ):
-        sides = [("JAX", "jax_host", {})]
+        # PyTorch's Python lacks what this module imports.
+        sides = [("JAX", "benchmarks.compression.race:jax_host", {})]
         if python:
-            sides.append(("PyTorch", "torch_host", dict(python=python)))
-        for framework, function, options in sides:
+            torch_host = "benchmarks.compression.torch_peer:torch_host"
+            sides.append(("PyTorch", torch_host, dict(python=python)))
+        for framework, function, options in (s for s in sides if only in (None, s[0])):
             with lab.processes(**options) as hosts:
-                name = f"benchmarks.compression.race:{function}"
                 lab.shape(1000.0)
-                forms = hosts.call(name, runs=0, start=True)[0]
+                start = None if framework == "JAX" else dict(SHAPE, rank_of=RANK)
+                forms = hosts.call(function, runs=0, start=start or True)[0]
                 for mbit in rate or RATES:
                     lab.shape(mbit)
-                    taken = timed(hosts.call(name, runs=runs))
+                    taken = timed(hosts.call(function, runs=runs))
                     for method, one in taken.items():
                         row = dict(rate_mbit=mbit, framework=framework, method=method)
                         row |= dict(step_s=one.median_s, seconds=list(one.seconds))

@@ -76,6 +76,11 @@ def set_up(host: Host, *, width: int, layers: int, rows: int, rank_of: int) -> d
     return {"none": share * width**2, "PowerSGD": share * rank_of * 2 * width}
 
 
+def torch_host(host: Host, *, runs: int, start: dict[str, int] | None = None) -> Any:
+    """Set up the layers that `start` describes, or race what is set up."""
+    return set_up(host, **start) if start else race(host, runs=runs)
+
+
 def race(host: Host, *, runs: int) -> Any:
     """Race what `set_up` made, at the rate of now."""
     import torch.distributed as dist
