@@ -256,23 +256,12 @@ class CostModel:
         return seconds, Share(0, bytes_moved / seconds if bytes_moved else 0.0)
 
     @property
-    def scatters_sums(self) -> bool:
-        """Return whether XLA makes a reduce-scatter of an all-reduce that is only sliced.
+    def on_cpus(self) -> bool:
+        """Return whether these are prices of XLA:CPU.
 
-        XLA:CPU does not.
+        It makes no reduce-scatter of an all-reduce that is only sliced, and adds partial results of
+        a matmul up in kernels of their own, where XLA:GPU's matmuls add to what is there.
         """
-        return not self._on_cpus
-
-    @property
-    def adds_apart(self) -> bool:
-        """Return whether partial results of a matmul are added up in kernels of their own.
-
-        XLA:GPU's matmuls add to what is there.
-        """
-        return self._on_cpus
-
-    @property
-    def _on_cpus(self) -> bool:
         return self.tables.here is not None and self.tables.here.platform == "cpu"
 
     def skew_s(self, computed_s: float, kind: str, group: Group) -> float:

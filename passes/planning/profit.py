@@ -197,7 +197,7 @@ class RingCosts:
 
     def _chunk_s(self, member: Member, pieces: int, arrives: bool, sums: bool) -> float:
         """Return the seconds of one of a member's chunks, with the copies that cutting needs."""
-        apart = self.cost.adds_apart
+        apart = self.cost.on_cpus
         matmul, copied_bytes = chunk(member, pieces, arrives, sums=sums, adds_apart=apart)
         return self._matmul_s(matmul) + self.cost.memory_s(copied_bytes)
 

@@ -90,7 +90,7 @@ class _Estimator:
 
     def __init__(self, module: hlo.Module, cost: CostModel):
         self._module, self._cost = module, cost
-        sums = cost.scatters_sums
+        sums = not cost.on_cpus
         found = moved(module) if sums else collectives(module)
         sent = {(c.computation, c.name): c for c in found}
         left = sent.keys() - joined(module) if sums else sent.keys()

@@ -59,7 +59,7 @@ def test_partial_results_are_added_up_apart_where_xla_does_so():
     assert chunk(member, 8, True, adds_apart=True) == (matmul, copied_bytes + 3 * result_bytes)
     (rows,) = ring_of(GATHER, 32768).members  # each chunk has a part of the result of its own
     assert chunk(rows, 8, True, adds_apart=True) == chunk(rows, 8, True)
-    assert not H100.adds_apart
+    assert not H100.on_cpus
 
 
 def test_sums_between_hosts_are_scattered_whole_in_two_slices():
