@@ -31,6 +31,7 @@ def main() -> None:
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    import jaxoverlap
     from jaxoverlap.train import LocalUpdates, co2
     from tests.train.local_updates.problem import ROWS, make_data, make_state, make_step
 
@@ -44,7 +45,7 @@ def main() -> None:
     start = jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, whole, lambda i: x[i]), like
     )
-    with ocp.CheckpointManager(folder) as manager:
+    with ocp.CheckpointManager(folder) as manager, jaxoverlap.lost_named(WITHIN_S):
         state, taken = updates.init(start), manager.latest_step() or 0
         if taken:
             shapes = updates.abstract(start)
