@@ -65,6 +65,9 @@ class Checkpoints:
         Due is each multiple of save_every.
         """
         if self.manager and (taken % self.every < span or taken >= self.steps):
+            # Orbax lets processes meet by a collective of its own. On CPUs it can wait for ever for
+            # one that is still under way on another device.
+            jax.block_until_ready(state)
             kept = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), feed=ocp.args.JsonSave(feed)
             )

@@ -58,6 +58,7 @@ def main() -> None:
             state, metrics = updates.round(state, tuple(batches))
             losses = [s.data.tolist() for s in metrics["loss"].addressable_shards]
             print(json.dumps({"round": number, "loss": losses}), flush=True)
+            jax.block_until_ready(state)  # see models/checkpoint.py
             manager.save(number + 1, args=ocp.args.StandardSave(state))
             manager.wait_until_finished()
 
