@@ -12,17 +12,7 @@ from models.config import Mistake, Run
 
 # These may change from one run to the next, as may the mesh: they say how long a run is, what it
 # writes, and in which processes it runs.
-FREE = {
-    "steps",
-    "plain",
-    "workers",
-    "halves",
-    "plan",
-    "checkpoint",
-    "save_every",
-    "metrics",
-    "log_every",
-}
+FREE = {"steps", "plain", "halves", "plan", "checkpoint", "save_every", "metrics", "log_every"}
 FREE |= {"workers", "profile", "distributed", "coordinator", "processes", "process", "timeout_s"}
 
 
@@ -58,6 +48,21 @@ class Checkpoints:
         )
         found = self.manager.restore(taken, args=wanted)
         return found["state"], found["feed"]["next_index"]
+
+    def newest(self) -> tuple[int, Any] | None:
+        """Return the newest checkpoint's step and its state's shapes, as plain data, if any."""
+        taken = self.manager.latest_step() if self.manager else None
+        if not self.manager or taken is None:
+            return None
+        with ocp.StandardCheckpointer() as reader:
+            saved: Any = reader.metadata(self.manager.directory / str(taken) / "state")
+        return taken, saved.item_metadata
+
+    def restore_state(self, taken: int, abstract_state: Any) -> Any:
+        """Return the state of a checkpoint that is there, placed as asked."""
+        assert self.manager is not None
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        return self.manager.restore(taken, args=wanted)["state"]
 
     def save(self, taken: int, state: Any, feed: dict[str, Any], span: int = 1) -> None:
         """Keep the state after `taken` steps, if one of the last `span` is due or all are taken.

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -79,7 +78,7 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
         batch_of = recipe.batches(config)
         with Report(recipe, config, mesh, begin) as report:
             for index in range(begin, config.steps):
-                batch = placed(batch_of(index, slice(0, config.batch)), mesh)
+                batch = placed(batch_of(index, slice(0, config.batch)), mesh, P("worker"))
                 state, (loss, others) = step(state, batch)
                 report.add(index, dict(loss=loss, **others))
                 checkpoints.save(index + 1, state, {"next_index": index + 1})
@@ -89,9 +88,9 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
     return trainer.Trained(report.rows, step, dict(params=state.params))
 
 
-def placed(batch: Any, mesh: Mesh) -> Any:
-    """Place a batch on the mesh, each worker's rows with it; every process makes all rows."""
-    at = NamedSharding(mesh, P("worker"))
+def placed(batch: Any, mesh: Mesh, spec: P) -> Any:
+    """Place a batch on the mesh; every process makes it whole and keeps its part."""
+    at = NamedSharding(mesh, spec)
     return jax.tree.map(
         lambda rows: jax.make_array_from_callback(rows.shape, at, lambda index: rows[index]), batch
     )
@@ -99,13 +98,9 @@ def placed(batch: Any, mesh: Mesh) -> Any:
 
 def check_workers(checkpoints: Checkpoints, config: Run) -> None:
     """Raise if the newest checkpoint has what another number of workers have not sent yet."""
-    manager = checkpoints.manager
-    taken = manager.latest_step() if manager else None
-    if not manager or taken is None:
+    if (newest := checkpoints.newest()) is None:
         return
-    with ocp.StandardCheckpointer() as reader:
-        saved: Any = reader.metadata(manager.directory / str(taken) / "state")
-    errors = jax.tree.leaves(saved.item_metadata["sync"]["error"])
+    errors = jax.tree.leaves(newest[1]["sync"]["error"])
     if errors and errors[0].shape[0] != config.workers:
         raise Mistake(
             f"--workers {config.workers}: the checkpoint has the error feedback of "

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -79,29 +78,21 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
 
 
 def batches(recipe: Recipe, config: Run, mesh: Mesh, at: int) -> Any:
-    """Return the batches of the round that begins with step `at`, each worker's rows in its place.
-
-    Every process makes them whole and keeps its part.
-    """
-    batch_of, placed = recipe.batches(config), NamedSharding(mesh, P(None, "worker"))
+    """Return the batches of the round that begins with step `at`, each worker's rows in place."""
+    batch_of = recipe.batches(config)
     every = [batch_of(i, slice(0, config.batch)) for i in range(at, at + config.every)]
     stacked = jax.tree.map(lambda *b: np.stack(b), *every)
-    return jax.tree.map(
-        lambda b: jax.make_array_from_callback(b.shape, placed, lambda index: b[index]), stacked
-    )
+    return compressed.placed(stacked, mesh, P(None, "worker"))
 
 
 def restored(
     checkpoints: Checkpoints, updates: LocalUpdates, state: Any
 ) -> tuple[LocalState | None, int]:
     """Return the newest checkpoint's state, also of another number of workers, and its step."""
-    manager, like = checkpoints.manager, updates.abstract(state)
-    taken = manager.latest_step() if manager else None
-    if not manager or taken is None:
+    if (newest := checkpoints.newest()) is None:
         return None, 0
-    with ocp.StandardCheckpointer() as reader:
-        saved: Any = reader.metadata(manager.directory / str(taken) / "state")
-    workers = jax.tree.leaves(saved.item_metadata["worker"])[0].shape[0]
+    (taken, shapes), like = newest, updates.abstract(state)
+    workers = jax.tree.leaves(shapes["worker"])[0].shape[0]
     if workers == updates.workers:
         return checkpoints.restore(like)
 
@@ -119,6 +110,5 @@ def restored(
     if updates.outer.eager:
         begin, optimizer = jax.tree.map(resized, (begin, optimizer))
     old = LocalState(worker, begin, optimizer, sent, sync, like.control)
-    wanted = ocp.args.Composite(state=ocp.args.StandardRestore(old))
-    found: Any = manager.restore(taken, args=wanted)["state"]
+    found = checkpoints.restore_state(taken, old)
     return updates.spread(updates.consolidate(found)), taken
