@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
+from jaxoverlap.train.arguments import check_workers, overlap_options
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import Price, explained, price
@@ -51,23 +52,12 @@ class DataParallel:
     ):
         if not isinstance(sync, Sync):
             raise ValueError(f"sync={sync!r}: expected one such as lgreco(power_sgd(4))")
-        if axis not in mesh.shape:
-            raise ValueError(
-                f"axis={axis!r}: the mesh has the axes {', '.join(mesh.axis_names)}; name the one "
-                "along which the workers lie"
-            )
-        if any(kind != AxisType.Auto for kind in mesh.axis_types):
-            raise ValueError(
-                f"a mesh of axis types {mesh.axis_types}: expected automatic axes; make it with "
-                "jax.make_mesh(..., axis_types=(AxisType.Auto,) * number of axes)"
-            )
+        check_workers(mesh, axis)
         self.mesh, self.axis, self.sync = mesh, axis, sync
         self._loss_and_grads, self._optimizer = loss_and_grads, optimizer
         self._stacked, self._in_backward = tuple(stacked), in_backward
         self._placement = Placement(mesh, axis, False)
-        self._overlap: dict[str, Any] | None = None
-        if overlap is not False:
-            self._overlap = {} if overlap is True else dict(overlap)
+        self._overlap = overlap_options(overlap)
         self._programs = Programs()
         self._flags = Flags(
             "The step was left out: parameters, optimizer and error feedback are as before it."

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
+from jaxoverlap.train.arguments import check_workers, overlap_options
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import explained
@@ -78,16 +79,7 @@ class LocalUpdates:
     ):
         if not isinstance(outer, Outer):
             raise ValueError(f"outer={outer!r}: expected an outer optimizer, as co2(every=12)")
-        if axis not in mesh.shape:
-            raise ValueError(
-                f"axis={axis!r}: the mesh has the axes {', '.join(mesh.axis_names)}; name the one "
-                "along which the workers lie"
-            )
-        if any(kind != AxisType.Auto for kind in mesh.axis_types):
-            raise ValueError(
-                f"a mesh of axis types {mesh.axis_types}: local updates need automatic axes; make "
-                "it with jax.make_mesh(..., axis_types=(AxisType.Auto,) * number of axes)"
-            )
+        check_workers(mesh, axis)
         if outer.eager and shard_outer:
             raise ValueError(
                 "shard_outer=True with an eager outer optimizer: its state differs between "
@@ -104,9 +96,7 @@ class LocalUpdates:
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
         self._placement = Placement(mesh, axis, shard_outer)
-        self._overlap: dict[str, Any] | None = None
-        if overlap is not False:
-            self._overlap = {} if overlap is True else dict(overlap)
+        self._overlap = overlap_options(overlap)
         self._programs: dict[Hashable, Any] = {}
 
     @property

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from jaxoverlap.train.arguments import check_automatic
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,8 @@ class Layout:
             if axis is not None and (self.mesh is None or axis not in self.mesh.shape):
                 has = "there is no mesh" if self.mesh is None else f"it has {self.mesh.axis_names}"
                 raise ValueError(f"{name}={axis!r}: expected an axis of the mesh, and {has}")
-        if self.mesh is not None and any(kind != AxisType.Auto for kind in self.mesh.axis_types):
-            raise ValueError(
-                f"a mesh of axis types {self.mesh.axis_types}: zeroth-order steps need automatic "
-                "axes; give jax.make_mesh axis_types=(AxisType.Auto,) * number of axes"
-            )
+        if self.mesh is not None:
+            check_automatic(self.mesh)
         if self.perturb is not None and self.mesh is not None and self.pairs != 2:
             raise ValueError(
                 f"perturb={self.perturb!r} is an axis of {self.mesh.shape[self.perturb]} devices: "

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap.api import overlap as overlapped
+from jaxoverlap.train.arguments import overlap_options
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import Layout
@@ -199,7 +200,7 @@ def step(
             f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
         )
     layout = Layout(mesh, perturb, data)
-    options = None if overlap is False else {} if overlap is True else dict(overlap)
+    options = overlap_options(overlap)
     if not host:
         return ZOStep(Resident(loss_fn, transform, layout, deferred), layout, options, check)
     if not isinstance(loss_fn, Blocks) or mesh is None:
