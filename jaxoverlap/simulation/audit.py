@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from bisect import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -20,54 +19,14 @@ from jaxoverlap.plan.operations import OPERATIONS, described
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import parties
+from jaxoverlap.simulation.hlo_work import operand_shape
+from jaxoverlap.simulation.host_copies import host_copies
+from jaxoverlap.simulation.schedule import Collective, Matmuls, Starts, running
 
 _RING = re.compile(rf"\b({'|'.join((*RING_PASSES.values(), *OPERATIONS))})\.(\d+)(?![\w.])")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
 _BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
-_MATMUL_TARGET = re.compile(
-    r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?:fmha|conv)|[^"]*(?:matmul|gemm|Dot))',
-    re.IGNORECASE,
-)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a scheduled module.
-
-    Attributes:
-        name: the instruction; computation: where it stands.
-        kind: as HLO writes it, as in "all-gather".
-        bytes_moved: bytes that each device sends when it runs once, by a ring.
-        group_size: devices that take part together.
-        runs: how often a step runs it; a loop whose trips XLA does not know counts once.
-        source: the "folder/file.py:line" it came from; empty if the module does not say.
-        ring: the ring that it is a hop of, as in "all_gather_matmul.7", or None.
-        asynchronous: whether anything can run beside it.
-        matmuls: the matmuls scheduled between its start and its done.
-        groups: which devices take part together, as HLO writes it; empty: all.
-        op_name: the path of names above the JAX operation it came from.
-        by_copy: whether it is a permute that is to be a copy, where its devices are one process's.
-    """
-
-    name: str
-    computation: str
-    kind: str
-    bytes_moved: int
-    group_size: int
-    runs: int
-    source: str
-    ring: str | None
-    asynchronous: bool
-    matmuls: tuple[str, ...]
-    groups: str = ""
-    op_name: str = ""
-    by_copy: bool = False
-
-    @property
-    def covered(self) -> bool:
-        """Return whether a matmul runs beside it."""
-        return self.asynchronous and bool(self.matmuls)
 
 
 @dataclass(frozen=True)
@@ -193,10 +152,6 @@ def audit(compiled: jax.stages.Compiled | str) -> Audit:
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     module = hlo.parse(text)
-    from jaxoverlap.simulation.host_copies import (
-        host_copies,
-    )  # which reads schedules by this module
-
     return Audit(
         module.name,
         collectives(module),
@@ -219,52 +174,21 @@ def collectives(module: hlo.Module) -> tuple[Collective, ...]:
     )
 
 
-def running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[str, int]]:
-    """Every computation that a step runs in sequence, with how often."""
-    yield computation, runs
-    for instruction in module.body(computation):
-        if instruction.opcode in ("while", "conditional", "call"):
-            inner = runs * (instruction.trip_count or 1 if instruction.opcode == "while" else 1)
-            for called in instruction.called:
-                yield from running(module, called, inner)
-
-
-class Matmuls:
-    """A test of whether instructions are matmuls, or run some."""
-
-    def __init__(self, module: hlo.Module):
-        self._module = module
-        self._inside = functools.cache(self._computation)
-
-    def __call__(self, instruction: hlo.Instruction) -> bool:
-        """Return whether an instruction is a matmul, or runs one."""
-        if instruction.opcode in ("dot", "convolution"):
-            return True
-        if instruction.opcode == "custom-call":
-            return bool(_MATMUL_TARGET.search(instruction.line))
-        return any(map(self._inside, instruction.called))
-
-    def _computation(self, name: str) -> bool:
-        return any(map(self, self._module.computations.get(name, ())))
-
-
 def _in_computation(
     module: hlo.Module, computation: str, runs: int, matmuls: Matmuls
 ) -> Iterator[Collective]:
     """The collectives of one computation, with the matmuls under each."""
     instructions = module.body(computation)
     shapes = {i.name: i.shape for i in instructions}
-    waiters = waiters_of(instructions)
-    products = [place for place, i in enumerate(instructions) if matmuls(i)]
+    starts = Starts(instructions, matmuls)
     for place, start in enumerate(instructions):
         core = _collective(module, start)
         if core is None:
             continue
-        done = done_of(instructions, place, waiters) if _starts(start) else place
+        done = starts.done(place) if _starts(start) else place
         asynchronous = done > place and not re.search(r'"?is_sync"?[:=]true', start.line)
-        under = products[bisect(products, place) : bisect(products, done)] if asynchronous else ()
         kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
-        sent = [_operand_bytes(shapes, name) for name in start.operands]
+        sent = [hlo.shape_bytes(operand_shape(shapes, name)) for name in start.operands]
         ring = _RING.search(core.op_name) if kind == "collective-permute" else None
         yield Collective(
             name=start.name,
@@ -276,18 +200,11 @@ def _in_computation(
             source=module.source(core) or module.source(start),
             ring=f"{ring.group(1)}.{ring.group(2)}" if ring else None,
             asynchronous=asynchronous,
-            matmuls=tuple(instructions[i].name for i in under),
+            matmuls=starts.matmuls(place, done) if asynchronous else (),
             groups=_groups(core),
             op_name=core.op_name,
             by_copy=_BY_COPY in core.line,
         )
-
-
-def _operand_bytes(shapes: Mapping[str, str], operand: str) -> int:
-    """Bytes of an operand; "pair#1" is an element of a tuple."""
-    name, _, element = operand.partition("#")
-    shape = shapes.get(name, "")
-    return hlo.shape_bytes(hlo.array_shapes(shape)[int(element)] if element else shape)
 
 
 def _starts(instruction: hlo.Instruction) -> bool:
@@ -302,28 +219,6 @@ def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruc
         inside = (i for called in instruction.called for i in module.computations.get(called, ()))
         return next((i for i in inside if i.opcode in OPCODES), None)
     return None
-
-
-def waiters_of(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
-    """Map each instruction's name to the place of the update or done that waits for it."""
-    return {
-        i.operands[0]: place
-        for place, i in enumerate(instructions)
-        if i.operands and i.opcode.endswith(("-update", "-done"))
-    }
-
-
-def done_of(
-    instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]
-) -> int:
-    """The place of the instruction that waits for the start at a place, through its updates."""
-    place = start
-    while instructions[place].name in waiters:
-        place = waiters[instructions[place].name]
-    if not instructions[place].opcode.endswith("-done"):
-        name = instructions[place].name
-        raise ValueError(f"the module never waits for {name}: it is not a whole module's text")
-    return place
 
 
 def _groups(collective: hlo.Instruction) -> str:

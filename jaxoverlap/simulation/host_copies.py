@@ -8,13 +8,12 @@ collectives knows what a copy hides behind.
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxoverlap.simulation import hlo
-from jaxoverlap.simulation.audit import Collective, Matmuls, done_of, running, waiters_of
 from jaxoverlap.simulation.hlo_work import HOST_SPACE, operand_shape
+from jaxoverlap.simulation.schedule import Collective, Matmuls, Starts, running
 
 FROM_HOST, TO_HOST = "from host", "to host"
 KINDS = (FROM_HOST, TO_HOST)  # the lanes too: a link carries both ways at once
@@ -51,15 +50,12 @@ def _in_computation(
 ) -> Iterator[Collective]:
     body = module.body(computation)
     shapes = {i.name: i.shape for i in body}
-    waiters = waiters_of(body)
-    products = [place for place, i in enumerate(body) if matmuls(i)]
+    starts = Starts(body, matmuls)
     for place, start in enumerate(body):
         moved = _moved(module, start, shapes)
         if moved is None:
             continue
-        starts = start.opcode.endswith("-start")
-        done = done_of(body, place, waiters) if starts else place
-        under = products[bisect(products, place) : bisect(products, done)] if starts else ()
+        done = starts.done(place) if start.opcode.endswith("-start") else place
         yield Collective(
             name=start.name,
             computation=computation,
@@ -70,7 +66,7 @@ def _in_computation(
             source=module.source(start),
             ring=None,
             asynchronous=done > place,
-            matmuls=tuple(body[i].name for i in under),
+            matmuls=starts.matmuls(place, done),
             op_name=start.op_name,
         )
 

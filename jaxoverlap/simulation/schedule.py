@@ -1,0 +1,125 @@
+"""Walk XLA's schedule: what runs how often, what waits for what, and the matmuls in between."""
+
+from __future__ import annotations
+
+import functools
+import re
+from bisect import bisect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxoverlap.simulation import hlo
+
+_MATMUL_TARGET = re.compile(
+    r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?:fmha|conv)|[^"]*(?:matmul|gemm|Dot))',
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a scheduled module.
+
+    Attributes:
+        name: the instruction; computation: where it stands.
+        kind: as HLO writes it, as in "all-gather".
+        bytes_moved: bytes that each device sends when it runs once, by a ring.
+        group_size: devices that take part together.
+        runs: how often a step runs it; a loop whose trips XLA does not know counts once.
+        source: the "folder/file.py:line" it came from; empty if the module does not say.
+        ring: the ring that it is a hop of, as in "all_gather_matmul.7", or None.
+        asynchronous: whether anything can run beside it.
+        matmuls: the matmuls scheduled between its start and its done.
+        groups: which devices take part together, as HLO writes it; empty: all.
+        op_name: the path of names above the JAX operation it came from.
+        by_copy: whether it is a permute that is to be a copy, where its devices are one process's.
+    """
+
+    name: str
+    computation: str
+    kind: str
+    bytes_moved: int
+    group_size: int
+    runs: int
+    source: str
+    ring: str | None
+    asynchronous: bool
+    matmuls: tuple[str, ...]
+    groups: str = ""
+    op_name: str = ""
+    by_copy: bool = False
+
+    @property
+    def covered(self) -> bool:
+        """Return whether a matmul runs beside it."""
+        return self.asynchronous and bool(self.matmuls)
+
+
+def running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[str, int]]:
+    """Every computation that a step runs in sequence, with how often."""
+    yield computation, runs
+    for instruction in module.body(computation):
+        if instruction.opcode in ("while", "conditional", "call"):
+            inner = runs * (instruction.trip_count or 1 if instruction.opcode == "while" else 1)
+            for called in instruction.called:
+                yield from running(module, called, inner)
+
+
+class Matmuls:
+    """A test of whether instructions are matmuls, or run some."""
+
+    def __init__(self, module: hlo.Module):
+        self._module = module
+        self._inside = functools.cache(self._computation)
+
+    def __call__(self, instruction: hlo.Instruction) -> bool:
+        """Return whether an instruction is a matmul, or runs one."""
+        if instruction.opcode in ("dot", "convolution"):
+            return True
+        if instruction.opcode == "custom-call":
+            return bool(_MATMUL_TARGET.search(instruction.line))
+        return any(map(self._inside, instruction.called))
+
+    def _computation(self, name: str) -> bool:
+        return any(map(self, self._module.computations.get(name, ())))
+
+
+class Starts:
+    """The starts of one computation: when each is waited for, and which matmuls run until then."""
+
+    def __init__(self, body: tuple[hlo.Instruction, ...], matmuls: Matmuls):
+        self._body, self._waiters = body, _waiters(body)
+        self._products = [place for place, i in enumerate(body) if matmuls(i)]
+
+    def done(self, place: int) -> int:
+        """Return the place of the instruction that waits for the start at a place.
+
+        Raises:
+            ValueError: if nothing does.
+        """
+        return _done(self._body, place, self._waiters)
+
+    def matmuls(self, place: int, done: int) -> tuple[str, ...]:
+        """Return the names of the matmuls between two places."""
+        under = self._products[bisect(self._products, place) : bisect(self._products, done)]
+        return tuple(self._body[i].name for i in under)
+
+
+def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
+    """Map each instruction's name to the place of the update or done that waits for it."""
+    return {
+        i.operands[0]: place
+        for place, i in enumerate(instructions)
+        if i.operands and i.opcode.endswith(("-update", "-done"))
+    }
+
+
+def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]) -> int:
+    """The place of the instruction that waits for the start at a place, through its updates."""
+    place = start
+    while instructions[place].name in waiters:
+        place = waiters[instructions[place].name]
+    if not instructions[place].opcode.endswith("-done"):
+        name = instructions[place].name
+        raise ValueError(f"the module never waits for {name}: it is not a whole module's text")
+    return place
