@@ -27,7 +27,7 @@ from benchmarks.drawn.measure import conclude, rows_in
 from benchmarks.drawn.sketch import Sketch
 from benchmarks.drawn.step import Step
 from benchmarks.forks import import_first, in_fork
-from benchmarks.pod_step import of_cut, provenance, write_rows
+from benchmarks.pod_step import in_ms, of_cut, provenance, write_rows
 
 UNASKED = "unasked"
 MOST_ABOVE = 0.01  # of the best way that was asked for
@@ -111,7 +111,7 @@ def main(
     for name, kind in itertools.product(names, way or ways()):
         made = in_fork(measured, name, kind, timeout_s=CHILD_S, xla_flags="")
         rows[name, kind] = {"step": name, "row": kind, **made}
-        console.print(f"{name}, {kind}: {_ms(made.get('step_s'))}{made.get('error', '')}")
+        console.print(f"{name}, {kind}: {in_ms(made.get('step_s'))}{made.get('error', '')}")
         write_rows(out, rows.values())
     shown = {name: [row for (step, _), row in rows.items() if step == name] for name in names}
     said, short = [], []
@@ -134,7 +134,7 @@ def judged(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], lis
     above = known[UNASKED] / known[best] - 1
     if above > MOST_ABOVE:
         short.append(f"{name}: unasked is {above:.1%} above {best}")
-    return [f"{name}: unasked {_ms(known[UNASKED])}, best {_ms(known[best])} ({best})"], short
+    return [f"{name}: unasked {in_ms(known[UNASKED])}, best {in_ms(known[best])} ({best})"], short
 
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -147,15 +147,11 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         plain_s, step_s = row.get("plain_s"), row.get("step_s")
         times = f"{plain_s / step_s:.3f}" if plain_s and step_s else ""
         grid.add_row(
-            row["row"], _ms(step_s), _ms(plain_s), times, _ms(row.get("exposed_s")),
+            row["row"], in_ms(step_s), in_ms(plain_s), times, in_ms(row.get("exposed_s")),
             str(row.get("parts", "")), str(row.get("pins", "")), str(row.get("rings", "")),
             row.get("taken", row.get("error", "")),
         )  # fmt: skip
     return grid
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 if __name__ == "__main__":

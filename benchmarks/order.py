@@ -12,7 +12,6 @@ nothing was timed on a GPU. Exit 1 if fewer than eight lists agree. Needs no GPU
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.drawn.measure import conclude, rows_in
 from benchmarks.forks import import_first, in_fork
-from benchmarks.pod_step import write_rows
+from benchmarks.pod_step import in_ms, write_rows
 from benchmarks.pods.child import measure
 from benchmarks.pods.suite import SCHEDULED, STEPS, Step
 from jaxoverlap.hardware.cluster import parse_cluster
@@ -107,11 +106,12 @@ def ranked(step: Step) -> list[Ranked]:
 
 
 def meshes(step: Step, devices: int) -> Iterator[dict[str, int]]:
-    """All sizes of a step's two axes, the second no larger than it divides the model."""
+    """Yield sizes of a step's two axes, of which the second is a power of two."""
     first, second = step.axes
-    for size in itertools.accumulate([1, *[2] * 10], lambda a, b: a * b):
-        if devices % size == 0:
-            yield {first: devices // size, second: size}
+    size = 1
+    while devices % size == 0:
+        yield {first: devices // size, second: size}
+        size *= 2
 
 
 def configuration(axes: dict[str, int], batch: int) -> Configuration | None:
@@ -172,7 +172,9 @@ def main(
                     "form_s": mesh.step_s,
                     **{k: v for k, v in made.items() if k != "by_line"},
                 }
-                console.print(f"{name}, {mesh}: {_ms(made.get('step_s'))} {made.get('error', '')}")
+                console.print(
+                    f"{name}, {mesh}: {in_ms(made.get('step_s'))} {made.get('error', '')}"
+                )
                 write_rows(out, rows.values())
     console.print(table(lists, rows))
     if not dry:
@@ -199,14 +201,10 @@ def table(lists: dict[str, list[Ranked]], rows: dict[tuple[str, str], Any]) -> T
             done = first and simulated is not None
             word = ("yes" if agrees(name, of_step, rows) else "no") if done else ""
             grid.add_row(
-                name if first else "", str(mesh), _ms(mesh.step_s), _ms(simulated), word,
+                name if first else "", str(mesh), in_ms(mesh.step_s), in_ms(simulated), word,
                 end_section=number == len(of_step) - 1,
             )  # fmt: skip
     return grid
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 if __name__ == "__main__":

@@ -114,6 +114,16 @@ def in_child(benchmark: str, *arguments: str, python: str = sys.executable) -> d
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def in_ms(seconds: float | None) -> str:
+    """Write seconds as milliseconds for a table; nothing where there are none."""
+    return "" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read rows from JSON lines; there are none in a file that is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON lines."""
     out.parent.mkdir(parents=True, exist_ok=True)

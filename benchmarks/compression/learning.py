@@ -1,4 +1,4 @@
-"""What compressed training learns: held-out losses on real data, the same samples, three seeds.
+"""Compare what compressed training learns: held-out losses on real data, several seeds.
 
     python -m benchmarks.compression.learning --task images --out rows.jsonl
     python -m benchmarks.compression.learning --task text --out rows.jsonl
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.local_updates.learning import held_out_loss, make_step, rounds, start
 from benchmarks.local_updates.tasks import FASHION, Task, images, mesh_of, text
+from benchmarks.pod_step import read_rows
 from jaxoverlap.train import LocalUpdates, co2
 from jaxoverlap.train import compression as c
 
@@ -131,7 +132,7 @@ def main(
     jobs = [(f"{s}, {k}", s, k, seed) for seed in range(seeds) for s, k in syncs(what.steps)]
     if task == "text":
         jobs += [(f"co2, {k}", "co2", k, seed) for seed in range(seeds) for k in OUTER]
-    known = {(r["task"], r["sync"], r["compressor"], r["seed"], r["steps"]) for r in rows(out)}
+    known = {(r["task"], r["sync"], r["compressor"], r["seed"], r["steps"]) for r in read_rows(out)}
     missing = [
         job for job in jobs if only in job[0] and (what.name, *job[1:], what.steps) not in known
     ]
@@ -148,13 +149,9 @@ def main(
     show(out)
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def show(path: Path) -> None:
     """Print losses with their spread, and how many times fewer bytes were sent."""
-    found = rows(path)
+    found = read_rows(path)
     for name, steps in dict.fromkeys((r["task"], r["steps"]) for r in found):
         sheet = Table(
             "", "held-out loss", "over none", "bytes: raw / sent", "uniform / these",

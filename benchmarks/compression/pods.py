@@ -1,4 +1,4 @@
-"""What a 7B GPT's step takes on eight hosts of a slow network, by simulation.
+"""Simulate a 7B GPT's step on eight hosts of a slow network.
 
     python -m benchmarks.compression.pods rows --out rows.jsonl
     python -m benchmarks.compression.pods table rows.jsonl
@@ -28,6 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxoverlap
+from benchmarks.pod_step import read_rows
 from jaxoverlap import parse_cluster, pod_mesh
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.pods import compiler_options
@@ -135,7 +136,7 @@ def rows(
             compression.lgreco(rank4),
             dict(in_backward=True, settings=lambda step, start: scaled(step, start, shares)),
         )
-    known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    known = read_rows(out)
     made = {(r["name"], r["layers"], r["sequences"]) for r in known}
     with out.open("a", buffering=1) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +16,7 @@ from benchmarks.drawn.rows import Compared, compared
 from benchmarks.drawn.step import Step
 from benchmarks.forks import import_first, in_fork
 from benchmarks.lanes import Job, Row, dealt, done, kernels
-from benchmarks.pod_step import in_child, write_rows
+from benchmarks.pod_step import in_child, read_rows, write_rows
 from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.environments import environment
 from jaxoverlap._jax.kernel_cache import Kernels
@@ -66,8 +65,7 @@ def conclude(said: Sequence[str], short: Sequence[str], console: Console) -> Non
 
 def rows_in(file: Path) -> dict[Job, Row]:
     """The rows that are in a file already; those that are not measured again stay."""
-    rows = map(json.loads, file.read_text().splitlines() if file.exists() else ())
-    return {(row["step"], row["row"]): row for row in rows}
+    return {(row["step"], row["row"]): row for row in read_rows(file)}
 
 
 def compile_in_child(known: dict[str, Kernels], pythons: dict[str, str], job: Job) -> Row:

@@ -1,4 +1,4 @@
-"""What local updates learn: final losses on real data, the same samples seen, several seeds.
+"""Compare what local updates learn: final losses on real data, several seeds.
 
     python -m benchmarks.local_updates.learning --task images --out images.jsonl
     python -m benchmarks.local_updates.learning --table images.jsonl
@@ -26,6 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.local_updates.tasks import FASHION, Task, images, mesh_of, text
+from benchmarks.pod_step import read_rows
 from jaxoverlap.train import LocalUpdates, Outer, co2, diloco, local_sgd, slowmo
 
 WORKERS = 4
@@ -118,7 +119,7 @@ def main(
     jax.config.update("jax_num_cpu_devices", WORKERS)
     what = images(folder) if task == "images" else text()
     names = [name for name in outers(EVERY[0], what) if not only or name in only]
-    known = {(r["name"], r["every"], r["seed"]) for r in rows(out)}
+    known = {(r["name"], r["every"], r["seed"]) for r in read_rows(out)}
     runs = [
         run
         for seed in range(SEEDS)
@@ -141,13 +142,9 @@ def main(
     show(out)
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def show(path: Path) -> None:
     """Print mean and spread of the seeds, and the mean over that of synchronous AdamW."""
-    found = rows(path)
+    found = read_rows(path)
     if not found:
         raise typer.BadParameter(f"no rows in {path}")
 

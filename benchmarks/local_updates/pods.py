@@ -1,4 +1,4 @@
-"""What a round of local updates exposes on a pod with a slow network, by simulation.
+"""Show what a round of local updates exposes on a pod with a slow network, by simulation.
 
     python -m benchmarks.local_updates.pods peers --out rows.jsonl
     python -m benchmarks.local_updates.pods scale --out rows.jsonl
@@ -26,6 +26,7 @@ from rich.table import Table
 import jaxoverlap
 from benchmarks.local_updates import steps
 from benchmarks.local_updates.steps import Size
+from benchmarks.pod_step import read_rows
 from jaxoverlap import parse_cluster, pod_mesh
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.train import LocalUpdates, Outer, co2, diloco, local_sgd, streaming_diloco
@@ -98,7 +99,7 @@ Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 
 def run(out: Path, jobs: list[Job]) -> None:
     """Make the rows that a file lacks."""
-    known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    known = read_rows(out)
     missing = [
         (labels, job) for labels, job in jobs if not any(labels.items() <= k.items() for k in known)
     ]

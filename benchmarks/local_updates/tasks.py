@@ -25,7 +25,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt.
+    """A task to learn.
 
     Attributes:
         name: of the task.

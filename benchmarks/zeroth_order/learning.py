@@ -1,4 +1,4 @@
-"""What zeroth-order fine-tuning learns: a GPT of the Python manual on Python's own source.
+"""Compare what zeroth-order fine-tuning learns: a GPT of the Python manual on Python's own source.
 
     python -m benchmarks.zeroth_order.learning --out learning.jsonl
     python -m benchmarks.zeroth_order.learning --table learning.jsonl
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.pod_step import read_rows
 from models import finetune_zo, trainer
 from models.config import Config
 from models.finetune_zo import FineTune
@@ -123,7 +124,7 @@ def main(
     if out is None:
         assert shown is not None, "give --out or --table"
         return table(shown)
-    found = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    found = read_rows(out)
     have = {(r["method"], r["seed"], r["rate"], r["steps"]) for r in found}
     jax.config.update("jax_num_cpu_devices", 1)
     with tempfile.TemporaryDirectory() as folder, out.open("a", buffering=1) as file:

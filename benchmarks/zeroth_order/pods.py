@@ -20,8 +20,10 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxoverlap
+from benchmarks.pod_step import provenance, read_rows
 from benchmarks.zeroth_order import opt, steps
 from jaxoverlap import parse_cluster
+from jaxoverlap._jax.jobs import peak_bytes
 
 PUBLISHED_GB = {"1.3b": 3.75, "13b": 6.18, "30b": 8.86, "66b": 12.07, "175b": 18.04}  # of ZO2
 WANTED = (
@@ -58,10 +60,7 @@ def measured(model: str, chip: str, gpus: int, sliced: bool, layers: int | None)
         gpus=gpus,
         sliced=sliced,
         layers=size.layers,
-        device_bytes=memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        device_bytes=peak_bytes(memory),
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         host_bytes=memory.host_argument_size_in_bytes
@@ -78,7 +77,7 @@ def measured(model: str, chip: str, gpus: int, sliced: bool, layers: int | None)
         copies={kind: [c.count, c.covered] for kind, c in audit.host_coverage.items()},
         gathers=[audit.total.count, audit.total.covered, audit.total.bytes_moved],
         compile_s=took,
-        jax=__import__("jax").__version__,
+        **provenance(),
     )
 
 
@@ -91,7 +90,7 @@ def rows(
     layers: Annotated[int | None, typer.Option(help="Another depth than the model's.")] = None,
 ) -> None:
     """Compile what is wanted, of one model or all, and write rows."""
-    known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    known = read_rows(out)
     have = {(r["model"], r["chip"], r["gpus"], r["sliced"], r["layers"]) for r in known}
     chosen = [
         one

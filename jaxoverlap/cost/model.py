@@ -45,7 +45,7 @@ _MEMORY_BYTES_OF_OTHERS = 2.0
 # NCCL's; the rest is 0.6 of NVLink's peak.
 _COPY_LATENCY_S, _COPY_EFFICIENCY = 8.4e-6, 25.2e6 / (100e-6 - 8.4e-6) / 450e9
 
-# Of the peak of the link to the host, for pinned memory and copies of megabytes: 25 to 26 GB/s over
+# Copies of megabytes from pinned memory reach this share of the link's peak: 25 to 26 GB/s over
 # PCIe 4 x16 and 53 to 55 over PCIe 5 x16 are what public runs of NVIDIA's bandwidth tests report.
 # No row was measured here.
 _HOST_EFFICIENCY = 0.82

@@ -49,7 +49,9 @@ class Link:
             )
 
 
+# The latency is that of a copy by a copy engine, launch included; an assumption.
 _PCIE_4 = Link("PCIe 4 x16", 32e9, 10e-6)
+_PCIE_5 = Link("PCIe 5 x16", 64e9, 10e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +189,6 @@ class Cluster:
 # messages): 8.4 µs to start, then 3.4 µs a hop over NVLink and 9.6 µs over the network.
 _NVLINK_HOP_S = 12e-6
 _NETWORK_HOP_S = 18e-6
-
-# Of a copy by a copy engine, as its own time and the launch; an assumption.
-_PCIE_5 = Link("PCIe 5 x16", 64e9, 10e-6)
 
 _SPECS = "xla/backends/gpu/target_config/specs"
 
