@@ -30,7 +30,7 @@ from jaxoverlap.train.compression.state import (
 )
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.compression.worker import WorkerStep
-from jaxoverlap.train.local_updates.state import Placement
+from jaxoverlap.train.placement import Placement
 
 _UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
 

@@ -11,7 +11,8 @@ import optax
 
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds
-from jaxoverlap.train.local_updates.state import LocalState, Placement
+from jaxoverlap.train.local_updates.state import LocalState
+from jaxoverlap.train.placement import Placement
 
 
 def consolidated(rounds: Rounds, state: LocalState) -> LocalState:

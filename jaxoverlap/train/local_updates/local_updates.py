@@ -25,7 +25,8 @@ from jaxoverlap.train.local_updates import second_device
 from jaxoverlap.train.local_updates.consolidate import consolidated, optimizer_shardings, spread
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds, Step
-from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, Placement, fragments_of
+from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
+from jaxoverlap.train.placement import Placement
 
 
 class LocalUpdates:

@@ -22,7 +22,8 @@ from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.worker import if_finite, specs_of, with_workers
 from jaxoverlap.train.compression.worker import of_one as of_one_worker
 from jaxoverlap.train.local_updates.outer import Outer
-from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, Placement, joined
+from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, joined
+from jaxoverlap.train.placement import Placement
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Take = Callable[[Any], Any]  # of a tree, the leaves of a fragment

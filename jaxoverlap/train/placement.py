@@ -1,0 +1,82 @@
+"""Say where arrays lie on a mesh of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where arrays lie: the mesh, the workers' axis, and whether outer state is scattered over it.
+
+    Scattered is a leaf along its first dim that the workers divide and no other axis takes; a leaf
+    without such a dim stays whole.
+    """
+
+    mesh: Mesh
+    axis: str
+    scatter: bool
+
+    @property
+    def workers(self) -> int:
+        """Return how many workers there are."""
+        return self.mesh.shape[self.axis]
+
+    def spec_of(self, leaf: Any) -> P:
+        """Return the spec of a worker's own leaf, which may not name the workers' axis.
+
+        Raises:
+            ValueError: if it does, or the leaf lies on another mesh.
+        """
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return P()
+        if sharding.mesh.shape != self.mesh.shape:
+            raise ValueError(
+                f"a leaf of the train state lies on a mesh of {dict(sharding.mesh.shape)}, and "
+                f"the step was given one of {dict(self.mesh.shape)}; make the state on that"
+            )
+        if self.axis in jax.tree.leaves(tuple(sharding.spec)):
+            raise ValueError(
+                f"a leaf of the train state is sharded over {self.axis!r} ({sharding.spec}), which "
+                "is the workers' axis: give the state of one worker, whole along it"
+            )
+        return sharding.spec
+
+    def at(self, *spec: Any) -> NamedSharding:
+        """Return the sharding of a spec."""
+        return NamedSharding(self.mesh, P(*spec))
+
+    def stacked(self, specs: Any) -> Any:
+        """Return the shardings of leaves with a leading dim of workers."""
+        return jax.tree.map(lambda spec: self.at(self.axis, *spec), specs)
+
+    def outer(self, shapes: Any, specs: Any) -> Any:
+        """Return the shardings of outer state that is like parameters."""
+        return jax.tree.map(
+            lambda shape, spec: self.at(*self.outer_spec(shape.shape, spec)), shapes, specs
+        )
+
+    def outer_spec(self, shape: Sequence[int], spec: P) -> P:
+        """Return the spec of a leaf of outer state."""
+        dim = self.scattered_dim(shape, spec)
+        full = [*spec, *(None,) * (len(shape) - len(spec))]
+        if dim is not None:
+            full[dim] = self.axis
+        return P(*full)
+
+    def scattered_dim(self, shape: Sequence[int], spec: P) -> int | None:
+        """Return the dim along which a leaf of outer state is scattered, or None."""
+        if not self.scatter:
+            return None
+        full = [*spec, *(None,) * (len(shape) - len(spec))]
+        for dim, size in enumerate(shape):
+            if full[dim] is None and size and size % self.workers == 0:
+                return dim
+        return None
