@@ -60,7 +60,10 @@ def set_up(host: Host, *, width: int, layers: int, rows: int, rank_of: int) -> d
         return step
 
     plain = nn.parallel.DistributedDataParallel(Stack())
-    hooked = nn.parallel.DistributedDataParallel(Stack())
+    # The hook waits for sums inside gloo's own threads, of which there are two: with two buckets
+    # both wait, and no thread is left to add. One bucket takes all layers.
+    bucket_mb = layers * width**2 * 4 / 2**20 + 1
+    hooked = nn.parallel.DistributedDataParallel(Stack(), bucket_cap_mb=bucket_mb)
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=rank_of,

@@ -69,11 +69,26 @@ def together(averages: Sequence[Average], *, axis: str, workers: int) -> list[An
 
     for number in range(len(averages)):
         resume(number, None)
+    first = True
     while waiting:
-        asked, waiting = waiting, {}
+        asked, waiting = waiting if first else _tied(waiting), {}
+        first = False
         for number, answer in _answers(asked, axis, workers).items():
             resume(number, answer)
     return results
+
+
+def _tied(asked: dict[int, Request]) -> dict[int, Request]:
+    """Have all requests wait for the last of them, which has waited for the round before.
+
+    XLA would join one layer's second mean with the next layer's first one, and so make a chain of
+    collectives as long as there are layers.
+    """
+    values = lax.optimization_barrier([request.value for request in asked.values()])
+    return {
+        number: Request(request.kind, value)
+        for (number, request), value in zip(asked.items(), values, strict=True)
+    }
 
 
 def _answers(asked: dict[int, Request], axis: str, workers: int) -> dict[int, jax.Array]:

@@ -57,6 +57,13 @@ def unsharded(steps):
     return params, losses
 
 
+def test_layers_share_two_sums_and_make_no_chain_of_them():
+    step = make_step(uniform(power_sgd(2)))
+    state = step.init(make_params())
+    found = jaxoverlap.audit(step.lower(state, make_batch(0)).compile()).collectives
+    assert [c.kind for c in found] == ["all-reduce"] * 2  # all P and what is raw, then all Q
+
+
 @pytest.mark.parametrize("in_backward", (False, True))
 def test_without_compression_it_is_the_plain_step_on_three_axes_too(in_backward):
     devices = jax.devices()[:8]
