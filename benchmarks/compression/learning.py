@@ -49,8 +49,10 @@ def syncs(steps: int) -> dict[tuple[str, str], Any]:
     for name, compressor in COMPRESSORS.items():
         found["uniform", name] = c.uniform(compressor)
         found["L-GreCo", name] = c.lgreco(compressor, **when)
-    found["Accordion", "PowerSGD"] = c.accordion(COMPRESSORS["PowerSGD"], **when)
-    both = c.lgreco(c.accordion(COMPRESSORS["PowerSGD"]), **when)
+    # The low end is above the least rank, so that the programme has something to choose there.
+    switch = c.accordion(COMPRESSORS["PowerSGD"], low=4, high=8, **when)
+    found["Accordion", "PowerSGD"] = switch
+    both = c.lgreco(switch, **when)
     found["L-GreCo on Accordion", "PowerSGD"] = both
     return found
 

@@ -15,8 +15,8 @@ from jax import lax
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker, sent
 from jaxoverlap.train.compression.layers import Layer, layers_of
 from jaxoverlap.train.compression.state import SyncState
-from jaxoverlap.train.compression.sync import Sync
-from jaxoverlap.train.compression.wire import mean_of, sent_bytes, together
+from jaxoverlap.train.compression.sync import RAW, Sync, raw_bytes
+from jaxoverlap.train.compression.wire import Average, Request, mean_of, sent_bytes, together
 
 
 class LeafState(NamedTuple):
@@ -50,7 +50,7 @@ class Averager:
     Attributes:
         sync: the compressor, and whether gradients are measured.
         layers: those that are compressed.
-        settings: one for each layer.
+        settings: one for each layer; None for a layer that goes raw for now.
         axis: the mesh axis of the workers.
         workers: its size.
         accumulate: whether gradients are added up for a measurement.
@@ -58,7 +58,7 @@ class Averager:
 
     sync: Sync
     layers: tuple[Layer, ...]
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting | None, ...]
     axis: str
     workers: int
     accumulate: bool = False
@@ -138,6 +138,8 @@ class Averager:
             key = jax.random.fold_in(key, part)
         at = Worker(self.workers, worker, key)
         layer, setting = self.layers[number], self.settings[number]
+        if setting is None:
+            return _raw(matrix, shared, layer, self.sync.compressor.error_feedback)
         return self.sync.compressor.average(matrix, shared, layer=layer, setting=setting, at=at)
 
     def put_together(
@@ -277,7 +279,7 @@ class Averager:
     def at(self, places: Any, *, accumulate: bool = False) -> Averager:
         """Return the averager at other settings, given as places among each layer's candidates."""
         chosen = tuple(
-            self.sync.candidates(layer)[place]
+            None if place == RAW else self.sync.candidates(layer)[place]
             for layer, place in zip(self.layers, places.tolist(), strict=True)
         )
         return replace(self, settings=chosen, accumulate=accumulate)
@@ -327,9 +329,16 @@ class Averager:
 
     def layer_bytes(self, number: int) -> float:
         """Return the bytes that a worker sends for all matrices of one layer."""
-        layer = self.layers[number]
-        of_one = sent(self.sync.compressor, layer, self.settings[number], self.workers)
-        return layer.count * of_one
+        layer, setting = self.layers[number], self.settings[number]
+        if setting is None:
+            return layer.count * raw_bytes(layer, self.workers)
+        return layer.count * sent(self.sync.compressor, layer, setting, self.workers)
+
+
+def _raw(matrix: jax.Array, state: Any, layer: Layer, feeds: bool) -> Average:
+    """Average a matrix without compression."""
+    mean = yield Request("mean", matrix.astype(layer.dtype))
+    return Averaged(mean.astype(jnp.float32), jnp.zeros_like(matrix) if feeds else None, state)
 
 
 def _joined(parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:

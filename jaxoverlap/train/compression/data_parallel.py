@@ -173,6 +173,9 @@ class DataParallel:
                 state, control = self._measured(state, control)
                 for accumulate in (False, True):
                     self._compile_beside(state, batch, control.pending, accumulate)
+            if count == 0 < self.sync.start:
+                accumulate = schedule.accumulates(self.sync, self.sync.start)
+                self._compile_beside(state, batch, control.pending, accumulate)
             control = schedule.in_use(self.sync, control)
         accumulate = schedule.accumulates(self.sync, count) and bool(averager.layers)
         program = self._program(state, batch, control.settings, accumulate)

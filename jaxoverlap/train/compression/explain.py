@@ -16,7 +16,7 @@ from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.state import Control
-from jaxoverlap.train.compression.sync import raw_bytes
+from jaxoverlap.train.compression.sync import RAW, raw_bytes
 from jaxoverlap.train.compression.wire import sent_bytes
 
 _HLO_KINDS = {"mean": "all-reduce", "gather": "all-gather", "exchange": "all-to-all"}
@@ -44,7 +44,7 @@ def explained(averager: Averager, control: Control, params: Any) -> str:
         table.add_row(
             layer.name,
             shape,
-            f"{averager.settings[number]:g}",
+            "raw" if (setting := averager.settings[number]) is None else f"{setting:g}",
             f"{sent / 1e3:.1f}",
             f"1 / {raw / sent:.1f}",
             f"{errors[number]:.3g}" if known else "-",
@@ -119,11 +119,14 @@ def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Pri
     arithmetic_s = 0.0
     for number, layer in enumerate(averager.layers):
         compressor, setting = averager.sync.compressor, averager.settings[number]
-        requests = compressor.requests(layer, setting, averager.workers)
+        if setting is None:
+            requests, passes = [("mean", layer.size * layer.itemsize)], 0
+        else:
+            requests = compressor.requests(layer, setting, averager.workers)
+            passes = compressor.memory_passes * 4 * layer.size * shares[layer.leaf]
         for turn, (kind, size) in enumerate(requests):
             at = (turn, kind)
             sums[at] = sums.get(at, 0) + size * layer.count * shares[layer.leaf]
-        passes = compressor.memory_passes * 4 * layer.size * shares[layer.leaf]
         arithmetic_s += layer.count * cost.memory_s(passes)
     sizes = [leaf.size * leaf.dtype.itemsize * s for leaf, s in zip(leaves, shares, strict=True)]
     raw = sum(size for n, size in enumerate(sizes) if n not in averager.of_leaf)
@@ -146,7 +149,8 @@ def _share(leaf: Any) -> float:
 
 
 def _at(control: Control, settings: np.ndarray) -> np.ndarray:
-    return np.array([control.errors[n, s] for n, s in enumerate(settings.tolist())], np.float64)
+    places = enumerate(settings.tolist())
+    return np.array([0.0 if s == RAW else control.errors[n, s] for n, s in places], np.float64)
 
 
 def _name(averager: Averager) -> str:

@@ -32,7 +32,10 @@ def accumulates(sync: Sync, count: int) -> bool:
 def in_use(sync: Sync, control: Control) -> Control:
     """Return the control with the chosen settings in use, if their step has come."""
     count = int(control.count)
-    if sync.every and count >= sync.every and count % sync.every == sync.beside:
+    if count < sync.start:
+        return control
+    begins = 0 < sync.start == count
+    if begins or (sync.every and count >= sync.every and count % sync.every == sync.beside):
         return replace(control, settings=control.pending)
     return control
 

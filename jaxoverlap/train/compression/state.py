@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.sync import Sync
+from jaxoverlap.train.compression.sync import RAW, Sync
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +43,8 @@ class Control:
 
     Attributes:
         count: steps so far.
-        settings: of each layer, as places among its candidates, int32 [layers].
+        settings: of each layer, as places among its candidates, int32 [layers]; -1 where it goes
+            raw.
         pending: those that come into use next.
         reference: those whose error was the budget of the last choice.
         guarded: 1 if the last choice kept the reference by the guard.
@@ -63,12 +64,12 @@ class Control:
 
     @classmethod
     def new(cls, sync: Sync, layers: Sequence[Layer]) -> Control:
-        """Return the control of a run that begins: every layer has its default setting."""
+        """Return the control of a run that begins: default settings, or raw until `sync.start`."""
         default = np.array([sync.default(layer) for layer in layers], np.int32)
         most = max((len(sync.candidates(layer)) for layer in layers), default=0)
         return cls(
             count=np.zeros((), np.int32),
-            settings=default,
+            settings=np.full_like(default, RAW) if sync.start else default,
             pending=default,
             reference=default,
             guarded=np.zeros((), np.int32),
@@ -166,7 +167,8 @@ def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:
             "as it was"
         )
     for layer, now, next_ in zip(layers, control.settings, control.pending, strict=True):
-        if not 0 <= min(now, next_) <= max(now, next_) < len(sync.candidates(layer)):
+        known = range(len(sync.candidates(layer)))
+        if next_ not in known or (now not in known and (now != RAW or not sync.start)):
             raise ValueError(
                 f"settings {now} and {next_} of {layer.name}: expected places among the candidates "
                 f"{sync.candidates(layer)}"

@@ -10,6 +10,7 @@ from typing import Any
 from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting, sent
 from jaxoverlap.train.compression.layers import Layer
 
+RAW = -1  # the place, among a layer's candidates, of no compression
 MIN_FACTOR = 2.0  # PyTorch's powerSGD_hook and L-GreCo have the same least compression
 
 
@@ -49,6 +50,7 @@ class Sync:
             meanwhile, and waited for if it is not ready.
         accordion: the switch, if there is one.
         by_error: whether the dynamic programme chooses.
+        start: averages before the first compressed one, in which all leaves go raw.
         seed: of what is random.
     """
 
@@ -58,6 +60,7 @@ class Sync:
     beside: int = 0
     accordion: Accordion | None = None
     by_error: bool = False
+    start: int = 0
     seed: int = 0
 
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
@@ -93,14 +96,20 @@ def raw_bytes(layer: Layer, workers: int) -> float:
     return 2 * (workers - 1) / workers * layer.size * layer.itemsize
 
 
-def uniform(compressor: Compressor, *, seed: int = 0) -> Sync:
+def uniform(compressor: Compressor, *, start: int = 0, seed: int = 0) -> Sync:
     """Use the compressor's default setting for every layer, always.
 
     Args:
         compressor: such as `power_sgd(4)`.
+        start: averages before the first compressed one, as PyTorch's start_powerSGD_iter: gradients
+            of the first steps change most, and go raw.
         seed: of what is random.
+
+    Raises:
+        ValueError: for something that is no compressor, or a negative start.
     """
-    return Sync(compressor=_compressor(compressor), seed=seed)
+    _whole("start", start, 0)
+    return Sync(compressor=_compressor(compressor), start=start, seed=seed)
 
 
 def accordion(
@@ -112,6 +121,7 @@ def accordion(
     threshold: float = 0.5,
     accumulate: int = 10,
     beside: int | None = None,
+    start: int = 0,
     seed: int = 0,
 ) -> Sync:
     """Compress little where a layer's gradients change quickly, and much elsewhere.
@@ -127,6 +137,7 @@ def accordion(
         threshold: above 0.
         accumulate: steps before a choice whose gradients are added up for it.
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
+        start: steps before the first compressed one, in which all leaves go raw.
         seed: of what is random.
 
     Raises:
@@ -140,12 +151,14 @@ def accordion(
             compressor.with_setting(setting)  # raises if there is no such setting
     switch = Accordion(high=high, low=low, threshold=threshold)
     accumulate, beside = _schedule(every, accumulate, beside)
+    _whole("start", start, 0)
     return Sync(
         compressor=compressor,
         every=every,
         accumulate=accumulate,
         beside=beside,
         accordion=switch,
+        start=start,
         seed=seed,
     )
 
@@ -156,6 +169,7 @@ def lgreco(
     every: int = 500,
     accumulate: int = 10,
     beside: int | None = None,
+    start: int = 0,
     seed: int = 0,
 ) -> Sync:
     """Choose each layer's setting: the least bytes at no more error than the uniform setting's.
@@ -173,12 +187,15 @@ def lgreco(
         every: steps between choices.
         accumulate: steps before a choice whose gradients are added up for it.
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
+        start: steps before the first compressed one, in which all leaves go raw (the released
+            code's start_powerSGD_iter).
         seed: of what is random.
 
     Raises:
         ValueError: for numbers out of range.
     """
     accumulate, beside = _schedule(every, accumulate, beside)
+    _whole("start", start, 0)
     if isinstance(compressor, Sync):
         if compressor.by_error or compressor.accordion is None:
             raise ValueError(
@@ -187,8 +204,8 @@ def lgreco(
         base = compressor
     else:
         base = Sync(compressor=_compressor(compressor))
-    changes: dict[str, Any] = dict(every=every, accumulate=accumulate, beside=beside, seed=seed)
-    return replace(base, by_error=True, **changes)
+    changes: dict[str, Any] = dict(every=every, accumulate=accumulate, beside=beside)
+    return replace(base, by_error=True, start=start, seed=seed, **changes)
 
 
 def _schedule(every: int, accumulate: int, beside: int | None) -> tuple[int, int]:
@@ -199,14 +216,18 @@ def _schedule(every: int, accumulate: int, beside: int | None) -> tuple[int, int
         ("accumulate", accumulate, 1),
         ("beside", beside, 0),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more")
+        _whole(name, value, least)
     if beside >= every:
         raise ValueError(
             f"beside={beside} with every={every}: settings would come into use after the next "
             "choice; give a smaller beside"
         )
     return min(accumulate, every), beside
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more")
 
 
 def _compressor(value: Any) -> Compressor:
