@@ -92,13 +92,13 @@ class RingCosts:
         if taken_s <= plain_s + waits_s:
             return ""
         said = f"its {most} take {_us(taken_s)}, more than matmul and {ring.kind}"
-        if waits_s < self._collective_s(ring):
+        if waits_s < self.collective_s(ring):
             return f"{said}, of which {_us(waits_s)} is exposed: {_us(plain_s + waits_s)}"
         return f"{said}, {_us(plain_s + waits_s)}"
 
     def _waits_s(self, ring: Ring) -> float:
         """Return the most seconds a ring can save: those exposed of its collective, left whole."""
-        whole_s, bare_s = self._collective_s(ring), self.bare(ring)
+        whole_s, bare_s = self.collective_s(ring), self.bare(ring)
         return whole_s if bare_s is None else min(whole_s, bare_s)
 
     def _left_s(self, ring: Ring) -> float:
@@ -108,7 +108,7 @@ class RingCosts:
         """
         if ring.kind != "all_reduce":
             return 0.0
-        whole_s = self._collective_s(ring)
+        whole_s = self.collective_s(ring)
         return max(whole_s / 2 - (whole_s - self._waits_s(ring)), 0.0)
 
     def chosen(
@@ -136,14 +136,14 @@ class RingCosts:
 
     def _slices(self, ring: Ring, others: Iterable[float]) -> int:
         """Choose a collective's number of slices: more while little can hide its bare part."""
-        beside_s, enough_s = 0.0, 2 * self._collective_s(ring)
+        beside_s, enough_s = 0.0, 2 * self.collective_s(ring)
         for seconds in others:
             beside_s += seconds
             if beside_s >= enough_s:
                 return 1
         best, best_s = 1, self._matmuls_s(ring) + self._waits_s(ring)
         for slices in SLICES:
-            hidden = beside_s >= 2 * self._collective_s(ring, best)
+            hidden = beside_s >= 2 * self.collective_s(ring, best)
             seconds = self.sliced_s(ring, slices)
             if hidden or ring.first.chunk() % slices or seconds >= best_s:
                 break
@@ -161,7 +161,7 @@ class RingCosts:
         t + tau + (m - 1) max(t, tau), with t and tau for one of m slices: `orders.py`'s formula.
         """
         cut_s = self._cut_s(ring, slices, sums=False)
-        chunk_s, slice_s = cut_s / slices, self._collective_s(ring, slices)
+        chunk_s, slice_s = cut_s / slices, self.collective_s(ring, slices)
         return chunk_s + slice_s + (slices - 1) * max(chunk_s, slice_s)
 
     def cut_s(self, ring: Ring, variant: Variant) -> float:
@@ -181,7 +181,7 @@ class RingCosts:
         """Return the seconds of a whole all-gather along an axis, of so many bytes sent."""
         return self.cost.collective_s(OPCODE_OF["all_gather"], sent, self.groups[axis])
 
-    def _collective_s(self, ring: Ring, slices: int = 1) -> float:
+    def collective_s(self, ring: Ring, slices: int = 1) -> float:
         """Return the seconds of one of so many slices of a ring's collective."""
         axis = ring.first.ring.axis
         sent, kind = traffic(ring.first)[axis], OPCODE_OF[ring.kind]
