@@ -107,30 +107,27 @@ def rows(
 @app.command()
 def table(path: Path) -> None:
     """Print the rows."""
-    sheet = Table(title="OPT, a step by forward passes: memory compiled, seconds simulated")
-    for name in ("model", "GPUs", "layers", "sliced", "device GB", "ZO2's GB", "host GB", "step s"):
+    sheet = Table(title="OPT, a step by forward passes: GB compiled, seconds simulated", box=None)
+    for name in ("model", "GPUs", "uploads", "GB", "ZO2's", "step s", "exposed"):
         sheet.add_column(name, justify="right")
-    for name in ("compute", "exposed", "tokens/s", "over 1 GPU", "copies covered"):
+    for name in ("tokens/s", "of 1 GPU", "bare copies"):
         sheet.add_column(name, justify="right")
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = read_rows(path)
     alone = {(r["model"], r["chip"]): r["tokens_per_s"] for r in found if r["gpus"] == 1}
     for r in found:
         base = alone.get((r["model"], r["chip"]))
-        covered = [sum(n) for n in zip(*r["copies"].values(), strict=True)]
+        copies, covered = (sum(n) for n in zip(*r["copies"].values(), strict=True))
         sheet.add_row(
             r["model"],
-            f"{r['gpus']} {r['chip']}",
-            str(r["layers"]),
-            "yes" if r["sliced"] and r["gpus"] > 1 else "no",
+            f"{r['gpus']} {r['chip'].split('-')[0]}",
+            "slices" if r["sliced"] and r["gpus"] > 1 else "blocks",
             f"{r['device_bytes'] / 1e9:.2f}",
             str(PUBLISHED_GB.get(r["model"], "")),
-            f"{r['host_bytes'] / 1e9:.1f}",
-            f"{r['step_s']:.3f}",
-            f"{r['compute_s']:.3f}",
-            f"{r['exposed_s']:.3f}",
+            f"{r['step_s']:.2f}",
+            f"{r['exposed_s']:.2f}",
             f"{r['tokens_per_s']:.0f}",
             f"{r['tokens_per_s'] / base:.2f}" if base else "",
-            f"{covered[1]} of {covered[0]}",
+            f"{copies - covered}/{copies}",
         )
     Console().print(sheet)
 
