@@ -33,6 +33,8 @@ from jaxoverlap.train import compression as c
 
 WORKERS, SEEDS, OUTER_EVERY = 4, 3, 12
 COMPRESSORS: dict[str, Any] = dict(PowerSGD=c.power_sgd(4), QSGD=c.qsgd(4), TopK=c.top_k(0.01))
+# The first tenth of the steps goes raw with these.
+GENTLE: dict[str, Any] = {"PowerSGD 16": c.power_sgd(16), "TopK 10%": c.top_k(0.1)}
 OUTER: dict[str, Any] = {
     "none": None,
     "int4": c.uniform(c.qsgd(4, error_feedback=True)),
@@ -49,6 +51,9 @@ def syncs(steps: int) -> dict[tuple[str, str], Any]:
     for name, compressor in COMPRESSORS.items():
         found["uniform", name] = c.uniform(compressor)
         found["L-GreCo", name] = c.lgreco(compressor, **when)
+    for name, compressor in GENTLE.items():
+        found["uniform", name] = c.uniform(compressor, start=steps // 10)
+        found["L-GreCo", name] = c.lgreco(compressor, start=steps // 10, **when)
     # The low end is above the least rank, so that the programme has something to choose there.
     switch = c.accordion(COMPRESSORS["PowerSGD"], low=4, high=8, **when)
     found["Accordion", "PowerSGD"] = switch
