@@ -75,7 +75,12 @@ class Place:
 
 
 def te_ring(place: Place, lengths: np.ndarray) -> float:
-    """Transformer Engine's context parallelism: every sequence in 2 D chunks, one ring of all."""
+    """Transformer Engine's ring, `cp_comm_type="p2p"` (context_parallel.py at d0067d0d).
+
+    Every sequence has 2 D chunks, padded to equal ones. Forward a round's keys and values travel
+    under its attention; backward they and the sums of their gradients do, in their own dtype. Each
+    send is between one pair of GPUs, so it has one network interface.
+    """
     total = place.nodes.total
     compute = place.others.causal_s(lengths, total).sum()
     tokens = np.ceil(lengths / (2 * total)).sum() * 2
@@ -95,17 +100,32 @@ def llama_gather(place: Place, lengths: np.ndarray) -> float:
 
     Forward one gather, backward one reduce-scatter of the same bytes: keys are kept.
     """
-    return _gathered(place, lengths, place.nodes.total, place.nodes.total)
+    return _gathered(place, lengths, place.nodes.total)
 
 
-def _gathered(place: Place, lengths: np.ndarray, size: int, devices: int) -> float:
+def _gathered(place: Place, lengths: np.ndarray, size: int) -> float:
     """Return the seconds of all-gather context parallelism of some sequences on one group."""
-    del devices
-    compute = float(place.costs.causal_s(lengths, size).sum())
+    compute = float(place.costs.gathered_s(lengths, size).sum())
     tokens = float(np.ceil(lengths / (2 * size)).sum() * 2)
     moved_s = 2 * place.gather_s(tokens * size * place.costs.token_bytes, size)
     launches = 2 * place.costs.launch_s
     return (1 + BACKWARD_COMPUTE) * compute + launches + moved_s + place.linear_s(tokens)
+
+
+def usp(place: Place, lengths: np.ndarray) -> float:
+    """USP (arXiv 2405.07719), which Transformer Engine calls "a2a+p2p".
+
+    Heads are split inside a node by all-to-alls, and a ring joins the nodes, on which each GPU
+    sends over its own network interface. Every sequence is split over all.
+    """
+    nodes, costs = place.nodes, place.others
+    tokens = float(np.ceil(lengths / (2 * nodes.total)).sum() * 2)
+    compute = costs.causal_s(lengths, nodes.count).sum() / nodes.devices
+    moved_s = 2 * place.exchange_s(tokens * costs.remap_bytes, nodes.devices)
+    lanes = Nodes(nodes.count, 1)  # as many rings as a node has devices, at once
+    link = replace(costs.network, bytes_per_s=place.nic_share)
+    ring = ring_s(compute, tokens, nodes.count, lanes, replace(costs, network=link))
+    return float(ring) + moved_s + place.linear_s(tokens)
 
 
 def hybrid_data(place: Place, lengths: np.ndarray) -> float:
@@ -234,7 +254,7 @@ def wlb_llm(place: Place, lengths: np.ndarray) -> float:
             leftovers.append(length)
     for length in leftovers:
         put(int(load.argmin()), length)
-    return max(_gathered(place, np.array(h), size, size) for h in held if h)
+    return max(_gathered(place, np.array(h), size) for h in held if h)
 
 
 def magi(place: Place, lengths: np.ndarray) -> float:
@@ -307,8 +327,8 @@ def _chunk_work(
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         for q in range(start // size, -(-(start + length) // size)):
             low, high = max(edges[q], start) - start, min(edges[q + 1], start + length) - start
-            area = (high * (high + 1) - low * (low + 1)) / 2
-            seconds[q] += float(costs.pairs_s(area, min(length, size)))
+            pairs = costs.block_pairs(high - low, low) + costs.triangle_pairs(high - low)
+            seconds[q] += float(costs.pairs_s(pairs, min(length, size)))
     return seconds, first
 
 
@@ -343,6 +363,7 @@ def without_remap(place: Place, lengths: np.ndarray, *, routing: bool) -> float:
 
 METHODS: dict[str, Callable[[Place, np.ndarray], float]] = {
     "TE ring": te_ring,
+    "USP": usp,
     "Llama all-gather": llama_gather,
     "hybrid DP": hybrid_data,
     "FlexSP": flexsp,

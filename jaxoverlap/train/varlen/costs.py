@@ -22,9 +22,9 @@ Floats = NDArray[np.float64]
 
 # FlashAttention-2 (arXiv 2307.08691, section 4.1): five matmuls backward for two forward.
 BACKWARD_COMPUTE = 2.5
-_BLOCKS = tuple(2**i for i in range(4, 18))  # tokens of a block; longer ones have the last's rate
+_BLOCKS = tuple(2**i for i in range(4, 13))  # tokens of a block; longer ones have the last's rate
 _LARGE = 16384  # tokens of a kernel that fills any chip
-_TILES = (128, 64)  # queries and keys of FlashAttention-2's tile, for heads of 128
+_TILE = (128, 64)  # queries and keys of FlashAttention-2's tile, for heads of 128
 _TRAINING = 3.0  # matmuls of a linear layer forward and backward, over those forward
 _SMALL_BYTES, _LARGE_BYTES = 2**20, 2**26
 
@@ -58,6 +58,10 @@ class AttentionCosts:
         rails: network interfaces of a node.
         backward_bytes: bytes that a hop backward sends for each that one forward does: keys and
             values, and the sums of their gradients in float32.
+        tile: queries and keys of a kernel's tile, which is computed whole; (1, 1) has no tiles.
+        kv_heads: of the attention. Groups of so many devices as divide them can exchange heads.
+        exchanged: sizes of groups that exchange heads by all-to-alls, where others pass keys round
+            a ring. A `Planner` says which.
     """
 
     blocks: tuple[int, ...]
@@ -70,6 +74,9 @@ class AttentionCosts:
     network: Hop
     rails: int
     backward_bytes: float = 3.0
+    tile: tuple[int, int] = (1, 1)
+    kv_heads: int = 1
+    exchanged: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.pair_s) or not self.blocks or min(self.pair_s) <= 0:
@@ -86,14 +93,46 @@ class AttentionCosts:
         rates = np.interp(size, np.log2(self.blocks), np.log(self.pair_s))
         return np.asarray(pairs, float) * np.exp(rates)
 
+    def block_pairs(self, queries: ArrayLike, keys: ArrayLike) -> Floats:
+        """Return the pairs of a block without a mask, its tiles counted whole."""
+        rows, columns = self.tile
+        q, k = np.asarray(queries, float), np.asarray(keys, float)
+        return np.ceil(q / rows) * rows * np.ceil(k / columns) * columns
+
+    def triangle_pairs(self, tokens: ArrayLike) -> Floats:
+        """Return the pairs of tokens with all before them, tiles on the diagonal counted whole."""
+        rows, columns = self.tile
+        s = np.asarray(tokens, float)
+        above = np.maximum(np.ceil(s / rows) - 1, 0.0)  # rows of tiles that are full of queries
+        step = -(-rows // columns) * columns
+        return rows * step * above * (above + 1) / 2 + np.where(
+            s > 0, rows * np.ceil(s / columns) * columns, 0.0
+        )
+
     def causal_s(self, lengths: ArrayLike, devices: int = 1) -> Floats:
         """Return the seconds of causal attention of sequences on each of so many devices, forward.
 
-        On one device a sequence is one block; on g it is cut into 2g chunks.
+        On one device a sequence is one block, and on g that exchange heads it is one of a g-th of
+        the heads. Round a ring of g it is cut into 2g chunks: a rank has its own two chunks first,
+        and then g - 1 rounds of both by one or of one by both, whichever has more tiles: one rank
+        has the one in all rounds, another the other.
         """
         s = np.asarray(lengths, float)
-        block = s if devices == 1 else s / (2 * devices)
-        return self.pairs_s(s * (s + 1) / 2 / devices, block)
+        if devices == 1 or devices in self.exchanged:
+            return self.pairs_s(self.triangle_pairs(s), s) / devices
+        own, chunk = s / devices, s / (2 * devices)
+        tall, wide = self.block_pairs(own, chunk), self.block_pairs(chunk, own)
+        rounds = (devices - 1) * np.maximum(tall, wide)
+        return self.pairs_s(self.triangle_pairs(own) + rounds, chunk)
+
+    def gathered_s(self, lengths: ArrayLike, devices: int) -> Floats:
+        """Return the same where each device has all keys: two chunks by all keys before them."""
+        s = np.asarray(lengths, float)
+        if devices == 1:
+            return self.causal_s(s)
+        chunk = s / (2 * devices)
+        before = self.block_pairs(chunk, (2 * devices - 1) * chunk)
+        return self.pairs_s(before + 2 * self.triangle_pairs(chunk), chunk)
 
     def routed_s(self, num_bytes: ArrayLike, proxies: int) -> Floats:
         """Return the seconds of a hop between nodes over so many rails (a reconstruction).
@@ -116,7 +155,7 @@ class AttentionCosts:
         proxies = np.arange(1, self.rails + 1).reshape(-1, *(1,) * np.ndim(num_bytes))
         return self._routed_s(np.asarray(num_bytes, float), proxies).min(axis=0)
 
-    def exchange_s(self, num_bytes: float, nodes: int, devices: int) -> float:
+    def exchange_s(self, num_bytes: ArrayLike, nodes: int, devices: int) -> Floats:
         """Return the seconds of an all-to-all over nodes of so many devices each.
 
         Args:
@@ -124,12 +163,12 @@ class AttentionCosts:
                 its rails.
             nodes, devices: of the whole all-to-all.
         """
-        total = nodes * devices
-        inside_s = num_bytes * (devices - 1) / total / self.intra.bytes_per_s
+        total, size = nodes * devices, np.asarray(num_bytes, float)
+        inside_s = size * (devices - 1) / total / self.intra.bytes_per_s
         if nodes == 1:
             return self.intra.latency_s + inside_s
         rate = self.network.bytes_per_s * min(1.0, self.rails / devices)
-        return self.network.latency_s + max(inside_s, num_bytes * (nodes - 1) / nodes / rate)
+        return self.network.latency_s + np.maximum(inside_s, size * (nodes - 1) / nodes / rate)
 
     def without_routing(self) -> AttentionCosts:
         """Return these prices for nodes that send each hop over one rail."""
@@ -181,7 +220,7 @@ def attention_costs(
     model = cluster if isinstance(cluster, CostModel) else cost_model(cluster)
     kv_heads, hidden = kv_heads or heads, hidden or heads * head_size
     itemsize = 4 if dtype == "f32" else 2
-    blocks, pair_s, launch_s = _pairs(model, heads, head_size, dtype)
+    blocks, pair_s, launch_s, tile = _pairs(model, heads, head_size, dtype)
     tokens = 8192
     columns = (heads + 2 * kv_heads) * head_size
     linear_s = model.matmul_s(tokens, columns, hidden, dtype=dtype)
@@ -202,30 +241,31 @@ def attention_costs(
         network=_hop(model, Group(2, 2)) if several else intra,
         rails=rails or model.cluster.gpus_per_host,
         backward_bytes=1 + 4 / itemsize,
+        tile=tile,
+        kv_heads=kv_heads,
     )
 
 
 def _pairs(
     model: CostModel, heads: int, head_size: int, dtype: str
-) -> tuple[tuple[int, ...], tuple[float, ...], float]:
-    """Return sizes of blocks, seconds of a pair in blocks of each, and of a launch.
+) -> tuple[tuple[int, ...], tuple[float, ...], float, tuple[int, int]]:
+    """Return sizes of blocks, seconds of a pair in blocks of each, of a launch, and the tile.
 
     A fused kernel of packed sequences fills the chip whatever their lengths, and computes whole
-    tiles: the rate is that of a large kernel, and small blocks pay for the rest of their tiles.
-    Where nothing is fused, a block takes as long as its two matmuls.
+    tiles: the rate is that of a large kernel. Where nothing is fused, a block takes as long as its
+    two matmuls.
     """
     if not model.tables.attention:
-        sizes = _BLOCKS[:9]
+        sizes = _BLOCKS
         pair_s = (
             model.matmul_s(b, b, head_size, batch=heads, dtype=dtype)
             + model.matmul_s(b, head_size, b, batch=heads, dtype=dtype)
             for b in sizes
         )
-        return sizes, tuple(s / b**2 for s, b in zip(pair_s, sizes, strict=True)), 0.0
+        return sizes, tuple(s / b**2 for s, b in zip(pair_s, sizes, strict=True)), 0.0, (1, 1)
     launch_s = model.tables.attention.launch_s
     whole_s = model.attention_s(_LARGE, _LARGE, heads, head_size, dtype=dtype) - launch_s
-    waste = (math.prod(max(1.0, tile / b) for tile in _TILES) for b in _BLOCKS)
-    return _BLOCKS, tuple(whole_s / _LARGE**2 * w for w in waste), launch_s
+    return (_LARGE,), (whole_s / _LARGE**2,), launch_s, _TILE
 
 
 def _hop(model: CostModel, group: Group) -> Hop:

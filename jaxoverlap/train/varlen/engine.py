@@ -28,19 +28,19 @@ from jax import Array, lax
 
 from jaxoverlap.passes.rings.all_gather_matmul import wide
 from jaxoverlap.passes.rings.chunks import tied
-from jaxoverlap.passes.rings.ring_attention import (
-    SCORES,
-    TO_KEY,
-    TO_QUERY,
-    SoftmaxState,
-    dot,
-    fold,
-    per_query,
+from jaxoverlap.train.varlen.blocks import (
+    Grads,
+    Side,
+    Where,
+    finished,
+    folded,
+    in_float32,
+    local_backward,
+    local_forward,
 )
+from jaxoverlap.train.varlen.exchange import Heads
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
 from jaxoverlap.train.varlen.routing import Route, send
-
-_TILES, _TILE = 8, 256  # of the local block: at most so many, of so many queries at least
 
 
 class Engine(NamedTuple):
@@ -64,20 +64,6 @@ class Engine(NamedTuple):
         """Return the way of a hop of rings of a size."""
         rails = dict(self.proxies).get(size, (1, 1))[backward]
         return Route(self.nodes, self.axes, size, rails)
-
-
-class _Where(NamedTuple):
-    """The sequence and the position of each slot, i32[tokens]."""
-
-    segment: Array
-    position: Array
-
-
-class _Side(NamedTuple):
-    """Queries, or keys and values, with where they are in their sequences."""
-
-    arrays: tuple[Array, ...]
-    where: _Where
 
 
 def attend(engine: Engine, q: Array, k: Array, v: Array, segment: Array, position: Array) -> Array:
@@ -111,39 +97,50 @@ def _attention(
 def _forward(
     engine: Engine, q: Array, k: Array, v: Array, segment: Array, position: Array
 ) -> tuple[Array, Any]:
-    outs, sums = [], []
-    for size, width in engine.bounds.widths:
-        ring = _Ring(engine, size, width, segment, position)
-        parts = ring.slots(q), ring.slots(k), ring.slots(v)
+    sets = _sets(engine, segment, position)
+    outs, kept = [], []
+    for each, parts in [(s, s.given(q, k, v)) for s in sets]:
         if outs:  # one set of rings after the other
             parts, outs[-1] = tied((parts, outs[-1]))
-        out, log_sums = ring.forward(*parts)
+        out, log_sums = each.forward(*parts)
+        kept.append((*parts, out, log_sums))
         outs.append(out)
-        sums.append(log_sums)
-    out = jnp.concatenate(outs, axis=1)
-    return out, (q, k, v, segment, position, out, jnp.concatenate(sums, axis=1))
+    returned = [s.returned(out)[0] for s, out in zip(sets, outs, strict=True)]
+    return jnp.concatenate(returned, axis=1), (segment, position, kept)
 
 
-def _backward(engine: Engine, kept: Any, to_out: Array) -> tuple[Any, ...]:
-    q, k, v, segment, position, out, log_sums = kept
-    delta = jnp.einsum("bskgd,bskgd->bskg", _wide(to_out), _wide(out))
-    grads = []
-    for size, width in engine.bounds.widths:
-        ring = _Ring(engine, size, width, segment, position)
-        parts = tuple(map(ring.slots, (q, k, v, to_out)))
-        stats = ring.slots(log_sums), ring.slots(delta)
+def _backward(engine: Engine, residuals: Any, to_out: Array) -> tuple[Any, ...]:
+    segment, position, kept = residuals
+    sets, grads = _sets(engine, segment, position), []
+    for each, parts, given in [
+        (s, parts, s.given(to_out)[0]) for s, parts in zip(sets, kept, strict=True)
+    ]:
         if grads:
-            parts, grads[-1] = tied((parts, grads[-1]))
-        gradients = ring.backward(parts, stats)
-        grads.append(gradients)
-    joined = (jnp.concatenate(g, axis=1) for g in zip(*grads, strict=True))
+            (parts, given), grads[-1] = tied(((parts, given), grads[-1]))
+        q, k, v, out, log_sums = parts
+        delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given), in_float32(out))
+        found = each.backward((q, given, log_sums, delta), k, v)
+        grads.append(tuple(g.astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True)))
+    returned = [s.returned(*g) for s, g in zip(sets, grads, strict=True)]
+    joined = (jnp.concatenate(g, axis=1) for g in zip(*returned, strict=True))
     return (*joined, None, None)
 
 
 _attention.defvjp(_forward, _backward)
 
 
-class _Ring:
+def _sets(engine: Engine, segment: Array, position: Array) -> list[_Local | _Ring]:
+    """Return the sets of rings, the largest first."""
+    kinds = {
+        size: _Exchanged if size in engine.bounds.exchanged else _Ring if size > 1 else _Local
+        for size, _ in engine.bounds.widths
+    }
+    return [
+        kinds[size](engine, size, width, segment, position) for size, width in engine.bounds.widths
+    ]
+
+
+class _Set:
     """All rings of one size, on one device."""
 
     def __init__(self, engine: Engine, size: int, width: int, segment: Array, position: Array):
@@ -151,33 +148,80 @@ class _Ring:
         self.first = engine.bounds.first(size)
         self.device = lax.axis_index(engine.axes)
         self.rank = lax.rem(self.device, jnp.int32(size))
-        self.where = segment, position
+        self.arrays = segment, position
 
     def slots(self, x: Array, dim: int = 1) -> Array:
         """Return the part of an array that is these rings'."""
         return lax.slice_in_dim(x, self.first, self.first + self.width, axis=dim)
 
-    def source(self, hop: int) -> _Where:
+    def source(self, hop: int) -> Where:
         """Return where the slots are that came from so many ranks back."""
         back = lax.rem(self.rank - jnp.int32(hop) + jnp.int32(self.size), jnp.int32(self.size))
         device = self.device - self.rank + back
-        rows = (lax.dynamic_index_in_dim(x, device, keepdims=False) for x in self.where)
-        return _Where(*(self.slots(row, 0) for row in rows))
+        rows = (lax.dynamic_index_in_dim(x, device, keepdims=False) for x in self.arrays)
+        return Where(*(self.slots(row, 0) for row in rows))
 
-    def halves(self, where: _Where, *arrays: Array) -> tuple[_Side, _Side]:
+    def given(self, *values: Array) -> tuple[Array, ...]:
+        """Return the part of values of all slots that this set computes with."""
+        return tuple(map(self.slots, values))
+
+    def returned(self, *values: Array) -> tuple[Array, ...]:
+        """Return results of this device's own slots."""
+        return values
+
+
+class _Local(_Set):
+    """Sequences that are on one device whole."""
+
+    @property
+    def where(self) -> Where:
+        """Return where the slots are that this device computes with."""
+        return self.source(0)
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """Return the output, like q, and the log of the sums, f32[b, slots, kv heads, group]."""
+        return local_forward(self.where, q, k, v, self.engine.scale)
+
+    def backward(self, own: tuple[Array, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Return the gradients of q, k and v; `own` is q, the output's gradient, statistics."""
+        return local_backward(self.where, own, k, v, self.engine.scale)
+
+
+class _Exchanged(_Local):
+    """Sequences of a group whose devices have some heads of each."""
+
+    @property
+    def _heads(self) -> Heads:
+        return Heads(self.engine.nodes, self.engine.axes, self.size)
+
+    @property
+    def where(self) -> Where:
+        first = self.device - self.rank
+        rows = (lax.dynamic_slice_in_dim(x, first, self.size) for x in self.arrays)
+        return Where(*(self._heads.ordered(self.slots(row).ravel(), dim=0) for row in rows))
+
+    def given(self, *values: Array) -> tuple[Array, ...]:
+        return self._heads.split(*map(self.slots, values))
+
+    def returned(self, *values: Array) -> tuple[Array, ...]:
+        return self._heads.joined(*values)
+
+
+class _Ring(_Set):
+    """Sequences of a ring round which keys and values go."""
+
+    def halves(self, where: Where, *arrays: Array) -> tuple[Side, Side]:
         """Return the early and the late chunks."""
         half = self.width // 2
 
-        def part(low: int, high: int) -> _Side:
+        def part(low: int, high: int) -> Side:
             cut = tuple(lax.slice_in_dim(x, low, high, axis=1) for x in arrays)
-            return _Side(cut, _Where(*(w[low:high] for w in where)))
+            return Side(cut, Where(*(w[low:high] for w in where)))
 
         return part(0, half), part(half, self.width)
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Return the output, like q, and the log of the sums, f32[b, slots, kv heads, group]."""
-        if self.size == 1:
-            return self._local(q, k, v)
         scale, route = self.engine.scale, self.engine.route(self.size)
         early_q, late_q = self.halves(self.source(0), q)
         held, states = (k, v), None
@@ -187,59 +231,26 @@ class _Ring:
             arriving = send(route, held) if hop + 1 < self.size else held
             early_k, late_k = self.halves(self.source(hop), *held)
             if states is None:
-                early = _folded(None, early_q, early_k, scale)
-                late = _folded(None, late_q, late_k, scale)
-                states = early, _folded(late, late_q, early_k, scale)
+                early = folded(None, early_q, early_k, scale)
+                late = folded(None, late_q, late_k, scale)
+                states = early, folded(late, late_q, early_k, scale)
             else:
                 early, late = states
-                late = _folded(late, late_q, early_k, scale)
+                late = folded(late, late_q, early_k, scale)
                 earlier = hop <= self.rank  # the rank that these keys are of is before this one
                 picked = _picked(earlier, early, late)
-                picked = _folded(
+                picked = folded(
                     picked, _picked(earlier, early_q, late_q), _picked(earlier, early_k, late_k),
                     scale,
                 )  # fmt: skip
                 states = _picked(earlier, picked, early), _picked(earlier, late, picked)
             held = arriving
         assert states is not None
-        outs, sums = zip(*(_finished(state, q.dtype) for state in states), strict=True)
+        outs, sums = zip(*(finished(state, q.dtype) for state in states), strict=True)
         return jnp.concatenate(outs, axis=1), jnp.concatenate(sums, axis=1)
 
-    def _tiles(self) -> list[tuple[int, int]]:
-        """Return the tiles of the local block's queries; each reads keys up to its own end."""
-        size = max(_TILE, -(-self.width // _TILES))
-        return [(low, min(low + size, self.width)) for low in range(0, self.width, size)]
-
-    def _tile(self, low: int, high: int, k: Array, v: Array) -> _Side:
-        where = self.source(0)
-        cut = tuple(lax.slice_in_dim(x, low, high, axis=1) for x in (k, v))
-        return _Side(cut, _Where(*(w[low:high] for w in where)))
-
-    def _local(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        where, outs, sums = self.source(0), [], []
-        for low, high in self._tiles():
-            queries = _Side((q[:, low:high],), _Where(*(w[low:high] for w in where)))
-            state = _folded(None, queries, self._tile(0, high, k, v), self.engine.scale)
-            out, log_sums = _finished(state, q.dtype)
-            outs.append(out)
-            sums.append(log_sums)
-        return jnp.concatenate(outs, axis=1), jnp.concatenate(sums, axis=1)
-
-    def backward(
-        self, parts: tuple[Array, ...], stats: tuple[Array, Array]
-    ) -> tuple[Array, Array, Array]:
-        """Return the gradients of q, k and v, from these, the output's gradient and the stats."""
-        q, k, v, to_out = parts
-        own = q, to_out, *stats
-        if self.size == 1:
-            to_q, to_k, to_v = self._local_backward(own, k, v)
-        else:
-            to_q, to_k, to_v = self._ring_backward(own, k, v)
-        return to_q.astype(q.dtype), to_k.astype(k.dtype), to_v.astype(v.dtype)
-
-    def _ring_backward(
-        self, own: tuple[Array, ...], k: Array, v: Array
-    ) -> tuple[Array, Array, Array]:
+    def backward(self, own: tuple[Array, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """Return the gradients of q, k and v; `own` is q, the output's gradient, statistics."""
         scale, route = self.engine.scale, self.engine.route(self.size, backward=True)
         early_q, late_q = self.halves(self.source(0), *own)
         zero = jnp.zeros(early_q.arrays[0].shape, wide(k.dtype))
@@ -249,15 +260,15 @@ class _Ring:
                 held, to_q = tied((held, to_q))
             arriving = send(route, held) if hop + 1 < self.size else held
             early_k, late_k = self.halves(self.source(hop), *held)
-            cross = _Grads.of(late_q, early_k, scale)
+            cross = Grads.of(late_q, early_k, scale)
             if hop == 0:
-                first = _Grads.of(early_q, early_k, scale)
-                second = _Grads.of(late_q, late_k, scale)
+                first = Grads.of(early_q, early_k, scale)
+                second = Grads.of(late_q, late_k, scale)
                 home = _keys((cross, first), (second,))
                 to_q = first.query(), second.query() + cross.query()
             else:
                 earlier = hop <= self.rank
-                picked = _Grads.of(
+                picked = Grads.of(
                     _picked(earlier, early_q, late_q), _picked(earlier, early_k, late_k), scale
                 )
                 sums = _keys((cross,), (), picked, earlier)
@@ -273,54 +284,11 @@ class _Ring:
         assert home is not None and joined is not None
         return jnp.concatenate(to_q, axis=1), *_added(home, joined)
 
-    def _local_backward(
-        self, own: tuple[Array, ...], k: Array, v: Array
-    ) -> tuple[Array, Array, Array]:
-        where, to_q = self.source(0), []
-        sums = tuple(jnp.zeros(x.shape, wide(x.dtype)) for x in (k, v))
-        for low, high in self._tiles():
-            cut = tuple(lax.slice_in_dim(x, low, high, axis=1) for x in own)
-            queries = _Side(cut, _Where(*(w[low:high] for w in where)))
-            grads = _Grads.of(queries, self._tile(0, high, k, v), self.engine.scale)
-            to_q.append(grads.query())
-            sums = tuple(s.at[:, :high].add(g) for s, g in zip(sums, grads.keys, strict=True))
-        return jnp.concatenate(to_q, axis=1), sums[0], sums[1]
-
-
-class _Grads(NamedTuple):
-    """The gradients that one block makes.
-
-    Attributes:
-        scores: the gradient of the scores.
-        read: the keys, which the gradient of the queries reads.
-        keys: the gradients of keys and of values, in float32 at least.
-    """
-
-    scores: Array
-    read: Array
-    keys: tuple[Array, Array]
-
-    @classmethod
-    def of(cls, queries: _Side, keys: _Side, scale: float) -> _Grads:
-        """Compute all but the gradient of the queries."""
-        (q, to_out, *stats), (k, v) = queries.arrays, keys.arrays
-        log_sums, delta = (jnp.moveaxis(x, 1, -1)[..., None] for x in stats)
-        p = jnp.exp(_scores(q, k, queries.where, keys.where, scale) - log_sums)
-        to_p = dot(SCORES, to_out, v)
-        to_scores = (p * (to_p - delta) * scale).astype(q.dtype)
-        return cls(
-            to_scores, k, (dot(TO_KEY, to_scores, q), dot(TO_KEY, p.astype(q.dtype), to_out))
-        )
-
-    def query(self) -> Array:
-        """Compute the gradient of the queries."""
-        return dot(TO_QUERY, self.scores, self.read)
-
 
 def _keys(
-    early: tuple[_Grads, ...],
-    late: tuple[_Grads, ...],
-    picked: _Grads | None = None,
+    early: tuple[Grads, ...],
+    late: tuple[Grads, ...],
+    picked: Grads | None = None,
     earlier: Array | None = None,
 ) -> tuple[Array, Array]:
     """Sum the gradients of early and of late keys and values, and join the halves."""
@@ -337,33 +305,10 @@ def _keys(
 
 def _added(sums: tuple[Array, ...], more: tuple[Array, ...]) -> tuple[Array, Array]:
     """Add in float32 at least."""
-    one, other = (_wide(a) + _wide(b) for a, b in zip(sums, more, strict=True))
+    one, other = (in_float32(a) + in_float32(b) for a, b in zip(sums, more, strict=True))
     return one, other
 
 
 def _picked[Tree](first: Array, one: Tree, other: Tree) -> Tree:
     """Pick `one` where `first`, else `other`, leaf by leaf."""
     return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
-
-
-def _folded(state: SoftmaxState | None, queries: _Side, keys: _Side, scale: float) -> SoftmaxState:
-    """Fold one more block into the softmax."""
-    (q,), (k, v) = queries.arrays, keys.arrays
-    return fold(state, _scores(q, k, queries.where, keys.where, scale), v)
-
-
-def _finished(state: SoftmaxState, dtype: Any) -> tuple[Array, Array]:
-    """Return the output and the log of the sums, tokens second in both."""
-    out = (state.output / per_query(state.total)).astype(dtype)
-    return out, jnp.moveaxis(state.greatest + jnp.log(state.total), -1, 1)
-
-
-def _scores(q: Array, k: Array, queries: _Where, keys: _Where, scale: float) -> Array:
-    """Compute masked scores, f32[batch, kv heads, group, queries, keys]."""
-    same = queries.segment[:, None] == keys.segment[None, :]
-    seen = same & (keys.position[None, :] <= queries.position[:, None])
-    return jnp.where(seen, dot(SCORES, q, k) * scale, -jnp.inf)
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(wide(x.dtype))

@@ -24,8 +24,8 @@ from jaxoverlap.train.varlen.costs import AttentionCosts, Floats
 from jaxoverlap.train.varlen.rings import Nodes, chunk_slots, ring_s
 
 _SHARES = (1.0, 0.5, 0.25)
-_MORE_SHARES = (0.8, 0.65, 0.35, 0.15, 1.3, 2.0)
-_FEW = 96  # sequences for which more is tried
+_MORE_SHARES = tuple(np.geomspace(0.05, 3.0, 60).tolist())
+_FEW, _IMPROVED = 96, 320  # sequences for which all shares are tried, and improved together
 GOOD = 1.02  # of the lower bound: nothing more is tried
 _MOVES = 60
 _FEWEST, _RESIZED = 16, 6  # sequences for which all sizes are tried, and the longest of these
@@ -84,16 +84,18 @@ class Sharing:
 
     def device_seconds(self) -> Floats:
         """Return each device's seconds of attention, forward and backward."""
-        sizes = self.nodes.ring_sizes
-        return sum(
-            (np.repeat(self.ring_seconds(i), g) for i, g in enumerate(sizes)),
-            np.zeros(self.nodes.total),
-        )
+        return self._of_devices([self.ring_seconds(i) for i in range(len(self.tokens))])
 
     def device_tokens(self) -> Floats:
         """Return the slots that each device needs."""
-        sizes = self.nodes.ring_sizes
-        return sum((np.repeat(self.tokens[i], g) for i, g in enumerate(sizes)), np.zeros(1))
+        return self._of_devices(self.tokens)
+
+    def _of_devices(self, of_rings: list[Floats]) -> Floats:
+        """Return each device's sum of what its rings have."""
+        total = of_rings[0].copy()
+        for size, values in zip(self.nodes.ring_sizes[1:], of_rings[1:], strict=True):
+            total.reshape(-1, size)[:] += values[:, None]
+        return total
 
     def makespan_s(self) -> float:
         """Return the seconds of the slowest device."""
@@ -102,8 +104,12 @@ class Sharing:
     def put(self, index: Any, at: int, ring: Any, price: Prices) -> None:
         """Put a sequence, or several, on rings of one size."""
         self.size[index], self.ring[index] = at, ring
-        np.add.at(self.compute_s[at], ring, price.compute_s[at][index])
-        np.add.at(self.tokens[at], ring, price.tokens[at][index])
+        if isinstance(index, int):
+            self.compute_s[at][ring] += price.compute_s[at][index]
+            self.tokens[at][ring] += price.tokens[at][index]
+        else:
+            np.add.at(self.compute_s[at], ring, price.compute_s[at][index])
+            np.add.at(self.tokens[at], ring, price.tokens[at][index])
         self._seconds.pop(at, None)
 
     def take(self, index: int, price: Prices) -> tuple[int, int]:
@@ -165,19 +171,23 @@ def partition(
     fresh = functools.partial(Sharing, lengths, nodes, costs, capacity, token_s)
     least_s = bound_s(price, nodes)
     few = len(lengths) <= _FEW
-    best: Sharing | None = None
-    for share in (*_SHARES, *(_MORE_SHARES if few else ())):
-        wanted = _wanted(price, capacity, share * least_s)
-        best = _better(best, _tried(fresh(), price, wanted, few))
-        if best and best.makespan_s() <= GOOD * least_s:
-            return best
-    if best is None:
+    wanted = [
+        _wanted(price, capacity, share * least_s) for share in (_MORE_SHARES if few else _SHARES)
+    ]
+    distinct = {sizes.tobytes(): sizes for sizes in wanted}.values()
+    found = [filled for sizes in distinct if (filled := _filled(fresh(), price, sizes))]
+    if not found:
         return _split_all(fresh(), price)
+    found.sort(key=Sharing.makespan_s)
     if not few:
-        _improve(best, price, moves=8, longest=6)
-    elif len(lengths) <= _FEWEST:
-        best = _resized(best, price)
-    return best
+        _improve(found[0], price, moves=8, longest=6)
+        return found[0]
+    best = found[0]
+    for sharing in found[: _IMPROVED // len(lengths)]:
+        if best.makespan_s() > GOOD * least_s:
+            _improve(sharing, price)
+            best = min(best, sharing, key=Sharing.makespan_s)
+    return _resized(best, price) if len(lengths) <= _FEWEST else best
 
 
 def _better(one: Sharing | None, other: Sharing | None) -> Sharing | None:

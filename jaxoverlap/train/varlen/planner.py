@@ -14,7 +14,7 @@ from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.partition import GOOD, Sharing, bound_s, partition, prices_of
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of, exchanged_sizes
 
 _STEPS = 8  # a bound is so many eighths of the capacity: so often it can grow
 
@@ -50,9 +50,12 @@ class Planner:
     ):
         if capacity < 2:
             raise ValueError(f"capacity={capacity}: expected 2 tokens a device or more")
-        self.costs, self.nodes = costs, nodes_of(nodes)
-        self.capacity = capacity + capacity % 2
+        self.nodes, self.capacity = nodes_of(nodes), capacity + capacity % 2
         self.bounds = bounds
+        better = exchanged_sizes(self.nodes, costs, tokens=capacity)
+        if bounds:  # what is compiled already stays as it is
+            better = (*bounds.exchanged, *(g for g in better if not bounds.width(g)))
+        self.costs = replace(costs, exchanged=better)
         self.growths = 0
 
     def __call__(self, lengths: ArrayLike) -> BatchPlan:
@@ -124,7 +127,8 @@ class Planner:
 
         most = int(flow.max(initial=0))
         sent = 1 << (most - 1).bit_length() if most else 0
-        return bounds_of({g: up(w) for g, w in widths.items()}, up(tokens), sent)
+        wide = {g: up(w) for g, w in widths.items()}
+        return bounds_of(wide, up(tokens), sent, exchanged=self.costs.exchanged)
 
 
 def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:

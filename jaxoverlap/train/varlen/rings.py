@@ -7,8 +7,9 @@ permutes are known when a step is compiled, and rings of one size never share a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -41,7 +42,7 @@ class Nodes:
         """Return how many devices there are in all."""
         return self.count * self.devices
 
-    @property
+    @functools.cached_property
     def ring_sizes(self) -> tuple[int, ...]:
         """Return the sizes of rings, from 1 to all devices; each divides the next."""
         inside = _doubled(self.devices)
@@ -88,6 +89,9 @@ def ring_s(
     longer. Backward, blocks take 2.5 times as long and hops move
     `costs.backward_bytes` as much.
 
+    Groups that exchange heads have two all-to-alls forward, of queries, keys and values, and of
+    results, and two of their gradients backward; nothing hides them.
+
     Args:
         compute_s: forward seconds of each ring's blocks on a device, all rounds together.
         tokens: tokens of each ring on a device.
@@ -95,6 +99,12 @@ def ring_s(
         nodes, costs: where, and at which prices.
     """
     compute, held = np.asarray(compute_s, float), np.asarray(tokens, float)
+    if size in costs.exchanged:
+        inside = min(size, nodes.devices)
+        both = np.append(held * costs.remap_bytes, 0.0)  # the second half pays a latency of its own
+        moved_s = costs.exchange_s(both, size // inside, inside)
+        exposed_s = 2 * (moved_s[:-1].reshape(held.shape) + moved_s[-1] + costs.launch_s)
+        return (1 + BACKWARD_COMPUTE) * compute + exposed_s * (held > 0)
     rounds = np.where(held > 0, size * costs.launch_s, 0.0)
     if size == 1:
         return (1 + BACKWARD_COMPUTE) * compute + 2 * rounds
@@ -108,6 +118,27 @@ def ring_s(
     return total
 
 
+def exchanged_sizes(nodes: Nodes, costs: AttentionCosts, *, tokens: int) -> tuple[int, ...]:
+    """Return the sizes of groups that had better exchange heads than pass keys round a ring.
+
+    Judged by a sequence that fills the group, which hides most of a ring's hops.
+
+    Args:
+        nodes, costs: where, and at which prices.
+        tokens: tokens of a full device.
+    """
+
+    def seconds(size: int, priced: AttentionCosts) -> float:
+        compute = priced.causal_s(size * tokens, size)
+        return float(ring_s(compute, tokens, size, nodes, priced))
+
+    def better(size: int) -> bool:
+        one, other = replace(costs, exchanged=()), replace(costs, exchanged=(size,))
+        return costs.kv_heads % size == 0 and seconds(size, other) < seconds(size, one)
+
+    return tuple(size for size in nodes.ring_sizes[1:] if better(size))
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The static sizes of a compiled step: it runs every plan that fits them.
@@ -117,11 +148,13 @@ class Bounds:
             has none, costs nothing. Those of rings of two and more are even.
         tokens: tokens of each device between attentions (the linear layers').
         sent: tokens that a device sends to each other one in a remap, at most.
+        exchanged: those of the sizes whose groups exchange heads; others pass keys round a ring.
     """
 
     widths: tuple[tuple[int, int], ...]
     tokens: int
     sent: int
+    exchanged: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         odd = any(size > 1 and width % 2 for size, width in self.widths)
@@ -146,17 +179,25 @@ class Bounds:
 
     def fits(self, needed: Bounds) -> bool:
         """Return whether a plan that needs so much fits."""
-        wide = all(width <= self.width(size) for size, width in needed.widths)
+        wide = all(
+            width <= self.width(size) and (size in needed.exchanged) == (size in self.exchanged)
+            for size, width in needed.widths
+        )
         return wide and needed.tokens <= self.tokens and needed.sent <= self.sent
 
     def joined(self, other: Bounds) -> Bounds:
         """Return the least bounds that what fits either fits."""
         sizes = {size for size, _ in (*self.widths, *other.widths)}
         widths = {size: max(self.width(size), other.width(size)) for size in sizes}
-        return bounds_of(widths, max(self.tokens, other.tokens), max(self.sent, other.sent))
+        exchanged = {*self.exchanged, *other.exchanged}
+        tokens, sent = max(self.tokens, other.tokens), max(self.sent, other.sent)
+        return bounds_of(widths, tokens, sent, exchanged=exchanged)
 
 
-def bounds_of(widths: Mapping[int, int], tokens: int, sent: int) -> Bounds:
+def bounds_of(
+    widths: Mapping[int, int], tokens: int, sent: int, *, exchanged: Iterable[int] = ()
+) -> Bounds:
     """Return bounds, the largest rings first, without sizes that have no slots."""
     kept = tuple(sorted(((s, w) for s, w in widths.items() if w), reverse=True))
-    return Bounds(kept, tokens, sent)
+    exchange = tuple(size for size, _ in kept if size in set(exchanged))
+    return Bounds(kept, tokens, sent, exchange)

@@ -1,5 +1,6 @@
 """Attention on rings of several sizes equals dense attention, forward and backward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -22,18 +23,19 @@ LOWEST = np.finfo(np.float32).min
 
 
 @functools.cache
-def programs(count: int, devices: int, dtype: str):
+def programs(count: int, devices: int, dtype: str, heads=(HEADS, KV_HEADS), bounds=BOUNDS):
     """Compile attention with its gradients, on the mesh and on one device, once for all batches."""
+    kv_heads = heads[1]
     mesh = Mesh(
         np.array(jax.devices()[:8]).reshape(count, devices),
         ("node", "device"),
         axis_types=(AxisType.Auto,) * 2,
     )
-    planner = varlen.Planner(COSTS, varlen.Nodes(count, devices), capacity=64, bounds=BOUNDS)
+    planner = varlen.Planner(COSTS, varlen.Nodes(count, devices), capacity=64, bounds=bounds)
 
     @jax.jit
     def ours(arrays, q, k, v, to_out):
-        how = dict(mesh=mesh, bounds=BOUNDS, costs=COSTS)
+        how = dict(mesh=mesh, bounds=bounds, costs=COSTS)
         out, back = jax.vjp(lambda *x: varlen.attention(*x, arrays, **how), q, k, v)
         return out, *back(to_out)
 
@@ -46,7 +48,7 @@ def programs(count: int, devices: int, dtype: str):
             return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
         # As `jaxoverlap.attention` on one device: both operands of every matmul are bfloat16.
-        q, to_out = (x.reshape(longest, KV_HEADS, -1, HEAD) for x in (q, to_out))
+        q, to_out = (x.reshape(longest, kv_heads, -1, HEAD) for x in (q, to_out))
         p = jax.nn.softmax(jnp.where(same, dot("qhgd,khd->hgqk", q, k) * HEAD**-0.5, LOWEST))
         out = dot("hgqk,khd->qhgd", p.astype(q.dtype), v).astype(q.dtype)
         delta = dot("qhgd,qhgd->hgq", to_out.astype("f"), out.astype("f"))
@@ -55,15 +57,15 @@ def programs(count: int, devices: int, dtype: str):
         to_q = dot("hgqk,khd->qhgd", to_scores, k)
         to_k = dot("hgqk,qhgd->khd", to_scores, q)
         to_v = dot("hgqk,qhgd->khd", p.astype(q.dtype), to_out)
-        whole = (longest, HEADS, HEAD)
+        whole = (longest, heads[0], HEAD)
         results = out.reshape(whole), to_q.reshape(whole), to_k, to_v
         return [x.astype(q.dtype) for x in results]
 
     return planner, ours, plain, jnp.dtype(dtype)
 
 
-def values(plan, rng, dtype):
-    shapes = [(plan.tokens, h, HEAD) for h in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+def values(plan, rng, dtype, heads=(HEADS, KV_HEADS)):
+    shapes = [(plan.tokens, h, HEAD) for h in (heads[0], heads[1], heads[1], heads[0])]
     return [rng.normal(size=shape).astype(dtype) for shape in shapes]
 
 
@@ -88,15 +90,11 @@ def error(got, want):
     return float(np.abs(np.asarray(got, np.float64) - want).max() / max(np.abs(want).max(), 1.0))
 
 
-@pytest.mark.parametrize(("count", "devices"), NODES)
-@settings(max_examples=100, deadline=None, phases=[Phase.generate], derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_float32(count, devices, seed):
-    planner, ours, _, dtype = programs(count, devices, "float32")
+def check_float32(program, seed, **heads):
+    planner, ours, _, dtype = program
     rng = np.random.default_rng(seed)
     plan = random_plan(planner, rng)
-    assert plan.bounds == BOUNDS
-    given_values = values(plan, rng, dtype)
+    given_values = values(plan, rng, dtype, **heads)
     for got, want in zip(
         on_mesh(ours, plan, given_values), dense(plan.lengths, *given_values), strict=True
     ):
@@ -105,6 +103,24 @@ def test_float32(count, devices, seed):
 
 
 @pytest.mark.parametrize(("count", "devices"), NODES)
+@settings(max_examples=100, deadline=None, phases=[Phase.generate], derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_float32(count, devices, seed):
+    check_float32(programs(count, devices, "float32"), seed)
+
+
+@settings(max_examples=50, deadline=None, phases=[Phase.generate], derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_groups_that_exchange_heads_beside_rings(seed):
+    """Groups of 8 and of 2 exchange heads; rings of 4 do not."""
+    bounds, heads = dataclasses.replace(BOUNDS, exchanged=(8, 2)), (16, 8)
+    check_float32(programs(2, 4, "float32", heads, bounds), seed, heads=heads)
+
+
+@pytest.mark.parametrize(
+    ("count", "devices"),
+    [(2, 4), *(pytest.param(*n, marks=pytest.mark.nightly) for n in ((1, 8), (4, 2)))],
+)
 @settings(max_examples=100, deadline=None, phases=[Phase.generate], derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_bfloat16_errs_as_plain(count, devices, seed):
