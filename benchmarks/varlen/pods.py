@@ -1,12 +1,13 @@
 """Compile a train step on a batch of real lengths for pods: are hops covered, what does it take.
 
     python -m benchmarks.varlen.pods --lengths FOLDER --out rows.jsonl
-    python -m benchmarks.varlen.pods --lengths FOLDER --pod h100-sxm:2x8 --way planned
+    python -m benchmarks.varlen.pods --lengths FOLDER --pod h100-sxm:2x8 --batch long --way planned
 
-One batch, four ways, each compiled by XLA's GPU compiler and its schedule simulated:
+Two batches, four ways, each compiled by XLA's GPU compiler and its schedule simulated. One batch is
+of short documents (ProLong), the other has one of 41,743 tokens (WLB-LLM's list).
 
-- planned: rings of several sizes by the plan, moves for the linear layers where they pay.
-- ring: every document split over all GPUs, one ring of all (the same engine).
+- planned: groups of several sizes by the plan, moves for the linear layers where they pay.
+- ring: every document split over all GPUs, one ring of all on one rail (the same engine).
 - packed: the batch as rows of two a pod, causal over whole rows, each split over the GPUs of a node
   in this project's ring attention: what packing computes that no document asked for.
 - padded: a row a document, as long as the longest, over all GPUs as data parallelism.
@@ -16,9 +17,12 @@ Attention's blocks are plain matmuls in all four. Two layers of a 7B GPT.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +50,7 @@ PODS = ("h100-sxm:2x8", "a100-sxm-80:2x8")
 WAYS = ("planned", "ring", "packed", "padded")
 TOKENS = 4096  # a GPU
 HEADS_AT_ONCE = 4
+BATCHES = {"short": ("prolong", 0), "long": ("wlbllm", 47)}  # a list, and which of its batches
 
 
 def config_of(**changes: Any) -> Config:
@@ -59,9 +64,10 @@ def config_of(**changes: Any) -> Config:
 
 def plan_of(way: str, pod: str, lengths: np.ndarray) -> varlen.BatchPlan:
     costs = varlen.attention_costs(pod, heads=32, head_size=128, hidden=4096, mlp=16384)
-    planner = varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))
     if way == "planned":
-        return planner(lengths)
+        return varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))(lengths)
+    costs = replace(costs.without_routing(), kv_heads=1)  # one head is not exchanged
+    planner = varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))
     even = Sharing(lengths, planner.nodes, costs, planner.capacity)
     everything, at = np.arange(len(lengths)), len(planner.nodes.ring_sizes) - 1
     price = prices_of(lengths, planner.nodes, costs)
@@ -74,6 +80,7 @@ def with_rings(way: str, pod: str, lengths: np.ndarray) -> tuple[Any, varlen.Bat
     mesh, config = pod_mesh(pod, {"data": 2, "context": 8}), config_of(varlen=True, prices=pod)
     recipe, plan = Recipe(Config, Documents, RECIPE.batches), plan_of(way, pod, lengths)
     step, _ = make_step(recipe, config, mesh)
+    step.costs = plan.costs
     step.transform = lambda jitted: jaxoverlap.overlap(jitted, cluster=pod)
     state = recipe.abstract_args(config, mesh)[0]
     shape = plan.nodes.count, plan.nodes.devices * plan.bounds.tokens
@@ -115,6 +122,17 @@ def usual(way: str, pod: str, lengths: np.ndarray) -> Any:
     return lowered.compile(compiler_options() | options)
 
 
+def kind_of(groups: str) -> str:
+    """Return what a permute is, by who sends to whom: "{{0,1},{1,2}}", nodes of eight."""
+    pairs = [tuple(map(int, pair.split(","))) for pair in re.findall(r"\d+,\d+", groups)]
+    crossing = sum(a // 8 != b // 8 for a, b in pairs)
+    if crossing:
+        return "transfer over rails" if crossing == len(pairs) else "hop"
+    if len(pairs) <= 2:  # a pair a node
+        return "dispatch or combine"
+    return "hop inside nodes"
+
+
 def measured(way: str, pod: str, lengths: np.ndarray) -> dict[str, Any]:
     began, plan = time.perf_counter(), None
     if way in ("planned", "ring"):
@@ -122,16 +140,25 @@ def measured(way: str, pod: str, lengths: np.ndarray) -> dict[str, Any]:
     else:
         compiled = usual(way, pod, lengths)
     text = compiled.as_text()
-    audit = jaxoverlap.audit(text)
+    collectives = jaxoverlap.audit(text).collectives
     simulation = jaxoverlap.simulate(text, parse_cluster(pod))
-    hops = [c for c in audit.collectives if c.kind == "collective-permute"]
+    hops = [c for c in collectives if c.kind == "collective-permute"]
+    kinds: dict[str, list[int]] = {}
+    for c in hops:
+        sums = kinds.setdefault(kind_of(c.groups), [0, 0])
+        sums[0], sums[1] = sums[0] + c.runs * c.covered, sums[1] + c.runs
+    others: dict[str, list[int]] = {}
+    for c in collectives:
+        if c.kind != "collective-permute":
+            sums = others.setdefault(c.kind, [0, 0])
+            sums[0], sums[1] = sums[0] + c.runs * c.covered, sums[1] + c.runs
     memory = compiled.memory_analysis()
     return dict(
         pod=pod, way=way, ms=simulation.step_s * 1e3, exposed_ms=simulation.exposed_s * 1e3,
-        compute_ms=simulation.compute_s * 1e3, hops=len(hops),
-        covered=sum(c.covered for c in hops), bounds=str(plan.bounds if plan else ""),
-        temp_gb=memory.temp_size_in_bytes / 1e9, compile_s=time.perf_counter() - began,
-        uncovered=[str(c) for c in hops if not c.covered][:6],
+        compute_ms=simulation.compute_s * 1e3, hops=sum(n for _, n in kinds.values()),
+        covered=sum(n for n, _ in kinds.values()), kinds=kinds, others=others,
+        bounds=str(plan.bounds if plan else ""), temp_gb=memory.temp_size_in_bytes / 1e9,
+        compile_s=time.perf_counter() - began,
     )  # fmt: skip
 
 
@@ -139,30 +166,27 @@ def main(
     lengths: Annotated[Path, typer.Option(help="Folder of lists.")],
     out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
     pod: list[str] | None = None,
+    batch: list[str] | None = None,
     way: list[str] | None = None,
 ) -> None:
     """Compile and simulate, and print a table."""
-    known = np.loadtxt(lengths / "prolong.txt", dtype=int)
-    (batch,) = first(known, 16 * TOKENS, 1, seed=0)
-    rows = []
-    for name in pod or PODS:
-        for which in way or WAYS:
+    columns = ("ms", "exposed_ms", "compute_ms", "hops", "covered", "temp_gb", "compile_s")
+    table = Table("pod", "batch", "way", *columns)
+    for which in batch or BATCHES:
+        name, number = BATCHES[which]
+        known = np.loadtxt(lengths / f"{name}.txt", dtype=int)
+        documents = first(known, 16 * TOKENS, number + 1, seed=0)[number]
+        for place, how in itertools.product(pod or PODS, way or WAYS):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                row = measured(which, name, batch)
-            rows.append(row)
+                row = dict(batch=which, **measured(how, place, documents))
+            cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
+            table.add_row(place, which, how, *cells)
+            print(place, which, how, "covered of all:", row["kinds"], row["others"], row["bounds"])
             if out:
                 with out.open("a") as file:
                     print(json.dumps(row), file=file)
-    columns = ("ms", "exposed_ms", "compute_ms", "hops", "covered", "temp_gb", "compile_s")
-    table = Table("pod", "way", *columns, title=f"{len(batch)} documents, longest {batch.max()}")
-    for row in rows:
-        cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
-        table.add_row(row["pod"], row["way"], *cells)
     Console(width=110).print(table)
-    for row in rows:
-        for line in row["uncovered"]:
-            print(row["pod"], row["way"], line)
 
 
 if __name__ == "__main__":

@@ -51,15 +51,17 @@ def proxy_ranks(nodes: Nodes, proxies: int) -> tuple[int, ...]:
 
 
 def send(route: Route, values: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Send values to the next device of the ring; a value is f[batch, tokens, ...].
+    """Send values to the next device of the ring; all are alike, f[batch, tokens, ...].
 
-    Over several rails a value is cut by tokens, into parts that differ by one at most.
+    Over several rails they are joined, and cut by tokens into parts that differ by one at most.
     """
     inside, between = hop_pairs(route.nodes, route.size)
     if not between or route.proxies == 1:
         return tuple(lax.ppermute(v, route.axes, [*inside, *between]) for v in values)
     first = lax.axis_index(route.axes) % route.nodes.devices == 0
-    return tuple(_routed(route, v, inside, between, first) for v in values)
+    return tuple(
+        jnp.split(_routed(route, jnp.concatenate(values), inside, between, first), len(values))
+    )
 
 
 def _routed(route: Route, value: Array, inside: Pairs, between: Pairs, first: Array) -> Array:
