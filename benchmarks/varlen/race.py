@@ -1,13 +1,18 @@
-"""Race routing and planning on two hosts of two rails each, in the lab (root).
+"""Race routing and planning on hosts of two rails each, in the lab (root).
 
-    python -m benchmarks.varlen.race run                 # both races, medians of 7 runs
+    python -m benchmarks.varlen.race run                 # all races, medians of 7 runs
     python -m benchmarks.varlen.race run --rate 100 --runs 3
+    python -m benchmarks.varlen.race run --hosts 3 --only round --megabytes 64
 
 Each host has two JAX processes of one CPU device, and each process sends over a rail of its own:
 gloo sends from the address that its host's name has, so each process has a name of its own. What
 stays in a host goes over its loopback, which no rate bounds: that is the host's NVLink.
 
-`round`: a hop of a ring of four devices; between the hosts over one rail, and over both.
+`round`: a hop of a ring of all devices; between the hosts over one rail, and over both. With two
+hosts a rail's two processes send to each other; with three, each sends to one and receives from
+another.
+`permute`: half of these bytes between two processes of one rail: one way, and both ways; and both
+ways between two pairs of processes.
 `step`: a train step of the GPT on one long document and many short ones; planned, and with every
 document split over all devices.
 """
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +30,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-HOSTS, RAILS = 2, 2
+RAILS = 2
+RACES = {"round": "one rail", "permute": "one way", "step": "even splitting"}  # and the slow one
 PORT = 7811
 # One long document and many short ones: bytes of each.
 SKEWED = (900, *(40 + 7 * i for i in range(16)))
@@ -42,7 +49,8 @@ def run(
     runs: int = 7,
     megabytes: Annotated[float, typer.Option(help="Of a hop.")] = 4.0,
     within_s: float = 900.0,
-    only: Annotated[str, typer.Option(help="round or step; both if left out.")] = "",
+    hosts: int = 2,
+    only: Annotated[list[str] | None, typer.Option(help="round, permute or step; or all.")] = None,
     out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
 ) -> None:
     """Run both races, and print medians."""
@@ -50,18 +58,18 @@ def run(
     from benchmarks.lab.timing import timed
 
     environment = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu"}
-    with Lab(Network(hosts=HOSTS, rails=RAILS, rate_mbit=rate), environment=environment) as lab:
+    with Lab(Network(hosts=hosts, rails=RAILS, rate_mbit=rate), environment=environment) as lab:
         started = []
-        for host in range(HOSTS):
+        for host in range(hosts):
             for rail in range(RAILS):
                 number = host * RAILS + rail
                 address, name = lab.wires.address(host, rail), f"host{host}rail{rail}"
-                hosts = lab.folder / f"hosts{number}"
-                hosts.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
+                names = lab.folder / f"hosts{number}"
+                names.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
                 here = [sys.executable, "-m", "benchmarks.varlen.race", "process"]
                 coordinator = f"{lab.wires.address(0, 0)}:{PORT}"
-                asked = [str(number), coordinator, str(lab.folder), str(runs), str(megabytes), only]
-                command = ["sh", "-c", _NAMED, "sh", name, str(hosts), *here, *asked]
+                asked = [number, coordinator, lab.folder, hosts, runs, megabytes, *(only or RACES)]
+                command = ["sh", "-c", _NAMED, "sh", name, str(names), *here, *map(str, asked)]
                 started.append(lab.spawn(host, command, log=f"process{number}.log"))
         for number, process in enumerate(started):
             if process.wait(within_s):
@@ -69,16 +77,16 @@ def run(
                 raise SystemExit(f"process {number} failed:\n{said}")
         found = [json.loads((lab.folder / f"rows{n}").read_text()) for n in range(len(started))]
     table = Table("race", "way", "ms, median", "spread", "MB sent by a host", "times as fast")
-    for race, slow in (("round", "one rail"), ("step", "even splitting")):
-        if only not in ("", race):
-            continue
+    for race in only or RACES:
+        slow = RACES[race]
         contenders = timed([rows[race] for rows in found])
         for way, row in contenders.items():
             gain = contenders[slow].median_s / row.median_s
             cells = f"{row.median_s * 1e3:.1f}", f"{row.spread:.2f}", f"{row.sent_bytes / 1e6:.2f}"
             table.add_row(race, way, *cells, f"{gain:.2f}")
             if out:
-                line = dict(race=race, way=way, rate_mbit=rate, seconds=row.seconds, gain=gain)
+                line = dict(race=race, way=way, hosts=hosts, rate_mbit=rate, megabytes=megabytes)
+                line |= dict(seconds=row.seconds, gain=gain)
                 with out.open("a") as file:
                     print(json.dumps(line | dict(sent_bytes=row.sent_bytes)), file=file)
     Console(width=96).print(table)
@@ -86,7 +94,13 @@ def run(
 
 @app.command()
 def process(
-    number: int, coordinator: str, folder: Path, runs: int, megabytes: float, only: str
+    number: int,
+    coordinator: str,
+    folder: Path,
+    hosts: int,
+    runs: int,
+    megabytes: float,
+    races: list[str],
 ) -> None:
     """Be one process of a host."""
     import jax
@@ -95,32 +109,37 @@ def process(
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(coordinator, HOSTS * RAILS, number)
+    jax.distributed.initialize(coordinator, hosts * RAILS, number)
     host = Host.here()
     devices = sorted(jax.devices(), key=lambda device: device.process_index)
-    places = np.array(devices, dtype=object).reshape(HOSTS, RAILS)
+    places = np.array(devices, dtype=object).reshape(hosts, RAILS)
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.sharding.Mesh(places, ("data", "context"), axis_types=kinds)
-    rows = {}
-    if only != "step":
-        rows["round"] = _round(mesh, host, runs, round(megabytes * 1e6))
-    if only != "round":
-        rows["step"] = _step(mesh, host, runs)
+    num_bytes = round(megabytes * 1e6)
+    race: dict[str, Callable[[], Any]] = {
+        "round": lambda: _round(mesh, host, runs, num_bytes),
+        "permute": lambda: _permute(mesh, host, runs, num_bytes // RAILS),
+        "step": lambda: _step(mesh, host, runs),
+    }
+    rows = {name: race[name]() for name in races}
     (folder / f"rows{number}").write_text(json.dumps(rows))
 
 
 def _barrier(mesh: Any) -> Any:
+    """Return what waits for all processes: a sum of an argument, as XLA folds one of a constant."""
     import jax
+    from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    axes = tuple(mesh.axis_names)
+    axes, at = tuple(mesh.axis_names), NamedSharding(mesh, P(tuple(mesh.axis_names)))
+    one = jax.make_array_from_callback((mesh.size,), at, lambda index: np.ones(1, np.float32))
     add = jax.jit(
         jax.shard_map(
-            lambda: jax.lax.psum(np.float32(1), axes), mesh=mesh, in_specs=(), out_specs=P(),
+            lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P(),
             check_vma=False,
         )
     )  # fmt: skip
-    return lambda: jax.block_until_ready(add())
+    return lambda: jax.block_until_ready(add(one))
 
 
 def _round(mesh: Any, host: Any, runs: int, num_bytes: int) -> Any:
@@ -133,7 +152,7 @@ def _round(mesh: Any, host: Any, runs: int, num_bytes: int) -> Any:
     from jaxoverlap.train.varlen import Nodes
     from jaxoverlap.train.varlen.routing import Route, send
 
-    axes, nodes = tuple(mesh.axis_names), Nodes(HOSTS, RAILS)
+    axes, nodes = tuple(mesh.axis_names), Nodes(*mesh.shape.values())
     tokens = num_bytes // 4 // 256
     numbers = np.arange(nodes.total, dtype=np.float32)[:, None, None]
     whole, at = np.broadcast_to(numbers, (nodes.total, tokens, 256)), NamedSharding(mesh, P(axes))
@@ -155,6 +174,35 @@ def _round(mesh: Any, host: Any, runs: int, num_bytes: int) -> Any:
     return interleaved(contenders, runs=runs, barrier=_barrier(mesh), sent_bytes=host.sent_bytes)
 
 
+def _permute(mesh: Any, host: Any, runs: int, num_bytes: int) -> Any:
+    """Time permutes between the first two hosts: on one connection, and on two."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from benchmarks.lab.timing import interleaved
+
+    axes, at = tuple(mesh.axis_names), NamedSharding(mesh, P(tuple(mesh.axis_names)))
+    shape = mesh.size, num_bytes // 4
+    x = jax.make_array_from_callback(shape, at, lambda index: np.ones((1, shape[1]), "f"))
+
+    def contender(*pairs: tuple[int, int]) -> Any:
+        permute = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.ppermute(x, axes, pairs), mesh=mesh, in_specs=P(axes),
+                out_specs=P(axes), check_vma=False,
+            )
+        )  # fmt: skip
+        return lambda: jax.block_until_ready(permute(x))
+
+    contenders = {
+        "one way": contender((0, RAILS)),
+        "both ways, one connection": contender((0, RAILS), (RAILS, 0)),
+        "both ways, two connections": contender((1, RAILS), (RAILS + 1, 0)),
+    }
+    return interleaved(contenders, runs=runs, barrier=_barrier(mesh), sent_bytes=host.sent_bytes)
+
+
 def _step(mesh: Any, host: Any, runs: int) -> Any:
     """Time a train step on the skewed batch, planned and split evenly."""
     import jax
@@ -169,8 +217,8 @@ def _step(mesh: Any, host: Any, runs: int) -> Any:
 
     total = sum(SKEWED)
     config = Config(
-        varlen=True, plain=True, data=HOSTS, context=RAILS, layers=2, hidden=128, heads=4, mlp=512,
-        step_tokens=total, longest=max(SKEWED),
+        varlen=True, plain=True, data=mesh.shape["data"], context=RAILS, layers=2, hidden=128,
+        heads=4, mlp=512, step_tokens=total, longest=max(SKEWED),
     )  # fmt: skip
     recipe = Recipe(Config, Documents, RECIPE.batches)
     rng = np.random.default_rng(0)
@@ -182,7 +230,7 @@ def _step(mesh: Any, host: Any, runs: int) -> Any:
         rails=RAILS, backward_bytes=2.0,
     )  # fmt: skip
     capacity = round(1.5 * total / mesh.size)
-    planner = varlen.Planner(costs, varlen.Nodes(HOSTS, RAILS), capacity=capacity)
+    planner = varlen.Planner(costs, varlen.Nodes(*mesh.shape.values()), capacity=capacity)
     planned = planner(lengths)
     even = Sharing(lengths, planner.nodes, costs, planner.capacity)
     at = len(planner.nodes.ring_sizes) - 1
