@@ -71,7 +71,7 @@ class Place:
     def exchange_s(self, num_bytes: float, devices: int) -> float:
         """Return the seconds of an all-to-all in which each device has so many bytes."""
         count = -(-devices // self.nodes.devices)
-        return self.costs.exchange_s(num_bytes, count, devices // count)
+        return float(self.costs.exchange_s(num_bytes, count, devices // count))
 
 
 def te_ring(place: Place, lengths: np.ndarray) -> float:
@@ -162,12 +162,22 @@ def _hybrid(place: Place, lengths: np.ndarray, wanted: np.ndarray, costs: Attent
     return float((shared.device_seconds() + linear).max())
 
 
-def flexsp(place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: float = 10.0) -> float:
-    """FlexSP's solver (galvatron/flexsp_solver/solver.py): Ulysses groups of mixed degrees.
+def flexsp(place: Place, lengths: np.ndarray) -> float:
+    """FlexSP; see `flexsp_solved`."""
+    return flexsp_solved(place, lengths)[0]
 
-    min T: each group p of d devices takes its sequences' (quadratic + linear) / d and its
-    all-to-alls; sum of the used groups' d at most all devices; tokens / d within capacity. Lengths
-    are bucketed by quantiles, at the bucket's mean. A MILP, stopped after `limit_s`.
+
+def flexsp_solved(
+    place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: float = 20.0
+) -> tuple[float, float]:
+    """Return the seconds by FlexSP's solver, and what no solver could better by its model.
+
+    As in galvatron/flexsp_solver/solver.py: Ulysses groups of mixed degrees, a MILP that begins
+    with groups of one degree. min T: each group p of d devices takes its sequences' (quadratic +
+    linear) / d and its all-to-alls; sum of the used groups' d at most all devices; tokens / d
+    within capacity. Kinder to it than its code in two ways: groups of one GPU are there, which its
+    code leaves out, and a bucket's lengths count by their mean, not by the longest. The MILP is
+    stopped after `limit_s`.
     """
     nodes, costs = place.nodes, place.costs
     groups = [d for d in nodes.ring_sizes for _ in range(nodes.total // d)]
@@ -216,9 +226,30 @@ def flexsp(place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: flo
     within = Bounds(0, top)
     options = dict(time_limit=limit_s, mip_rel_gap=0.02)
     found = milp(objective, constraints=limits, integrality=whole, bounds=within, options=options)
-    if found.x is None:
-        return float("nan")
-    return float(found.x[-1]) / 1e3
+    solved_s = float("inf") if found.x is None else float(found.x[-1]) / 1e3
+    bound_s = float(found.mip_dual_bound or 0.0) / 1e3
+    return min(solved_s, _one_degree_s(place, lengths)), bound_s
+
+
+def _one_degree_s(place: Place, lengths: np.ndarray) -> float:
+    """Return the seconds of FlexSP's first solution: groups of one degree, longest first (LPT)."""
+    nodes, costs, best = place.nodes, place.costs, float("inf")
+    work = (1 + BACKWARD_COMPUTE) * costs.causal_s(lengths) + costs.linear_s * lengths
+    for d in nodes.ring_sizes:
+        seconds, tokens = np.zeros(nodes.total // d), np.zeros(nodes.total // d)
+        for index in np.argsort(-work, kind="stable"):
+            fits = tokens + lengths[index] / d <= place.capacity
+            if not fits.any():
+                break
+            group = int(np.where(fits, seconds, np.inf).argmin())
+            seconds[group] += work[index] / d
+            tokens[group] += lengths[index] / d
+        else:
+            if d > 1:
+                moved = (place.exchange_s(t * costs.remap_bytes, d) for t in tokens)
+                seconds += 2 * np.array(list(moved)) + 2 * place.exchange_s(0.0, d)
+            best = min(best, float(seconds.max()) + 2 * costs.launch_s)
+    return best
 
 
 def wlb_llm(place: Place, lengths: np.ndarray) -> float:

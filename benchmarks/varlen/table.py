@@ -22,7 +22,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.varlen.methods import METHODS, Place, planned, routed_ring, te_ring, without_remap
+from benchmarks.varlen.methods import (
+    METHODS,
+    Place,
+    flexsp_solved,
+    planned,
+    routed_ring,
+    te_ring,
+    without_remap,
+)
 from jaxoverlap.hardware.cluster import Cluster, Link, parse_cluster
 from jaxoverlap.train.varlen import Nodes, Planner, attention_costs
 
@@ -104,9 +112,11 @@ def lists(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
                 for index, batch in enumerate(
                     first(known, count * 8 * tokens, batches_each, seed=0)
                 ):
-                    took = {name: way(place, batch) for name, way in METHODS.items()}
+                    took = {n: way(place, batch) for n, way in METHODS.items() if n != "FlexSP"}
+                    took["FlexSP"], bound_s = flexsp_solved(place, batch)
                     at = dict(list=path.stem, cluster=cluster, nodes=count, tokens=tokens)
-                    rows.append(at | dict(batch=index, longest=int(batch.max()), seconds=took))
+                    row = at | dict(batch=index, longest=int(batch.max()), seconds=took)
+                    rows.append(row | dict(flexsp_bound=bound_s))
     write(out, rows)
     _lists(rows)
 
@@ -132,6 +142,8 @@ def _lists(rows: list[dict[str, Any]]) -> None:
         f"the best other is {name}: {means[name]:.3f} times as long; "
         f"the best of each batch {each:.3f}"
     )
+    bound = geometric(r["flexsp_bound"] / r["seconds"]["this"] for r in rows if r["flexsp_bound"])
+    print(f"the bound of FlexSP's MILP, which no solver betters: {bound:.3f} times as long as this")
 
 
 @app.command()

@@ -22,7 +22,9 @@ from jaxoverlap.passes.rings.ring_attention import (
     per_query,
 )
 
-_TILES, _TILE = 8, 256  # of what stays on a device: at most so many, of so many queries at least
+# Tiles of what stays on a device: at most so many, of so many queries at least. Where a device has
+# all slots of a group, 16 keep the scores that are there at once small.
+_TILES, _TILE = 16, 512
 
 
 class Where(NamedTuple):

@@ -28,6 +28,7 @@ from jax import Array, lax
 
 from jaxoverlap.passes.rings.all_gather_matmul import wide
 from jaxoverlap.passes.rings.chunks import tied
+from jaxoverlap.train.varlen import fused
 from jaxoverlap.train.varlen.blocks import (
     Grads,
     Side,
@@ -52,6 +53,7 @@ class Engine(NamedTuple):
         bounds: slots by ring size.
         scale: the factor of scores.
         proxies: by ring size, the rails of a hop forward and backward; (1, 1) where it has none.
+        fused: whether whole sequences are attended to by cuDNN's kernel.
     """
 
     nodes: Nodes
@@ -59,6 +61,7 @@ class Engine(NamedTuple):
     bounds: Bounds
     scale: float
     proxies: tuple[tuple[int, tuple[int, int]], ...] = ()
+    fused: bool = False
 
     def route(self, size: int, *, backward: bool = False) -> Route:
         """Return the way of a hop of rings of a size."""
@@ -117,9 +120,9 @@ def _backward(engine: Engine, residuals: Any, to_out: Array) -> tuple[Any, ...]:
     ]:
         if grads:
             (parts, given), grads[-1] = tied(((parts, given), grads[-1]))
-        q, k, v, out, log_sums = parts
+        q, k, v, out, kept_of = parts
         delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given), in_float32(out))
-        found = each.backward((q, given, log_sums, delta), k, v)
+        found = each.backward((q, given, kept_of, delta), k, v)
         grads.append(tuple(g.astype(x.dtype) for g, x in zip(found, (q, k, v), strict=True)))
     returned = [s.returned(*g) for s, g in zip(sets, grads, strict=True)]
     joined = (jnp.concatenate(g, axis=1) for g in zip(*returned, strict=True))
@@ -178,17 +181,32 @@ class _Local(_Set):
         """Return where the slots are that this device computes with."""
         return self.source(0)
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """Return the output, like q, and the log of the sums, f32[b, slots, kv heads, group]."""
-        return local_forward(self.where, q, k, v, self.engine.scale)
+    in_order = True  # a sequence's slots stand side by side, empty ones last
 
-    def backward(self, own: tuple[Array, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        """Return the output, like q, and what the backward pass needs beside it.
+
+        That is the log of the sums, f32[b, slots, kv heads, group], or the kernel's own.
+        """
+        scale, most = self.engine.scale, self.engine.bounds.sequences
+        if self.engine.fused and fused.fits(q):
+            return fused.forward(
+                self.where, q, k, v, scale=scale, most=most, in_order=self.in_order
+            )
+        return local_forward(self.where, q, k, v, scale)
+
+    def backward(self, own: tuple[Any, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:
         """Return the gradients of q, k and v; `own` is q, the output's gradient, statistics."""
+        q, given, kept_of, _ = own
+        if self.engine.fused and fused.fits(q):
+            return kept_of(given)
         return local_backward(self.where, own, k, v, self.engine.scale)
 
 
 class _Exchanged(_Local):
     """Sequences of a group whose devices have some heads of each."""
+
+    in_order = False
 
     @property
     def _heads(self) -> Heads:

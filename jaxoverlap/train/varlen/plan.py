@@ -123,7 +123,8 @@ class BatchPlan:
         if not self.remap_tokens:
             return 0.0
         num_bytes = int(self.flow.max()) * self.nodes.total * self.costs.remap_bytes
-        return 2 * self.costs.exchange_s(num_bytes, self.nodes.count, self.nodes.devices)
+        moved_s = self.costs.exchange_s(num_bytes, self.nodes.count, self.nodes.devices)
+        return 2 * float(moved_s)
 
     @property
     def layer_seconds(self) -> float:

@@ -16,6 +16,7 @@ from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of, exchanged_sizes
 
+_SEQUENCES = 32  # of one size on a device; a power of two from there on
 _STEPS = 8  # a bound is so many eighths of the capacity: so often it can grow
 
 
@@ -98,9 +99,15 @@ class Planner:
         np.add.at(held, pieces.device, pieces.length)
         flow = self._flow(held) if remap else np.zeros((total, total), int)
         tokens = held - flow.sum(axis=1) + flow.sum(axis=0)
-        needed = self._rounded(widths_of(pieces, self.nodes), int(tokens.max()), flow)
+        widths = widths_of(pieces, self.nodes)
+        needed = self._rounded(widths, int(tokens.max()), flow, self._whole(size, shared.ring))
         seconds = {g: np.repeat(shared.attention_seconds(i), g) for i, g in enumerate(sizes)}
         return BatchPlan(lengths, size, shared.ring, seconds, flow, self.nodes, self.costs, needed)
+
+    def _whole(self, size: np.ndarray, ring: np.ndarray) -> int:
+        """Return the most whole sequences that a device has of one size."""
+        sizes = [g for g in (1, *self.costs.exchanged) if (size == g).any()]
+        return max((int(np.bincount(ring[size == g]).max()) for g in sizes), default=0)
 
     def _flow(self, held: np.ndarray) -> np.ndarray:
         """Return who sends how many tokens to whom so that all have equally many."""
@@ -118,7 +125,7 @@ class Planner:
             self.growths += 1
         return self.bounds
 
-    def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray) -> Bounds:
+    def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray, whole: int) -> Bounds:
         """Round sizes up, so that they seldom grow."""
         step = max(2, 2 * -(-self.capacity // (2 * _STEPS)))
 
@@ -128,7 +135,8 @@ class Planner:
         most = int(flow.max(initial=0))
         sent = 1 << (most - 1).bit_length() if most else 0
         wide = {g: up(w) for g, w in widths.items()}
-        return bounds_of(wide, up(tokens), sent, exchanged=self.costs.exchanged)
+        most = max(_SEQUENCES, 1 << (whole - 1).bit_length()) if whole else 0
+        return bounds_of(wide, up(tokens), sent, exchanged=self.costs.exchanged, sequences=most)
 
 
 def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:

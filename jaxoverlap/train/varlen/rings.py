@@ -149,12 +149,15 @@ class Bounds:
         tokens: tokens of each device between attentions (the linear layers').
         sent: tokens that a device sends to each other one in a remap, at most.
         exchanged: those of the sizes whose groups exchange heads; others pass keys round a ring.
+        sequences: whole sequences that a device has of one size, alone or with a group that
+            exchanges heads, at most: a fused kernel is compiled for so many.
     """
 
     widths: tuple[tuple[int, int], ...]
     tokens: int
     sent: int
     exchanged: tuple[int, ...] = ()
+    sequences: int = 0
 
     def __post_init__(self) -> None:
         odd = any(size > 1 and width % 2 for size, width in self.widths)
@@ -183,7 +186,8 @@ class Bounds:
             width <= self.width(size) and (size in needed.exchanged) == (size in self.exchanged)
             for size, width in needed.widths
         )
-        return wide and needed.tokens <= self.tokens and needed.sent <= self.sent
+        fewer = needed.tokens <= self.tokens and needed.sequences <= self.sequences
+        return wide and fewer and needed.sent <= self.sent
 
     def joined(self, other: Bounds) -> Bounds:
         """Return the least bounds that what fits either fits."""
@@ -191,13 +195,19 @@ class Bounds:
         widths = {size: max(self.width(size), other.width(size)) for size in sizes}
         exchanged = {*self.exchanged, *other.exchanged}
         tokens, sent = max(self.tokens, other.tokens), max(self.sent, other.sent)
-        return bounds_of(widths, tokens, sent, exchanged=exchanged)
+        sequences = max(self.sequences, other.sequences)
+        return bounds_of(widths, tokens, sent, exchanged=exchanged, sequences=sequences)
 
 
 def bounds_of(
-    widths: Mapping[int, int], tokens: int, sent: int, *, exchanged: Iterable[int] = ()
+    widths: Mapping[int, int],
+    tokens: int,
+    sent: int,
+    *,
+    exchanged: Iterable[int] = (),
+    sequences: int = 0,
 ) -> Bounds:
     """Return bounds, the largest rings first, without sizes that have no slots."""
     kept = tuple(sorted(((s, w) for s, w in widths.items() if w), reverse=True))
     exchange = tuple(size for size, _ in kept if size in set(exchanged))
-    return Bounds(kept, tokens, sent, exchange)
+    return Bounds(kept, tokens, sent, exchange, sequences)

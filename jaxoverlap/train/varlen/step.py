@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.varlen.arrays import PlanArrays
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.engine import Engine, attend
+from jaxoverlap.train.varlen.fused import has_kernel
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import remap
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
@@ -33,6 +34,7 @@ def engine_of(
     *,
     scale: float,
     costs: AttentionCosts | None = None,
+    fused: bool = False,
 ) -> Engine:
     """Return what a step is compiled for; hops go over as many rails as `costs` say, or one."""
     proxies = []
@@ -42,7 +44,7 @@ def engine_of(
             most = min(costs.rails, nodes.devices)
             rails = costs.proxies(sent), costs.proxies(sent * costs.backward_bytes)
             proxies.append((size, (min(rails[0], most), min(rails[1], most))))
-    return Engine(nodes, axes, bounds, scale, tuple(proxies))
+    return Engine(nodes, axes, bounds, scale, tuple(proxies), fused and bounds.sequences > 0)
 
 
 def attention(
@@ -55,6 +57,7 @@ def attention(
     bounds: Bounds,
     costs: AttentionCosts | None = None,
     scale: float | None = None,
+    fused: bool | None = None,
 ) -> Array:
     """Attend within each sequence, causally: tokens move to the plan's rings, and back.
 
@@ -68,6 +71,8 @@ def attention(
         bounds: what this program is compiled for: the plan's.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         scale: the factor of scores; none: 1/sqrt(head).
+        fused: whether whole sequences are attended to by cuDNN's kernel, in float16 or bfloat16
+            and with heads of 128 or less; none: where the devices have it (Hopper and later).
 
     Raises:
         ValueError: for a mesh or shapes that do not fit.
@@ -83,7 +88,8 @@ def attention(
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads with {k.shape[2]} kv heads: expected a multiple")
     head_scale = q.shape[-1] ** -0.5 if scale is None else scale
-    engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs)
+    fuses = has_kernel(mesh) if fused is None else fused
+    engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs, fused=fuses)
     stream, each = P(*axes, None, None), P(axes)
     placed = PlanArrays(P(), P(), each, each)  # type: ignore[arg-type]
     body = functools.partial(_on_device, engine, q.shape[2], k.shape[2])
@@ -132,7 +138,9 @@ class VarlenStep:
         mesh: Mesh,
         costs: AttentionCosts | None,
         transform: Callable[[Any], Any],
+        fused: bool | None = None,
     ):
+        self.fused = has_kernel(mesh) if fused is None else fused
         self.loss, self.optimizer, self.mesh, self.costs = loss, optimizer, mesh, costs
         self.nodes = nodes_of_mesh(mesh)
         self.transform = transform
@@ -193,8 +201,9 @@ class VarlenStep:
     ) -> tuple[dict[str, Any], dict[str, Array]]:
         def mean_loss(params: Any) -> Array:
             attends = functools.partial(
-                attention, arrays=arrays, mesh=self.mesh, bounds=bounds, costs=self.costs
-            )
+                attention, arrays=arrays, mesh=self.mesh, bounds=bounds, costs=self.costs,
+                fused=self.fused,
+            )  # fmt: skip
             return self.loss(params, batch, attends) / batch["weights"].sum()
 
         loss, gradients = jax.value_and_grad(mean_loss)(state["params"])
@@ -211,6 +220,7 @@ def train_step(
     *,
     costs: AttentionCosts | None = None,
     transform: Callable[[Any], Any] = lambda step: step,
+    fused: bool | None = None,
 ) -> VarlenStep:
     """Return a train step for batches of any lengths.
 
@@ -226,8 +236,12 @@ def train_step(
         mesh: two axes, nodes and devices of a node.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         transform: what is done with each jitted step before it runs, as `jaxoverlap.overlap`.
+        fused: as `attention` has it.
+
+    Raises:
+        RuntimeError: if cuDNN's kernel on this GPU computes something else than plain matmuls.
     """
-    return VarlenStep(model, optimizer, mesh, costs, transform)
+    return VarlenStep(model, optimizer, mesh, costs, transform, fused)
 
 
 def _placed(value: Any, at: NamedSharding) -> Array:

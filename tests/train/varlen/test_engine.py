@@ -11,19 +11,21 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
+from jaxoverlap._jax import fused_attention
 from jaxoverlap.train import varlen
+from jaxoverlap.train.varlen import fused
 from jaxoverlap.train.varlen.rings import bounds_of
 from tests.train.varlen.batches import COSTS, dense, random_plan
 
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 # Multiples of an eighth of the capacity, to which a planner rounds.
-BOUNDS = bounds_of({8: 24, 4: 24, 2: 24, 1: 40}, tokens=56, sent=64)
+BOUNDS = bounds_of({8: 24, 4: 24, 2: 24, 1: 40}, tokens=56, sent=64, sequences=64)
 NODES = [(1, 8), (2, 4), (4, 2)]
 LOWEST = np.finfo(np.float32).min
 
 
 @functools.cache
-def programs(count: int, devices: int, dtype: str, heads=(HEADS, KV_HEADS), bounds=BOUNDS):
+def programs(count, devices, dtype, heads=(HEADS, KV_HEADS), bounds=BOUNDS, fused=False):
     """Compile attention with its gradients, on the mesh and on one device, once for all batches."""
     kv_heads = heads[1]
     mesh = Mesh(
@@ -35,7 +37,7 @@ def programs(count: int, devices: int, dtype: str, heads=(HEADS, KV_HEADS), boun
 
     @jax.jit
     def ours(arrays, q, k, v, to_out):
-        how = dict(mesh=mesh, bounds=bounds, costs=COSTS)
+        how = dict(mesh=mesh, bounds=bounds, costs=COSTS, fused=fused)
         out, back = jax.vjp(lambda *x: varlen.attention(*x, arrays, **how), q, k, v)
         return out, *back(to_out)
 
@@ -115,6 +117,39 @@ def test_groups_that_exchange_heads_beside_rings(seed):
     """Groups of 8 and of 2 exchange heads; rings of 4 do not."""
     bounds, heads = dataclasses.replace(BOUNDS, exchanged=(8, 2)), (16, 8)
     check_float32(programs(2, 4, "float32", heads, bounds), seed, heads=heads)
+
+
+def emulated(query, key, value, lengths, starts, *, scale):
+    """What cuDNN's kernel computes of packed sequences, by its description in JAX."""
+    group, slots = query.shape[2] // key.shape[2], jnp.arange(query.shape[1])
+    first = jnp.where(lengths[0] < 0, slots.size, starts[0, :-1])
+    run = jnp.sum(slots[:, None] >= first, axis=1)
+    seen = (run[:, None] == run) & (slots[:, None] >= slots)
+    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * scale
+    p = jax.nn.softmax(jnp.where(seen, scores, LOWEST))
+    return jnp.einsum("bhqk,bkhd->bqhd", p, value)
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.generate], derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_fused_kernel_sees_whole_sequences(seed):
+    """The kernel itself needs a GPU; what it is told of sequences and their order does not."""
+    bounds, heads = dataclasses.replace(BOUNDS, exchanged=(8, 2)), (16, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_attention, "packed_causal", emulated)
+        patch.setattr(fused, "fits", lambda q: True)
+        program = programs(2, 4, "float32", heads, bounds, True)
+        check_float32(program, seed, heads=heads)
+
+
+def test_where_the_kernel_is_taken():
+    cpus = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("node", "device"))
+    assert not fused.has_kernel(cpus)
+    q = jnp.zeros((1, 8, 2, 1, 64), jnp.bfloat16)
+    assert fused.fits(q) and not fused.fits(q.astype("f")) and not fused.fits(q[..., :63])
+    lengths, starts = fused.runs(jnp.array([4, 4, 7, 9, 9, 9]), 4)
+    assert lengths.tolist() == [[2, 1, 3, -1]] and starts.tolist() == [[0, 2, 3, -1, -1]]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_sequence_longer_than_a_node_holds_joins_nodes():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_with_rings_of_any_size_keep_the_invariants(seed):
-    bounds = varlen.Bounds(((8, 24), (4, 24), (2, 24), (1, 40)), 56, 64)
+    bounds = varlen.Bounds(((8, 24), (4, 24), (2, 24), (1, 40)), 56, 64, sequences=64)
     planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=64, bounds=bounds)
     check(random_plan(planner, np.random.default_rng(seed)), bounds.slots)
 

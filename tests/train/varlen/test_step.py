@@ -69,7 +69,7 @@ def dense_batch(lengths, tokens, most):
 
 
 def test_the_whole_step_equals_one_on_one_device():
-    bounds = bounds_of({4: 24, 2: 16, 1: 32}, tokens=40, sent=64)
+    bounds = bounds_of({4: 24, 2: 16, 1: 32}, tokens=40, sent=64, sequences=64)
     planner = varlen.Planner(COSTS, varlen.Nodes(2, 2), capacity=64, bounds=bounds)
     optimizer = optax.sgd(0.1)
     step = varlen.train_step(model, optimizer, mesh_of(2, 2), costs=COSTS)

@@ -1,0 +1,123 @@
+"""Attend to whole sequences by cuDNN's fused kernel, which skips what no mask lets through.
+
+For sets of one device and for groups that exchange heads. Not for a ring's hops. To fold a hop into
+the softmax one needs the log of its sums; for packed sequences JAX returns them as [sequences,
+heads, slots] and says nowhere which of these are filled. And the backward pass of a hop, from the
+sums of all hops, is a primitive that JAX has no function for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import fused_attention
+from jaxoverlap.train.varlen.blocks import Where, local_forward
+
+_HOPPER = (9, 0)  # cuDNN packs sequences from there on
+_TYPES = ("bfloat16", "float16")
+_LARGEST_HEAD = 128
+_TOLERANCE = 0.05  # of the largest value: a mask that is off by a token errs by more
+
+
+def has_kernel(mesh: Mesh) -> bool:
+    """Return whether a mesh's devices have the kernel; on a GPU that is here it is tried once.
+
+    Raises:
+        RuntimeError: if the kernel here computes something else.
+    """
+    device = mesh.devices.flat[0]
+    version = getattr(device, "compute_capability", None)
+    if device.platform not in ("gpu", "cuda") or version is None:
+        return False
+    if tuple(int(part) for part in str(version).split(".")) < _HOPPER:
+        return False
+    if jax.default_backend() == "gpu":
+        _check()
+    return True
+
+
+def fits(q: Array) -> bool:
+    """Return whether the kernel takes queries of this dtype and head size, f[..., head]."""
+    size = q.shape[-1]
+    return q.dtype.name in _TYPES and size % 8 == 0 and size <= _LARGEST_HEAD
+
+
+def forward(
+    where: Where, q: Array, k: Array, v: Array, *, scale: float, most: int, in_order: bool
+) -> tuple[Array, Any]:
+    """Attend causally within each sequence, f[1, slots, kv heads, group, head] by kv heads.
+
+    Args:
+        where: of the slots.
+        q, k, v: queries, and f[1, slots, kv heads, head].
+        scale: the factor of scores.
+        most: sequences that there can be.
+        in_order: whether each sequence's slots stand side by side already, empty ones last.
+
+    Returns:
+        The output, like q, and the function from its gradient to those of q, k and v.
+    """
+    segment = where.segment.astype(jnp.uint32)  # empty slots, -1, become the last of all
+    order = None
+    if not in_order:
+        index = jnp.arange(segment.size, dtype=jnp.int32)
+        segment, _, order = lax.sort((segment, where.position, index), num_keys=2)
+    lengths, starts = runs(segment, most + 1)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        ordered = [x if order is None else jnp.take(x, order, axis=1) for x in (q, k, v)]
+        heads = ordered[0].reshape(*q.shape[:2], -1, q.shape[-1])
+        out = fused_attention.packed_causal(heads, *ordered[1:], lengths, starts, scale=scale)
+        out = out.reshape(q.shape)
+        return out if order is None else jnp.zeros_like(out).at[:, order].set(out)
+
+    return jax.vjp(attend, q, k, v)
+
+
+def runs(segment: Array, most: int) -> tuple[Array, Array]:
+    """Return the lengths, i32[1, most], and the starts, i32[1, most + 1], of runs of one segment.
+
+    Runs that are not there are -1.
+    """
+    new = jnp.concatenate([jnp.ones(1, bool), segment[1:] != segment[:-1]])
+    starts = jnp.nonzero(new, size=most, fill_value=-1)[0].astype(jnp.int32)
+    ends = jnp.append(starts[1:], -1)
+    ends = jnp.where(ends < 0, segment.size, ends)
+    lengths = jnp.where(starts < 0, -1, ends - starts).astype(jnp.int32)
+    return lengths[None], jnp.append(starts, jnp.int32(-1))[None]
+
+
+@functools.cache
+def _check() -> None:
+    """Compare the kernel with plain matmuls on this process's GPU, forward and backward."""
+    rng = np.random.default_rng(0)
+    segment = np.repeat(np.array([0, 1, 2, -1], np.int32), [130, 1, 301, 80])
+    position = np.concatenate([np.arange(n, dtype=np.int32) for n in (130, 1, 301, 80)])
+    where = Where(jnp.asarray(segment), jnp.asarray(position))
+    shapes = (1, 512, 2, 2, 64), (1, 512, 2, 64), (1, 512, 2, 64), (1, 512, 2, 2, 64)
+    q, k, v, given = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+
+    def plain(q: Array, k: Array, v: Array) -> Array:
+        return local_forward(where, q, k, v, 0.125)[0]
+
+    @jax.jit
+    def both(q: Array, k: Array, v: Array) -> Any:
+        fused, back = forward(where, q, k, v, scale=0.125, most=3, in_order=True)
+        matmuls, plain_back = jax.vjp(plain, q, k, v)
+        return (fused, *back(given)), (matmuls, *plain_back(given))
+
+    for name, got, want in zip(("output", "dq", "dk", "dv"), *both(q, k, v), strict=True):
+        got, want = (np.asarray(x, np.float32)[:, segment >= 0] for x in (got, want))
+        off = float(np.abs(got - want).max() / np.abs(want).max())
+        if not off < _TOLERANCE:
+            raise RuntimeError(
+                f"cuDNN's attention of packed sequences is off by {off:.3f} of the largest {name} "
+                "on this GPU, beside plain matmuls: pass fused=False, and report it"
+            )
