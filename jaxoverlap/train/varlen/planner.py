@@ -17,7 +17,9 @@ from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of, exchanged_sizes
 
 _SEQUENCES = 32  # of one size on a device; a power of two from there on
-_STEPS = 8  # a bound is so many eighths of the capacity: so often it can grow
+# Bounds are in sixteenths of the capacity, and those of rings, whose blocks cost their square and
+# their size, in 32nds: so often they can grow.
+_STEPS, _RING_STEPS = 16, 32
 
 
 class Planner:
@@ -27,7 +29,7 @@ class Planner:
                           capacity=10240)
         plan = planner([9000, 300, 1200, 512])
 
-    The step's static sizes grow with what batches need, in eighths of the capacity, and never
+    The step's static sizes grow with what batches need, in sixteenths of the capacity, and never
     shrink: after a few batches nothing is compiled any more. `bounds` has them; given at the start,
     from the last run, nothing is compiled twice.
 
@@ -127,14 +129,14 @@ class Planner:
 
     def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray, whole: int) -> Bounds:
         """Round sizes up, so that they seldom grow."""
-        step = max(2, 2 * -(-self.capacity // (2 * _STEPS)))
 
-        def up(need: int) -> int:
+        def up(need: int, steps: int = _STEPS) -> int:
+            step = max(2, 2 * -(-self.capacity // (2 * steps)))
             return -(-need // step) * step
 
         most = int(flow.max(initial=0))
         sent = 1 << (most - 1).bit_length() if most else 0
-        wide = {g: up(w) for g, w in widths.items()}
+        wide = {g: up(w, _RING_STEPS if g > 1 else _STEPS) for g, w in widths.items()}
         most = max(_SEQUENCES, 1 << (whole - 1).bit_length()) if whole else 0
         return bounds_of(wide, up(tokens), sent, exchanged=self.costs.exchanged, sequences=most)
 
