@@ -3,16 +3,18 @@
     python -m benchmarks.varlen.pods --lengths FOLDER --out rows.jsonl
     python -m benchmarks.varlen.pods --lengths FOLDER --pod h100-sxm:2x8 --batch long --way planned
 
-Two batches, four ways, each compiled by XLA's GPU compiler and its schedule simulated. One batch is
+Two batches, five ways, each compiled by XLA's GPU compiler and its schedule simulated. One batch is
 of short documents (ProLong), the other has one of 41,743 tokens (WLB-LLM's list).
 
-- planned: groups of several sizes by the plan, moves for the linear layers where they pay.
+- planned: groups of several sizes by the plan, moves for the linear layers where they pay; whole
+  sequences by cuDNN's kernel where the chip has it. It is priced as causal over all slots.
+- matmuls: the same without that kernel.
 - ring: every document split over all GPUs, one ring of all on one rail (the same engine).
 - packed: the batch as rows of two a pod, causal over whole rows, each split over the GPUs of a node
   in this project's ring attention: what packing computes that no document asked for.
 - padded: a row a document, as long as the longest, over all GPUs as data parallelism.
 
-Attention's blocks are plain matmuls in all four. Two layers of a 7B GPT.
+Attention's blocks are plain matmuls under a mask in all others. Two layers of a 7B GPT.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from models.recipe import Recipe
 from models.varlen import Documents, make_step
 
 PODS = ("h100-sxm:2x8", "a100-sxm-80:2x8")
-WAYS = ("planned", "ring", "packed", "padded")
+WAYS = ("planned", "matmuls", "ring", "packed", "padded")
 TOKENS = 4096  # a GPU
 HEADS_AT_ONCE = 4
 BATCHES = {"short": ("prolong", 0), "long": ("wlbllm", 47)}  # a list, and which of its batches
@@ -64,7 +66,7 @@ def config_of(**changes: Any) -> Config:
 
 def plan_of(way: str, pod: str, lengths: np.ndarray) -> varlen.BatchPlan:
     costs = varlen.attention_costs(pod, heads=32, head_size=128, hidden=4096, mlp=16384)
-    if way == "planned":
+    if way != "ring":
         return varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))(lengths)
     costs = replace(costs.without_routing(), kv_heads=1)  # one head is not exchanged
     planner = varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))
@@ -80,7 +82,7 @@ def with_rings(way: str, pod: str, lengths: np.ndarray) -> tuple[Any, varlen.Bat
     mesh, config = pod_mesh(pod, {"data": 2, "context": 8}), config_of(varlen=True, prices=pod)
     recipe, plan = Recipe(Config, Documents, RECIPE.batches), plan_of(way, pod, lengths)
     step, _ = make_step(recipe, config, mesh)
-    step.costs = plan.costs
+    step.costs, step.fused = plan.costs, step.fused and way == "planned"
     step.transform = lambda jitted: jaxoverlap.overlap(jitted, cluster=pod)
     state = recipe.abstract_args(config, mesh)[0]
     shape = plan.nodes.count, plan.nodes.devices * plan.bounds.tokens
@@ -135,7 +137,7 @@ def kind_of(groups: str) -> str:
 
 def measured(way: str, pod: str, lengths: np.ndarray) -> dict[str, Any]:
     began, plan = time.perf_counter(), None
-    if way in ("planned", "ring"):
+    if way in ("planned", "matmuls", "ring"):
         compiled, plan = with_rings(way, pod, lengths)
     else:
         compiled = usual(way, pod, lengths)

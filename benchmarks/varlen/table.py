@@ -99,7 +99,7 @@ def write(out: Path | None, rows: list[dict[str, Any]]) -> None:
 
 
 @app.command()
-def lists(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
+def lists(lengths: Lengths, batches_each: int = 3, out: Out = None, seed: int = 0) -> None:
     """Compare all ways: how many times as fast as TE's ring each is."""
     rows: list[dict[str, Any]] = []
     for path in sorted(lengths.glob("*.txt")):
@@ -110,7 +110,7 @@ def lists(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
             for count, tokens in SETTINGS:
                 place = place_of(cluster, count, tokens)
                 for index, batch in enumerate(
-                    first(known, count * 8 * tokens, batches_each, seed=0)
+                    first(known, count * 8 * tokens, batches_each, seed=seed)
                 ):
                     took = {n: way(place, batch) for n, way in METHODS.items() if n != "FlexSP"}
                     took["FlexSP"], bound_s = flexsp_solved(place, batch)

@@ -72,9 +72,10 @@ def forward(
     lengths, starts = runs(segment, most + 1)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        ordered = [x if order is None else jnp.take(x, order, axis=1) for x in (q, k, v)]
-        heads = ordered[0].reshape(*q.shape[:2], -1, q.shape[-1])
-        out = fused_attention.packed_causal(heads, *ordered[1:], lengths, starts, scale=scale)
+        if order is not None:
+            q, k, v = (jnp.take(x, order, axis=1) for x in (q, k, v))
+        heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
+        out = fused_attention.packed_causal(heads, k, v, lengths, starts, scale=scale)
         out = out.reshape(q.shape)
         return out if order is None else jnp.zeros_like(out).at[:, order].set(out)
 

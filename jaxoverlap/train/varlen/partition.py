@@ -5,7 +5,7 @@ algorithms' text was not at hand, so this is a reconstruction. Rings nest, so a 
 sum over the ring sizes of its ring's time, and the batch's is the greatest of these sums:
 
 1. Long sequences are split: a sequence gets the smallest ring that it fits in and on which it takes
-   no longer than a share of the balanced time. Several shares are tried.
+   no longer than a share of the balanced time. Several shares are tried, and one size for all.
 2. From the largest rings down, the longest sequence first, each goes to the ring that is done
    first and has room (LPT; Graham 1969).
 3. Where few sequences leave devices uneven, single ones move, or change places, while that helps.
@@ -174,6 +174,8 @@ def partition(
     wanted = [
         _wanted(price, capacity, share * least_s) for share in (_MORE_SHARES if few else _SHARES)
     ]
+    if few:
+        wanted += _alike(price, capacity)
     distinct = {sizes.tobytes(): sizes for sizes in wanted}.values()
     found = [filled for sizes in distinct if (filled := _filled(fresh(), price, sizes))]
     if not found:
@@ -242,6 +244,13 @@ def _wanted(price: Prices, capacity: int, longest_s: float) -> np.ndarray:
     alone = np.where(np.stack(price.tokens) <= capacity, np.stack(price.alone_s), np.inf)
     short = alone <= longest_s
     return np.where(short.any(axis=0), short.argmax(axis=0), alone.argmin(axis=0))
+
+
+def _alike(price: Prices, capacity: int) -> list[np.ndarray]:
+    """Return one size of ring for all sequences, for each size; larger where there is no room."""
+    room = np.stack(price.tokens) <= capacity
+    least = np.where(room.any(axis=0), room.argmax(axis=0), len(room) - 1)
+    return [np.maximum(least, at) for at in range(len(room))]
 
 
 def _filled(sharing: Sharing, price: Prices, wanted: np.ndarray) -> Sharing | None:

@@ -74,42 +74,68 @@ class Planner:
             Infeasible: a ValueError; the batch does not fit.
             ValueError: for lengths that are no whole numbers of one or more.
         """
-        checked, costs = _checked(lengths), self.costs
-        share = functools.partial(partition, checked, self.nodes, costs, capacity=self.capacity)
-        even_s = costs.linear_s * -(-int(checked.sum()) // self.nodes.total)
+        checked = _checked(lengths)
+        kinds = [self.costs, *self._other_kinds()] if self.bounds is None else [self.costs]
+        least_s = min(self._least_s(checked, costs) for costs in kinds)
+        best = self._best(checked, kinds[0])
+        for costs in kinds[1:]:
+            if best.layer_seconds > GOOD * least_s:
+                best = min(best, self._best(checked, costs), key=lambda plan: plan.layer_seconds)
+        self.costs = best.costs
+        return replace(best, bounds=self._grown(best.bounds))
+
+    def _other_kinds(self) -> list[AttentionCosts]:
+        """Return prices with other choices of the groups that exchange heads.
+
+        Once something is compiled, by the first batch, that stays as it is.
+        """
+        can = [g for g in self.nodes.ring_sizes[1:] if self.costs.kv_heads % g == 0]
+        inside = [g for g in can if not self.nodes.crosses(g)]
+        choices = {tuple(inside), tuple(can)} - {self.costs.exchanged}
+        return [replace(self.costs, exchanged=sizes) for sizes in sorted(choices)]
+
+    def _least_s(self, lengths: np.ndarray, costs: AttentionCosts) -> float:
+        """Return what no layer whose tokens stay is faster than."""
+        return bound_s(prices_of(lengths, self.nodes, costs, token_s=costs.linear_s), self.nodes)
+
+    def _best(self, lengths: np.ndarray, costs: AttentionCosts) -> BatchPlan:
+        """Return the better of two plans, one that moves no token and one that evens them out."""
+        share = functools.partial(partition, lengths, self.nodes, costs, capacity=self.capacity)
+        even_s = costs.linear_s * -(-int(lengths.sum()) // self.nodes.total)
         best: BatchPlan | None = None
         if costs.linear_s:
             best = self.plan_of(share(token_s=costs.linear_s), remap=False)
-        least_s = bound_s(prices_of(checked, self.nodes, costs), self.nodes) + even_s
+        least_s = bound_s(prices_of(lengths, self.nodes, costs), self.nodes) + even_s
         if best is None or best.layer_seconds > GOOD * least_s:
             shared = share()
             if best is None or shared.makespan_s() + even_s < best.layer_seconds:
                 moves = self.plan_of(shared)
                 if best is None or moves.layer_seconds < best.layer_seconds:
                     best = moves
-        return replace(best, bounds=self._grown(best.bounds))
+        return best
 
     def plan_of(self, shared: Sharing, *, remap: bool = True) -> BatchPlan:
         """Return the plan of sequences that are shared out already; its bounds are its own.
 
         Without `remap` tokens stay for the linear layers where attention has them.
         """
-        sizes, lengths, total = self.nodes.ring_sizes, shared.lengths, self.nodes.total
-        size = np.array(sizes)[shared.size]
+        sizes, lengths, costs = self.nodes.ring_sizes, shared.lengths, shared.costs
+        size, total = np.array(sizes)[shared.size], self.nodes.total
         pieces = pieces_of(lengths, size, shared.ring)
         held = np.zeros(total, int)
         np.add.at(held, pieces.device, pieces.length)
         flow = self._flow(held) if remap else np.zeros((total, total), int)
         tokens = held - flow.sum(axis=1) + flow.sum(axis=0)
-        widths = widths_of(pieces, self.nodes)
-        needed = self._rounded(widths, int(tokens.max()), flow, self._whole(size, shared.ring))
+        needed = self._rounded(widths_of(pieces, self.nodes), int(tokens.max()), flow)
+        whole = [shared.ring[size == g] for g in (1, *costs.exchanged)]
+        most = max((int(np.bincount(ring).max()) for ring in whole if ring.size), default=0)
+        needed = replace(
+            needed,
+            exchanged=tuple(g for g, _ in needed.widths if g in costs.exchanged),
+            sequences=max(_SEQUENCES, 1 << (most - 1).bit_length()) if most else 0,
+        )
         seconds = {g: np.repeat(shared.attention_seconds(i), g) for i, g in enumerate(sizes)}
-        return BatchPlan(lengths, size, shared.ring, seconds, flow, self.nodes, self.costs, needed)
-
-    def _whole(self, size: np.ndarray, ring: np.ndarray) -> int:
-        """Return the most whole sequences that a device has of one size."""
-        sizes = [g for g in (1, *self.costs.exchanged) if (size == g).any()]
-        return max((int(np.bincount(ring[size == g]).max()) for g in sizes), default=0)
+        return BatchPlan(lengths, size, shared.ring, seconds, flow, self.nodes, costs, needed)
 
     def _flow(self, held: np.ndarray) -> np.ndarray:
         """Return who sends how many tokens to whom so that all have equally many."""
@@ -127,7 +153,7 @@ class Planner:
             self.growths += 1
         return self.bounds
 
-    def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray, whole: int) -> Bounds:
+    def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray) -> Bounds:
         """Round sizes up, so that they seldom grow."""
 
         def up(need: int, steps: int = _STEPS) -> int:
@@ -137,8 +163,7 @@ class Planner:
         most = int(flow.max(initial=0))
         sent = 1 << (most - 1).bit_length() if most else 0
         wide = {g: up(w, _RING_STEPS if g > 1 else _STEPS) for g, w in widths.items()}
-        most = max(_SEQUENCES, 1 << (whole - 1).bit_length()) if whole else 0
-        return bounds_of(wide, up(tokens), sent, exchanged=self.costs.exchanged, sequences=most)
+        return bounds_of(wide, up(tokens), sent)
 
 
 def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:

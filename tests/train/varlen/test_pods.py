@@ -1,0 +1,55 @@
+"""Attention compiled for GPUs that are not there: which kernels, and whether hops are covered."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxoverlap
+from jaxoverlap.hardware.pods import compiler_options, pod_mesh
+from jaxoverlap.train import varlen
+from tests.support.pods import needs_plugin
+
+pytestmark = [pytest.mark.pods, needs_plugin]
+HEADS, HEAD = 8, 128
+
+
+@pytest.mark.parametrize(("chip", "kernels"), (("h100-sxm", 2), ("a100-sxm-80", 0)))
+def test_whole_sequences_are_fused_where_the_chip_has_it_and_hops_are_covered(chip, kernels):
+    """Rings of four, groups of two that exchange heads, and single devices, on two nodes of two."""
+    pod = f"{chip}:2x2"
+    mesh = pod_mesh(pod, {"node": 2, "device": 2})
+    costs = varlen.attention_costs(pod, heads=HEADS, head_size=HEAD)
+    plan = varlen.Planner(costs, pod, capacity=4096)([9000, 700, 300, 900, 200])
+    widths = ((4, 2560), (2, 1024), (1, 1024))
+    bounds = dataclasses.replace(
+        plan.bounds, widths=widths, tokens=4096, sent=0, exchanged=(2,), sequences=32
+    )
+    at = NamedSharding(mesh, P("node", "device"))
+    x = jax.ShapeDtypeStruct((2, 2 * bounds.tokens, HEADS, HEAD), jnp.bfloat16, sharding=at)
+
+    def like(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+
+    each, where = P(("node", "device")), like((4, bounds.slots), P())
+    there, back = (
+        type(plan.arrays.to_linear)(like((4, 4, 0), each), like((4, slots), each))
+        for slots in (bounds.slots, bounds.tokens)
+    )
+    arrays = varlen.PlanArrays(where, where, there, back)
+
+    @jax.jit
+    def both(q, k, v, arrays, to_out):
+        how = dict(mesh=mesh, bounds=bounds, costs=costs.without_routing())
+        out, gradients = jax.vjp(lambda *x: varlen.attention(*x, arrays, **how), q, k, v)
+        return out, *gradients(to_out)
+
+    options = compiler_options() | jaxoverlap.compiler_options(mesh)
+    text = both.lower(x, x, x, arrays, x).compile(options).as_text()
+    for call in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        assert text.count(f'custom_call_target="{call}"') == kernels
+    hops = [c for c in jaxoverlap.audit(text).collectives if c.kind == "collective-permute"]
+    assert len(hops) >= 6 and all(c.covered for c in hops), [str(c) for c in hops]
