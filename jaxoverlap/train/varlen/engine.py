@@ -54,6 +54,7 @@ class Engine(NamedTuple):
         scale: the factor of scores.
         proxies: by ring size, the rails of a hop forward and backward; (1, 1) where it has none.
         fused: whether whole sequences are attended to by cuDNN's kernel.
+        chip: the compute capability that it is traced for, where that GPU is not here.
     """
 
     nodes: Nodes
@@ -62,6 +63,7 @@ class Engine(NamedTuple):
     scale: float
     proxies: tuple[tuple[int, tuple[int, int]], ...] = ()
     fused: bool = False
+    chip: tuple[int, int] | None = None
 
     def route(self, size: int, *, backward: bool = False) -> Route:
         """Return the way of a hop of rings of a size."""
@@ -191,8 +193,9 @@ class _Local(_Set):
         scale, most = self.engine.scale, self.engine.bounds.sequences
         if self.engine.fused and fused.fits(q):
             return fused.forward(
-                self.where, q, k, v, scale=scale, most=most, in_order=self.in_order
-            )
+                self.where, q, k, v, scale=scale, most=most, in_order=self.in_order,
+                chip=self.engine.chip,
+            )  # fmt: skip
         return local_forward(self.where, q, k, v, scale)
 
     def backward(self, own: tuple[Any, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:

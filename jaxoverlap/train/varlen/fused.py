@@ -32,15 +32,23 @@ def has_kernel(mesh: Mesh) -> bool:
     Raises:
         RuntimeError: if the kernel here computes something else.
     """
-    device = mesh.devices.flat[0]
-    version = getattr(device, "compute_capability", None)
-    if device.platform not in ("gpu", "cuda") or version is None:
-        return False
-    if tuple(int(part) for part in str(version).split(".")) < _HOPPER:
+    if _capability(mesh) < _HOPPER:
         return False
     if jax.default_backend() == "gpu":
         _check()
     return True
+
+
+def described(mesh: Mesh) -> tuple[int, int] | None:
+    """Return the chip that JAX is to answer for while it traces; None where GPUs are here."""
+    chip = _capability(mesh)
+    return None if jax.default_backend() == "gpu" or not chip else (chip[0], chip[1])
+
+
+def _capability(mesh: Mesh) -> tuple[int, ...]:
+    """Return the compute capability of a mesh's devices; () if they are no NVIDIA GPUs."""
+    version = getattr(mesh.devices.flat[0], "compute_capability", None)
+    return tuple(int(part) for part in str(version).split(".")) if version else ()
 
 
 def fits(q: Array) -> bool:
@@ -50,7 +58,15 @@ def fits(q: Array) -> bool:
 
 
 def forward(
-    where: Where, q: Array, k: Array, v: Array, *, scale: float, most: int, in_order: bool
+    where: Where,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    most: int,
+    in_order: bool,
+    chip: fused_attention.Capability | None = None,
 ) -> tuple[Array, Any]:
     """Attend causally within each sequence, f[1, slots, kv heads, group, head] by kv heads.
 
@@ -60,6 +76,7 @@ def forward(
         scale: the factor of scores.
         most: sequences that there can be.
         in_order: whether each sequence's slots stand side by side already, empty ones last.
+        chip: as `described` gives it.
 
     Returns:
         The output, like q, and the function from its gradient to those of q, k and v.
@@ -79,7 +96,8 @@ def forward(
         out = out.reshape(q.shape)
         return out if order is None else jnp.zeros_like(out).at[:, order].set(out)
 
-    return jax.vjp(attend, q, k, v)
+    with fused_attention.tracing_for(chip):
+        return jax.vjp(attend, q, k, v)
 
 
 def runs(segment: Array, most: int) -> tuple[Array, Array]:

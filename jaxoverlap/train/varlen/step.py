@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.varlen.arrays import PlanArrays
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.engine import Engine, attend
-from jaxoverlap.train.varlen.fused import has_kernel
+from jaxoverlap.train.varlen.fused import described, has_kernel
 from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import remap
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
@@ -34,7 +34,6 @@ def engine_of(
     *,
     scale: float,
     costs: AttentionCosts | None = None,
-    fused: bool = False,
 ) -> Engine:
     """Return what a step is compiled for; hops go over as many rails as `costs` say, or one."""
     proxies = []
@@ -44,7 +43,7 @@ def engine_of(
             most = min(costs.rails, nodes.devices)
             rails = costs.proxies(sent), costs.proxies(sent * costs.backward_bytes)
             proxies.append((size, (min(rails[0], most), min(rails[1], most))))
-    return Engine(nodes, axes, bounds, scale, tuple(proxies), fused and bounds.sequences > 0)
+    return Engine(nodes, axes, bounds, scale, tuple(proxies))
 
 
 def attention(
@@ -89,7 +88,8 @@ def attention(
         raise ValueError(f"{q.shape[2]} heads with {k.shape[2]} kv heads: expected a multiple")
     head_scale = q.shape[-1] ** -0.5 if scale is None else scale
     fuses = has_kernel(mesh) if fused is None else fused
-    engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs, fused=fuses)
+    engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs)
+    engine = engine._replace(fused=fuses and bounds.sequences > 0, chip=described(mesh))
     stream, each = P(*axes, None, None), P(axes)
     placed = PlanArrays(P(), P(), each, each)  # type: ignore[arg-type]
     body = functools.partial(_on_device, engine, q.shape[2], k.shape[2])
