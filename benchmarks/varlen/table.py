@@ -1,6 +1,7 @@
 """Compare ways to share batches of real lengths out, by simulation from one cost model.
 
-    python -m benchmarks.varlen.table lists          # seven ways on the real lists, three clusters
+    python -m benchmarks.varlen.table lists          # eight ways on the real lists, three clusters
+    python -m benchmarks.varlen.table apart          # what the gain over TE's ring is made of
     python -m benchmarks.varlen.table ablation       # ours part by part, beside the paper's
     python -m benchmarks.varlen.table magi           # in MagiAttention's own setting
     python -m benchmarks.varlen.table planner        # milliseconds of planning
@@ -10,6 +11,7 @@ Lists of token lengths are read from --lengths, one number a line and list.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ from benchmarks.varlen.methods import (
 )
 from jaxoverlap.hardware.cluster import Cluster, Link, parse_cluster
 from jaxoverlap.train.varlen import Nodes, Planner, attention_costs
+from jaxoverlap.train.varlen.costs import Hop
 
 # The paper's clusters. A: A800, NVLink of 400 GB/s both ways, 4 NICs of 200 Gbit/s a node. B: H800,
 # the same NVLink, 8 RoCE NICs, whose rate is not given: 400 Gbit/s, as H800 nodes have. C: H200,
@@ -147,6 +150,36 @@ def _lists(rows: list[dict[str, Any]]) -> None:
 
 
 @app.command()
+def apart(lengths: Lengths) -> None:
+    """Take the gain over TE's ring apart: tiles, hops, and documents' lengths."""
+    known = [np.loadtxt(path, dtype=int) for path in sorted(lengths.glob("*.txt"))]
+    table = Table("cluster", "batches", "whole tiles", "no tiles", "hops free", "TE's hops, share")
+    for cluster in CLUSTERS:
+        rows = []
+        for one, (count, tokens) in itertools.product(known, SETTINGS):
+            place = place_of(cluster, count, tokens)
+            (batch,) = first(one, count * 8 * tokens, 1, seed=0)
+            rows.append((f"{count * 8} GPUs, {tokens} tokens each", *_apart(place, batch)))
+        means = (geometric(row[i] for row in rows) for i in range(1, 5))
+        table.add_row(cluster, "drawn from the lists", *(f"{x:.2f}" for x in means))
+        for length in (2048, 8192, 32768, 65536):
+            place = place_of(cluster, 2, 4096)
+            batch = np.full(16 * 4096 // length, length)
+            cells = (f"{x:.2f}" for x in _apart(place, batch))
+            table.add_row(cluster, f"documents of {length}, 16 GPUs", *cells)
+    Console(width=110).print(table)
+
+
+def _apart(place: Place, batch: np.ndarray) -> tuple[float, float, float, float]:
+    """Return TE's seconds over ours: as priced, without tiles, without hops; and hops' share."""
+    even = replace(place, costs=replace(place.costs, tile=(1, 1)))
+    fast = Hop(0.0, 1e18)
+    free = replace(place, costs=replace(place.costs, intra=fast, network=fast))
+    gain, no_tiles, no_hops = (te_ring(p, batch) / planned(p, batch) for p in (place, even, free))
+    return gain, no_tiles, no_hops, 1 - te_ring(free, batch) / te_ring(place, batch)
+
+
+@app.command()
 def ablation(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
     """Show ours part by part on cluster A."""
     parts = {
@@ -208,22 +241,22 @@ def magi(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
 
 @app.command()
 def planner(lengths: Lengths, runs: int = 7) -> None:
-    """Time planning, the median of several runs: 10,000 sequences on 128 devices, and fewer."""
-    table = Table("list", "sequences", "devices", "ms", "balance")
+    """Time planning a first batch, the median of several: 10,000 sequences on 128 devices, fewer."""
+    table = Table("list", "sequences", "devices", "ms", "ms of a core")
     for path in sorted(lengths.glob("*.txt")):
         known = np.loadtxt(path, dtype=int)
         for number, count in ((10_000, 16), (1_000, 16), (100, 2)):
             batch = known[:number]
             place = place_of("C", count, 1)
             capacity = round(ROOM * batch.sum() / (count * 8)) + 2
-            took, balance = [], 1.0
+            took = []
             for _ in range(runs):
-                began = time.perf_counter()
-                plan = Planner(place.costs, place.nodes, capacity=capacity)(batch)
-                took.append(time.perf_counter() - began)
-                balance = plan.balance
-            row = (f"{number}", f"{count * 8}", f"{np.median(took) * 1e3:.0f}")
-            table.add_row(path.stem, *row, f"{balance:.3f}")
+                began = time.perf_counter(), time.process_time()
+                Planner(place.costs, place.nodes, capacity=capacity)(batch)
+                ended = time.perf_counter(), time.process_time()
+                took.append([after - before for before, after in zip(began, ended, strict=True)])
+            medians = (f"{ms:.0f}" for ms in np.median(took, axis=0) * 1e3)
+            table.add_row(path.stem, f"{number}", f"{count * 8}", *medians)
     Console(width=80).print(table)
 
 

@@ -16,6 +16,7 @@ from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of, exchanged_sizes
 
+_MANY = 4096  # sequences for which one kind of groups is tried alone, as planning takes its time
 _SEQUENCES = 32  # of one size on a device; a power of two from there on
 # Bounds are in sixteenths of the capacity, and those of rings, whose blocks cost their square and
 # their size, in 32nds: so often they can grow.
@@ -75,7 +76,9 @@ class Planner:
             ValueError: for lengths that are no whole numbers of one or more.
         """
         checked = _checked(lengths)
-        kinds = [self.costs, *self._other_kinds()] if self.bounds is None else [self.costs]
+        kinds = [self.costs]
+        if self.bounds is None and len(checked) < _MANY:  # nothing is compiled yet
+            kinds += self._other_kinds()
         least_s = min(self._least_s(checked, costs) for costs in kinds)
         best = self._best(checked, kinds[0])
         for costs in kinds[1:]:
