@@ -241,7 +241,7 @@ def magi(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
 
 @app.command()
 def planner(lengths: Lengths, runs: int = 7) -> None:
-    """Time planning a first batch, the median of several: 10,000 sequences on 128 devices, fewer."""
+    """Time planning a first batch: 10,000 sequences on 128 devices, and fewer; medians."""
     table = Table("list", "sequences", "devices", "ms", "ms of a core")
     for path in sorted(lengths.glob("*.txt")):
         known = np.loadtxt(path, dtype=int)

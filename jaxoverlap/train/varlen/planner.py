@@ -84,7 +84,7 @@ class Planner:
         for costs in kinds[1:]:
             if best.layer_seconds > GOOD * least_s:
                 best = min(best, self._best(checked, costs), key=lambda plan: plan.layer_seconds)
-        self.costs = best.costs
+        self.costs = replace(self.costs, exchanged=self._settled(best))
         return replace(best, bounds=self._grown(best.bounds))
 
     def _other_kinds(self) -> list[AttentionCosts]:
@@ -96,6 +96,15 @@ class Planner:
         inside = [g for g in can if not self.nodes.crosses(g)]
         choices = {tuple(inside), tuple(can)} - {self.costs.exchanged}
         return [replace(self.costs, exchanged=sizes) for sizes in sorted(choices)]
+
+    def _settled(self, plan: BatchPlan) -> tuple[int, ...]:
+        """Return who exchanges heads: as the plan has it, and as before where it has no group."""
+        used = {size for size, _ in plan.bounds.widths}
+        return tuple(
+            size
+            for size in self.nodes.ring_sizes
+            if size in (plan.costs if size in used else self.costs).exchanged
+        )
 
     def _least_s(self, lengths: np.ndarray, costs: AttentionCosts) -> float:
         """Return what no layer whose tokens stay is faster than."""
