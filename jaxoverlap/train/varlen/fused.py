@@ -35,7 +35,8 @@ def has_kernel(mesh: Mesh) -> bool:
     if _capability(mesh) < _HOPPER:
         return False
     if jax.default_backend() == "gpu":
-        _check()
+        with jax.ensure_compile_time_eval():  # this may be asked while a step is traced
+            check()
     return True
 
 
@@ -114,8 +115,12 @@ def runs(segment: Array, most: int) -> tuple[Array, Array]:
 
 
 @functools.cache
-def _check() -> None:
-    """Compare the kernel with plain matmuls on this process's GPU, forward and backward."""
+def check() -> None:
+    """Compare the kernel with plain matmuls on this process's GPU, forward and backward.
+
+    Raises:
+        RuntimeError: if they differ.
+    """
     rng = np.random.default_rng(0)
     segment = np.repeat(np.array([0, 1, 2, -1], np.int32), [130, 1, 301, 80])
     position = np.concatenate([np.arange(n, dtype=np.int32) for n in (130, 1, 301, 80)])

@@ -143,6 +143,28 @@ def test_a_fused_kernel_sees_whole_sequences(seed):
         check_float32(program, seed, heads=heads)
 
 
+@pytest.mark.parametrize("off", (0, 1))
+def test_a_kernel_that_computes_something_else_is_refused(off, monkeypatch):
+    """The comparison that a GPU is put to, here while something else is traced."""
+
+    def kernel(query, key, value, lengths, starts, *, scale):
+        shifted = jnp.roll(key, off, axis=1)  # keys of the token before: a mask that is off by one
+        values = (x.astype("f") for x in (query, shifted, value))
+        return emulated(*values, lengths, starts, scale=scale).astype(query.dtype)
+
+    def compared(x):
+        with jax.ensure_compile_time_eval():
+            fused.check.__wrapped__()
+        return x
+
+    monkeypatch.setattr(fused_attention, "packed_causal", kernel)
+    if off:
+        with pytest.raises(RuntimeError, match="pass fused=False"):
+            jax.jit(compared)(1.0)
+    else:
+        jax.jit(compared)(1.0)
+
+
 def test_where_the_kernel_is_taken():
     cpus = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("node", "device"))
     assert not fused.has_kernel(cpus)
