@@ -150,16 +150,16 @@ class BatchPlan:
 
     def __str__(self) -> str:
         even = even_tokens(self.tokens, self.nodes.total).max()
-        table = Table("zone", "devices", "", "sequences", "tokens", "longest", "ms of the slowest")
+        table = Table("zone", "devices", "", "sequences", "tokens", "longest", "ms")
         for g in sorted(self.ring_seconds, reverse=True):
             on = self.lengths[self.size == g]
             if on.size:
                 slowest = self.ring_seconds[g].max() * 1e3
                 name = self.nodes.zone(g)
                 sums = f"{on.size}", f"{on.sum()}", f"{on.max()}", f"{slowest:.3f}"
-                how = "heads exchanged" if g in self.costs.exchanged else "ring" if g > 1 else ""
+                how = "exchange" if g in self.costs.exchanged else "ring" if g > 1 else ""
                 table.add_row(name, f"{g}", how, *sums)
-        console = Console(width=96, color_system=None)
+        console = Console(width=80, color_system=None)
         with console.capture() as text:
             console.print(table)
         return (
