@@ -27,7 +27,7 @@ def gradients(steps, seed=0, shape=SHAPE):
     return (common + 0.5 * noise).astype(np.float32)
 
 
-@pytest.mark.parametrize("method", ("qr", "gram-schmidt"))
+@pytest.mark.parametrize("method", ("auto", "qr", "gram-schmidt"))
 def test_power_sgd_is_its_numpy_form_with_error_feedback_and_warm_start(method):
     given = gradients(5)
     averages = Averages(uniform(power_sgd(3, orthogonalize=method)), given[0, 0])
@@ -157,14 +157,21 @@ def test_the_measured_errors_are_those_of_each_setting(compressor):
             np.testing.assert_allclose(error, expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", ("qr", "gram-schmidt"))
+@pytest.mark.parametrize("method", ("auto", "qr", "gram-schmidt"))
 def test_columns_become_orthonormal_and_span_what_the_first_ones_did(method):
-    x = np.random.default_rng(0).normal(size=(30, 6)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(40, 20)).astype(np.float32)
     got = np.asarray(orthonormal(jnp.asarray(x), method), np.float64)
-    np.testing.assert_allclose(got.T @ got, np.eye(6), atol=1e-5)
-    for k in range(1, 7):
+    np.testing.assert_allclose(got.T @ got, np.eye(20), atol=1e-5)
+    for k in range(1, 21):
         left = x[:, :k] - got[:, :k] @ (got[:, :k].T @ x[:, :k])
         assert np.abs(left).max() < 1e-4
+
+
+def test_a_column_that_depends_on_those_before_stays_orthogonal():
+    x = np.random.default_rng(0).normal(size=(40, 20)).astype(np.float32)
+    x[:, 12] = x[:, 3] - 2 * x[:, 9]
+    got = np.asarray(orthonormal(jnp.asarray(x)), np.float64)
+    np.testing.assert_allclose(got.T @ got, np.eye(20), atol=1e-5)
 
 
 def test_a_gradient_of_zeros_for_a_while_does_not_kill_power_sgd():

@@ -10,6 +10,7 @@ from jax import lax
 
 Method = Literal["auto", "qr", "gram-schmidt"]
 MOST_COLUMNS = 16  # Gram-Schmidt is unrolled: more columns take long to compile
+_BLOCK = 8  # columns
 _DEPENDENT = 1e-6  # of a column's norm; less than this is rounding
 
 
@@ -22,18 +23,34 @@ def orthonormal(matrix: jax.Array, method: Method = "auto") -> jax.Array:
 
     Args:
         matrix: float32 [rows, columns], rows >= columns.
-        method: QR (Householder), or Gram-Schmidt with each column projected twice. "auto" is QR on
-            CPUs, where it compiles several times faster, and beyond 16 columns; Gram-Schmidt
-            elsewhere, where QR is a call of a solver that no collective hides behind (not timed on
-            a GPU).
+        method: QR (Householder), or Gram-Schmidt with each column projected twice. "auto" is QR of
+            eight columns at a time on CPUs, where it compiles several times faster; elsewhere
+            Gram-Schmidt, as QR is a call of a solver that no collective hides behind (not timed on
+            a GPU), but QR beyond 16 columns.
     """
-    if method == "auto" and matrix.shape[1] <= MOST_COLUMNS:
-        return lax.platform_dependent(matrix, cpu=_by_qr, default=_by_gram_schmidt)
+    if method == "auto":
+        default = _by_gram_schmidt if matrix.shape[1] <= MOST_COLUMNS else _by_qr
+        return lax.platform_dependent(matrix, cpu=_by_blocks, default=default)
     return _by_gram_schmidt(matrix) if method == "gram-schmidt" else _by_qr(matrix)
 
 
 def _by_qr(matrix: jax.Array) -> jax.Array:
     return jnp.linalg.qr(matrix)[0]
+
+
+def _by_blocks(matrix: jax.Array) -> jax.Array:
+    """Do QR of a few columns at a time, less what lies in those before.
+
+    LAPACK's QR of 16 columns and more has threads of its own, which wait for each other where the
+    devices' threads have the cores: 88 ms for 784 x 16 on two busy cores, 12 µs for 784 x 8.
+    """
+    basis = _by_qr(matrix[:, :_BLOCK])
+    for first in range(_BLOCK, matrix.shape[1], _BLOCK):
+        block = matrix[:, first : first + _BLOCK]
+        for _ in range(2):  # once leaves rounding in a column that depends on those before
+            block = _by_qr(block - basis @ (basis.T @ block))
+        basis = jnp.concatenate([basis, block], axis=1)
+    return basis
 
 
 def _by_gram_schmidt(matrix: jax.Array) -> jax.Array:
