@@ -66,7 +66,7 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
         axis="worker",
         sync=sync_of(config),
         stacked=stacked_in(params),
-        overlap=not config.plain,
+        overlap=not (config.plain or config.ops),
     )
     with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
         check_workers(checkpoints, config)

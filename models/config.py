@@ -70,6 +70,11 @@ class Run:
                 f"process={self.process}: give all three, or none; --distributed finds them where "
                 "SLURM, Kubernetes or MPI started the processes"
             )
+        if self.has_workers and (self.plan or self.halves or self.profile):
+            raise Mistake(
+                "--plan, --halves and --profile are of the step alone: leave them out with "
+                "--compress and --local-updates"
+            )
         if self.plan and (self.plain or self.halves):
             raise Mistake("--plan says what is overlapped: leave out --plain and --halves")
         for name, by, divisor in self.divisors():

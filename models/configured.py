@@ -245,4 +245,9 @@ def chosen(recipe: Recipe, run: Run) -> tuple[Recipe, Run]:
     if path is None:
         return recipe, run
     assert isinstance(run, TextRun)
+    if run.has_workers:
+        raise Mistake(
+            "--configuration has no axis of workers: leave it out with --compress and "
+            "--local-updates"
+        )
     return configured(run, read_configuration(path))

@@ -59,7 +59,7 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
         shard_outer=not (outer.eager or config.compress),
         sync=compressed.sync_of(config) if config.compress else None,
         stacked=compressed.stacked_in(params) if config.compress else (),
-        overlap=not config.plain,
+        overlap=not (config.plain or config.ops),
     )
     with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
         state, begin = restored(checkpoints, updates, recipe.abstract_args(config, mesh)[0])

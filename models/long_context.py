@@ -26,7 +26,7 @@ from typer import Option
 
 import jaxoverlap
 from models import gpt
-from models.config import TextRun
+from models.config import Mistake, TextRun
 from models.layers import Layout, shard
 from models.recipe import Recipe
 from models.text import text_batches
@@ -58,6 +58,13 @@ class Config(TextRun):
     step_tokens: Annotated[int, Option(help="Of a step of --varlen.")] = 8192
     longest: Annotated[int, Option(help="Tokens of a document of --varlen.")] = 4096
     prices: Annotated[str | None, Option(help="Cluster whose prices --varlen plans by.")] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.varlen and self.has_workers:
+            raise Mistake("--varlen with --compress or --local-updates: leave out one of them")
+        if self.varlen and min(self.longest, self.step_tokens) < 1:
+            raise Mistake("--longest and --step-tokens: expected 1 token or more")
 
     @property
     def tokens(self) -> int:

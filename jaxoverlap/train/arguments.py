@@ -19,6 +19,8 @@ def check_automatic(mesh: Mesh) -> None:
 
 def check_workers(mesh: Mesh, axis: str) -> None:
     """Raise a ValueError for a mesh without the workers' axis, or with axes not automatic."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh; make it with jax.make_mesh")
     if axis not in mesh.shape:
         raise ValueError(
             f"axis={axis!r}: the mesh has the axes {', '.join(mesh.axis_names)}; name the one "

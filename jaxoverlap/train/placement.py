@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,6 +72,30 @@ class Placement:
             full[dim] = self.axis
         return P(*full)
 
+    def of_optimizer(
+        self, optimizer: optax.GradientTransformation, shapes: Any, at: Any, *, others: Any
+    ) -> Any:
+        """Return the shardings of an optimizer's state: moments lie where parameters do.
+
+        Args:
+            optimizer: any optax one.
+            shapes: of the parameters.
+            at: the parameters' shardings.
+            others: the sharding of what is not like a parameter, as counts.
+        """
+
+        def where(leaf: Any, sharding: Any) -> Any:
+            return leaf if _masked(leaf) else sharding
+
+        return optax.tree.map_params(
+            optimizer,
+            where,
+            jax.eval_shape(optimizer.init, shapes),
+            at,
+            transform_non_params=lambda _: others,
+            is_leaf=_masked,
+        )
+
     def scattered_dim(self, shape: Sequence[int], spec: P) -> int | None:
         """Return the dim along which a leaf of outer state is scattered, or None."""
         if not self.scatter:
@@ -80,3 +105,8 @@ class Placement:
             if full[dim] is None and size and size % self.workers == 0:
                 return dim
         return None
+
+
+def _masked(leaf: Any) -> bool:
+    """Return whether an optimizer leaves a parameter out, as optax.masked and partition do."""
+    return isinstance(leaf, optax.MaskedNode)

@@ -226,7 +226,8 @@ class Averager:
             averages += several
             waiting.append((leaf, whole, own, len(several)))
         raw = [n for n, leaf in enumerate(leaves) if leaf is not None and n not in self.of_leaf]
-        finite = self._finite(leaves, raw, waiting, done)
+        given = {leaf: whole for leaf, whole, _, _ in waiting}
+        finite = self._finite(given, [leaves[n] for n in raw], done)
         averages += [mean_of(leaves[n]) for n in raw]
         averages += [mean_of(value) for value in (*also, finite)]
         results = together(averages, axis=self.axis, workers=self.workers)
@@ -241,25 +242,33 @@ class Averager:
         means = [results[at + raw.index(n)] if n in raw else mean for n, mean in enumerate(means)]
         others = results[at + len(raw) : -1]
         new = self._with(state, {**states, **{leaf: one.state for leaf, one in done.items()}})
-        new = replace(new, finite=(results[-1] == 1).astype(jnp.float32))
+        # Finite gradients may have a mean that is not: sums of 16 bits are soon too large.
+        after = self._finite({leaf: means[leaf] for leaf in done}, [means[n] for n in raw])
+        new = replace(new, finite=(results[-1] == 1).astype(jnp.float32) * after)
         return jax.tree.unflatten(treedef, means), new, others
 
     def _finite(
-        self, leaves: list[Any], raw: list[int], waiting: list[Any], done: dict[int, Reduced]
+        self,
+        compressed: Mapping[int, jax.Array],
+        raw: Sequence[jax.Array],
+        done: Mapping[int, Reduced] | None = None,
     ) -> jax.Array:
-        """Return 1 for each layer whose gradient is finite here, and last for raw leaves."""
+        """Return 1 for each layer whose values are finite here, and last for raw leaves.
+
+        Flags of the leaves that are `done` are known already.
+        """
         flags = [jnp.ones(()) for _ in self.layers]
-        for leaf, whole, _, _ in waiting:
+        for leaf, whole in compressed.items():
             for number in self.of_leaf[leaf]:
                 part = self.layers[number].part
                 own = whole if part is None else whole[part]
                 flags[number] = jnp.isfinite(own).all().astype(jnp.float32)
-        for leaf, one in done.items():
+        for leaf, one in (done or {}).items():
             for number, flag in zip(self.of_leaf[leaf], one.state.finite, strict=True):
                 flags[number] = flag.min()
         rest = jnp.array(True)
-        for number in raw:
-            rest &= jnp.isfinite(leaves[number]).all()
+        for value in raw:
+            rest &= jnp.isfinite(value).all()
         return jnp.stack([*flags, rest.astype(jnp.float32)])
 
     def _with(self, state: SyncState, leaves: Mapping[int, LeafState]) -> SyncState:

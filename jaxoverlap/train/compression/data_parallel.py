@@ -26,6 +26,7 @@ from jaxoverlap.train.compression.state import (
     Flags,
     SyncState,
     TrainState,
+    check_placed,
     checked,
 )
 from jaxoverlap.train.compression.sync import Sync
@@ -77,6 +78,7 @@ class DataParallel:
         Args:
             params: arrays, whole along the workers' axis; sharded over other axes or not.
         """
+        params = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), params)
         at = self._shardings(params)
         new = jax.jit(self._new, out_shardings=(at.params, at.optimizer, at.sync))
         params, optimizer, sync = new(params)
@@ -120,13 +122,7 @@ class DataParallel:
         place = self._placement
         specs = jax.tree.map(place.spec_of, params)
         at = jax.tree.map(lambda spec: place.at(*spec), specs)
-        optimizer = optax.tree.map_params(
-            self._optimizer,
-            lambda _, where: where,
-            jax.eval_shape(self._optimizer.init, params),
-            at,
-            transform_non_params=lambda _: place.at(),
-        )
+        optimizer = place.of_optimizer(self._optimizer, params, at, others=place.at())
         averager = self._averager(params)
         leaf_specs = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
         own = {str(n): place.at(self.axis, *leaf_specs[n]) for n in averager.of_leaf}
@@ -164,6 +160,7 @@ class DataParallel:
             ValueError: for a state of another setting, or a batch that workers cannot share.
         """
         self._check_batch(batch)
+        check_placed(state, self.workers)
         averager = self._averager(state.params)
         control = checked(state.control, self.sync, averager.layers)
         self.check(unread=_UNREAD)

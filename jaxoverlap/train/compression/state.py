@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.sync import RAW, Sync
@@ -98,7 +99,8 @@ class NonFiniteGradientError(ValueError):
     def __init__(self, step: int, layers: list[str], left_out: str):
         self.step, self.layers = step, layers
         super().__init__(
-            f"step {step}: the gradient of {', '.join(layers)} is infinite or not a number. "
+            f"step {step}: the gradient of {', '.join(layers)}, or its average, is infinite or not "
+            "a number. "
             f"{left_out} Look at its batch or lower the learning rate, and go on from the state "
             "you have"
         )
@@ -174,3 +176,29 @@ def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:
                 f"{sync.candidates(layer)}"
             )
     return control
+
+
+def check_placed(state: TrainState, workers: int) -> None:
+    """Check that a state is of arrays on devices, and of so many workers.
+
+    Raises:
+        ValueError: if it is traced, not placed, or has the errors of other workers.
+    """
+    for leaf in jax.tree.leaves((state.params, state.optimizer, state.sync, state.control)):
+        if isinstance(leaf, Tracer):
+            raise ValueError(
+                "the step was called inside jax.jit or another transformation: expected arrays, as "
+                "it changes its programs between steps; call it from a Python loop"
+            )
+    for leaf in jax.tree.leaves((state.params, state.optimizer, state.sync)):
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"the state has a {type(leaf).__name__} of shape {np.shape(leaf)}: expected arrays "
+                "on the mesh; restore a checkpoint to step.abstract(params)"
+            )
+    for leaf in jax.tree.leaves((state.sync.error, state.sync.accumulated)):
+        if leaf.shape[0] != workers:
+            raise ValueError(
+                f"the state has the error feedback of {leaf.shape[0]} workers, and the mesh "
+                f"{workers}: go on with as many, or start from its parameters with init()"
+            )

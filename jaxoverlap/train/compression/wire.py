@@ -109,8 +109,10 @@ def _fused(kind: Kind, values: list[jax.Array], axis: str, workers: int) -> list
     Means keep their shapes, as values may be sharded over other axes, which a flattened one would
     not be: XLA itself makes one all-reduce of several.
     """
+    if workers == 1:  # XLA's partitioner fails on an axis of one device beside automatic ones
+        return [value[None] if kind == "gather" else value for value in values]
     if kind == "mean":
-        return [total / workers for total in lax.psum(values, axis)]
+        return [total / workers for total in _sums(values, axis)]
     keep = 1 if kind == "exchange" else 0  # leading dims that are not flattened
     shapes = [value.shape[keep:] for value in values]
     flat = [value.reshape(*value.shape[:keep], -1) for value in values]
@@ -125,6 +127,19 @@ def _fused(kind: Kind, values: list[jax.Array], axis: str, workers: int) -> list
         results.append(out[..., at : at + size].reshape(workers, *shape))
         at += size
     return results
+
+
+def _sums(values: list[jax.Array], axis: str) -> list[jax.Array]:
+    """Add values of one dtype up over the workers.
+
+    On CPUs those of 16 bits go as float32. XLA:CPU would send them so in any case, but aborts the
+    process where other axes of the mesh are automatic (jax 0.12.0.1).
+    """
+    device, dtype = jax.sharding.get_abstract_mesh().abstract_device, values[0].dtype
+    half = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
+    if not half or device is None or device.platform != "cpu":
+        return lax.psum(values, axis)
+    return [s.astype(dtype) for s in lax.psum([v.astype(jnp.float32) for v in values], axis)]
 
 
 def mean_of(value: jax.Array) -> Average:

@@ -58,6 +58,7 @@ class WorkerStep:
         params, moments, sync = state
         sync = of_one(sync)
         value, gradients, reduced = self._gradients(params, batch, sync)
+        _check_gradients(gradients, params)
         values, treedef = jax.tree.flatten(value)
         floats = [_as_float(v) for v in values]
         gradients, new, means = self.averager.average(gradients, sync, reduced=reduced, also=floats)
@@ -72,7 +73,13 @@ class WorkerStep:
     ) -> tuple[Any, Any, dict[int, Reduced]]:
         """Return the value, gradients, and those leaves that the backward scan has averaged."""
         if not self.in_backward:
-            return (*self.loss_and_grads(params, batch), {})
+            both = self.loss_and_grads(params, batch)
+            if not isinstance(both, tuple) or len(both) != 2:
+                raise ValueError(
+                    f"loss_and_grads returned a {type(both).__name__}: expected (value, gradients),"
+                    " as jax.value_and_grad(loss) gives"
+                )
+            return (*both, {})
         closed, shapes = jax.make_jaxpr(self.loss_and_grads, return_shape=True)(params, batch)
         before = len(jax.tree.leaves(shapes[0]))
         stacks = [
@@ -108,7 +115,18 @@ def if_finite(after: Any, before: Any, new: SyncState, old: SyncState) -> tuple[
     return kept, replace(state, count=new.count, finite=new.finite)
 
 
-def _as_float(value: jax.Array) -> jax.Array:
+def _check_gradients(gradients: Any, params: Any) -> None:
+    """Raise a ValueError if gradients are not a tree like the parameters."""
+    found, wanted = jax.tree.structure(gradients), jax.tree.structure(params)
+    if found != wanted:
+        raise ValueError(
+            f"loss_and_grads returned gradients of {found}: expected a tree like the parameters, "
+            f"{wanted}"
+        )
+
+
+def _as_float(value: Any) -> jax.Array:
+    value = jnp.asarray(value)
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(jnp.float32)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds
@@ -43,13 +42,8 @@ def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
 
 def optimizer_shardings(outer: Outer, place: Placement, shapes: Any, begin: Any) -> Any:
     """Return the shardings of an outer optimizer's state: moments lie where parameters do."""
-    return optax.tree.map_params(
-        outer.transform,
-        lambda _, at: at,
-        jax.eval_shape(outer.transform.init, shapes),
-        begin,
-        transform_non_params=lambda _: place.at(place.axis) if outer.eager else place.at(),
-    )
+    others = place.at(place.axis) if outer.eager else place.at()
+    return place.of_optimizer(outer.transform, shapes, begin, others=others)
 
 
 def _kept_by_workers(sync: Any, change: Any) -> Any:

@@ -185,6 +185,8 @@ def mezo(
             raise ValueError(
                 f"{name}={value!r}: expected a finite number above 0; MeZO's are eps=1e-3, lr=1e-6"
             )
+    if not np.isfinite(np.float32(eps)) or np.float32(eps) < np.finfo(np.float32).tiny:
+        raise ValueError(f"eps={eps!r}: expected a number that float32 can hold, as 1e-3")
     if directions != int(directions) or directions < 1:
         raise ValueError(f"directions={directions!r}: expected a whole number of 1 or more")
     if not weight_decay >= 0:

@@ -99,6 +99,13 @@ def replay(records: np.ndarray, transform: Mezo, params: Any, *, seed: int) -> Z
         params: where the run began; they are not donated.
         seed: of its key.
     """
+    records = np.asarray(records, np.float32)
+    if records.ndim != 2 or records.shape[1] != 1 + transform.directions:
+        raise ValueError(
+            f"records of shape {records.shape}: expected [steps, {1 + transform.directions}], a "
+            f"rate and {transform.directions} projected gradients a step; give the run's estimator"
+        )
+    params = jax.tree.map(jnp.asarray, params)
     at = jax.tree.map(lambda leaf: leaf.sharding, params)
     state = new_state(params, transform, seed)
 

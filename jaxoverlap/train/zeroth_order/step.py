@@ -25,11 +25,12 @@ class NonFiniteLossError(ValueError):
 
     Attributes:
         state: the state after the step, whose update was left out.
+        metrics: the step's; a log that goes on has to have them too, as it counts steps.
     """
 
-    def __init__(self, message: str, state: ZOState):
+    def __init__(self, message: str, state: ZOState, metrics: dict[str, Any]):
         super().__init__(message)
-        self.state = state
+        self.state, self.metrics = state, metrics
 
 
 class ZOStep:
@@ -99,15 +100,22 @@ class ZOStep:
 
         Raises:
             NonFiniteLossError: if a loss is not finite.
+            ValueError: for a state of an estimator with another number of directions.
         """
+        if (has := state.pending.scalars.shape) != (wanted := (self.transform.directions,)):
+            raise ValueError(
+                f"the state has a pending update of shape {has}: expected {wanted}, one scalar for "
+                "each of the estimator's directions; flush it by the step that made it"
+            )
         number = int(state.step) if self._check else 0  # of the state, which is donated
         state, metrics = self._program(state)(state, batch, *rest)
         if self._check and not np.isfinite(losses := np.asarray(metrics["losses"])).all():
             raise NonFiniteLossError(
                 f"step {number}: the losses at +eps and -eps are {losses.tolist()}; expected "
-                "finite numbers. Its update was left out (the error's `state` goes on from here): "
-                "look at that batch, or take a smaller eps or lr",
+                "finite numbers. Its update was left out (go on from the error's `state`, and give "
+                "a log its `metrics`): look at that batch, or take a smaller eps or lr",
                 state,
+                metrics,
             )
         return state, metrics
 

@@ -31,6 +31,12 @@ class QSGD:
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits!r}: expected a whole number from 1 to 8")
+        if self.error_feedback and self.bits == 1:
+            raise ValueError(
+                "bits=1 with error_feedback=True: one bit of a bucket's range loses more than the "
+                "gradient has, and what is kept would grow without end; give 2 bits or more, or "
+                "no error feedback"
+            )
 
     @property
     def setting(self) -> Setting:
@@ -107,10 +113,11 @@ def qsgd(bits: int = 4, *, error_feedback: bool = False) -> QSGD:
     Args:
         bits: of an element, 1 to 8.
         error_feedback: whether what rounding loses is added to the next gradient; wanted for
-            outer gradients, which come seldom, and for 1 or 2 bits.
+            outer gradients, which come seldom. For normally distributed gradients what is kept
+            settles at 0.24 of one with 4 bits, 0.6 with 3 and about ten times one with 2.
 
     Raises:
-        ValueError: for other bits.
+        ValueError: for other bits, or one bit with error feedback.
     """
     return QSGD(bits=bits, error_feedback=error_feedback)
 
