@@ -100,13 +100,21 @@ class ZOStep:
 
         Raises:
             NonFiniteLossError: if a loss is not finite.
-            ValueError: for a state of an estimator with another number of directions.
+            ValueError: for a state of an estimator with another number of directions, or one whose
+                update is pending given to a step that is not deferred (where losses are checked).
         """
         if (has := state.pending.scalars.shape) != (wanted := (self.transform.directions,)):
             raise ValueError(
                 f"the state has a pending update of shape {has}: expected {wanted}, one scalar for "
                 "each of the estimator's directions; flush it by the step that made it"
             )
+        made = self._made
+        if self._check and isinstance(made, Resident) and not made.deferred:
+            if rate := float(state.pending.rate):
+                raise ValueError(
+                    f"the state has a pending update of rate {rate:g}, which this step, not "
+                    "deferred, would never make: flush it by the step that made it"
+                )
         number = int(state.step) if self._check else 0  # of the state, which is donated
         state, metrics = self._program(state)(state, batch, *rest)
         if self._check and not np.isfinite(losses := np.asarray(metrics["losses"])).all():

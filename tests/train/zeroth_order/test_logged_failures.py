@@ -41,3 +41,12 @@ def test_records_states_and_eps_that_do_not_fit_are_refused():
         zo.step(loss, several)(state, np.ones((2, 4), np.float32))
     with pytest.raises(ValueError, match="float32 can hold"):
         zo.mezo(eps=1e-50, lr=1e-2)
+
+
+def test_a_pending_update_is_not_lost_in_a_step_that_does_not_defer():
+    transform, batch = zo.mezo(eps=1e-3, lr=1e-2), np.ones((2, 4), np.float32)
+    defers, immediate = zo.step(loss, transform, deferred=True), zo.step(loss, transform)
+    state, _ = defers(defers.init(PARAMS), batch)
+    with pytest.raises(ValueError, match="flush it by the step that made it"):
+        immediate(state, batch)
+    immediate(defers.flush(state), batch)
