@@ -109,12 +109,12 @@ class ZOStep:
                 "each of the estimator's directions; flush it by the step that made it"
             )
         made = self._made
-        if self._check and isinstance(made, Resident) and not made.deferred:
-            if rate := float(state.pending.rate):
-                raise ValueError(
-                    f"the state has a pending update of rate {rate:g}, which this step, not "
-                    "deferred, would never make: flush it by the step that made it"
-                )
+        immediate = isinstance(made, Resident) and not made.deferred
+        if self._check and immediate and (rate := float(state.pending.rate)):
+            raise ValueError(
+                f"the state has a pending update of rate {rate:g}, which this step, not deferred, "
+                "would never make: flush it by the step that made it"
+            )
         number = int(state.step) if self._check else 0  # of the state, which is donated
         state, metrics = self._program(state)(state, batch, *rest)
         if self._check and not np.isfinite(losses := np.asarray(metrics["losses"])).all():
