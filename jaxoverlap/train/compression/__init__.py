@@ -6,7 +6,6 @@ sync = compression.lgreco(compression.power_sgd(rank=4), every=500)
 step = compression.data_parallel(loss_and_grads, optimizer, mesh, axis="data", sync=sync)
 """
 
-from jaxoverlap.train.compression.averager import transform
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Compressor
 from jaxoverlap.train.compression.compressors.no_compression import none
 from jaxoverlap.train.compression.compressors.power_sgd import power_sgd
@@ -16,6 +15,7 @@ from jaxoverlap.train.compression.data_parallel import DataParallel, data_parall
 from jaxoverlap.train.compression.programme import solve
 from jaxoverlap.train.compression.state import NonFiniteGradientError, SyncState, TrainState
 from jaxoverlap.train.compression.sync import Sync, accordion, lgreco, uniform
+from jaxoverlap.train.compression.transform import transform
 
 __all__ = [
     "Averaged",

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker, sent
@@ -367,43 +366,3 @@ def averager_of(
     layers = sync.compressed(layers_of(params, stacked=stacked, shared=shared), workers)
     settings = tuple(sync.compressor.at(sync.compressor.setting, layer) for layer in layers)
     return Averager(sync, layers, settings, axis, workers)
-
-
-def transform(
-    sync: Sync,
-    params: Any,
-    *,
-    axis: str,
-    workers: int,
-    stacked: Sequence[str] = (),
-    settings: Sequence[Setting] | None = None,
-) -> optax.GradientTransformation:
-    """Return a synchronisation as an optax transformation, to be chained before an optimizer.
-
-    It runs in a `jax.shard_map` over the workers' axis (with check_vma=False); other axes may stay
-    automatic. Its updates are the means over the workers; its state is a `SyncState`, of which
-    `error` and `accumulated` differ between workers. Settings are fixed: `data_parallel` has the
-    loop that changes them.
-
-    Args:
-        sync: `uniform(power_sgd(4))`, say.
-        params: arrays or shapes.
-        axis: the manual mesh axis of the workers.
-        workers: its size.
-        stacked: keys; leaves below one of them have a first dim of layers.
-        settings: one for each layer that is compressed, in order; the default ones if None.
-    """
-    averager = averager_of(sync, params, axis=axis, workers=workers, stacked=stacked)
-    if settings is not None:
-        if len(settings) != len(averager.layers):
-            raise ValueError(
-                f"{len(settings)} settings for {len(averager.layers)} compressed layers: expected "
-                f"one for each of {', '.join(layer.name for layer in averager.layers)}"
-            )
-        averager = replace(averager, settings=tuple(settings))
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return averager.average(updates, state)[:2]
-
-    init: Any = averager.init
-    return optax.GradientTransformation(init, update)
