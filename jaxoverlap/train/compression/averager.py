@@ -15,7 +15,7 @@ from jaxoverlap.train.compression.compressors.compressor import Averaged, Settin
 from jaxoverlap.train.compression.layers import Layer, layers_of
 from jaxoverlap.train.compression.state import SyncState
 from jaxoverlap.train.compression.sync import RAW, Sync, raw_bytes
-from jaxoverlap.train.compression.wire import Average, Request, mean_of, sent_bytes, together
+from jaxoverlap.train.compression.wire import Average, mean_of, sent_bytes, together
 
 
 class LeafState(NamedTuple):
@@ -345,7 +345,7 @@ class Averager:
 
 def _raw(matrix: jax.Array, state: Any, layer: Layer, feeds: bool) -> Average:
     """Average a matrix without compression."""
-    mean = yield Request("mean", matrix.astype(layer.dtype))
+    mean = yield from mean_of(matrix.astype(layer.dtype))
     return Averaged(mean.astype(jnp.float32), jnp.zeros_like(matrix) if feeds else None, state)
 
 

@@ -59,7 +59,7 @@ def test_a_worker_that_dies_ends_the_others_and_the_run_resumes_to_the_same_loss
     assert broken[-1][0] == 9
     for code, rows, error in broken[:-1]:
         assert code not in (0, None) and [r["round"] for r in rows][:2] == [0, 1]
-        # As JAX's coordinator names it, or as `jaxoverlap.lost_named` does.
+        # JAX's coordinator and `jaxoverlap.lost_named` word it differently.
         named = ("task:2", "task_id: 2", "Task 2", "process 2")
         assert any(name in error for name in named), error[-2000:]
     assert seconds < 60

@@ -120,7 +120,7 @@ def test_groups_that_exchange_heads_beside_rings(seed):
 
 
 def emulated(query, key, value, lengths, starts, *, scale):
-    """What cuDNN's kernel computes of packed sequences, by its description in JAX."""
+    """Compute what cuDNN's kernel does of packed sequences, by its description in JAX."""
     group, slots = query.shape[2] // key.shape[2], jnp.arange(query.shape[1])
     first = jnp.where(lengths[0] < 0, slots.size, starts[0, :-1])
     run = jnp.sum(slots[:, None] >= first, axis=1)

@@ -1,4 +1,4 @@
-"""What a log and an estimator must not take in silence."""
+"""A log and an estimator refuse what they cannot replay or hold."""
 
 from __future__ import annotations
 
