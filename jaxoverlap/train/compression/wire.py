@@ -86,11 +86,8 @@ def _tied(asked: dict[int, Request]) -> dict[int, Request]:
     XLA would join one layer's second mean with the next layer's first one, and so make a chain of
     collectives as long as there are layers.
     """
-    values = lax.optimization_barrier([request.value for request in asked.values()])
-    return {
-        number: Request(request.kind, value)
-        for (number, request), value in zip(asked.items(), values, strict=True)
-    }
+    values = lax.optimization_barrier({n: request.value for n, request in asked.items()})
+    return {n: Request(request.kind, values[n]) for n, request in asked.items()}
 
 
 def _answers(asked: dict[int, Request], axis: str, workers: int) -> dict[int, jax.Array]:
@@ -154,9 +151,7 @@ def _joined_sums(values: list[jax.Array], axis: str) -> list[jax.Array]:
     processes (measured: four hosts, gloo), where XLA:GPU sends all as one.
     """
     small = [n for n, value in enumerate(values) if value.nbytes < _SMALL_BYTES]
-    sums = list(values)
-    for n in set(range(len(values))) - set(small):
-        sums[n] = lax.psum(values[n], axis)
+    sums = [value if n in small else lax.psum(value, axis) for n, value in enumerate(values)]
     if small:
         total = lax.psum(jnp.concatenate([values[n].reshape(-1) for n in small]), axis)
         ends = list(itertools.accumulate(values[n].size for n in small))
