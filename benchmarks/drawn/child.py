@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import jaxoverlap
-from benchmarks.drawn.rows import FALLBACK, PLAIN, UNRINGED
+from benchmarks.drawn.rows import FALLBACK, OPTIONS, PLAIN
 from benchmarks.drawn.step import lower
 from benchmarks.drawn.steps import step_of
 from benchmarks.pod_step import of_cut, provenance
@@ -35,7 +35,8 @@ def measured(name: str, row: str) -> Row:
     Args:
         name: the step's name, as `step_of` takes it.
         row: PLAIN; OVERLAPPED: by the rules alone; FALLBACK: plain where that is faster; UNRINGED:
-            the scheduler pass and the options of rings, with all collectives whole.
+            the scheduler pass and the options of rings, with all collectives whole; ALONE: that
+            without halves and layouts too; UNCUT, UNPINNED: the rules without one of the two.
     """
     step = step_of(name)
     mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
@@ -46,12 +47,8 @@ def measured(name: str, row: str) -> Row:
         if row == PLAIN:
             compiled: Any = lower(built.function, built.args).compile(compiler_options())
         else:
-            overlapped: Any = jaxoverlap.overlap(
-                built.function,
-                cluster=step.pod,
-                granularity="plain" if row == UNRINGED else None,
-                never_slower=row == FALLBACK,
-            )
+            options = OPTIONS[row]
+            overlapped: Any = jaxoverlap.overlap(built.function, cluster=step.pod, **options)
             lowered = lower(overlapped, built.args)
             compiled = lowered.compile()
     compile_s = time.perf_counter() - began

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
-from benchmarks.drawn.sketch import LAYOUTS, Layout, Sketch, layer_shapes, weight_spec
+from benchmarks.drawn.sketch import EXPERTS, LAYOUTS, Layout, Sketch, layer_shapes, weight_spec
 from jaxoverlap.hardware.cluster import parse_cluster
 
 CHIPS = ("h100-sxm", "a100-sxm-80", "h200", "b200")
@@ -86,7 +87,15 @@ def _draw(rng: random.Random, seed: int) -> Sketch:
         mixed={name: rng.choice(ANY_LAYOUT) for name in _MATRICES},
         donate=rng.random() < 0.7,
         stated=rng.choice(("nothing", "in", "in and out")),
+        mixer=_mixer(seed, vocab),
     )
+
+
+def _mixer(seed: int, vocab: int) -> Any:
+    """Draw the mixer by a generator of its own, so that seeds keep what they had before it."""
+    kinds = ("convolution", "cumsum", "fft", "experts", *(() if vocab else ("patches",)))
+    rng = random.Random(f"mixer {seed}")
+    return rng.choice(kinds) if rng.random() < 0.4 else "none"
 
 
 _PROJECTIONS = ("each", "each", "fused", "headwise")
@@ -126,7 +135,8 @@ def _constrained(rng: random.Random, attention: bool, vocab: bool) -> tuple[str,
 def rough_bytes(sketch: Sketch) -> float:
     """Estimate the bytes that a GPU needs at least, within a factor of two."""
     d, tp = sketch.hidden, sketch.axes.get("tp", 1)
-    weights = sketch.layers * d * ((2 + sketch.gated) * sketch.mlp + 4 * d) + 2 * sketch.vocab * d
+    matrices = 2 * EXPERTS if sketch.mixer == "experts" else 2 + sketch.gated
+    weights = sketch.layers * d * (matrices * sketch.mlp + 4 * d) + 2 * sketch.vocab * d
     size = 4 if sketch.dtype == "float32" else 2
     copies = 2 if sketch.optimizer == "sgd" else 4
     split = math.prod(n for axis, n in sketch.axes.items() if axis != "dp")

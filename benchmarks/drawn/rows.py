@@ -13,7 +13,16 @@ from benchmarks.pods.rows import notes, unfinished
 from jaxoverlap.passes.scheduling.reorder import SAME
 
 PLAIN, OVERLAPPED, FALLBACK, UNRINGED = "plain", "overlapped", "never slower", "no rings"
-ROWS = (PLAIN, OVERLAPPED, FALLBACK, UNRINGED)
+ALONE, UNCUT, UNPINNED = "scheduler pass alone", "halves=None", "layouts=None"
+ROWS = (PLAIN, OVERLAPPED, FALLBACK, UNRINGED, ALONE, UNCUT, UNPINNED)
+OPTIONS: dict[str, dict[str, Any]] = {  # of overlap(), for each row that it makes
+    OVERLAPPED: {"never_slower": False},
+    FALLBACK: {},
+    UNRINGED: {"granularity": "plain", "never_slower": False},
+    ALONE: {"granularity": "plain", "halves": None, "layouts": None, "never_slower": False},
+    UNCUT: {"halves": None, "never_slower": False},
+    UNPINNED: {"layouts": None, "never_slower": False},
+}
 
 MOST_SLOWER = 0.03  # that a step may be slower than plain by the rules alone
 SLOWER_SHARE = 1 / 20  # of the steps may be slower than plain by the rules alone

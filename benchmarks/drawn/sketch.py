@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[Layout, Layout]] = {  # of weights into more features, 
     "fsdp alone": (("fsdp", ""), ("fsdp", "")),
     "fsdp on hidden and features": (("", "fsdp"), ("", "fsdp")),
 }
+TAPS, EXPERTS, PATCH = 4, 8, 16  # of convolutions, of experts' layers, and a patch's side
 _BACK = ("out", "down")  # weights from more features back to hidden
 
 
@@ -47,6 +48,9 @@ class Sketch:
         mixed: by weight, where layout is "mixed".
         donate: whether the step donates its state.
         stated: what the jit states: nothing, in_shardings, or both in_shardings and out_shardings.
+        mixer: what a layer has beside attention and MLP, or in the MLP's place: nothing; a causal
+            depthwise convolution; a cumulative sum or an FFT over the sequence; patches of images,
+            convolved before the first layer; experts that multiply their tokens in groups.
     """
 
     seed: int
@@ -76,6 +80,7 @@ class Sketch:
     mixed: dict[str, Layout]
     donate: bool
     stated: Literal["nothing", "in", "in and out"]
+    mixer: Literal["none", "convolution", "cumsum", "fft", "patches", "experts"] = "none"
 
     @property
     def head_size(self) -> int:
@@ -95,6 +100,7 @@ class Sketch:
             attention[self.attention] + (f" {self.projection}" if self.attention != "none" else ""),
             f"{self.batch} x {self.sequence}",
             f"vocab {self.vocab}" if self.vocab else "no vocab",
+            *([self.mixer] if self.mixer != "none" else []),
             "scan" if self.scan else "unrolled",
             f"remat {self.remat}",
             f"{self.dtype} {self.optimizer}",
@@ -138,8 +144,14 @@ def layer_shapes(sketch: Sketch) -> dict[str, tuple[int, ...]]:
     """Shapes of one layer's weights, by name."""
     d, heads, size = sketch.hidden, sketch.heads, sketch.head_size
     shapes: dict[str, tuple[int, ...]] = {"mlp_norm": (d,)}
-    shapes |= {"up": (d, sketch.mlp), "down": (sketch.mlp, d)}
-    if sketch.gated:
+    if sketch.mixer == "convolution":
+        shapes["taps"] = (TAPS, 1, d)
+    if sketch.mixer == "experts":
+        each = {"up": (EXPERTS, d, sketch.mlp), "down": (EXPERTS, sketch.mlp, d)}
+        shapes |= {"router": (d, EXPERTS), **each}
+    else:
+        shapes |= {"up": (d, sketch.mlp), "down": (sketch.mlp, d)}
+    if sketch.gated and sketch.mixer != "experts":
         shapes["gate"] = (d, sketch.mlp)
     if sketch.attention == "none":
         return shapes
@@ -155,14 +167,18 @@ def layer_shapes(sketch: Sketch) -> dict[str, tuple[int, ...]]:
 
 def weight_spec(sketch: Sketch, name: str, shape: tuple[int, ...]) -> P:
     """Return a weight's sharding: its first and last feature dims as the sketch's layout says."""
-    if len(shape) == 1:
-        return P(None)
+    if len(shape) == 1 or name in ("router", "patch"):
+        return P(*[None] * len(shape))
+    if name == "taps":
+        return spec(sketch, "", "", "tp")
     if sketch.layout == "mixed":
         layout = sketch.mixed[name]
     elif name == "embedding":
         layout = LAYOUTS[sketch.layout][0][::-1]
     else:
         layout = LAYOUTS[sketch.layout][name in _BACK]
+    if len(shape) == 3 and name in ("up", "down"):
+        return spec(sketch, "", *layout)
     if len(shape) == 3:  # heads stand for the features; their sizes are whole
         layout = (layout[0], "", layout[1]) if name in _BACK else (*layout, "")
     return spec(sketch, *layout)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.drawn.sketch import Sketch, layer_shapes, place_spec, spec, weight_spec
+from benchmarks.drawn.sketch import (
+    EXPERTS,
+    PATCH,
+    TAPS,
+    Sketch,
+    layer_shapes,
+    place_spec,
+    spec,
+    weight_spec,
+)
 from benchmarks.drawn.step import Built
 
 Tree = Any
@@ -22,7 +32,7 @@ Pin = Callable[[jax.Array, str], jax.Array]
 _REMAT = {
     "none": lambda layer: layer,
     "all": jax.checkpoint,
-    "not matmuls": functools.partial(
+    "not matmuls": partial(
         jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     ),
 }
@@ -45,7 +55,9 @@ def build(sketch: Sketch, mesh: Mesh) -> Built:
     if sketch.stated == "in and out":
         stated["out_shardings"] = (*shardings[:2], NamedSharding(mesh, P()))
     donated = (0, 1) if sketch.donate else ()
-    return Built(jax.jit(step, donate_argnums=donated, **stated), args)
+    # A shard_map without a mesh of its own takes the one around it.
+    context = partial(jax.set_mesh, mesh) if sketch.mixer == "experts" else nullcontext
+    return Built(jax.jit(step, donate_argnums=donated, **stated), args, context)
 
 
 def pin_on(mesh: Mesh, sketch: Sketch) -> Pin:
@@ -90,6 +102,11 @@ def abstract_args(sketch: Sketch, mesh: Mesh) -> tuple[Tree, Tree, Tree, Tree]:
     data = spec(sketch, "data", "", "")
     shape = (sketch.batch, sketch.sequence, sketch.hidden)
     inputs = at(shape, data, jnp.bfloat16)
+    if sketch.mixer == "patches":
+        weights["patch"] = weight("patch", (PATCH, PATCH, 3, sketch.hidden))
+        image = (sketch.batch, 32 * PATCH, sketch.sequence // 32 * PATCH, 3)
+        images = at(image, P(*data[:1], None, None, None), jnp.bfloat16)
+        return weights, _moments(sketch, weights, mesh), images, inputs
     if sketch.vocab:
         inputs = at(shape[:2], P(*data[:2]), jnp.int32)
         weights["embedding"] = weight("embedding", (sketch.vocab, sketch.hidden))
@@ -115,6 +132,8 @@ def _moments(sketch: Sketch, weights: Tree, mesh: Mesh) -> Tree:
 def loss_of(weights: Tree, inputs: jax.Array, targets: jax.Array, sketch: Sketch, pin: Pin) -> Any:
     """The mean squared error of vectors, or the mean cross-entropy of tokens in nats."""
     x = weights["embedding"].astype(jnp.bfloat16)[inputs] if sketch.vocab else inputs
+    if sketch.mixer == "patches":
+        x = patches(inputs, weights["patch"].astype(jnp.bfloat16))
     x = stack(weights["layers"], pin(x, "stream"), sketch, pin)
     x = norm(x, weights["norm"])
     if not sketch.vocab:
@@ -141,6 +160,8 @@ def stack(layers: Tree, x: jax.Array, sketch: Sketch, pin: Pin) -> jax.Array:
 
 def block(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin) -> jax.Array:
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)), or both at once."""
+    if sketch.mixer in MIXERS:
+        x = x + MIXERS[sketch.mixer](norm(x, weights["mlp_norm"]), weights)
     if sketch.attention == "none":
         return pin(x + mlp(norm(x, weights["mlp_norm"]), weights, sketch, pin), "stream")
     if sketch.parallel:
@@ -154,9 +175,65 @@ def block(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin)
 
 def mlp(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin) -> jax.Array:
     """Up, an activation or a gate, down."""
+    if sketch.mixer == "experts":
+        return experts(x, weights, sketch)
     hidden = pin(x @ weights["up"], "hidden")
     active = jax.nn.silu(x @ weights["gate"]) * hidden if sketch.gated else jax.nn.gelu(hidden)
     return pin(active, "hidden") @ weights["down"]
+
+
+def experts(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch) -> jax.Array:
+    """Multiply each token with its best expert's weights, in groups of the tokens of a device."""
+
+    def local(x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        scores = jax.nn.softmax((tokens @ router).astype(jnp.float32))
+        order = jnp.argsort(jnp.argmax(scores, -1))
+        sizes = jnp.bincount(jnp.argmax(scores, -1), length=EXPERTS).astype(jnp.int32)
+        hidden = jax.nn.gelu(jax.lax.ragged_dot(tokens[order], up, sizes))
+        made = jnp.zeros_like(tokens).at[order].set(jax.lax.ragged_dot(hidden, down, sizes))
+        return (made * scores.max(-1, keepdims=True).astype(made.dtype)).reshape(x.shape)
+
+    given = x, weights["router"], weights["up"], weights["down"]
+    if not sketch.data:
+        return local(*given)
+    rows = P(spec(sketch, "data")[0])
+    return jax.shard_map(
+        local, in_specs=(rows, P(), P(), P()), out_specs=rows, axis_names=set(sketch.data)
+    )(*given)
+
+
+def convolved(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    """Convolve each feature over the last positions of the sequence, as Mamba does."""
+    return jax.nn.silu(
+        jax.lax.conv_general_dilated(
+            x, weights["taps"], (1,), [(TAPS - 1, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=x.shape[-1],
+        )
+    )  # fmt: skip
+
+
+def summed(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    """Return the mean of each position and those before it."""
+    counts = jnp.arange(1, x.shape[1] + 1, dtype=jnp.float32)[:, None]
+    return (jnp.cumsum(x.astype(jnp.float32), axis=1) / counts).astype(x.dtype)
+
+
+def transformed(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    """Mix positions by a Fourier transform over the sequence, as FNet does."""
+    return jnp.fft.fft(x.astype(jnp.float32), axis=1).real.astype(x.dtype) / math.sqrt(x.shape[1])
+
+
+MIXERS = {"convolution": convolved, "cumsum": summed, "fft": transformed}
+
+
+def patches(images: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Convolve images, [batch, height, width, channels], to vectors of patches."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    made = jax.lax.conv_general_dilated(
+        images, kernel, (PATCH, PATCH), "VALID", dimension_numbers=numbers
+    )
+    return made.reshape(made.shape[0], -1, made.shape[-1])
 
 
 def attention(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin) -> jax.Array:

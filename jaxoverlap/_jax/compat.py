@@ -69,8 +69,12 @@ def stated_spec(var: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 def axes_by_dim(spec: jax.sharding.PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes on each dim of a value, major to minor; a spec may name fewer dims."""
-    entries = (*spec, *[None] * ndim)[:ndim]
+    """The mesh axes on each dim of a value, major to minor; a spec may name fewer dims.
+
+    Of a dim that is left to the partitioner no axes are known.
+    """
+    known = (None if e is jax.sharding.PartitionSpec.UNCONSTRAINED else e for e in spec)
+    entries = (*known, *[None] * ndim)[:ndim]
     return tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
 
 
@@ -111,6 +115,12 @@ def type_text(var: Any) -> str:
     mesh = aval.sharding.mesh
     stated = "" if mesh.empty or not mesh._any_axis_explicit else f" {typed_spec(var)}"
     return f"{weak}{aval.dtype}{list(aval.shape)}{stated} {sorted(aval.mat.varying)}"
+
+
+def in_host_memory(atom: Any) -> bool:
+    """Return whether a value lies in the host's memory, as offloaded residuals do."""
+    space = getattr(atom.aval, "memory_space", jax.memory.Space.Device)
+    return space == jax.memory.Space.Host
 
 
 def like_var(var: Any) -> Any:

@@ -52,6 +52,12 @@ def short_source(file: str, line: int) -> str:
     return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """Return the first line of an error's message, cut to so many characters."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:most]
+
+
 def warn(message: str) -> None:
     """Warn at the user's line, however deep in this package it shows."""
     warnings.warn(message, skip_file_prefixes=(str(Path(__file__).parents[1]),))

@@ -6,6 +6,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,7 +26,15 @@ from jaxoverlap.step.context import mesh_of, prepare
 from jaxoverlap.step.never_slower import predicted
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import agreed, processes_of
-from jaxoverlap.step.program import StepProgram, agree, pass_result, step_program, tell
+from jaxoverlap.step.program import (
+    StepProgram,
+    agree,
+    lowered_plain,
+    pass_result,
+    refused,
+    step_program,
+    tell,
+)
 from jaxoverlap.step.stages import Lowered
 from jaxoverlap.tuning.subject import subject_of
 from jaxoverlap.tuning.tune import Tuning, tuned
@@ -138,12 +147,27 @@ class Overlapped:
             return self._jitted(*args, **kwargs)
         if not outermost:
             flat = jits.bind_jit(call.flat, program.inner)
-        elif program.ordering is None:
-            flat = jits.bind_jit(call.flat, program.params)
+        elif program.compiled or not self._options.falls_back:
+            flat = _bound(call, program)
         else:
-            with program.ordering.compiling():
-                flat = jits.bind_jit(call.flat, program.ordering.named(program.params))
+            try:
+                flat = _bound(call, program)
+            except jax.errors.JaxRuntimeError as error:
+                return self._instead(call, args, kwargs, program, error)
+            self._seen.put(_key(call), replace(program, compiled=True), at_most=_MAX_SEEN)
         return jax.tree.unflatten(call.out_tree, flat)
+
+    def _instead(
+        self, call: jits.Call, args: tuple, kwargs: dict, program: StepProgram, error: Exception
+    ) -> Any:
+        """Run the step as it is, as XLA refuses its program; raise what else went wrong."""
+        traced = self._jitted.trace(*args, **kwargs)
+        plain = refused(traced, program, call, error)
+        results = self._jitted(*args, **kwargs)  # if XLA refuses both, the error is the step's own
+        self._seen.put(_key(call), plain, at_most=_MAX_SEEN)
+        assert plain.notice is not None
+        self._tell(*plain.notice)
+        return results
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
         call = self._inferred(args, kwargs)
@@ -170,7 +194,10 @@ class Overlapped:
         if ordering:
             params = ordering.named(params)
         lowered = jits.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
-        rival = None
+        rival = plain = None
+        traced = functools.partial(self._jitted.trace, *args, **kwargs)
+        if self._options.falls_back and program.params is not program.source:
+            plain = lambda: lowered_plain(traced(), call)  # noqa: E731
         if program.undecided and not any(map(jits.is_tracer, call.flat)):
             rival = rival_of(self._jitted, call, args, kwargs, program, self._options)
         return Lowered(
@@ -181,6 +208,7 @@ class Overlapped:
             ordering,
             rival=rival,
             speedup=program.speedup or predicted(program.plan),
+            plain=plain,
         )
 
     def _inferred(self, args: tuple, kwargs: dict) -> jits.Call:
@@ -256,6 +284,14 @@ class Overlapped:
             )
         wait_s = tuning.budget_s + _BESIDE_BUDGET_S
         return agreed(lambda: tuned(subject, tuning), within_s=wait_s)
+
+
+def _bound(call: jits.Call, program: StepProgram) -> list[Any]:
+    """Compile a program, if it has not been, and run it."""
+    if program.ordering is None:
+        return jits.bind_jit(call.flat, program.params)
+    with program.ordering.compiling():
+        return jits.bind_jit(call.flat, program.ordering.named(program.params))
 
 
 def _key(call: jits.Call) -> Hashable:

@@ -7,20 +7,21 @@ from typing import Literal
 import msgspec
 
 Way = Literal["overlapped", "reordered", "plain"]
-_NAMES = {"overlapped": "overlapped", "reordered": "without rings", "plain": "as it is"}
+_NAMES = {"overlapped": "overlapped", "reordered": "scheduler pass alone", "plain": "as it is"}
 
 
 class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     """A compiled step beside the same step as it is; print it.
 
     Attributes:
-        taken: how the step was compiled: "overlapped"; "reordered": without rings, in the scheduler
-            pass's order; or "plain": as it is.
+        taken: how the step was compiled: "overlapped"; "reordered": as it is, in the order of the
+            scheduler pass; or "plain": as it is.
         step_s: simulated seconds of what was taken; None where that is not known.
         plain_s: those of the step as it is, by XLA's defaults; None where that is not known.
-        overlapped_s: those of the step with rings; None where that is not known.
-        why: what spoke against the rings, or why nothing is known of plain; empty where neither is.
-        lost: which rules lost how much, where the rings were slower.
+        overlapped_s: those of the overlapped step; None where that is not known.
+        why: what spoke against the overlapped step, or why nothing is known of plain; empty where
+            neither is.
+        lost: which rules lost how much, where the overlapped step was slower than plain.
     """
 
     taken: Way
@@ -50,16 +51,13 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         return f"plain {milliseconds(self.plain_s)} -> {taken}, {self.times:.2f} x{why}"
 
     def warning(self, step: str) -> str:
-        """Word the warning to the user where the rings were not taken."""
-        instead = {
-            "reordered": "without rings, in the scheduler pass's order",
-            "plain": "as it is",
-        }[self.taken]
+        """Word the warning to the user where the overlapped step was not taken."""
+        instead = {"reordered": "with the scheduler pass alone", "plain": "as it is"}[self.taken]
         plain, taken = (milliseconds(s or 0.0) for s in (self.plain_s, self.step_s))
         lost = f" What lost: {self.lost}." if self.lost else ""
         return (
-            f"overlap() of {step} loses by simulation (plain {plain}, {self.why}): the step runs "
-            f"{instead} ({taken}).{lost} overlap(never_slower=False) keeps the rings"
+            f"{step} runs {instead}, which takes {taken} by simulation (plain {plain}; {self.why})."
+            f"{lost} overlap(never_slower=False) keeps the overlapped step"
         )
 
 

@@ -1,9 +1,9 @@
 """Compile the plain step beside the overlapped one, and take the faster by simulation.
 
-A child process compiles it (`trial.py`), as a compiler that aborts must not end this process; the
-result is kept in the cache. Both are simulated. Where the rings lose, or no longer fit the device,
-the step is compiled without them: in the scheduler pass's order, which keeps XLA's where no other
-is faster, or, if even that loses, as it is.
+Child processes compile what is compared with the overlapped step (`trial.py`), as a compiler that
+aborts must not end this process; results are cached. Everything is simulated. There are three
+candidates: the overlapped step; the plain step in the order of the scheduler pass, which keeps
+XLA's order where no other is faster; and the plain step as XLA compiles it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.step.trial import Failure, Request, attempt, schedule_of
 
+# Where the estimate says that the overlapped step gains more than this over the plain step in a
+# good order, that order is not compiled: the estimate of a gain was never as far off on the steps
+# of `benchmarks.drawn` and the suite.
+_CLEAR_GAIN = 0.15
 _TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
 DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # the way of three: two at a time, and then the third
 
@@ -70,13 +74,13 @@ class Unpriced:
 
 @dataclass(frozen=True)
 class Rival:
-    """The ways to compile one overlapped step, with rings and without, to compare.
+    """The candidates to compare an overlapped step with, and how they are compiled.
 
     Attributes:
         step: the step's name.
-        plan: the plan with rings.
+        plan: the plan of the overlapped step.
         cost: the cost model to simulate by.
-        reorders: whether the scheduler pass may order the step without rings.
+        reorders: whether the scheduler pass may order the plain step.
         lowered: returns the step lowered in one of the ways, and its `program.StepProgram`.
         request: returns the request for a child to compile one of the ways with further compiler
             options. Raises a ValueError for a step that no child can compile.
@@ -94,27 +98,45 @@ class Rival:
         """Bytes of memory of a device."""
         return self.cost.cluster.chip.memory_bytes
 
+    @property
+    def is_close(self) -> bool:
+        """Return whether the plain step in another order might be as fast as the overlapped one."""
+        price = self.plan.price
+        clear = price is not None and price.step_s < price.plain_s * (1 - _CLEAR_GAIN)
+        return self.reorders and any(self.plan.changes) and not clear
+
     def decided_here(
-        self, compiled: Callable[[Way], CompiledStep | Unpriced], options: Mapping[str, Any] | None
+        self,
+        compiled: Callable[[Way], CompiledStep | Unpriced | Failure],
+        options: Mapping[str, Any] | None,
     ) -> Speedup:
-        """Choose, where this process compiles the step; a child, meanwhile, the plain one.
+        """Choose, where this process compiles the step; children, meanwhile, the plain ones.
 
         Args:
             compiled: compiles a way here.
             options: further compiler options, for plain too.
         """
-        child = self._child("plain", options)
-        with ThreadPoolExecutor(1) as pool:
-            plain = pool.submit(child)
+        others = self._others()
+        children = [self._child(way, options) for way in others]
+        with ThreadPoolExecutor(len(children)) as pool:
+            running = [pool.submit(child) for child in children]
             rings = compiled("overlapped")
-        return choose(self, plain.result(), rings, compiled)
+        made = dict(zip(others, [done.result() for done in running], strict=True))
+        return choose(self, made, rings, compiled)
 
     def decided_in_children(self) -> Speedup:
         """Choose before this process compiles anything."""
-        children = [self._child(way, None) for way in ("plain", "overlapped")]
+        ways: tuple[Way, ...] = (*self._others(), "overlapped")
+        children = [self._child(way, None) for way in ways]
         with ThreadPoolExecutor(len(children)) as pool:
-            plain, rings = (done.result() for done in [pool.submit(c) for c in children])
-        return choose(self, plain, rings, lambda way: self._child(way, None)())
+            running = [pool.submit(child) for child in children]
+        made = dict(zip(ways, [done.result() for done in running], strict=True))
+        rings = made.pop("overlapped")
+        return choose(self, made, rings, lambda way: self._child(way, None)())
+
+    def _others(self) -> tuple[Way, ...]:
+        """Return the candidates that are compiled beside the overlapped step in any case."""
+        return ("plain", "reordered") if self.is_close else ("plain",)
 
     def _child(
         self, way: Way, options: Mapping[str, Any] | None
@@ -130,48 +152,49 @@ class Rival:
 
 def choose(
     rival: Rival,
-    plain: CompiledStep | Failure,
+    others: Mapping[Way, CompiledStep | Failure],
     rings: CompiledStep | Unpriced | Failure,
     compiled: Callable[[Way], CompiledStep | Unpriced | Failure],
 ) -> Speedup:
-    """Choose the step with rings, unless plain is faster, or plain alone fits the device.
+    """Choose the fastest candidate that fits the device; of equal ones the overlapped step.
 
-    Where the seconds of the two do not mean the same, nothing is compared, and rings are kept. If
-    XLA fails on the rings, another way is taken.
+    Where the seconds of two candidates do not mean the same, nothing is compared, and the
+    overlapped step is kept. If XLA fails on that, another one is taken.
 
     Args:
         rival: the step.
-        plain, rings: the results of compiling it without and with rings.
+        others: the results of compiling it "plain" and, where that may be as fast, "reordered".
+        rings: the result of compiling it overlapped.
         compiled: compiles another way.
     """
-    key = functools.partial(_key, memory_bytes=rival.memory_bytes)
+    plain = others["plain"]
     if isinstance(plain, Failure):
         return _unknown(rings, f"plain was not compiled: {plain.why}")
     if isinstance(rings, Unpriced):
         return _unknown(rings, f"not held against plain: {rings.why}")
-    if isinstance(rings, CompiledStep):
-        if plain.loops != rings.loops:
-            return _unknown(
-                rings,
-                "plain was not compared: XLA says of only one of the two how often its loops run",
-            )
-        if key(rings) <= key(plain):
-            step_s = rings.step_s
-            return Speedup(
-                taken="overlapped", step_s=step_s, plain_s=plain.step_s, overlapped_s=step_s
-            )
-    taken, best = "plain", plain
-    if rival.reorders:
-        other = compiled("reordered")
-        if isinstance(other, CompiledStep) and key(other) <= key(plain):
-            taken, best = "reordered", other
+    if isinstance(rings, CompiledStep) and plain.loops != rings.loops:
+        return _unknown(
+            rings, "plain was not compared: XLA says of only one of the two how often its loops run"
+        )
+    key = functools.partial(_key, memory_bytes=rival.memory_bytes)
+    loses = isinstance(rings, Failure) or key(rings) > key(plain)
+    reordered = others.get("reordered")
+    if reordered is None and loses and rival.reorders:
+        reordered = compiled("reordered")
+    by_way: dict[Way, Any] = {"overlapped": rings, "reordered": reordered, "plain": plain}
+    fit: dict[Way, CompiledStep] = {
+        way: made for way, made in by_way.items() if isinstance(made, CompiledStep)
+    }
+    taken: Way = min(fit, key=lambda way: key(fit[way]))
+    overlapped_s = rings.step_s if isinstance(rings, CompiledStep) else None
+    kept = taken == "overlapped"
     return Speedup(
         taken=taken,
-        step_s=best.step_s,
+        step_s=fit[taken].step_s,
         plain_s=plain.step_s,
-        overlapped_s=rings.step_s if isinstance(rings, CompiledStep) else None,
-        why=_against(rings, plain, rival.memory_bytes),
-        lost=_lost(rival, rings, plain),
+        overlapped_s=overlapped_s,
+        why="" if kept else _against(rings, plain, rival.memory_bytes),
+        lost="" if kept else _lost(rival, rings, plain),
     )
 
 
@@ -187,10 +210,10 @@ def _key(made: CompiledStep, *, memory_bytes: int) -> tuple[bool, float]:
 
 
 def _against(rings: CompiledStep | Failure, plain: CompiledStep, memory_bytes: int) -> str:
-    """Say why the rings lose: they do not compile, are slower, or do not fit."""
+    """Say why the overlapped step loses: it does not compile, is slower, or does not fit."""
     if isinstance(rings, Failure):
-        return f"with rings it does not compile: {rings.why}"
-    rings_time = f"with rings {milliseconds(rings.step_s)}"
+        return f"overlapped it does not compile: {rings.why}"
+    rings_time = f"overlapped {milliseconds(rings.step_s)}"
     if rings.peak_bytes > memory_bytes >= plain.peak_bytes:
         need, there = human_bytes(rings.peak_bytes), human_bytes(memory_bytes)
         return f"{rings_time} and {need} of a device's {there}"

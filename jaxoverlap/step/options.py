@@ -71,6 +71,15 @@ class Options:
         said = (self.granularity, self.choices, self.alone, self.plan)
         return not any(said) and self.sums is None
 
+    @property
+    def falls_back(self) -> bool:
+        """Return whether the step runs as it is where XLA refuses the overlapped program.
+
+        A plan, and `never_slower=False`, ask for the overlapped program and nothing else.
+        """
+        asks = self.plan is not None or not self.never_slower
+        return self.on_error == "plain" or not asks
+
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> Options:
         """Return the options to follow a plan; `others` are those that a plan does not have."""

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits, partitioner
 from jaxoverlap._jax.jobs import job_of
-from jaxoverlap._util.text import warn
+from jaxoverlap._util.text import first_line, warn
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.hardware import pods
@@ -64,6 +64,7 @@ class StepProgram:
         cost: the cost model of its cluster, where there is one.
         undecided: whether it has still to be compared with the step as it is, by that model.
         speedup: the result of that comparison, where it was made before any compilation.
+        compiled: whether XLA has compiled it, for a call of the step.
     """
 
     plan: Plan | None
@@ -78,6 +79,7 @@ class StepProgram:
     cost: CostModel | None = None
     undecided: bool = False
     speedup: Speedup | None = None
+    compiled: bool = False
 
 
 def step_program(
@@ -259,6 +261,46 @@ def lowered_as(traced: jax.stages.Traced, new: StepProgram) -> jax.stages.Lowere
     """Lower a rewritten step under the name that its scheduler pass looks for."""
     params = new.ordering.named(new.params) if new.ordering else new.params
     return jits.traced_with(traced, params).lower()
+
+
+def lowered_plain(traced: jax.stages.Traced, call: jits.Call) -> jax.stages.Lowered:
+    """Lower the step as it is, with the options that a pod needs."""
+    return lowered_as(traced, as_it_is(call, mesh_of(call)))
+
+
+def refused(
+    traced: jax.stages.Traced, program: StepProgram, call: jits.Call, error: Exception
+) -> StepProgram:
+    """Return the program that runs the step as it is, where XLA does not compile the rewritten one.
+
+    Args:
+        traced: the step.
+        program: the rewritten step, whose first call failed.
+        call: that call.
+        error: how it failed.
+
+    Raises:
+        JaxRuntimeError: the given error, if XLA compiles the program: then it failed as it ran; or
+            if the mesh spans processes, of which the others may go on with the rewritten step.
+    """
+    if processes_of(mesh_of(call)):
+        raise error
+    compiling = program.ordering.compiling() if program.ordering else contextlib.nullcontext()
+    try:
+        with compiling:
+            lowered_as(traced, program).compile()
+    except jax.errors.JaxRuntimeError:
+        text = not_compiled(call.params["name"], error)
+        return replace(_plain(program.source), notice=Notice(text, text))
+    raise error
+
+
+def not_compiled(step: str, error: Exception) -> str:
+    """Word the warning that a step runs as it is, as XLA refuses the overlapped program."""
+    return (
+        f"{step} runs as it is: XLA does not compile the overlapped program ({first_line(error)}). "
+        "overlap(never_slower=False) raises XLA's error"
+    )
 
 
 def request_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 
 from jaxoverlap._jax.jit_wrappers import WrappedJit
 from jaxoverlap._jax.jobs import peak_bytes
-from jaxoverlap._util.text import warn
+from jaxoverlap._util.text import first_line, warn
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, SchedulerPass
@@ -18,6 +19,8 @@ from jaxoverlap.plan.speedup import Speedup, Way
 from jaxoverlap.simulation.audit import Audit, audit
 from jaxoverlap.simulation.simulation import Simulation, simulate
 from jaxoverlap.step.never_slower import CompiledStep, Rival, Unpriced
+from jaxoverlap.step.program import not_compiled
+from jaxoverlap.step.trial import Failure
 
 
 class Lowered:
@@ -37,6 +40,7 @@ class Lowered:
         *,
         rival: Rival | None = None,
         speedup: Speedup | None = None,
+        plain: Callable[[], jax.stages.Lowered] | None = None,
     ):
         self._lowered = lowered
         self._wrapped_jit = wrapped_jit
@@ -44,31 +48,49 @@ class Lowered:
         self._ordering = ordering
         self._rival = rival
         self._speedup = speedup
+        self._plain = plain  # lowers the step as it is, where that may be taken instead
         self.plan = plan
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """Compile; the given options win over those that jaxoverlap adds for GPUs.
 
         Where there is a choice (`overlap(never_slower=)`), the step as it is is compiled too, in a
-        child process, and the faster by simulation is what comes out, with a warning if that has no
-        rings.
+        child process, and the faster by simulation is what comes out, with a warning if that is not
+        the overlapped step. Where XLA compiles the step as it is and not the overlapped one, that
+        is what comes out too, unless `never_slower=False` or a plan asks for the overlapped step.
         """
-        if self._rival is None:
-            return self._compiled(compiler_options)
-        return self._faster(self._rival, compiler_options)
+        try:
+            if self._rival is None:
+                return self._compiled(compiler_options)
+            return self._faster(self._rival, compiler_options)
+        except jax.errors.JaxRuntimeError as error:
+            if self._plain is None:
+                raise
+            return self._instead(self._plain(), error, compiler_options)
+
+    def _instead(
+        self, plain: jax.stages.Lowered, error: Exception, options: dict[str, Any] | None
+    ) -> Compiled:
+        """Compile the step as it is, as XLA refuses the overlapped one; say so."""
+        compiled = plain.compile(options)  # if XLA refuses both, the error is the step's own
+        warn(not_compiled(self.plan.step if self.plan else "the step", error))
+        return Compiled(compiled, None, self._wrapped_jit, self._cluster, None)
 
     def _faster(self, rival: Rival, options: dict[str, Any] | None) -> Compiled:
-        """Compile this step, or the step without rings if that is faster by simulation."""
+        """Compile this step, or another candidate if that is faster by simulation."""
         made: dict[Way, Compiled] = {}
 
-        def compiled(way: Way) -> CompiledStep | Unpriced:
-            made[way] = one = self._in(way, rival)._compiled(options)
+        def compiled(way: Way) -> CompiledStep | Unpriced | Failure:
+            try:
+                made[way] = one = self._in(way, rival)._compiled(options)
+            except jax.errors.JaxRuntimeError as error:
+                return Failure(why=first_line(error))
             peak = peak_bytes(one.memory_analysis())
             return CompiledStep.of(one.as_text() or "", peak, rival.cost)
 
         speedup = rival.decided_here(compiled, options)
         if speedup.taken not in made:
-            compiled(speedup.taken)
+            made[speedup.taken] = self._in(speedup.taken, rival)._compiled(options)
         if speedup.taken != "overlapped":
             warn(speedup.warning(rival.step))
         taken = made[speedup.taken]

@@ -32,6 +32,7 @@ from jaxoverlap._jax.jobs import Job
 from jaxoverlap._jax.kernel_cache import Kernels
 from jaxoverlap._util.files import write_atomically
 from jaxoverlap._util.source_hash import source_hash
+from jaxoverlap._util.text import first_line
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware import pods
 from jaxoverlap.passes.scheduling.scheduler import SchedulerPass
@@ -245,7 +246,7 @@ def compiled(request: Request, schedule: Path, kernels: Path) -> Trial | Failure
                 done = jobs.compile_job(job, devices, kernels)
             frames = scheduling.report.frames
     except jax.errors.JaxRuntimeError as error:
-        return Failure(why=str(error).splitlines()[0])
+        return Failure(why=first_line(error))
     text = frames.restored(done.text) if frames else done.text
     schedule.write_bytes(gzip.compress(text.encode()))
     step, hops = simulate(text, request.cost), audit(text).hops

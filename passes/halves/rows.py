@@ -16,9 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxoverlap.passes.analysis.sharding_rules import BACKWARD, FORWARD, rule_of
+from jaxoverlap.passes.halves.elementwise import ELEMENTWISE
 
 
 class Cut(NamedTuple):
@@ -287,13 +289,11 @@ def _scatter(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
 
 def _convolution(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     """Each image is convolved alone; the gradient of the kernel adds over them."""
-    numbers, groups = eqn.params["dimension_numbers"], eqn.params["batch_group_count"]
-    if groups != 1:
-        return None
-    if tuple(dims) == (numbers.lhs_spec[0], None):
-        return Followed(tuple(dims), (numbers.out_spec[0],))
-    if tuple(dims) == (numbers.lhs_spec[1], numbers.rhs_spec[1]):
-        return Followed(tuple(dims), ("add",)) if eqn.params["feature_group_count"] == 1 else None
+    numbers, given = eqn.params["dimension_numbers"], tuple(dims)
+    if given == (numbers.lhs_spec[0], None) and eqn.params["batch_group_count"] == 1:
+        return Followed(given, (numbers.out_spec[0],))
+    if given == (numbers.lhs_spec[1], numbers.rhs_spec[1]):
+        return Followed(given, ("add",)) if eqn.params["feature_group_count"] == 1 else None
     return None
 
 
@@ -345,21 +345,20 @@ def _sharding_constraint(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return Followed((dim,), (dim,))
 
 
-ELEMENTWISE = frozenset(
-    [
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
-        "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
-        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac",
-        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic",
-        "lt", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not",
-        "one_minus_square", "or", "polygamma", "population_count", "pow", "real",
-        "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
-        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
-        "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
-    ]
-)  # fmt: skip
-"""The primitives that compute each element of their results from the same element of operands."""
+def _device_put(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+    """A move to another kind of memory moves each part; a sharding has to divide the parts too."""
+    for dim, var, place in zip(dims, eqn.invars, eqn.params["devices"], strict=True):
+        if place is None or isinstance(place, jax.memory.Space) or dim is None:
+            continue
+        if not isinstance(place, jax.sharding.NamedSharding):
+            return None
+        try:
+            place.shard_shape(_halved(var.aval.shape, dim, cut))
+        except ValueError:
+            return None
+    known = tuple(dim for dim in dims if dim is not None)
+    return Followed(known, known) if len(known) == len(dims) else None
+
 
 _RULES: dict[str, Callable[[Any, Dims, Cut], Followed | None]] = {
     "dot_general": _dot_general,
@@ -389,6 +388,7 @@ _RULES: dict[str, Callable[[Any, Dims, Cut], Followed | None]] = {
     "unstack": _unstack,
     "tile": _tile,
     "sharding_constraint": _sharding_constraint,
+    "device_put": _device_put,
     "top_k": _top_k,
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul"), _scatter),

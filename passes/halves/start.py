@@ -74,26 +74,30 @@ def rows_to_cut(
                 work[name] += own
                 depth[name] += own * d
     total = sum(map(_work, every_dot))
-    if free := _free(every_dot, dims):
-        work = Counter({name: total for name in free})
-        depth = Counter({name: place for place, name in enumerate(free)})
-    for name in sorted(work, key=lambda name: (-work[name], depth[name])):
-        if work[name] >= _COVERED * total:
-            shards = _shards(name, every_dot, dims, shardings, sizes)
-            yield Rows(name, shards, _held(name, every_dot, dims, shards))
+    others = [name for name in work if work[name] >= _COVERED * total]
+    others.sort(key=lambda name: (-work[name], depth[name]))
+
+    def rows_of(name: Name) -> Rows:
+        shards = _shards(name, every_dot, dims, shardings, sizes)
+        return Rows(name, shards, _held(name, every_dot, dims, shards))
+
+    free = [rows_of(name) for name in _free(every_dot, dims)]
+    yield from free
+    if not any(rows.held > 1 for rows in free):  # of replicas that are mapped a device has but one
+        yield from (rows_of(name) for name in others if name not in {r.name for r in free})
 
 
 def _free(every_dot: Sequence[Dot], dims: DimNames) -> list[Name]:
-    """Return the names that every matmul has and none contracts, in the order of the first's."""
-    names = [dict.fromkeys(n for v in dot.eqn.invars[:2] for n in dims.of(v)) for dot in every_dot]
-    contracted = {
-        dims.of(v)[d]
+    """Return the names that operand and result of every matmul have, in the order of the first's.
+
+    No matmul contracts such a dim, whatever kind of matmul it is.
+    """
+    names = [
+        dict.fromkeys(n for v in dot.eqn.invars[:2] for n in dims.of(v) if n in dims.of(out))
         for dot in every_dot
-        for v, ds in zip(dot.eqn.invars[:2], dot.eqn.params["dimension_numbers"][0], strict=True)
-        for d in ds
-    }
-    first = names[0] if names else {}
-    return [n for n in first if n not in contracted and all(n in its for its in names)]
+        for out in dot.eqn.outvars
+    ]
+    return [n for n in (names[0] if names else ()) if all(n in kept for kept in names)]
 
 
 def _work(dot: Dot) -> int:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.jaxprs import TRANSPARENT
 from jaxoverlap.passes.analysis.sharding_rules import ShardingRule, rule_of
@@ -84,7 +86,7 @@ class DimNames:
             elif rule := _RULES.get(name):
                 for operand, result, pairs in rule(eqn):
                     self._same(operand, result, pairs)
-            elif name in _UNKNOWN or compat.has_jaxprs(eqn) or not self._by_shape(eqn):
+            elif compat.has_jaxprs(eqn) or not self._by_shape(eqn):
                 self.unnamed.append(eqn)
 
     def _by_shape(self, eqn: Any) -> bool:
@@ -168,6 +170,65 @@ def _dot_general(eqn: Any) -> _Joins:
     yield lhs, out, [(d, i) for i, d in enumerate((*lhs_batch, *left))]
     first = len(lhs_batch) + len(left)
     yield rhs, out, [(d, i) for i, d in enumerate(right, first)]
+
+
+def _ragged_dot_general(eqn: Any) -> _Joins:
+    """Join the dims of a grouped matmul: contracted and batch dims, and each free dim's result.
+
+    Where the contracted dim is ragged, the result begins with the groups, and where the free dim
+    of the left operand is ragged, the right operand has a dim of groups.
+    """
+    (lhs, rhs, sizes), (out,) = eqn.invars[:3], eqn.outvars
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    contract, batch = numbers.dot_dimension_numbers
+    groups = tuple(numbers.rhs_group_dimensions)
+    yield lhs, rhs, [*zip(*contract, strict=True)]
+    yield lhs, rhs, [*zip(*batch, strict=True)]
+    left = [d for d in range(lhs.aval.ndim) if d not in (*contract[0], *batch[0])]
+    right = [d for d in range(rhs.aval.ndim) if d not in (*contract[1], *batch[1], *groups)]
+    first = out.aval.ndim - len(batch[0]) - len(left) - len(right)  # 1 if it begins with the groups
+    yield lhs, out, [(d, i) for i, d in enumerate((*batch[0], *left), first)]
+    yield rhs, out, [(d, i) for i, d in enumerate(right, first + len(batch[0]) + len(left))]
+    grouped, dim = (rhs, groups[0]) if groups else (out, 0)
+    if groups or first:
+        yield sizes, grouped, [(sizes.aval.ndim - 1, dim)]
+
+
+def _convolution(eqn: Any) -> _Joins:
+    """Join the batch and the features; a convolution mixes the elements of spatial dims.
+
+    Features are joined through a depthwise convolution, and through no other grouped one.
+    """
+    (lhs, rhs), (out,) = eqn.invars, eqn.outvars
+    numbers = eqn.params["dimension_numbers"]
+    (batch, feature), (made, summed) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
+    of_features, of_batch = (eqn.params[f"{name}_group_count"] for name in ("feature", "batch"))
+    yield rhs, out, [(made, numbers.out_spec[1])]
+    if of_features == 1:
+        yield lhs, rhs, [(feature, summed)]
+    if of_batch == 1:
+        yield lhs, out, [(batch, numbers.out_spec[0])]
+    for dim, count in ((feature, of_features), (batch, of_batch)):
+        if count > 1 and count == lhs.aval.shape[dim] == rhs.aval.shape[made]:
+            yield lhs, out, [(dim, numbers.out_spec[1])]
+
+
+def _along(param: str) -> Callable[[Any], _Joins]:
+    """Join the dims of operands and results, but for those that the equation works along."""
+
+    def rule(eqn: Any) -> _Joins:
+        for operand, out in zip(eqn.invars, eqn.outvars, strict=True):
+            ndim = out.aval.ndim
+            along = {d % ndim for d in np.atleast_1d(eqn.params[param])}
+            yield operand, out, [(d, d) for d in range(ndim) if d not in along]
+            yield operand, eqn.outvars[0], [(d, d) for d in range(ndim) if d not in along]
+
+    return rule
+
+
+def _fft(eqn: Any) -> _Joins:
+    (operand,), (out,) = eqn.invars, eqn.outvars
+    yield operand, out, [(d, d) for d in range(out.aval.ndim - len(eqn.params["fft_lengths"]))]
 
 
 def _broadcast_in_dim(eqn: Any) -> _Joins:
@@ -272,6 +333,9 @@ _RULES: dict[str, Callable[[Any], _Joins]] = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add"), _scatter),
     "optimization_barrier": _barrier,
+    "ragged_dot_general": _ragged_dot_general,
+    "conv_general_dilated": _convolution,
+    "sort": _along("dimension"),
+    "rev": _along("dimensions"),
+    "fft": _fft,
 }
-# These mix the elements of their dims, or move them by data, though shapes may be the same.
-_UNKNOWN = frozenset({"conv_general_dilated", "ragged_dot_general", "sort", "rev", "fft"})

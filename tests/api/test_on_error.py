@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import jax
@@ -152,3 +153,66 @@ def test_what_the_step_raises_when_it_is_lowered_is_its_own_too(on_error: str):
         with warnings.catch_warnings(), pytest.raises(NotImplementedError, match="unlowered"):
             warnings.simplefilter("error")
             getattr(overlap(step, on_error=on_error), entry)(X, W)
+
+
+# -- what XLA refuses -----------------------------------------------------------------------------
+
+REFUSED = "INTERNAL: no layout for the rewritten program"
+
+
+@pytest.fixture
+def refuses(monkeypatch) -> list[str]:
+    """Let XLA compile no step that has a permute in it, but partition it; return refused names."""
+    compiler, refused = importlib.import_module("jax._src.compiler"), []
+    original = compiler.backend_compile_and_load
+
+    def compiled(backend, module, *args, **kwargs):
+        name = module.operation.attributes["sym_name"].value
+        if "collective_permute" in str(module) and "asks" not in name:
+            refused.append(name)
+            raise jax.errors.JaxRuntimeError(f"{REFUSED}\nand a second line")
+        return original(backend, module, *args, **kwargs)
+
+    monkeypatch.setattr(compiler, "backend_compile_and_load", compiled)
+    return refused
+
+
+@pytest.mark.parametrize("options", [{}, {"on_error": "plain"}], ids=str)
+def test_a_step_whose_overlapped_program_xla_refuses_runs_as_it_is(refuses, options):
+    step = overlap(jax.jit(product), **options)
+    said = rf"product runs as it is: XLA does not compile the overlapped program \({REFUSED}\)"
+    with pytest.warns(UserWarning, match=said) as caught:
+        np.testing.assert_array_equal(step(X, W), product(X, W))
+    assert [w.filename for w in caught] == [__file__] and refuses
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(step(X, W), product(X, W))
+    lowered = overlap(jax.jit(product), **options).lower(X, W)
+    with pytest.warns(UserWarning, match=said):
+        compiled = lowered.compile()
+    assert compiled.plan is None
+    np.testing.assert_array_equal(compiled(X, W), product(X, W))
+
+
+def test_who_asks_for_the_overlapped_program_gets_xlas_error(refuses):
+    plan = overlap(jax.jit(product)).explain(X, W)
+    for options in ({"never_slower": False}, {"plan": plan}):
+        step = overlap(jax.jit(product), **options)
+        for run in (step, lambda *args, step=step: step.lower(*args).compile()):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=REFUSED):
+                run(X, W)
+
+
+def test_an_error_of_a_run_is_no_refusal_of_xlas(monkeypatch):
+    """The program compiles, so what fails is the run; it is not run again as it is."""
+    ran = []
+
+    def fails(*_):
+        ran.append(1)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr("jaxoverlap.api.overlapped._bound", fails)
+    step = overlap(jax.jit(product))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        step(X, W)
+    assert len(ran) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tests.differential import models, others
+from tests.differential import models, others, signals
 from tests.differential.training import Program
 from tests.differential.world import Leaf, World
 
@@ -23,7 +23,9 @@ PROGRAMS: tuple[tuple[Callable[[World], Program], int], ...] = (
     (models.accumulated, 2), (models.recurrent, 1), (models.branches, 3), (models.decoding, 3), (models.dropped_out, 2),
     (others.data_parallel, 3), (others.manual_mlp, 3), (others.vocabulary_parallel, 2),
     (others.zero, 2), (others.graph, 6), (others.power, 2),
+    (signals.images, 2), (signals.state_space, 2), (signals.grouped_experts, 2), (signals.mixed_tokens, 2),
 )  # fmt: skip
+GRAPHS = (others.graph,)  # of matmuls: they compile soonest
 MAY_BE_EXPLICIT = (models.regression, models.residual_scan, others.graph)
 CALLS = 3
 
@@ -128,19 +130,26 @@ class Case:
         return jax.tree.map(lambda leaf: leaf.placed(self.mesh), trees)
 
 
-def draw(seed: int, *, alone: bool = False, graph: bool = False) -> Case:
-    """Draw the step of a seed; `alone` on one device, with the same axes, all of size 1.
+def draw(
+    seed: int,
+    *,
+    alone: bool = False,
+    among: Sequence[Callable[[World], Program]] = (),
+    pod: bool = False,
+) -> Case:
+    """Draw the step of a seed.
 
     Args:
         seed: the seed.
-        alone: whether it runs on one device.
-        graph: whether it is one of the graphs of matmuls, which compile soonest.
+        alone: whether it runs on one device, on a mesh with the same axes, all of size 1.
+        among: the programs to draw from; none for all of them, by their weights.
+        pod: whether its mesh is of H100s that are not there, to compile it for.
     """
-    w = World(seed, alone=alone)
-    makers, weights = zip(*PROGRAMS, strict=True)
+    w = World(seed, alone=alone, pod=pod)
+    weighted = [(maker, n) for maker, n in PROGRAMS if maker in among] or PROGRAMS
+    makers, weights = zip(*weighted, strict=True)
     chances = [n / sum(weights) for n in weights]
     maker = makers[int(w.rng("program").choice(len(makers), p=chances))]
-    maker = others.graph if graph else maker
     if maker in MAY_BE_EXPLICIT and w.rng("explicit").random() < 0.2:
         w.explicit, w.said["explicit"] = True, "yes"
     mesh = w.mesh()
@@ -152,7 +161,7 @@ def draw(seed: int, *, alone: bool = False, graph: bool = False) -> Case:
         mesh=mesh,
         program=program,
         settings=settings,
-        built=lambda alone: draw(seed, alone=alone, graph=graph),
+        built=lambda alone: draw(seed, alone=alone, among=among, pod=pod),
         said=w.said,
         ambient=w.ambient,
         by_keyword=not stated and w.chance("last input by name", 0.15),

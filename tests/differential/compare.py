@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ import jaxoverlap
 from jaxoverlap.step.options import Options
 from tests.differential.case import CALLS, Case, draw
 from tests.differential.layouts import drawn_layouts
+from tests.differential.training import Program
+from tests.differential.world import World
 
 TOGETHER = 10  # seeds a test
 # Seeds on whose plain step XLA ends the process: a check in how it shards dots.
@@ -72,12 +74,12 @@ def differing(
     always: bool = False,
     laid_out: bool = False,
     halved: bool = False,
-    graph: bool = False,
+    among: Sequence[Callable[[World], Program]] = (),
 ) -> dict[int, list[str]]:
     """Return the differences by seed, if any; `python -m tests.differential --seed N` runs one."""
     differences = {
         seed: compared(
-            draw(seed, graph=graph), always=always, laid_out=laid_out, halved=halved
+            draw(seed, among=among), always=always, laid_out=laid_out, halved=halved
         ).differences
         for seed in seeds
         if seed not in ABORTS

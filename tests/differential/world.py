@@ -19,6 +19,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxoverlap
+from jaxoverlap.hardware.pods import is_pod
+
 MESHES = (
     ((8,), 1), ((4,), 4), ((2,), 2), ((2, 4), 2), ((4, 2), 2), ((4, 1), 1), ((1, 4), 1),
     ((2, 2), 10), ((2, 2, 2), 4), ((2, 2, 1), 1), ((1, 2, 4), 1), ((2, 1, 2), 1), ((1, 8), 1),
@@ -48,6 +51,10 @@ class Leaf:
     def placed(self, mesh: Mesh) -> Any:
         if isinstance(self.value, bool | int | float):
             return self.value
+        if is_pod(mesh):
+            at = None if self.spec is None else NamedSharding(mesh, self.spec)
+            value = np.asarray(self.value)
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=at)
         if self.spec is None:
             return jnp.array(self.value)
         return jax.device_put(np.array(self.value), NamedSharding(mesh, self.spec))
@@ -55,12 +62,21 @@ class Leaf:
 
 @dataclass
 class World:
-    """The choices of one seed; `alone` builds the same program on one device, for the reference."""
+    """The choices of one seed.
+
+    Attributes:
+        seed: the seed.
+        alone: whether the program is built on one device, for the reference.
+        said: the choices, by label.
+        explicit: whether the mesh's axes are explicit.
+        pod: whether the mesh is of GPUs that are not there.
+    """
 
     seed: int
     alone: bool = False
     said: dict[str, str] = field(default_factory=dict)
     explicit: bool = False
+    pod: bool = False
 
     def __post_init__(self) -> None:
         shapes, weights = zip(*MESHES, strict=True)
@@ -109,8 +125,11 @@ class World:
 
     def mesh(self) -> Mesh:
         shape = [1] * len(self.sizes) if self.alone else list(self.sizes.values())
-        devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
         kind = AxisType.Explicit if self.explicit else AxisType.Auto
+        if self.pod:
+            pod = jaxoverlap.pod_mesh(f"h100-sxm:1x{math.prod(shape)}", self.sizes)
+            return Mesh(pod.devices, pod.axis_names, axis_types=(kind,) * len(shape))
+        devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
         return Mesh(devices, tuple(self.sizes), axis_types=(kind,) * len(shape))
 
     def _roles(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

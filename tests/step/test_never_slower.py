@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
+from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.simulation.timeline import Event, Timeline
@@ -59,7 +60,10 @@ def chosen(
     rings: CompiledStep | Failure,
     reordered: CompiledStep | Failure | None = None,
 ) -> Speedup:
-    """Choose on an H100's 84.9 GB; `reordered` is only there if it may be asked for."""
+    """Choose on an H100's 84.9 GB; `reordered` is only there if it may be asked for.
+
+    Whether it is compiled at once or only where the overlapped step loses makes no difference.
+    """
 
     def compiled(way: str) -> CompiledStep | Failure:
         assert way == "reordered" and reordered is not None
@@ -68,7 +72,11 @@ def chosen(
     rival: Any = Rival("step", plan_of(), cost_model(POD), reordered is not None, None, None)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(never_slower, "_lost", lambda *_: "")
-        return choose(rival, plain, rings, compiled)
+        late = choose(rival, {"plain": plain}, rings, compiled)
+        if reordered is None or late.taken == "overlapped":
+            return late
+        assert choose(rival, {"plain": plain, "reordered": reordered}, rings, compiled) == late
+        return late
 
 
 # -- the choice -----------------------------------------------------------------------------------
@@ -103,6 +111,39 @@ def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s:
         assert speedup.plain_s == plain.step_s
 
 
+def test_the_scheduler_pass_alone_is_taken_where_it_beats_a_step_that_beats_plain():
+    """As in a contrastive step whose parts are joined for the softmax over the global batch."""
+    rival: Any = Rival("step", plan_of(), cost_model(POD), True, None, None)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(never_slower, "_lost", lambda *_: "")
+        others: Any = {"plain": made(0.0477), "reordered": made(0.0415)}
+        speedup = choose(rival, others, made(0.0474), None)  # type: ignore[arg-type]
+    assert (speedup.taken, speedup.step_s) == ("reordered", 0.0415)
+    assert str(speedup) == (
+        "plain 47.7 ms -> scheduler pass alone 41.5 ms, 1.15 x (overlapped 47.4 ms)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("step_s", "changes", "reorders", "close"),
+    [
+        (0.99, True, True, True),
+        (0.86, True, True, True),
+        (0.84, True, True, False),
+        (0.99, False, True, False),
+        (0.99, True, False, False),
+    ],
+)
+def test_the_scheduler_pass_alone_is_compiled_where_it_may_be_as_fast(
+    step_s: float, changes: bool, reorders: bool, close: bool
+):
+    price = Price(plain_s=1.0, plain_exposed_s=0.5, step_s=step_s)
+    plan = plan_of(ring(0, "a.py:1")) if changes else plan_of()
+    plan = msgspec.structs.replace(plan, price=price)
+    rival = Rival("step", plan, cost_model(POD), reorders, None, None)  # type: ignore[arg-type]
+    assert rival.is_close == close
+
+
 @pytest.mark.parametrize(
     ("plain", "rings", "why"),
     [
@@ -121,16 +162,16 @@ def test_what_cannot_be_compared_keeps_its_rings_and_says_so(plain, rings, why: 
 
 SAID = {
     "plain 10.2 ms -> overlapped 9.4 ms, 1.09 x": chosen(made(0.0102), made(0.0094)),
-    "plain 10.2 ms -> without rings 9.9 ms, 1.03 x (with rings 12.1 ms)": chosen(
+    "plain 10.2 ms -> scheduler pass alone 9.9 ms, 1.03 x (overlapped 12.1 ms)": chosen(
         made(0.0102), made(0.0121), made(0.0099)
     ),
-    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (with rings 9.4 ms and 90.0 GB of a device's 84.9 GB)": chosen(
+    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (overlapped 9.4 ms and 90.0 GB of a device's 84.9 GB)": chosen(
         made(0.0102), made(0.0094, 90)
     ),
     "plain 0.5 ms -> overlapped 0.25 ms, 2.00 x": chosen(made(0.0005), made(0.00025)),
     "overlapped 9.4 ms (plain was not compiled: SIGABRT: the check)": chosen(NO, made(0.0094)),
     "overlapped (plain was not compiled: SIGABRT: the check)": chosen(NO, NO),
-    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (with rings it does not compile: SIGABRT: the check)": chosen(
+    "plain 10.2 ms -> as it is 10.2 ms, 1.00 x (overlapped it does not compile: SIGABRT: the check)": chosen(
         made(0.0102), NO
     ),
 }  # fmt: skip
@@ -147,9 +188,9 @@ def test_the_warning_names_what_lost():
         chosen(made(0.0102), made(0.0121), made(0.0099)), lost="12 rings (+1.9 ms of compute)"
     )
     assert speedup.warning("train_step") == (
-        "overlap() of train_step loses by simulation (plain 10.2 ms, with rings 12.1 ms): the step "
-        "runs without rings, in the scheduler pass's order (9.9 ms). What lost: 12 rings (+1.9 ms "
-        "of compute). overlap(never_slower=False) keeps the rings"
+        "train_step runs with the scheduler pass alone, which takes 9.9 ms by simulation (plain "
+        "10.2 ms; overlapped 12.1 ms). What lost: 12 rings (+1.9 ms of compute). "
+        "overlap(never_slower=False) keeps the overlapped step"
     )
 
 
@@ -311,7 +352,7 @@ def test_a_step_that_loses_is_left_alone_once_and_for_all(children, first: str):
     by_way, asked = children
     by_way |= dict(plain=made(1), overlapped=made(2))
     step = on_gpus()
-    with pytest.warns(UserWarning, match="overlap.. of product loses by simulation") as warned:
+    with pytest.warns(UserWarning, match="product runs as it is, which takes") as warned:
         got = step(X, W) if first == "call" else step.lower(X, W).compile()(X, W)
     assert [w.filename for w in warned] == [__file__]
     np.testing.assert_array_equal(got, X @ W)
@@ -324,7 +365,7 @@ def test_a_step_that_loses_is_left_alone_once_and_for_all(children, first: str):
     assert compiled.plan.plain and not compiled.plan.decisions
     assert step.explain(X, W).plain
     assert str(compiled) == (
-        "product: plain 1000.0 ms -> as it is 1000.0 ms, 1.00 x (with rings 2000.0 ms)"
+        "product: plain 1000.0 ms -> as it is 1000.0 ms, 1.00 x (overlapped 2000.0 ms)"
     )
     assert str(compiled.audit()).endswith(str(compiled.speedup))
 
@@ -361,6 +402,14 @@ def test_nothing_is_compared_where_that_is_not_wanted(children):
     assert not asked
 
 
+def test_a_program_that_xla_refuses_is_not_taken(children):
+    by_way, _ = children
+    by_way |= dict(plain=made(1), overlapped=Failure(why="INTERNAL: no layout"))
+    with pytest.warns(UserWarning, match="overlapped it does not compile: INTERNAL: no layout"):
+        got = on_gpus()(X, W)
+    np.testing.assert_array_equal(got, X @ W)
+
+
 def test_process_0_chooses_for_all(children, monkeypatch):
     """This is another process: it compiles no candidates, and does as it is told."""
     _, asked = children
@@ -376,7 +425,7 @@ def test_process_0_chooses_for_all(children, monkeypatch):
         monkeypatch.setattr(f"jaxoverlap.step.{module}.processes_of", lambda mesh: (0, 1))
     monkeypatch.setattr("jaxoverlap.step.program.meet", lambda stand, within_s: True)
     step = on_gpus()
-    with pytest.warns(UserWarning, match="loses by simulation"):
+    with pytest.warns(UserWarning, match="product runs as it is, which takes"):
         np.testing.assert_array_equal(step(X, W), X @ W)
     assert not is_ringed(step) and not asked
     assert given == [("choice between rings and none", (0, 1))]
@@ -419,7 +468,7 @@ class TestPods:
         assert str(said) in str(compiled.simulate())
 
         monkeypatch.setattr(trial, "_in_child", None)  # what it found is kept
-        with pytest.warns(UserWarning, match="loses by simulation"):
+        with pytest.warns(UserWarning, match="product runs with the scheduler pass alone"):
             assert step.lower(*args).compile().speedup == said
         kept = small(never_slower=False)[0].lower(*args).compile()
         assert kept.speedup is None and kept.audit().hops.count

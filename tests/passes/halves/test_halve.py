@@ -8,14 +8,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.halves import own_names
+from jaxoverlap.passes.halves.body import HostMemoryError
 from jaxoverlap.passes.halves.halve import Halved
 from tests.support.halves import (
     CUT,
     B,
+    D,
+    L,
     S,
     arguments,
     assert_same,
@@ -157,6 +161,45 @@ def made_of(jaxpr: Any, *outvars: Any) -> set[Any]:
             if maker and maker.primitive.name != "optimization_barrier":
                 left += [v for v in maker.invars if not compat.is_literal(v)]
     return found
+
+
+def offloaded(weights, x):
+    """Run layers whose inner values wait for the backward pass in the host's memory."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["inner"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def layer(x, w):
+        return x + checkpoint_name(jnp.tanh(x @ w), "inner") @ w.T, None
+
+    return jnp.square(lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0]).sum()
+
+
+def on_host(jaxpr: Any) -> list[Any]:
+    inner = [
+        eqn for body in map(compat.jaxprs_in, jaxpr.eqns) for one in body for eqn in on_host(one)
+    ]
+    return [*(e for e in jaxpr.eqns if any(map(compat.in_host_memory, e.outvars))), *inner]
+
+
+def test_parts_of_an_offloaded_value_are_offloaded_each_and_its_scan_is_not_unrolled():
+    fn = jax.jit(jax.grad(offloaded))
+    args = values(L, D, 2 * D, seed=2), values(B, S, D)
+    jaxpr, done = halved(fn, args, (B, S, D), unroll=2)
+    assert done.unroll == 1
+    assert [e.primitive.name for e in done.mixing] == []
+    moved = {e.primitive.name for e in on_host(done.jaxpr)}
+    assert moved <= {"device_put", "scan", "remat2", "checkpoint"} and "device_put" in moved
+    assert len(on_host(done.jaxpr)) == len(on_host(jaxpr)) + 1  # a device_put for each part
+
+
+def test_what_would_split_a_value_on_the_host_is_refused():
+    with pytest.raises(HostMemoryError, match="in host memory would be joined for"):
+        halved(jax.jit(lambda x, w: (jax.device_put(x @ w, jax.memory.Space.Host),)),
+               (values(B, D), values(D, D)), (B, D))  # fmt: skip
 
 
 def test_a_carry_that_begins_whole_is_cut_before_the_scan():

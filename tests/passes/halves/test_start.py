@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
@@ -70,3 +71,52 @@ def test_a_batch_that_looks_like_a_weight_is_cut_all_the_same(residual):
     ranked = list(rows_to_cut(jaxpr, dims, {}, SIZES))
     assert [(r.dim(dims, jaxpr.invars[-1]), r.held) for r in ranked] == [(0, 64)]
     assert all(r.dim(dims, weight) is None for r in ranked for weight in jaxpr.invars[:-1])
+
+
+def shape(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def convolved(x, w, kernel):
+    """Convolve images of 4 x 4 patches; [16, 8, 8, 3] become [16, 4, 32]."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = lax.conv_general_dilated(x, kernel, (4, 4), "VALID", dimension_numbers=numbers)
+    return x.reshape(x.shape[0], -1, x.shape[-1]) @ w
+
+
+def grouped(x, w, sizes):
+    """Multiply tokens in two groups, then all of them with one matrix."""
+    return lax.ragged_dot(x, w, sizes) @ w[0].T
+
+
+@pytest.mark.parametrize(
+    ("forward", "arguments"),
+    [
+        (convolved, (shape(16, 8, 8, 3), shape(32, 8), shape(4, 4, 3, 32))),
+        (grouped, (shape(16, 32), shape(2, 32, 8), shape(2, dtype=jnp.int32))),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_other_matmuls_than_dot_general_are_followed_too(forward, arguments, trains: bool):
+    def step(x, w, other):
+        if not trains:
+            return forward(x, w, other)
+        return w - jax.grad(lambda w: jnp.sin(forward(x, w, other)).sum())(w)
+
+    jaxpr = jax.make_jaxpr(step)(*arguments)
+    dims = DimNames(jaxpr)
+    first = next(rows_to_cut(jaxpr, dims, {}, SIZES))
+    assert (first.dim(dims, jaxpr.invars[0]), first.held) == (0, 16)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_under_vmap_the_batch_follows_the_mapped_dim(sharded: bool):
+    """All matmuls have the mapped dim; where a device has one replica, its batch is split."""
+    shapes = shape(4, 16, 32), shape(4, 32, 16), shape(4, 16, 8, 16)
+    jaxpr = jax.make_jaxpr(jax.vmap(step))(*shapes)
+    dims = DimNames(jaxpr)
+    spec = (("data",), (), (), ()) if sharded else ((), (), (), ())
+    shardings = {dots(jaxpr)[0].index: Shardings(lhs=spec, rhs=((), (), ()), out=None)}
+    ranked = list(rows_to_cut(jaxpr, dims, shardings, SIZES))
+    found = [(r.dim(dims, jaxpr.invars[2]), r.held) for r in ranked]
+    assert found == ([(0, 1), (1, 16), (2, 8)] if sharded else [(0, 4)])

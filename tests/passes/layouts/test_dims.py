@@ -56,6 +56,9 @@ def test_a_batched_matmul_joins_its_batch():
         (lambda x: jnp.broadcast_to(x, (3, 2, 4)), (2, 4), (None, 0, 1)),
         (lambda x: jnp.cumsum(x, 1), (2, 4), (0, 1)),
         (lambda x: lax.optimization_barrier(x), (2, 4), (0, 1)),
+        (lambda x: jnp.sort(x, axis=1), (2, 4), (0, None)),
+        (lambda x: jnp.flip(x, 0), (2, 4), (None, 1)),
+        (lambda x: jnp.fft.fft(x, axis=-1), (2, 4), (0, None)),
         (lambda x: jax.jit(jnp.tanh)(x), (2, 4), (0, 1)),
         (lambda x: jax.checkpoint(jnp.tanh)(x), (2, 4), (0, 1)),
         (lambda x: jax.nn.gelu(x), (2, 4), (0, 1)),
@@ -114,3 +117,52 @@ def test_an_equation_that_is_not_understood_names_nothing():
         jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), (2, 4)
     )
     assert not set(given) & set(result)
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "features"),
+    [(1, 8, 16), (8, 8, 8), (2, 8, 16)],
+    ids=["dense", "depthwise", "grouped"],
+)
+def test_a_convolution_keeps_its_batch_and_depthwise_its_features(groups, channels, features):
+    def convolved(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=groups,
+        )  # fmt: skip
+
+    ((b, w, c), (taps, i, o)), ((b2, w2, o2),) = named(
+        convolved, (4, 10, channels), (3, channels // groups, features)
+    )
+    assert (b2, o2) == (b, o)
+    assert w2 not in (b, w, c, taps)
+    assert (i == c) == (groups == 1)
+    assert (o == c) == (groups == 8)
+
+
+def test_the_gradient_of_a_depthwise_kernel_has_the_kernels_dims():
+    def loss(kernel, x):
+        return lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=8
+        ).sum()
+
+    ((_, _, o), (_, _, c)), ((_, _, made),) = named(jax.grad(loss), (3, 1, 8), (4, 10, 8))
+    assert made == o == c
+
+
+def test_a_grouped_matmul_keeps_its_rows_and_its_groups():
+    def multiplied(x, w, sizes):
+        return lax.ragged_dot(x, w, sizes)
+
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 4), (2, 4, 8))]
+    sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def gradients(x, w, sizes):
+        return jax.grad(lambda x, w: jnp.sin(multiplied(x, w, sizes)).sum(), (0, 1))(x, w)
+
+    jaxpr = jax.make_jaxpr(gradients)(*arguments, sizes).jaxpr
+    names = DimNames(jaxpr)
+    (m, k), (g, k2, _) = (names.of(v) for v in jaxpr.invars[:2])
+    assert k2 == k and names.of(jaxpr.invars[2]) == (g,)
+    assert [names.of(v) for v in jaxpr.outvars] == [(m, k), names.of(jaxpr.invars[1])]
+    assert not names.unnamed

@@ -1,0 +1,183 @@
+"""Hold the equations of one body of a step in parts, and its values: whole, in parts, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import Array, lax
+
+from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.halves.own_names import OwnNames
+from jaxoverlap.passes.halves.rows import Cut, Followed
+
+_COMBINED: dict[str, Callable[[Array, Array], Array]] = {
+    "add": lax.add,
+    "mul": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+    "xor": lax.bitwise_xor,
+}
+
+
+class HostMemoryError(Exception):
+    """A value in the host's memory would be split or joined, which XLA would do on the host."""
+
+
+class Body:
+    """The equations of one body, as they are made, and its values: whole, in parts, or both."""
+
+    def __init__(self, cut: Cut):
+        self.eqns: list[Any] = []
+        self._cut = cut
+        self._parts: dict[Any, tuple[int, list[Any]]] = {}
+        self._wholes: dict[Any, Any] = {}
+        self._own = OwnNames(self.eqns)
+
+    def bound(self, var: Any, dim: int | None) -> list[Any]:
+        """Bind an operand of the body: in parts along a dim, or whole."""
+        if dim is None:
+            return [var]
+        parts = self._new_parts(var, dim)
+        self._parts[var] = dim, parts
+        return parts
+
+    def _new_parts(self, var: Any, dim: int) -> list[Any]:
+        return [self._new_part(var, dim) for _ in range(self._cut.parts)]
+
+    def _new_part(self, var: Any, dim: int) -> Any:
+        return compat.sized_var(var, dim, self._cut.part(var.aval.shape[dim]))
+
+    def alias(self, var: Any, atom: Any) -> None:
+        """Let a value be another one."""
+        if self.dim(atom) is None:
+            self._wholes[var] = self._whole_of(atom)
+        else:
+            self._parts[var] = self._parts[atom]
+
+    def dim(self, atom: Any) -> int | None:
+        """Return the dim along which a value is in parts; None if it is whole."""
+        if compat.is_literal(atom) or atom not in self._parts:
+            return None
+        return self._parts[atom][0]
+
+    def values(self, atom: Any, dim: int | None, like: Any) -> list[Any]:
+        """Return a value's parts along a dim, or the whole value."""
+        return [self.joined(atom, like)] if dim is None else self.parts(atom, dim, like)
+
+    def flat(self, atoms: Sequence[Any], dims: Sequence[int | None], like: Any) -> list[Any]:
+        """Return the parts or the whole of each of several values, in order."""
+        return [
+            v for atom, dim in zip(atoms, dims, strict=True) for v in self.values(atom, dim, like)
+        ]
+
+    def made(self, outvars: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        """Bind results: in parts, or whole."""
+        return [v for var, dim in zip(outvars, dims, strict=True) for v in self.bound(var, dim)]
+
+    def _whole_of(self, atom: Any) -> Any:
+        return atom if compat.is_literal(atom) else self._wholes.get(atom, atom)
+
+    def joined(self, atom: Any, like: Any) -> Any:
+        """Return a whole value; parts are joined, once."""
+        if compat.is_literal(atom) or atom not in self._parts or atom in self._wholes:
+            return self._whole_of(atom)
+        dim, parts = self._parts[atom]
+        _check_memory(atom, "joined", like)
+        whole, cut = compat.like_var(atom), self._cut
+        self.eqns += inlining.inline(
+            lambda *p: [_join(p, dim, cut)], parts, [whole], like, alike=("join", dim, cut)
+        )
+        self._wholes[atom] = whole
+        return whole
+
+    def parts(self, atom: Any, dim: int, like: Any) -> list[Any]:
+        """Return the parts of a value along a dim; a whole value is cut."""
+        if self.dim(atom) == dim:
+            return self._parts[atom][1]
+        whole, cut = self.joined(atom, like), self._cut
+        _check_memory(whole, "split", like)
+        if (parts := self._own.parts(whole, dim, cut, like)) is None:
+            parts = self._new_parts(atom, dim)
+            self.eqns += inlining.inline(
+                lambda x: _cut(x, dim, cut), [whole], parts, like, alike=("cut", dim, cut)
+            )
+        if not compat.is_literal(atom) and atom not in self._parts:
+            self._wholes[atom] = whole
+            self._parts[atom] = dim, parts
+        return parts
+
+    def whole(self, eqn: Any) -> None:
+        """Run an equation as it is, on whole values."""
+        invars = [self.joined(v, eqn) for v in eqn.invars]
+        same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
+        self.eqns.append(eqn if same else eqn.replace(invars=invars))
+        self._own.made(self.eqns[-1])
+
+    def parted(self, eqn: Any, followed: Followed) -> None:
+        """Run an equation on each part."""
+        operands = [
+            self.values(v, d, eqn) for v, d in zip(eqn.invars, followed.operands, strict=True)
+        ]
+        params = {**eqn.params, **followed.params}
+        made: list[list[Any]] = []
+        for i in range(self._cut.parts):
+            outvars = [
+                compat.like_var(v) if isinstance(how, str) else self._new_part(v, how)
+                for v, how in zip(eqn.outvars, followed.results, strict=True)
+            ]
+            invars = [self._of_part(some, i, eqn) for some in operands]
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+            made.append(outvars)
+        for place, (var, how) in enumerate(zip(eqn.outvars, followed.results, strict=True)):
+            parts = [outvars[place] for outvars in made]
+            if not isinstance(how, str):
+                self._parts[var] = how, parts
+                continue
+            self.eqns += inlining.inline(_combined(how), parts, [var], eqn, alike=("combine", how))
+
+    def _of_part(self, values: Sequence[Any], part: int, eqn: Any) -> Any:
+        """Return what an equation on a part reads: the part, or a whole value."""
+        return values[part] if len(values) > 1 else self._own.of(values[0], part, eqn)
+
+
+def _check_memory(atom: Any, what: str, eqn: Any) -> None:
+    """Refuse to split or join a value in the host's memory.
+
+    Raises:
+        HostMemoryError: if the value lies there.
+    """
+    if compat.in_host_memory(atom):
+        raise HostMemoryError(
+            f"{atom.aval.str_short()} in host memory would be {what} for {eqn.primitive.name}"
+        )
+
+
+def _combined(how: str) -> Callable[..., list[Array]]:
+    def combined(first: Array, *others: Array) -> list[Array]:
+        for other in others:
+            first = _COMBINED[how](first, other)
+        return [first]
+
+    return combined
+
+
+def _cut(x: Array, dim: int, cut: Cut) -> list[Array]:
+    """Cut an array in parts along a dim: of each shard the same share."""
+    shape, size = x.shape, x.shape[dim]
+    rest = size // (cut.shards * cut.parts)
+    split = lax.reshape(x, (*shape[:dim], cut.shards, cut.parts, rest, *shape[dim + 1 :]))
+    part = (*shape[:dim], cut.shards * rest, *shape[dim + 1 :])
+    return [
+        lax.reshape(lax.slice_in_dim(split, i, i + 1, axis=dim + 1), part) for i in range(cut.parts)
+    ]
+
+
+def _join(parts: Sequence[Array], dim: int, cut: Cut) -> Array:
+    """Join the parts of an array."""
+    shape = parts[0].shape
+    split = (*shape[:dim], cut.shards, 1, shape[dim] // cut.shards, *shape[dim + 1 :])
+    joined = lax.concatenate([lax.reshape(p, split) for p in parts], dim + 1)
+    return lax.reshape(joined, (*shape[:dim], shape[dim] * cut.parts, *shape[dim + 1 :]))
