@@ -30,8 +30,9 @@ from jaxlib import _hlo  # type: ignore[attr-defined]
 
 from jaxoverlap._jax import compat, jits, propagated
 from jaxoverlap._jax.propagated import Spec
+from jaxoverlap._util.stderr import lines_without
 
-_PASS = "jaxoverlap-ask"
+_PASS, _NAME = "jaxoverlap-ask", "jaxoverlap_asks"
 _lock = threading.Lock()
 _registered: set[str] = set()  # platforms whose compiler calls `_keep`
 _modules: dict[str, list[Any]] = {}  # partitioned modules that were asked for, by name
@@ -67,7 +68,7 @@ CPU_SUMS_APART = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 
 def new_name() -> str:
     """A name for a module that is only asked about: no other compilation of the process has it."""
-    return f"jaxoverlap_asks_{next(_numbers)}"
+    return f"{_NAME}_{next(_numbers)}"
 
 
 def ask(
@@ -113,7 +114,8 @@ def _partitioned(lowering: Any, module: Any, name: str, options: Mapping[str, st
     """Return the partitioned module of a lowering, whose module may have another name."""
     _modules[name] = []
     try:
-        _compile(lowering, module, options)
+        with lines_without(_NAME):  # candidates' reshards are no news to the user
+            _compile(lowering, module, options)
     except jax.errors.JaxRuntimeError as error:
         if not _modules[name]:
             raise NoAnswerError(str(error)) from error
