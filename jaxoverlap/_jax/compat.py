@@ -292,6 +292,16 @@ def argument_names(jaxpr: Jaxpr) -> tuple[str, ...]:
     return tuple(name or f"argument {n}" for n, name in enumerate(names))
 
 
+def lined_as(eqn: JaxprEqn, around: JaxprEqn | None) -> JaxprEqn:
+    """Return an equation with the source line of the one around it, if its own is lost.
+
+    JAX loses the lines inside its own jits, as that of `jnp.cumsum`, which it traces once for all.
+    """
+    if around is None or source_info_util.user_frame(eqn.source_info.traceback) is not None:
+        return eqn
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=around.source_info.traceback))
+
+
 def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:
     """(file, line, function) of the user's code that made `eqn`; ("<unknown>", 0, "") if lost."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)

@@ -196,7 +196,7 @@ class Overlapped:
         lowered = jits.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
         rival = plain = None
         traced = functools.partial(self._jitted.trace, *args, **kwargs)
-        if self._options.falls_back and program.params is not program.source:
+        if self._options.falls_back and program.plan is not None:
             plain = lambda: lowered_plain(traced(), call)  # noqa: E731
         if program.undecided and not any(map(jits.is_tracer, call.flat)):
             rival = rival_of(self._jitted, call, args, kwargs, program, self._options)

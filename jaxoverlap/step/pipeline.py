@@ -13,7 +13,7 @@ from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import axis_costs
-from jaxoverlap.passes.analysis.jaxprs import bodies
+from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.analysis.mesh import unread
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.planning.profit import RingCosts
@@ -106,7 +106,7 @@ def _terms(step: StepContext, options: Options) -> Terms:
 
 def _with_price(step: StepContext, way: Way) -> Plan:
     """Add to a way's plan what it saves by price, and the operations that partition themselves."""
-    operations = (e for body in bodies(step.jaxpr) for e in body.eqns if partitions_itself(e))
+    operations = filter(partitions_itself, equations(step.jaxpr))
     partitioning = tuple(dict.fromkeys(map(described, operations)))
     plan = msgspec.structs.replace(way.plan, partitioning=partitioning)
     if step.cost is None or way.step_s is None or way.plain is None or way.laid is None:

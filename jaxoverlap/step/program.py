@@ -20,6 +20,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.hardware import pods
 from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.passes.analysis.errors import RewriteError, own_faults
 from jaxoverlap.passes.analysis.mesh import MeshError, NoMeshError
 from jaxoverlap.passes.scheduling.scheduler import SchedulerPass, scheduler_pass_for
@@ -114,13 +115,31 @@ def step_program(
     except MeshError as error:
         if options.plan is not None:
             raise
-        return replace(_plain(params), notice=_no_mesh(call, error), error=error)
+        return _on_no_one_mesh(call, error, options)
     except RewriteError as error:
         if options.on_error == "raise":
             raise
         text = f"{name} runs without overlap: {error.without_plain}"
         stand = _failed(call, error, plain=True)
         return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
+
+
+def _on_no_one_mesh(call: jits.Call, error: MeshError, options: Options) -> StepProgram:
+    """Return the program of a step on no mesh, on several or on one device: the step as it is.
+
+    Where its meshes are of the same devices, those are its cluster; for a pod it is compiled with
+    the options that a pod needs.
+    """
+    devices = {frozenset(mesh.devices.flat) for mesh in error.meshes}
+    mesh = error.meshes[0] if len(devices) == 1 else None
+    program = as_it_is(call, mesh) if mesh is not None and pods.is_pod(mesh) else None
+    cluster = options.cluster or (mesh and cluster_of(mesh, options.agree_within_s))
+    return replace(
+        program or _plain(call.params),
+        cluster=cluster,
+        notice=_no_mesh(call, error),
+        error=error,
+    )
 
 
 def following(plan: Plan, options: Options) -> Options:

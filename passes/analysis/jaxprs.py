@@ -6,7 +6,7 @@ Every pass sees the `dot_general`s of a step in one order, and knows each by its
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -145,6 +145,15 @@ def bodies(jaxpr: Any) -> tuple[Body, ...]:
     visited: list[Body] = []
     map_bodies(jaxpr, visited.append)
     return tuple(sorted(visited, key=lambda body: body.index))
+
+
+def equations(jaxpr: Any, around: Any = None) -> Iterator[Any]:
+    """Yield every equation of a jaxpr, at any depth, with a source line of the user's."""
+    for eqn in jaxpr.eqns:
+        lined = compat.lined_as(eqn, around)
+        yield lined
+        for body in compat.jaxprs_in(eqn):
+            yield from equations(body, lined)
 
 
 def has_matmul(eqn: Any) -> bool:

@@ -13,7 +13,15 @@ from jaxoverlap.passes.analysis.errors import UserError
 
 
 class MeshError(UserError):
-    """The step does not run on one mesh of several devices, so none of it can be overlapped."""
+    """The step does not run on one mesh of several devices, so none of it can be overlapped.
+
+    Attributes:
+        meshes: the meshes that it uses.
+    """
+
+    def __init__(self, message: str, meshes: tuple[Mesh, ...] = ()):
+        super().__init__(message)
+        self.meshes = meshes
 
 
 class NoMeshError(MeshError):
@@ -47,7 +55,8 @@ def find_mesh(name: str, arguments: Iterable[Any], parameters: Iterable[Any], ja
         shown = " and ".join(sorted(str(dict(m.shape)) for m in meshes))
         raise MeshError(
             f"{name} uses {len(meshes)} meshes ({shown}); expected one for the step: the same "
-            "axes, axis types and order of devices everywhere"
+            "axes, axis types and order of devices everywhere",
+            tuple(meshes),
         )
     mesh = meshes.pop()
     _check(name, mesh)
@@ -58,7 +67,8 @@ def _check(name: str, mesh: Mesh) -> None:
     if mesh.size == 1:
         raise MeshError(
             f"{name} runs on a mesh of one device ({dict(mesh.shape)}): there is nothing to "
-            "overlap. Use more devices, or leave overlap() off"
+            "overlap. Use more devices, or leave overlap() off",
+            (mesh,),
         )
 
 

@@ -76,18 +76,18 @@ class DimNames:
 
     # -- equations ----------------------------------------------------------------------------
 
-    def _visit(self, jaxpr: Any) -> None:
+    def _visit(self, jaxpr: Any, around: Any = None) -> None:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in TRANSPARENT:
-                self._called(eqn)
+                self._called(compat.lined_as(eqn, around))
             elif named := rule_of(eqn):
                 self._ruled(eqn, named)
             elif rule := _RULES.get(name):
                 for operand, result, pairs in rule(eqn):
                     self._same(operand, result, pairs)
             elif compat.has_jaxprs(eqn) or not self._by_shape(eqn):
-                self.unnamed.append(eqn)
+                self.unnamed.append(compat.lined_as(eqn, around))
 
     def _by_shape(self, eqn: Any) -> bool:
         """Join an element-wise equation's operands and results; a dim of size 1 is repeated.
@@ -136,7 +136,7 @@ class DimNames:
                 if len(eqn.outvars) == len(body.outvars):
                     self._bound(eqn.outvars, body.outvars)
         for body in bodies:
-            self._visit(body)
+            self._visit(body, eqn)
 
     def _scanned(self, eqn: Any, body: Any) -> None:
         num_consts, num_carry = compat.scan_counts(eqn)

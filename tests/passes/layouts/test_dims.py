@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxoverlap._jax import compat
 from jaxoverlap.passes.layouts.dims import DimNames
 
 
@@ -166,3 +167,9 @@ def test_a_grouped_matmul_keeps_its_rows_and_its_groups():
     assert k2 == k and names.of(jaxpr.invars[2]) == (g,)
     assert [names.of(v) for v in jaxpr.outvars] == [(m, k), names.of(jaxpr.invars[1])]
     assert not names.unnamed
+
+
+def test_an_equation_in_a_jit_of_jaxs_own_is_named_by_the_users_line():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.linalg.inv(x) @ x)(jnp.ones((4, 4))).jaxpr
+    unnamed = DimNames(jaxpr).unnamed
+    assert unnamed and all(compat.source_line(eqn)[0] == __file__ for eqn in unnamed)
