@@ -12,6 +12,7 @@ from jaxoverlap.cost.kernels import FREE, KernelWork
 from jaxoverlap.simulation.audit import Collective
 
 COMPUTE, NVLINK, NETWORK = "compute", "NVLink", "network"
+COLLECTIVES = "collectives"  # the lane of those whose link is not known, as in a profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Event:
     """Something that takes time on a lane, where it happens first.
 
     Attributes:
-        lane: COMPUTE, NVLINK, NETWORK, or a direction of the link to the host (`host_copies`).
+        lane: COMPUTE, NVLINK, NETWORK, COLLECTIVES, or a direction of the link to the host
+            (`host_copies`); "compute 2" has what a profile saw beside what is on "compute".
         kind: "matmul", "memory" (a kernel bound by memory), "collective", or "wait": the compute
             lane waits for `collective`.
         name: the instruction; computation: where it stands.
@@ -131,6 +133,16 @@ class Timeline:
         return busy
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The seconds that the step is made of, by name. A slowdown of none may round below 0."""
+        slowdown_s = abs(self.slowdown_s)
+        return {
+            "compute": self.compute_s,
+            "slowed beside collectives": slowdown_s,
+            "exposed": self.exposed_s,
+        }
+
+    @property
     def communication_s(self) -> float:
         """Seconds of all collectives, hidden or not."""
         return math.fsum(self.link_s.values())
@@ -138,7 +150,7 @@ class Timeline:
     @property
     def bound_s(self) -> float:
         """Return seconds that no order of the schedule beats: the busiest of kernels and links."""
-        return max(self.compute_s, *self.link_s.values())
+        return max((self.compute_s, *self.link_s.values()))
 
     @functools.cached_property
     def unknown(self) -> dict[str, int]:

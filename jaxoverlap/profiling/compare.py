@@ -1,0 +1,111 @@
+"""Hold a measured step beside what the simulation says of it, instruction by instruction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep
+from jaxoverlap.simulation.timeline import Event, Timeline
+
+_KERNELS = ("matmul", "attention", "memory")
+
+
+@dataclass(frozen=True)
+class KindRatio:
+    """One class of kernels, measured and predicted: of the instructions that both have.
+
+    Attributes:
+        kind: "matmul", "attention", "memory", or a kind of collective as HLO writes it.
+        instructions: how many.
+        measured_s: seconds of a step, the mean over devices; of a collective without its wait for
+            the device that came last.
+        predicted_s: by the simulation.
+    """
+
+    kind: str
+    instructions: int
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Return how many times longer than predicted it took."""
+        return self.measured_s / self.predicted_s
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the simulation says of each instruction, in a step.
+
+    Attributes:
+        kernel_s: seconds of kernels, by instruction.
+        kinds: their kind, by instruction.
+        collective_s, exposed_s: seconds of collectives on their link, and those exposed.
+        lanes: the collectives' links.
+    """
+
+    kernel_s: Mapping[str, float] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    collective_s: Mapping[str, float] = field(default_factory=dict)
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
+    lanes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, timeline: Timeline | None) -> Predicted:
+        """Look a simulated step's seconds up by instruction; nothing without one."""
+        if timeline is None:
+            return cls()
+        kernel_s: dict[str, float] = defaultdict(float)
+        kinds: dict[str, str] = {}
+        for event in timeline.events:
+            if event.kind in ("matmul", "memory") and not event.work.unknown:
+                kernel_s[event.name] += event.seconds
+                kinds[event.name] = _kind(event)
+        names = {s.collective.name: s for s in timeline.spent}
+        return cls(
+            kernel_s,
+            kinds,
+            {name: s.seconds for name, s in names.items()},
+            {name: s.exposed_s for name, s in names.items()},
+            {name: s.lane for name, s in names.items()},
+        )
+
+
+def _kind(event: Event) -> str:
+    return "attention" if event.work.attention else event.kind
+
+
+def ratios(
+    steps: Sequence[DeviceStep], runs: Sequence[Sequence[CollectiveRun]], predicted: Predicted
+) -> tuple[KindRatio, ...]:
+    """Return the ratio of each class that some measured and predicted instruction is in.
+
+    Args:
+        steps: what each device ran.
+        runs: its collectives.
+        predicted: by instruction.
+    """
+    measured: dict[tuple[str, str], float] = defaultdict(float)  # by kind and instruction
+    for step in steps:
+        for event, meaning in step.events:
+            if kind := predicted.kinds.get(meaning.op):
+                measured[kind, meaning.op] += event.seconds / len(steps)
+    for of_device in runs:
+        for run in of_device:
+            if run.collective.name in predicted.collective_s:
+                key = (run.collective.kind, run.collective.name)
+                measured[key] += (run.seconds - run.waited_s) / len(steps)
+    return tuple(_summed(measured, {**predicted.kernel_s, **predicted.collective_s}))
+
+
+def _summed(
+    measured: Mapping[tuple[str, str], float], predicted_s: Mapping[str, float]
+) -> Iterator[KindRatio]:
+    kinds = dict.fromkeys(kind for kind, _ in measured)
+    for kind in sorted(kinds, key=lambda k: (_KERNELS.index(k) if k in _KERNELS else 9, k)):
+        mine = {op: s for (k, op), s in measured.items() if k == kind and predicted_s[op] > 0}
+        if mine:
+            seconds = sum(predicted_s[op] for op in mine)
+            yield KindRatio(kind, len(mine), sum(mine.values()), seconds)

@@ -1,0 +1,314 @@
+"""Define `Profile`: what a profiler measured of a step, added up, beside what was predicted."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.hardware.cluster import Cluster
+from jaxoverlap.profiling import text
+from jaxoverlap.profiling.compare import KindRatio, Predicted, ratios
+from jaxoverlap.profiling.events import Recording
+from jaxoverlap.profiling.files import recorded
+from jaxoverlap.profiling.intervals import length, union
+from jaxoverlap.profiling.kinds import Meanings
+from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep, Late, Sums, waits
+from jaxoverlap.profiling.steps import programs, steps_of
+from jaxoverlap.profiling.timeline import MeasuredTimeline, timeline_of
+from jaxoverlap.simulation import report
+from jaxoverlap.simulation.simulation import Simulation, simulate
+from jaxoverlap.simulation.timeline import Timeline
+
+ClusterLike = str | Cluster | CostModel
+_HEAD = re.compile(r"(?:, num_partitions=\d+|, replica_count=\d+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one kind, ring and source line, in a step: the mean over devices.
+
+    Attributes:
+        kind, ring, source, devices: which collectives. The source is a line; without HLO the JAX
+            operation or, where that is not known either, the kernel. Devices take part together, 0
+            if unknown.
+        runs: how many a device runs.
+        bytes_moved: bytes that a device sends in them; 0 if no HLO says it.
+        seconds: of all of them; exposed_s: with no kernel beside them (of two collectives that run
+            side by side both, so that rows may add up to more than the step's).
+        waited_s: the part of `seconds` spent waiting for the device that came last.
+        predicted_s, predicted_exposed_s: by the simulation; None without one.
+        beside: the kernels that ran beside them longest.
+    """
+
+    kind: str
+    ring: str
+    source: str
+    devices: int
+    runs: float
+    bytes_moved: float
+    seconds: float
+    exposed_s: float
+    waited_s: float
+    predicted_s: float | None
+    predicted_exposed_s: float | None
+    beside: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LineRow:
+    """What a source line takes in a step, the mean over devices: unions of intervals."""
+
+    source: str
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class StreamRow:
+    """A stream of a device: the seconds of a step in which it is busy."""
+
+    device: str
+    stream: str
+    events: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured step; print it. Every sum over time is of a union of the devices' intervals.
+
+    Of the whole steps in a profile the one of median length is taken, so that its parts add up; its
+    numbers are means over devices.
+
+    Attributes:
+        source: the file or folder.
+        program: the program's name; empty if the profile names none.
+        platform: "GPU" or "CPU"; kind: the model's name, if the profile says it.
+        sums: the step.
+        steps_s: seconds of every whole step, the mean over devices; `chosen` is the step taken.
+        devices: the step on each device, by name.
+        collectives: each collective of the device that is drawn, by start.
+        rows: collectives together; lines: by source line; streams: of the device that is drawn.
+        late: devices that others waited for, longest first.
+        timeline: the step of the device whose exposed seconds are the median.
+        simulation: the same step, simulated; None if no cluster was given.
+        ratios: measured against predicted, by class of kernel.
+        unknown: seconds of kernels that no rule knows, by name; they count as compute.
+        graph_s: seconds of CUDA graphs, each one event: what runs inside is not seen.
+        other_programs: seconds of a step's devices in other programs, over the whole profile.
+        left_out: events that are no work of a device, and their number.
+        broken: steps that the profile has not whole.
+    """
+
+    source: str
+    program: str
+    platform: str
+    kind: str
+    sums: Sums
+    steps_s: tuple[float, ...]
+    chosen: int
+    devices: Mapping[str, Sums]
+    collectives: tuple[CollectiveRun, ...]
+    rows: tuple[Row, ...]
+    lines: tuple[LineRow, ...]
+    streams: tuple[StreamRow, ...]
+    late: tuple[Late, ...]
+    timeline: MeasuredTimeline
+    simulation: Simulation | None
+    ratios: tuple[KindRatio, ...]
+    unknown: Mapping[str, float]
+    graph_s: float
+    other_programs: Mapping[str, float]
+    left_out: Mapping[str, int]
+    broken: int
+
+    def __str__(self) -> str:
+        return text.of(self)
+
+    def to_perfetto(self, path: str | Path) -> None:
+        """Write the step, simulated and measured, as a trace that ui.perfetto.dev opens."""
+        report.write_perfetto(path, self._both)
+
+    def to_svg(self, path: str | Path) -> None:
+        """Draw the measured step below the simulated one, at one scale."""
+        report.write_svg(path, self._both)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page to zoom into: the measured step below the simulated one, at one scale."""
+        report.write_page(path, self._both, title=f"{text.name(self)}, measured")
+
+    @property
+    def _both(self) -> dict[str, Timeline]:
+        simulated = {"simulated": self.simulation} if self.simulation else {}
+        return {**simulated, "measured": self.timeline}
+
+
+def read(
+    path: str | Path,
+    cluster: ClusterLike | None = None,
+    *,
+    compiled: jax.stages.Compiled | str | None = None,
+    module: str | None = None,
+) -> Profile:
+    """Read a profile, add one step of it up and, given a cluster, simulate that step.
+
+    Args:
+        path: an xplane.pb, a Chrome trace, or a folder with those of one profile.
+        cluster: where it ran, as `jaxoverlap.simulate` takes it.
+        compiled: the step that ran, or its scheduled HLO's text, where the profile has no HLO
+            (Chrome traces have none) or the text should have the source lines that it has.
+        module: the program's name, in place of the one that takes most of the devices' time.
+
+    Raises:
+        ValueError: if it is no such profile, has no such program, or no whole step; if the cluster
+            is given without HLO at hand, or has another number of devices.
+    """
+    recording = recorded(Path(path))
+    return measured(recording, cluster, compiled=compiled, module=module)
+
+
+def measured(
+    recording: Recording,
+    cluster: ClusterLike | None = None,
+    *,
+    compiled: jax.stages.Compiled | str | None = None,
+    module: str | None = None,
+) -> Profile:
+    """Add one step of a recording up; the arguments are `read`'s."""
+    texts = dict(recording.modules)
+    if compiled is not None:
+        given = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+        name = given.partition(",")[0].removeprefix("HloModule ")
+        texts = {key: old for key, old in texts.items() if key[0] != name} | {(name, -1): given}
+    meanings = Meanings(texts, len(recording.devices))
+    steps = steps_of(recording, meanings, module)
+    every = [
+        [DeviceStep.of(d, w, meanings) for d, w in zip(steps.devices, windows, strict=True)]
+        for windows in steps.windows
+    ]
+    sums = [[device.sums for device in step] for step in every]
+    means = [Sums.mean(devices) for devices in sums]
+    order = sorted(range(len(every)), key=lambda n: means[n].step_s)
+    chosen = order[(len(order) - 1) // 2]
+    simulation = _simulated(recording, meanings, steps.program, cluster)
+    waited, late = waits(every[chosen])
+    runs = [list(d.runs(w)) for d, w in zip(every[chosen], waited, strict=True)]
+    by_exposed = sorted(range(len(runs)), key=lambda n: sums[chosen][n].exposed_s)
+    drawn = by_exposed[len(runs) // 2]
+    predicted = Predicted.of(simulation)
+    others = {name: s for (name, _), s in programs(recording).items() if name != steps.program}
+    return Profile(
+        source=recording.source,
+        program=steps.program,
+        platform=recording.platform,
+        kind=recording.devices[0].kind,
+        sums=means[chosen],
+        steps_s=tuple(mean.step_s for mean in means),
+        chosen=chosen,
+        devices={d.device: s for d, s in zip(every[chosen], sums[chosen], strict=True)},
+        collectives=tuple(runs[drawn]),
+        rows=tuple(_rows(runs, predicted)),
+        lines=tuple(_lines(every[chosen])),
+        streams=tuple(_streams(every[chosen][drawn])),
+        late=late,
+        timeline=timeline_of(steps.program or "step", every[chosen][drawn], predicted.lanes),
+        simulation=simulation,
+        ratios=ratios(every[chosen], runs, predicted),
+        unknown=_of_kind(every[chosen], "unknown"),
+        graph_s=sum(_of_kind(every[chosen], "graph").values()),
+        other_programs=others,
+        left_out=recording.left_out,
+        broken=steps.broken,
+    )
+
+
+def _simulated(
+    recording: Recording, meanings: Meanings, program: str, cluster: ClusterLike | None
+) -> Simulation | None:
+    """Simulate the step that was measured."""
+    if cluster is None:
+        return None
+    found = meanings.text(program)
+    if found is None:
+        raise ValueError(
+            f"{recording.source} does not carry the HLO of {program or 'its kernels'}: nothing can "
+            "be predicted without it. Give the compiled step, or its text (--hlo FILE)"
+        )
+    module, module_text = found
+    head, rest = module_text.split("\n", 1)
+    head = f"{_HEAD.sub('', head)}, num_partitions={module.num_devices}"
+    return simulate(f"{head}\n{rest}", cluster)
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _rows(runs: Sequence[Sequence[CollectiveRun]], predicted: Predicted) -> Iterable[Row]:
+    groups: dict[tuple[str, str, str, int], list[CollectiveRun]] = defaultdict(list)
+    for run in (run for of_device in runs for run in of_device):
+        c = run.collective
+        groups[c.kind, c.ring or "", c.source or c.op_name or c.name, c.group_size].append(run)
+    rows = [_row(key, group, len(runs), predicted) for key, group in groups.items()]
+    return sorted(rows, key=lambda row: -row.exposed_s)
+
+
+def _row(
+    key: tuple[str, str, str, int], group: list[CollectiveRun], devices: int, predicted: Predicted
+) -> Row:
+    names = {run.collective.name for run in group} & predicted.collective_s.keys()
+    beside: dict[str, float] = defaultdict(float)
+    for kernel, seconds in (pair for run in group for pair in run.beside):
+        beside[kernel] += seconds
+    return Row(
+        *key,
+        runs=len(group) / devices,
+        bytes_moved=sum(run.collective.bytes_moved for run in group) / devices,
+        seconds=sum(run.seconds for run in group) / devices,
+        exposed_s=sum(run.exposed_s for run in group) / devices,
+        waited_s=sum(run.waited_s for run in group) / devices,
+        predicted_s=sum(predicted.collective_s[n] for n in names) if names else None,
+        predicted_exposed_s=sum(predicted.exposed_s[n] for n in names) if names else None,
+        beside=tuple(sorted(beside, key=lambda kernel: -beside[kernel])[:3]),
+    )
+
+
+def _lines(steps: Sequence[DeviceStep]) -> Iterable[LineRow]:
+    """Add up each source line, or JAX operation where no line is known."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for step in steps:
+        spans: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
+        for event, meaning in step.events:
+            line = meaning.source or meaning.op_name or "no line"
+            spans[line, meaning.kind == "collective"].append((event.start_ns, event.end_ns))
+        for (line, moves), intervals in spans.items():
+            took = union(intervals)
+            parts = (0.0, length(took), length(step.alone(took))) if moves else (length(took), 0, 0)
+            sums[line] = [a + b * 1e-9 / len(steps) for a, b in zip(sums[line], parts, strict=True)]
+    return sorted((LineRow(k, *v) for k, v in sums.items()), key=lambda r: -r.exposed_s)
+
+
+def _streams(step: DeviceStep) -> Iterable[StreamRow]:
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event, _ in step.events:
+        spans[event.stream].append((event.start_ns, event.end_ns))
+    rows = (
+        StreamRow(step.device, stream, len(mine), length(union(mine)) * 1e-9)
+        for stream, mine in spans.items()
+    )
+    return sorted(rows, key=lambda row: -row.busy_s)
+
+
+def _of_kind(steps: Sequence[DeviceStep], kind: str) -> dict[str, float]:
+    """Return the seconds of a kind's events by kernel, the mean over devices, longest first."""
+    seconds: dict[str, float] = defaultdict(float)
+    for event, meaning in (pair for step in steps for pair in step.events):
+        if meaning.kind == kind:
+            seconds[event.name] += event.seconds / len(steps)
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

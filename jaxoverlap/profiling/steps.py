@@ -1,0 +1,164 @@
+"""Cut a profile into steps: the runs of the program that keeps the devices busiest.
+
+A program is a module's name and number. CPU devices number their runs. On a GPU a run begins where
+an instruction comes again that a run has once: one of the entry computation, where the profile
+carries the module. Where no event names a program, the profiler's own marks are the steps, or all
+of it is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxoverlap.profiling.events import Device, DeviceEvent, Recording
+from jaxoverlap.profiling.kinds import Meanings
+
+Program = tuple[str, int]
+Window = tuple[float, float]  # start and end in ns
+_MISSING = 0.05  # of a run's instructions may be missing: profilers lose an event now and then
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a profile.
+
+    Attributes:
+        program: the program's name; empty if no event names one.
+        windows: for each step the window of each device, in the order of the profile's devices.
+        broken: runs that the profile has not whole, on any device.
+        devices: those that ran the program.
+    """
+
+    program: str
+    windows: tuple[tuple[Window, ...], ...]
+    broken: int
+    devices: tuple[Device, ...]
+
+
+def steps_of(recording: Recording, meanings: Meanings, module: str | None = None) -> Steps:
+    """Cut a profile into steps.
+
+    Args:
+        recording: the profile.
+        meanings: what its events are.
+        module: the program's name, in place of the one that takes most of the devices' time.
+
+    Raises:
+        ValueError: if no program has that name, or no device has a whole run.
+    """
+    program = _program(recording, module)
+    if program is None:
+        return _unnamed(recording)
+    runs: list[tuple[Device, list[Window]]] = []
+    broken = 0
+    for device in recording.devices:
+        mine = [e for e in device.events if (e.module, e.program) == program]
+        if mine:
+            whole, cut = _whole(list(_runs(mine, meanings)))
+            broken += cut
+            runs.append((device, [(r[0].start_ns, max(e.end_ns for e in r)) for r in whole]))
+    windows = _aligned([windows for _, windows in runs])
+    if not windows:
+        raise ValueError(
+            f"{recording.source} has no whole run of {program[0]} on every device that ran it: "
+            "profile more steps"
+        )
+    return Steps(program[0], windows, broken, tuple(device for device, _ in runs))
+
+
+def programs(recording: Recording) -> dict[Program, float]:
+    """Return the seconds of each program's events, all devices together."""
+    seconds: dict[Program, float] = defaultdict(float)
+    for device in recording.devices:
+        for event in device.events:
+            if event.module:
+                seconds[event.module, event.program] += event.seconds
+    return seconds
+
+
+def _program(recording: Recording, module: str | None) -> Program | None:
+    seconds = programs(recording)
+    if module is not None:
+        named = {p: s for p, s in seconds.items() if p[0] == module}
+        if not named:
+            known = ", ".join(sorted({name for name, _ in seconds})) or "none"
+            raise ValueError(f"{recording.source} has no program {module!r}: it has {known}")
+        seconds = named
+    return max(seconds, key=lambda program: seconds[program]) if seconds else None
+
+
+def _unnamed(recording: Recording) -> Steps:
+    """Take the profiler's marks, or the whole profile, on each device."""
+    spans = [
+        (device.events[0].start_ns, max(e.end_ns for e in device.events))
+        for device in recording.devices
+    ]
+    windows = [tuple(mark for _ in spans) for mark in recording.marks] or [tuple(spans)]
+    return Steps("", tuple(windows), 0, recording.devices)
+
+
+# -- one device -----------------------------------------------------------------------------------
+
+
+def _runs(events: Sequence[DeviceEvent], meanings: Meanings) -> Iterator[list[DeviceEvent]]:
+    """Yield the events of each run of a program on a device."""
+    if all(event.run >= 0 for event in events):
+        runs: dict[int, list[DeviceEvent]] = defaultdict(list)
+        for event in events:
+            runs[event.run].append(event)
+        yield from runs.values()
+        return
+    first = _first_of_a_run(events, meanings)
+    run: list[DeviceEvent] = []
+    for event in events:
+        if _key(event) == first and run:
+            yield run
+            run = []
+        run.append(event)
+    yield run
+
+
+def _key(event: DeviceEvent) -> tuple[str, str]:
+    return event.op, event.name
+
+
+def _first_of_a_run(events: Sequence[DeviceEvent], meanings: Meanings) -> tuple[str, str]:
+    """Return the instruction and kernel that begin a run: of those it has once, the first.
+
+    Programs whose order is known begin with the first of the entry computation's instructions that
+    has a kernel; others with whatever comes once in a run and first in the profile.
+    """
+    entry = [event for event in events if meanings.of(event).entry]
+    candidates = entry or events
+    counts = Counter(map(_key, candidates))
+    fewest = min(counts.values())
+    once = [event for event in candidates if counts[_key(event)] <= fewest + 1]
+    module = meanings.module(events[0].module, events[0].program)
+    if entry and module:
+        order = {i.name: place for place, i in enumerate(module.body(module.entry))}
+        return _key(min(once, key=lambda event: (order[event.op], event.start_ns)))
+    return _key(once[0])
+
+
+def _whole(runs: list[list[DeviceEvent]]) -> tuple[list[list[DeviceEvent]], int]:
+    """Return the runs that the profile has whole, and the number of the others."""
+    has = [{event.op for event in run} for run in runs]
+    counts = Counter(op for ops in has for op in ops)
+    usual = {op for op, count in counts.items() if 2 * count >= len(runs)}
+    most = max(1, _MISSING * len(usual))
+    whole = [run for run, ops in zip(runs, has, strict=True) if len(usual - ops) <= most]
+    return whole, len(runs) - len(whole)
+
+
+# -- several devices ------------------------------------------------------------------------------
+
+
+def _aligned(devices: Sequence[Sequence[Window]]) -> tuple[tuple[Window, ...], ...]:
+    """Match the runs of devices by time, to those of the device that has the fewest."""
+    fewest = min(devices, key=len)
+    return tuple(
+        tuple(min(windows, key=lambda w: abs(sum(w) - sum(one))) for windows in devices)
+        for one in fewest
+    )
