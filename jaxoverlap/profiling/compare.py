@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep
-from jaxoverlap.simulation.timeline import Event, Timeline
+from jaxoverlap.simulation import timeline as lanes
+from jaxoverlap.simulation.timeline import Event, Spent, Timeline
 
 _KERNELS = ("matmul", "attention", "memory")
+NETWORK, COPIES = " on the network", " by copy engines"
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,11 @@ class KindRatio:
     """One class of kernels, measured and predicted: of the instructions that both have.
 
     Attributes:
-        kind: "matmul", "attention", "memory", or a kind of collective as HLO writes it.
+        kind: "matmul", "attention", "memory", or a kind of collective as HLO writes it, with
+            NETWORK or COPIES after it if it crosses NVLink domains or copy engines carry it.
         instructions: how many.
-        measured_s: seconds of a step, the mean over devices; of a collective without its wait for
-            the device that came last.
+        measured_s: seconds of a step, the mean over devices; of a GPU's collective without its
+            wait for the device that came last, which the predictions of GPUs do not have either.
         predicted_s: by the simulation.
     """
 
@@ -43,7 +46,7 @@ class Predicted:
         kernel_s: seconds of kernels, by instruction.
         kinds: their kind, by instruction.
         collective_s, exposed_s: seconds of collectives on their link, and those exposed.
-        lanes: the collectives' links.
+        lanes: the collectives' links; classes: their class, as `KindRatio.kind` has it.
     """
 
     kernel_s: Mapping[str, float] = field(default_factory=dict)
@@ -51,6 +54,7 @@ class Predicted:
     collective_s: Mapping[str, float] = field(default_factory=dict)
     exposed_s: Mapping[str, float] = field(default_factory=dict)
     lanes: Mapping[str, str] = field(default_factory=dict)
+    classes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, timeline: Timeline | None) -> Predicted:
@@ -70,6 +74,7 @@ class Predicted:
             {name: s.seconds for name, s in names.items()},
             {name: s.exposed_s for name, s in names.items()},
             {name: s.lane for name, s in names.items()},
+            {name: _class(s) for name, s in names.items()},
         )
 
 
@@ -77,8 +82,17 @@ def _kind(event: Event) -> str:
     return "attention" if event.work.attention else event.kind
 
 
+def _class(spent: Spent) -> str:
+    across, copied = spent.lane == lanes.NETWORK, spent.collective.by_copy
+    return spent.collective.kind + (NETWORK if across else COPIES if copied else "")
+
+
 def ratios(
-    steps: Sequence[DeviceStep], runs: Sequence[Sequence[CollectiveRun]], predicted: Predicted
+    steps: Sequence[DeviceStep],
+    runs: Sequence[Sequence[CollectiveRun]],
+    predicted: Predicted,
+    *,
+    with_waits: bool,
 ) -> tuple[KindRatio, ...]:
     """Return the ratio of each class that some measured and predicted instruction is in.
 
@@ -86,6 +100,7 @@ def ratios(
         steps: what each device ran.
         runs: its collectives.
         predicted: by instruction.
+        with_waits: whether the predictions of collectives have the wait for the last device.
     """
     measured: dict[tuple[str, str], float] = defaultdict(float)  # by kind and instruction
     for step in steps:
@@ -95,8 +110,9 @@ def ratios(
     for of_device in runs:
         for run in of_device:
             if run.collective.name in predicted.collective_s:
-                key = (run.collective.kind, run.collective.name)
-                measured[key] += (run.seconds - run.waited_s) / len(steps)
+                name = run.collective.name
+                seconds = run.seconds if with_waits else run.seconds - run.waited_s
+                measured[predicted.classes[name], name] += seconds / len(steps)
     return tuple(_summed(measured, {**predicted.kernel_s, **predicted.collective_s}))
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from jaxoverlap.cost.kernels import FREE, KernelWork
 from jaxoverlap.plan.collectives import OPCODES, PERMUTE
-from jaxoverlap.profiling.events import COPY_D2H, COPY_H2D, COPY_P2P, GRAPH, DeviceEvent
+from jaxoverlap.profiling.formats.events import COPY_D2H, COPY_H2D, COPY_P2P, GRAPH, DeviceEvent
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import collectives, ring_of
 from jaxoverlap.simulation.device_groups import parties

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxoverlap.plan.collectives import PERMUTE
-from jaxoverlap.profiling.events import Device, DeviceEvent
+from jaxoverlap.profiling.formats.events import Device, DeviceEvent
 from jaxoverlap.profiling.intervals import Spans, length, union, within, without
 from jaxoverlap.profiling.kinds import Meaning, Meanings
 from jaxoverlap.profiling.steps import Window

@@ -14,8 +14,8 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.profiling import text
 from jaxoverlap.profiling.compare import KindRatio, Predicted, ratios
-from jaxoverlap.profiling.events import Recording
-from jaxoverlap.profiling.files import recorded
+from jaxoverlap.profiling.formats.events import Recording
+from jaxoverlap.profiling.formats.files import recorded
 from jaxoverlap.profiling.intervals import length, union
 from jaxoverlap.profiling.kinds import Meanings
 from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep, Late, Sums, waits
@@ -220,7 +220,7 @@ def measured(
         late=late,
         timeline=timeline_of(steps.program or "step", every[chosen][drawn], predicted.lanes),
         simulation=simulation,
-        ratios=ratios(every[chosen], runs, predicted),
+        ratios=ratios(every[chosen], runs, predicted, with_waits=recording.platform == "CPU"),
         unknown=_of_kind(every[chosen], "unknown"),
         graph_s=sum(_of_kind(every[chosen], "graph").values()),
         other_programs=others,

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxoverlap.profiling.events import Device, DeviceEvent, Recording
+from jaxoverlap.profiling.formats.events import Device, DeviceEvent, Recording
 from jaxoverlap.profiling.kinds import Meanings
 
 Program = tuple[str, int]

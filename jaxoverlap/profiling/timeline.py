@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxoverlap.profiling.events import DeviceEvent
+from jaxoverlap.profiling.formats.events import DeviceEvent
 from jaxoverlap.profiling.intervals import length, union
 from jaxoverlap.profiling.kinds import Meaning
 from jaxoverlap.profiling.measured import DeviceStep

@@ -15,9 +15,9 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-from jaxoverlap._jax.profiled_hlo import module_text
-from jaxoverlap.profiling import wire
-from jaxoverlap.profiling.events import (
+from jaxoverlap._jax.xla_schedule import module_text
+from jaxoverlap.profiling.formats import wire
+from jaxoverlap.profiling.formats.events import (
     COPY_D2D,
     COPY_D2H,
     COPY_H2D,
@@ -27,7 +27,7 @@ from jaxoverlap.profiling.events import (
     DeviceEvent,
     Recording,
 )
-from jaxoverlap.profiling.thunks import cpu_devices
+from jaxoverlap.profiling.formats.thunks import cpu_devices
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _OTHER_DEVICE = re.compile(r"/device:(?!GPU|CUSTOM)(\w+)")

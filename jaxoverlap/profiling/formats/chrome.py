@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxoverlap.profiling.events import NO_DURATION, Device, DeviceEvent, Recording
-from jaxoverlap.profiling.xplane import REPEATS, STREAM, detail
+from jaxoverlap.profiling.formats.events import NO_DURATION, Device, DeviceEvent, Recording
+from jaxoverlap.profiling.formats.xplane import REPEATS, STREAM, detail
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _COPY = re.compile(r"Memcpy ([HDP])to([HDP])")

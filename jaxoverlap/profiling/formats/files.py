@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxoverlap.profiling import chrome, xplane
-from jaxoverlap.profiling.events import Device, Recording
+from jaxoverlap.profiling.formats import chrome, xplane
+from jaxoverlap.profiling.formats.events import Device, Recording
 
 _XPLANE, _CHROME = (".xplane.pb",), (".trace.json.gz", ".trace.json", ".json.gz", ".json")
 _NUMBERS = re.compile(r"(\d+)")

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jaxoverlap.profiling.events import Device, DeviceEvent
+from jaxoverlap.profiling.formats.events import Device, DeviceEvent
 
 _END, _EXECUTE = "end: ", "ThunkExecutor::Execute"
 
