@@ -48,7 +48,7 @@ _NCCL_KINDS = {
     "AlltoAll": "all-to-all",
     "Broadcast": "collective-broadcast",
 }
-_EXPERTS = re.compile(r"\bep::(?:internode|intranode)\w*::")  # DeepEP's
+_EXPERTS = re.compile(r"(?<![A-Za-z0-9])ep::(?:internode|intranode)\w*::")  # DeepEP's
 _PEERS = re.compile(r"nvshmem|multimem_all|(?:one|two)_?shot_?all_?reduce", re.IGNORECASE)
 
 

@@ -8,6 +8,7 @@ of it is one.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from jaxoverlap.profiling.kinds import Meanings
 
 Program = tuple[str, int]
 Window = tuple[float, float]  # start and end in ns
-_MISSING = 0.05  # of a run's instructions may be missing: profilers lose an event now and then
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _first_of_a_run(events: Sequence[DeviceEvent], meanings: Meanings) -> tuple[
     """Return the instruction and kernel that begin a run: of those it has once, the first.
 
     Programs whose order is known begin with the first of the entry computation's instructions that
-    has a kernel; others with whatever comes once in a run and first in the profile.
+    has a kernel; others after the longest pause.
     """
     entry = [event for event in events if meanings.of(event).entry]
     candidates = entry or events
@@ -139,16 +139,41 @@ def _first_of_a_run(events: Sequence[DeviceEvent], meanings: Meanings) -> tuple[
     if entry and module:
         order = {i.name: place for place, i in enumerate(module.body(module.entry))}
         return _key(min(once, key=lambda event: (order[event.op], event.start_ns)))
-    return _key(once[0])
+    pauses = _pauses(events)
+    return max(map(_key, once), key=lambda key: pauses.get(key, 0.0))
+
+
+def _pauses(events: Sequence[DeviceEvent]) -> dict[tuple[str, str], float]:
+    """Return the usual time that nothing runs before each instruction and kernel."""
+    before: dict[tuple[str, str], list[float]] = defaultdict(list)
+    end_ns = events[0].end_ns
+    for event in events[1:]:
+        before[_key(event)].append(max(event.start_ns - end_ns, 0.0))
+        end_ns = max(end_ns, event.end_ns)
+    return {key: statistics.median(pauses) for key, pauses in before.items()}
 
 
 def _whole(runs: list[list[DeviceEvent]]) -> tuple[list[list[DeviceEvent]], int]:
-    """Return the runs that the profile has whole, and the number of the others."""
-    has = [{event.op for event in run} for run in runs]
-    counts = Counter(op for ops in has for op in ops)
-    usual = {op for op, count in counts.items() if 2 * count >= len(runs)}
-    most = max(1, _MISSING * len(usual))
-    whole = [run for run, ops in zip(runs, has, strict=True) if len(usual - ops) <= most]
+    """Return the runs that the profile has whole, and the number of the others.
+
+    A run is whole if it has its first and its last instruction as often as most runs do. Others may
+    be missing now and then: profilers lose the names of some events.
+    """
+    counts = [Counter(event.op for event in run) for run in runs]
+    usual = {op for op in set().union(*counts) if 2 * sum(op in c for c in counts) >= len(runs)}
+    after: dict[str, list[float]] = {op: [] for op in usual}  # the run's start, until the last one
+    for run in runs:
+        for op, event in {event.op: event for event in run}.items():
+            if op in usual:
+                after[op].append(event.start_ns - run[0].start_ns)
+    place = {op: statistics.median(times) for op, times in after.items()}
+    ends = (min(place, key=lambda op: place[op]), max(place, key=lambda op: place[op]))
+    most = {op: statistics.mode(c[op] for c in counts if op in c) for op in ends}
+    whole = [
+        run
+        for run, c in zip(runs, counts, strict=True)
+        if all(c[op] >= most[op] for op in ends) and 2 * len(usual & c.keys()) >= len(usual)
+    ]
     return whole, len(runs) - len(whole)
 
 

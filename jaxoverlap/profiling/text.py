@@ -188,4 +188,6 @@ def _notes(profile: Profile) -> Iterator[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}" if seconds < 0.01 else f"{seconds * 1e3:.1f}"
+    """Give milliseconds three digits or more."""
+    ms = seconds * 1e3
+    return f"{ms:.{1 if ms >= 10 else 2 if ms >= 1 else 3}f}"

@@ -13,6 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def read(path: Path) -> Recording:
         ),
         marks=tuple(sorted(_marks(complete))),
         left_out=+left_out,
-        start_ns=int(base_ns) + round(first_us * 1e3) if torch else None,
+        start_ns=int(base_ns + 1000 * Fraction(first_us)) if torch else None,
     )
 
 

@@ -1,0 +1,66 @@
+"""A profile is cut where a program begins again; what it has not whole is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxoverlap.profiling.formats import xplane
+from jaxoverlap.profiling.formats.events import Device, DeviceEvent, Recording
+from jaxoverlap.profiling.kinds import Meanings
+from jaxoverlap.profiling.steps import Steps, steps_of
+from tests.profiling import made
+
+
+def _steps(tmp_path: Path, planes, modules=made.MODULES, **more) -> Steps:
+    recording = xplane.read(made.write(tmp_path / "a.xplane.pb", planes, modules))
+    return steps_of(recording, Meanings(recording.modules, len(recording.devices)), **more)
+
+
+def test_whole_runs_of_all_devices(tmp_path: Path):
+    steps = _steps(tmp_path, made.two_gpus())
+    assert (steps.program, steps.broken) == ("jit_step", 0)
+    window = [((at * 1e3, (at + 112) * 1e3),) * 2 for at in (100, 300, 500)]
+    assert list(steps.windows) == window
+
+
+@pytest.mark.parametrize("modules", [made.MODULES, None], ids=["with HLO", "without"])
+def test_a_profile_that_begins_and_ends_in_a_run(modules, tmp_path: Path):
+    whole = made.gpu(*(made.step(at) for at in (0, 200, 400, 600, 800)))
+    cut = {line: [e for e in es if 65 < e.start < 880] for line, es in whole.items()}
+    steps = _steps(tmp_path, {"/device:GPU:0": cut}, modules)
+    assert [w for (w,) in steps.windows] == [(a * 1e3, (a + 112) * 1e3) for a in (200, 400, 600)]
+    assert steps.broken == 2
+
+
+def test_the_busiest_program_is_the_step_unless_another_is_named(tmp_path: Path):
+    lines = made.gpu(made.step(100), made.step(300))
+    lines["Stream #14(Compute)"].append(made.kernel("fusion", "f", 250, 5, module="jit_metrics"))
+    planes = {"/device:GPU:0": lines}
+    assert _steps(tmp_path, planes).program == "jit_step"
+    (window,) = _steps(tmp_path, planes, module="jit_metrics").windows
+    assert window == ((250e3, 255e3),)
+    with pytest.raises(ValueError, match="no program 'jit_x': it has jit_metrics, jit_step"):
+        _steps(tmp_path, planes, module="jit_x")
+
+
+def test_devices_that_began_at_different_runs_are_matched_by_time(tmp_path: Path):
+    planes = made.two_gpus((100, 300, 500, 700))
+    late = {line: [e for e in es if e.start >= 300] for line, es in planes["/device:GPU:1"].items()}
+    steps = _steps(tmp_path, {**planes, "/device:GPU:1": late})
+    assert [[start for start, _ in w] for w in steps.windows] == [
+        [at * 1e3] * 2 for at in (300, 500, 700)
+    ]
+
+
+def _unnamed(**more) -> Recording:
+    events = tuple(DeviceEvent("Stream #7", "gemm", at, at + 10) for at in (0.0, 20.0, 40.0))
+    return Recording("x", "GPU", (Device("GPU 0", "", events),), **more)
+
+
+def test_without_names_marks_are_steps_or_all_is_one():
+    meanings = Meanings({}, 1)
+    assert steps_of(_unnamed(), meanings).windows == (((0.0, 50.0),),)
+    marks = ((0.0, 15.0), (15.0, 55.0))
+    assert steps_of(_unnamed(marks=marks), meanings).windows == (((0.0, 15.0),), ((15.0, 55.0),))
