@@ -311,9 +311,8 @@ def _from_profile(path: Path, pod: str | None, prices: Path | None, out: Path) -
     grid = Table(title=f"Measured / predicted by {path}, in {out}")
     for column in ("class", "measured ms", "predicted ms", "ratio", "in the file"):
         grid.add_column(column, justify="left" if column == "class" else "right")
-    assert tables.corrected
     for r in found.ratios:
-        used = tables.corrected.ratios.get(r.kind)
+        used = tables.profiled[1].get(r.kind)
         seconds = (f"{s * 1e3:.2f}" for s in (r.measured_s, r.predicted_s))
         grid.add_row(r.kind, *seconds, f"{r.ratio:.2f}", f"{used:.2f}" if used else "no table")
     Console().print(grid)

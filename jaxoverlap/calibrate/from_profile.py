@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.cost.tables import Attention, Collectives, Corrected, Curve, Matmuls, Memory, Tables
+from jaxoverlap.cost.tables import Attention, Collectives, Curve, Matmuls, Memory, Tables
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.profiling.profile import Profile
 
@@ -57,7 +57,7 @@ def corrected(profile: Profile, cost: CostModel) -> Tables:
         ),
         skew=tables.skew
         and _replace(tables.skew, most_s={n: s * times for n, s in tables.skew.most_s.items()}),
-        corrected=Corrected(str(cost.cluster), used),
+        profiled=(str(cost.cluster), used),
     )
 
 

@@ -28,12 +28,12 @@ def cost_model(
     if cluster is None and tables and tables.here:
         return CostModel(cluster_here(tables, tables.here), tables)
     if cluster is None:
-        if tables is None or tables.corrected is None:
+        cluster = tables.profiled[0] if tables else ""
+        if not cluster:
             raise ValueError(
                 "no cluster: give one, or a table that was measured by --here or corrected by "
                 "--from-profile"
             )
-        cluster = tables.corrected.cluster
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     tables = tables or measured.packaged(cluster.chip.name)
     if tables is None:

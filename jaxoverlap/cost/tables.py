@@ -288,19 +288,6 @@ class Skew(msgspec.Struct, frozen=True):
         return self.most_s[measured] * -math.expm1(-compute_s / self.slice_s)
 
 
-class Corrected(msgspec.Struct, frozen=True):
-    """The correction of tables by a profile, as `calibrate --from-profile` makes it.
-
-    Attributes:
-        cluster: the cluster that was profiled, as `parse_cluster` takes it.
-        ratios: measured against predicted seconds by class of kernel, which the tables have in
-            them.
-    """
-
-    cluster: str
-    ratios: dict[str, float]
-
-
 class Tables(msgspec.Struct, frozen=True, kw_only=True):
     """All tables that were measured on one kind of device.
 
@@ -317,7 +304,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
         skew: how long collectives wait for the last device; None where each has cores of its own.
         taken: the share of compute that a collective takes while it runs, where both share cores.
         here: what `--here` found: how many devices, on what host; None for a chip of the package.
-        corrected: by which profile they were corrected; None if by none.
+        profiled: the cluster whose profile corrected them (`--from-profile`), and measured against
+            predicted seconds by class of kernel, which are in the tables; empty if none did.
     """
 
     chip: str
@@ -331,7 +319,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     skew: Skew | None = None
     taken: float = 0.0
     here: Here | None = None
-    corrected: Corrected | None = None
+    profiled: tuple[str, dict[str, float]] = ("", {})
     format: int = FORMAT
 
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxoverlap.profiling.formats import xplane
-from jaxoverlap.profiling.formats.events import COPY_P2P, GRAPH, NO_DURATION
+from jaxoverlap.profiling.formats.events import COPY_P2P, GRAPH, NO_DURATION, Recording
 from jaxoverlap.simulation import hlo
 from tests.profiling import made
 from tests.profiling.made import Ran
@@ -76,7 +76,7 @@ def test_a_file_that_is_none_is_refused(what: str, tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> xplane.Recording:
+def recorded(tmp_path_factory) -> Recording:
     """Three runs of a step on eight CPU devices, some of its kernels split over threads."""
     folder = tmp_path_factory.mktemp("cpu")
     step, args = made.sharded_step()
@@ -87,11 +87,16 @@ def recorded(tmp_path_factory) -> xplane.Recording:
     return xplane.read(next(folder.rglob("*.xplane.pb")))
 
 
-def test_every_thunk_is_an_instruction(recorded: xplane.Recording):
+def _ran(recorded: Recording) -> tuple[tuple[str, int], hlo.Module]:
+    """The program that ran, of all that the process holds: the profiler writes them all."""
+    (key,) = {(e.module, e.program) for device in recorded.devices for e in device.events}
+    return key, hlo.parse(recorded.modules[key])
+
+
+def test_every_thunk_is_an_instruction(recorded: Recording):
     assert recorded.platform == "CPU"
     assert [d.name for d in recorded.devices] == [f"CPU {n}" for n in range(8)]
-    (key,) = recorded.modules
-    module = hlo.parse(recorded.modules[key])
+    key, module = _ran(recorded)
     known = {i.name for body in module.computations.values() for i in body}
     for device in recorded.devices:
         assert {e.op for e in device.events} <= known
@@ -99,9 +104,9 @@ def test_every_thunk_is_an_instruction(recorded: xplane.Recording):
         assert all((e.module, e.program) == key for e in device.events)
 
 
-def test_a_thunk_ends_before_what_reads_its_result(recorded: xplane.Recording):
+def test_a_thunk_ends_before_what_reads_its_result(recorded: Recording):
     """Its call may return sooner, and the profiler's "end:" may come later."""
-    module = hlo.parse(next(iter(recorded.modules.values())))
+    _, module = _ran(recorded)
     operands = {i.name: i.operands for i in module.body(module.entry)}
     pairs = longer = 0
     for device in recorded.devices:
