@@ -81,10 +81,14 @@ class Meanings:
     Args:
         texts: scheduled HLO modules by name and program.
         num_devices: how many the profile shows; the module's own number where it is larger.
+        nested: whether events wrap others, as a loop's thunk does on a CPU device. All that a GPU
+            runs is work of its own, also what a loop launches.
     """
 
-    def __init__(self, texts: Mapping[tuple[str, int], str], num_devices: int):
-        self._texts, self._num_devices = texts, num_devices
+    def __init__(
+        self, texts: Mapping[tuple[str, int], str], num_devices: int, *, nested: bool = False
+    ):
+        self._texts, self._num_devices, self._nested = texts, num_devices, nested
         self._modules: dict[tuple[str, int], _Module | None] = {}
         self._known: dict[tuple[str, ...], Meaning] = {}
 
@@ -109,8 +113,8 @@ class Meanings:
 
     def _meaning(self, event: DeviceEvent) -> Meaning:
         module = self._module(event.module, event.program) if event.op else None
-        by_name = _by_name(event)
-        told = module.meaning(event.op) if module else None
+        by_name = _by_name(event, self._nested)
+        told = module.meaning(event.op, self._nested) if module else None
         if told is None:
             return by_name
         if told.kind == "unknown" and by_name.kind != "unknown":  # a custom call: ask its kernels
@@ -145,7 +149,7 @@ class _Module:
             for i in body
         }
 
-    def meaning(self, op: str) -> Meaning | None:
+    def meaning(self, op: str, nested: bool) -> Meaning | None:
         """Return what an instruction is; None if the module lacks it."""
         if op not in self._place:
             return None
@@ -153,7 +157,7 @@ class _Module:
         source, entry = self.module.source(i), computation == self.module.entry
         if moved := self._collectives.get(op):
             return Meaning("collective", op, moved.source, moved.op_name, FREE, moved, entry)
-        if i.opcode in _CONTAINERS or i.opcode.endswith(_WAITS):
+        if nested and (i.opcode in _CONTAINERS or i.opcode.endswith(_WAITS)):
             return Meaning("container", op, source, i.op_name, entry=entry)
         shapes = {one.name: one.shape for one in self.module.computations[computation]}
         asked = work(self.module, i, shapes)
@@ -171,7 +175,7 @@ def _kind(asked: KernelWork) -> Kind:
 # -- by name --------------------------------------------------------------------------------------
 
 
-def _by_name(event: DeviceEvent) -> Meaning:
+def _by_name(event: DeviceEvent, nested: bool) -> Meaning:
     """Tell what an event is without its module."""
     op = event.op or event.name
     if moved := _moved(event):
@@ -190,7 +194,7 @@ def _by_name(event: DeviceEvent) -> Meaning:
         )
         return Meaning("collective", op, "", event.op_name, collective=collective)
     base = re.sub(r"(?:\.clone|[.\d])+$", "", event.op)
-    if base in _CONTAINERS or base.endswith(_WAITS):
+    if nested and (base in _CONTAINERS or base.endswith(_WAITS)):
         return Meaning("container", op, op_name=event.op_name)
     if event.detail == GRAPH:
         return Meaning("graph", op, op_name=event.op_name)

@@ -105,6 +105,7 @@ class Profile:
         other_programs: seconds of a step's devices in other programs, over the whole profile.
         left_out: events that are no work of a device, and their number.
         broken: steps that the profile has not whole.
+        absent: devices that ran something else only.
     """
 
     source: str
@@ -128,6 +129,7 @@ class Profile:
     other_programs: Mapping[str, float]
     left_out: Mapping[str, int]
     broken: int
+    absent: tuple[str, ...]
 
     def __str__(self) -> str:
         return text.of(self)
@@ -187,7 +189,8 @@ def measured(
         given = compiled if isinstance(compiled, str) else compiled.as_text() or ""
         name = given.partition(",")[0].removeprefix("HloModule ")
         texts = {key: old for key, old in texts.items() if key[0] != name} | {(name, -1): given}
-    meanings = Meanings(texts, len(recording.devices))
+    nested = recording.platform == "CPU"
+    meanings = Meanings(texts, len(recording.devices), nested=nested)
     steps = steps_of(recording, meanings, module)
     every = [
         [DeviceStep.of(d, w, meanings) for d, w in zip(steps.devices, windows, strict=True)]
@@ -203,7 +206,8 @@ def measured(
     by_exposed = sorted(range(len(runs)), key=lambda n: sums[chosen][n].exposed_s)
     drawn = by_exposed[len(runs) // 2]
     predicted = Predicted.of(simulation)
-    others = {name: s for (name, _), s in programs(recording).items() if name != steps.program}
+    others = {name: s for name, s in programs(recording).items() if name != steps.program}
+    ran = {device.name for device in steps.devices}
     return Profile(
         source=recording.source,
         program=steps.program,
@@ -220,12 +224,13 @@ def measured(
         late=late,
         timeline=timeline_of(steps.program or "step", every[chosen][drawn], predicted.lanes),
         simulation=simulation,
-        ratios=ratios(every[chosen], runs, predicted, with_waits=recording.platform == "CPU"),
+        ratios=ratios(every[chosen], runs, predicted, with_waits=nested),
         unknown=_of_kind(every[chosen], "unknown"),
         graph_s=sum(_of_kind(every[chosen], "graph").values()),
         other_programs=others,
         left_out=recording.left_out,
         broken=steps.broken,
+        absent=tuple(d.name for d in recording.devices if d.name not in ran),
     )
 
 

@@ -1,6 +1,7 @@
 """Cut a profile into steps: the runs of the program that keeps the devices busiest.
 
-A program is a module's name and number. CPU devices number their runs. On a GPU a run begins where
+A program is a module's name and, on each device, the number of one that has it: numbers are a
+process's own. CPU devices number their runs. On a GPU a run begins where
 an instruction comes again that a run has once: one of the entry computation, where the profile
 carries the module. Where no event names a program, the profiler's own marks are the steps, or all
 of it is one.
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from jaxoverlap.profiling.formats.events import Device, DeviceEvent, Recording
 from jaxoverlap.profiling.kinds import Meanings
 
-Program = tuple[str, int]
 Window = tuple[float, float]  # start and end in ns
 
 
@@ -54,39 +54,44 @@ def steps_of(recording: Recording, meanings: Meanings, module: str | None = None
     runs: list[tuple[Device, list[Window]]] = []
     broken = 0
     for device in recording.devices:
-        mine = [e for e in device.events if (e.module, e.program) == program]
-        if mine:
+        if mine := _busiest(device, program):
             whole, cut = _whole(list(_runs(mine, meanings)))
             broken += cut
             runs.append((device, [(r[0].start_ns, max(e.end_ns for e in r)) for r in whole]))
     windows = _aligned([windows for _, windows in runs])
     if not windows:
         raise ValueError(
-            f"{recording.source} has no whole run of {program[0]} on every device that ran it: "
+            f"{recording.source} has no whole run of {program} on every device that ran it: "
             "profile more steps"
         )
-    return Steps(program[0], windows, broken, tuple(device for device, _ in runs))
+    return Steps(program, windows, broken, tuple(device for device, _ in runs))
 
 
-def programs(recording: Recording) -> dict[Program, float]:
-    """Return the seconds of each program's events, all devices together."""
-    seconds: dict[Program, float] = defaultdict(float)
+def programs(recording: Recording) -> dict[str, float]:
+    """Return the seconds of the events of programs by name, all devices together."""
+    seconds: dict[str, float] = defaultdict(float)
     for device in recording.devices:
         for event in device.events:
             if event.module:
-                seconds[event.module, event.program] += event.seconds
+                seconds[event.module] += event.seconds
     return seconds
 
 
-def _program(recording: Recording, module: str | None) -> Program | None:
+def _program(recording: Recording, module: str | None) -> str | None:
     seconds = programs(recording)
-    if module is not None:
-        named = {p: s for p, s in seconds.items() if p[0] == module}
-        if not named:
-            known = ", ".join(sorted({name for name, _ in seconds})) or "none"
-            raise ValueError(f"{recording.source} has no program {module!r}: it has {known}")
-        seconds = named
-    return max(seconds, key=lambda program: seconds[program]) if seconds else None
+    if module is not None and module not in seconds:
+        known = ", ".join(sorted(seconds)) or "none"
+        raise ValueError(f"{recording.source} has no program {module!r}: it has {known}")
+    return module or max(seconds, key=lambda name: seconds[name], default=None)
+
+
+def _busiest(device: Device, program: str) -> list[DeviceEvent]:
+    """Return a device's events of the one program of this name that takes most of its time."""
+    events: dict[int, list[DeviceEvent]] = defaultdict(list)
+    for event in device.events:
+        if event.module == program:
+            events[event.program].append(event)
+    return max(events.values(), key=lambda mine: sum(e.seconds for e in mine), default=[])
 
 
 def _unnamed(recording: Recording) -> Steps:

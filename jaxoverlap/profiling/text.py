@@ -178,6 +178,8 @@ def _notes(profile: Profile) -> Iterator[str]:
         yield f"not known, counted as compute: {named}"
     if profile.broken:
         yield f"{profile.broken} runs that the profile has not whole are left out"
+    if profile.absent:
+        yield f"did not run it: {', '.join(profile.absent)}"
     if profile.left_out:
         named = ", ".join(f"{what} ({count})" for what, count in profile.left_out.items())
         yield f"no work of a device, left out: {named}"

@@ -228,3 +228,22 @@ def sharded_step():
         for shape, axes in shapes.items()
     ]
     return jax.jit(train), args
+
+
+LAYERS = 3
+
+
+def scanned_step():
+    """A jitted step that scans over layers with a collective in each, and its arguments."""
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("model", None))
+
+    def layer(x, w):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x @ w[0]) @ w[1], rows), None
+
+    shapes = {(LAYERS, 2, 256, 256): (None, None, "model"), (256, 256): ("model",)}
+    weights, x = (
+        jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P(*axes)))
+        for shape, axes in shapes.items()
+    )
+    return jax.jit(lambda weights, x: jax.lax.scan(layer, x, weights)[0]), (weights, x)

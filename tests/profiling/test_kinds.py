@@ -74,8 +74,15 @@ OPS = {  # kernel, instruction: what it is
 @pytest.mark.parametrize("kernel, op", OPS)
 def test_by_instruction(kernel: str, op: str):
     event = DeviceEvent("Stream #1", kernel, 0, 1, op=op, module="jit_step", program=3)
-    meanings = Meanings(made.MODULES, 2)
+    meanings = Meanings(made.MODULES, 2, nested=True)
     assert _kind(meanings, event) == OPS[kernel, op]
+
+
+def test_what_a_loop_launches_on_a_gpu_is_work():
+    """On a CPU device the loop's event wraps those of its body, and must not count beside them."""
+    event = DeviceEvent("Stream #1", "loop_add_fusion", 0, 1, "loop", "jit_step", 3)
+    assert _kind(Meanings(made.MODULES, 2, nested=True), event) == "container"
+    assert _kind(Meanings(made.MODULES, 2), event) == "memory"
 
 
 def test_a_collective_has_what_the_module_says():
@@ -104,7 +111,7 @@ def test_a_custom_call_is_what_its_kernels_are():
 
 
 def test_instructions_without_their_module_go_by_their_names():
-    meanings = Meanings({}, 1)
+    meanings = Meanings({}, 1, nested=True)
     for op, kind in {
         "reduce-scatter-start.12": "reduce-scatter",
         "while.3": "container",

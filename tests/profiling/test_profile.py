@@ -115,7 +115,7 @@ def test_pictures_show_measured_below_simulated(profile: Profile, tmp_path: Path
 
 
 def test_a_graph_is_named_and_counts_as_compute(tmp_path: Path):
-    graph = Ran("CudaGraphExec:5", 0, 40, {"cuda_graph_exec": 5})
+    graph = Ran("CudaGraphExec:5", 0, 40, {"cuda_graph_exec_id": 5})
     lines = {"Stream #1(CudaGraph)": [graph, Ran("ncclDevKernel_AllGather_RING_LL()", 20, 40)]}
     made.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines})
     profile = read(tmp_path)

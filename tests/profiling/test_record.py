@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -33,6 +34,17 @@ def test_every_hop_of_a_ring_is_found():
     found = [run.collective for run in profile.collectives if run.collective.ring]
     assert sorted(c.name for c in found) == sorted(c.name for c in hops)
     assert {row.ring for row in profile.rows if row.ring} == {c.ring for c in hops}
+
+
+def test_a_loops_collectives_run_as_often_as_scheduled():
+    step, args = made.scanned_step()
+    profile = jaxoverlap.profile(step, *args, steps=2)
+    audit = jaxoverlap.audit(step.lower(*args).compile())
+    assert max(c.runs for c in audit.collectives) == made.LAYERS
+    found = Counter(run.collective.name for run in profile.collectives)
+    assert found == {c.name: c.runs for c in audit.collectives}
+    # The loop's own event wraps those of its body: it would hide all of them.
+    assert profile.sums.hidden < 0.9
 
 
 def test_donated_arrays_live():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jaxoverlap.profiling.formats import xplane
+from jaxoverlap.profiling.formats import files, xplane
 from jaxoverlap.profiling.formats.events import Device, DeviceEvent, Recording
 from jaxoverlap.profiling.kinds import Meanings
 from jaxoverlap.profiling.steps import Steps, steps_of
@@ -52,6 +53,19 @@ def test_devices_that_began_at_different_runs_are_matched_by_time(tmp_path: Path
     assert [[start for start, _ in w] for w in steps.windows] == [
         [at * 1e3] * 2 for at in (300, 500, 700)
     ]
+
+
+def test_each_process_has_a_number_of_its_own_for_the_program(tmp_path: Path):
+    for process, program in enumerate((3, 8)):
+        lines = {
+            line: [replace(e, stats={**e.stats, "program_id": program}) for e in events]
+            for line, events in made.gpu(made.step(100), made.step(300)).items()
+        }
+        path = tmp_path / f"host{process}" / "a.xplane.pb"
+        made.write(path, {"/device:GPU:0": lines}, {("jit_step", program): made.MODULE})
+    recording = files.recorded(tmp_path)
+    steps = steps_of(recording, Meanings(recording.modules, 2))
+    assert [len(step) for step in steps.windows] == [2, 2]
 
 
 def _unnamed(**more) -> Recording:

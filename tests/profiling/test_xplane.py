@@ -35,7 +35,7 @@ def test_streams_kernels_and_modules_of_gpus(tmp_path: Path):
 def test_what_is_no_work_of_a_device_is_named(tmp_path: Path):
     lines = {
         "Stream #7(Compute,CudaGraph)": [
-            Ran("CudaGraphExec:12", 10, 30, {"cuda_graph_exec": 12}),
+            Ran("CudaGraphExec:12", 10, 30, {"cuda_graph_exec_id": 12}),
             Ran("Memory Device", 0, 900, {"MemoryResidency_details": "kind:device num_bytes:5"}),
             made.kernel("loop_fusion", "f", 50, 0),
         ],

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxoverlap.profiling.formats import chrome, xplane
-from jaxoverlap.profiling.formats.events import Device, Recording
+from jaxoverlap.profiling.formats.events import Device, DeviceEvent, Recording
 
 _XPLANE, _CHROME = (".xplane.pb",), (".trace.json.gz", ".trace.json", ".json.gz", ".json")
+_PROGRAMS = 1 << 40  # more than a process numbers
 _NUMBERS = re.compile(r"(\d+)")
 
 
@@ -70,10 +71,7 @@ def _joined(path: Path, parts: Sequence[Recording]) -> Recording:
     if len({part.platform for part in parts}) > 1:
         raise ValueError(f"{path} has profiles of GPUs and of CPU devices: name one of the files")
     first_ns = min(part.start_ns or 0 for part in parts)
-    shifted = [
-        _shifted(part, (part.start_ns or 0) - first_ns, f"process {n} ")
-        for n, part in enumerate(parts)
-    ]
+    shifted = [_part(part, (part.start_ns or 0) - first_ns, n) for n, part in enumerate(parts)]
     _check_times(path, shifted)
     left_out: Counter[str] = Counter()
     for part in parts:
@@ -82,28 +80,33 @@ def _joined(path: Path, parts: Sequence[Recording]) -> Recording:
         source=str(path),
         platform=parts[0].platform,
         devices=tuple(device for part in shifted for device in part.devices),
-        modules={key: text for part in parts for key, text in part.modules.items()},
+        modules={key: text for part in shifted for key, text in part.modules.items()},
         marks=shifted[0].marks,
         left_out=left_out,
         start_ns=first_ns,
     )
 
 
-def _shifted(part: Recording, later_ns: float, prefix: str) -> Recording:
-    """Return a process's part on the clock of all."""
-    devices = tuple(
-        Device(
-            prefix + device.name,
-            device.kind,
-            tuple(
-                replace(e, start_ns=e.start_ns + later_ns, end_ns=e.end_ns + later_ns)
-                for e in device.events
-            ),
-        )
-        for device in part.devices
+def _part(part: Recording, later_ns: float, process: int) -> Recording:
+    """Return a process's part on the clock of all, its devices and programs told from others'."""
+
+    def program(number: int) -> int:
+        return number if number < 0 else process * _PROGRAMS + number
+
+    def moved(e: DeviceEvent) -> DeviceEvent:
+        start_ns, end_ns = e.start_ns + later_ns, e.end_ns + later_ns
+        return replace(e, start_ns=start_ns, end_ns=end_ns, program=program(e.program))
+
+    devices = (
+        Device(f"process {process} {d.name}", d.kind, tuple(map(moved, d.events)))
+        for d in part.devices
     )
-    marks = tuple((start + later_ns, end + later_ns) for start, end in part.marks)
-    return replace(part, devices=devices, marks=marks)
+    return replace(
+        part,
+        devices=tuple(devices),
+        modules={(name, program(number)): text for (name, number), text in part.modules.items()},
+        marks=tuple((start + later_ns, end + later_ns) for start, end in part.marks),
+    )
 
 
 def _check_times(path: Path, parts: Sequence[Recording]) -> None:

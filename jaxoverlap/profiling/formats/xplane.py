@@ -147,4 +147,4 @@ def detail(name: str, stats: Mapping[str, Any]) -> str:
     """Return what kind of copy or graph a GPU's event is; empty for a kernel."""
     if "memcpy_details" in stats:
         return _COPIES.get(name, name)
-    return GRAPH if "cuda_graph_exec" in stats or name.startswith("CudaGraphExec") else ""
+    return GRAPH if "cuda_graph_exec_id" in stats or name.startswith("CudaGraphExec") else ""
