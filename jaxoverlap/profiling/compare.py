@@ -1,4 +1,4 @@
-"""Hold a measured step beside what the simulation says of it, instruction by instruction."""
+"""Compare a measured step with its simulation, instruction by instruction."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Predicted:
     classes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, timeline: Timeline | None) -> Predicted:
+    def from_timeline(cls, timeline: Timeline | None) -> Predicted:
         """Look a simulated step's seconds up by instruction; nothing without one."""
         if timeline is None:
             return cls()
@@ -104,9 +104,9 @@ def ratios(
     """
     measured: dict[tuple[str, str], float] = defaultdict(float)  # by kind and instruction
     for step in steps:
-        for event, meaning in step.events:
-            if kind := predicted.kinds.get(meaning.op):
-                measured[kind, meaning.op] += event.seconds / len(steps)
+        for event, label in step.events:
+            if kind := predicted.kinds.get(label.op):
+                measured[kind, label.op] += event.seconds / len(steps)
     for of_device in runs:
         for run in of_device:
             if run.collective.name in predicted.collective_s:

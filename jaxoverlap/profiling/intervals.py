@@ -37,11 +37,11 @@ def without(spans: Spans, taken: Spans) -> Spans:
     """Return the part of disjoint spans that lies in none of the spans `taken`."""
     pieces: list[tuple[float, float]] = []
     for start, end in spans:
-        at = start
+        covered = start
         for begin, stop in within(taken, start, end):
-            if begin > at:
-                pieces.append((at, begin))
-            at = stop
-        if at < end:
-            pieces.append((at, end))
+            if begin > covered:
+                pieces.append((covered, begin))
+            covered = stop
+        if covered < end:
+            pieces.append((covered, end))
     return np.array(pieces, float).reshape(-1, 2)

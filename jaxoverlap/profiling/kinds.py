@@ -53,7 +53,7 @@ _PEERS = re.compile(r"nvshmem|multimem_all|(?:one|two)_?shot_?all_?reduce", re.I
 
 
 @dataclass(frozen=True)
-class Meaning:
+class Label:
     """What an event is.
 
     Attributes:
@@ -75,7 +75,7 @@ class Meaning:
     entry: bool = False
 
 
-class Meanings:
+class Classifier:
     """What the events of a profile are, each kind of event worked out once.
 
     Args:
@@ -90,13 +90,13 @@ class Meanings:
     ):
         self._texts, self._num_devices, self._nested = texts, num_devices, nested
         self._modules: dict[tuple[str, int], _Module | None] = {}
-        self._known: dict[tuple[str, ...], Meaning] = {}
+        self._known: dict[tuple[str, ...], Label] = {}
 
-    def of(self, event: DeviceEvent) -> Meaning:
+    def label(self, event: DeviceEvent) -> Label:
         """Return what an event is."""
         key = (event.module, str(event.program), event.op, event.name, event.detail)
         if key not in self._known:
-            self._known[key] = self._meaning(event)
+            self._known[key] = self._label(event)
         return self._known[key]
 
     def module(self, name: str, program: int) -> hlo.Module | None:
@@ -111,17 +111,17 @@ class Meanings:
                 return found.module, found.text
         return None
 
-    def _meaning(self, event: DeviceEvent) -> Meaning:
+    def _label(self, event: DeviceEvent) -> Label:
         module = self._module(event.module, event.program) if event.op else None
         by_name = _by_name(event, self._nested)
-        told = module.meaning(event.op, self._nested) if module else None
-        if told is None:
+        by_hlo = module.label(event.op, self._nested) if module else None
+        if by_hlo is None:
             return by_name
-        if told.kind == "unknown" and by_name.kind != "unknown":  # a custom call: ask its kernels
-            return replace(told, kind=by_name.kind, collective=by_name.collective)
-        if by_name.kind == "collective" and told.kind != "collective":  # NCCL, in a custom call
-            return replace(told, kind="collective", collective=by_name.collective)
-        return replace(told, op_name=told.op_name or event.op_name)
+        if by_hlo.kind == "unknown" and by_name.kind != "unknown":  # a custom call: ask its kernels
+            return replace(by_hlo, kind=by_name.kind, collective=by_name.collective)
+        if by_name.kind == "collective" and by_hlo.kind != "collective":  # NCCL, in a custom call
+            return replace(by_hlo, kind="collective", collective=by_name.collective)
+        return replace(by_hlo, op_name=by_hlo.op_name or event.op_name)
 
     def _module(self, name: str, program: int) -> _Module | None:
         key = (name, program)
@@ -149,19 +149,19 @@ class _Module:
             for i in body
         }
 
-    def meaning(self, op: str, nested: bool) -> Meaning | None:
+    def label(self, op: str, nested: bool) -> Label | None:
         """Return what an instruction is; None if the module lacks it."""
         if op not in self._place:
             return None
         computation, i = self._place[op]
         source, entry = self.module.source(i), computation == self.module.entry
         if moved := self._collectives.get(op):
-            return Meaning("collective", op, moved.source, moved.op_name, FREE, moved, entry)
+            return Label("collective", op, moved.source, moved.op_name, FREE, moved, entry)
         if nested and (i.opcode in _CONTAINERS or i.opcode.endswith(_WAITS)):
-            return Meaning("container", op, source, i.op_name, entry=entry)
+            return Label("container", op, source, i.op_name, entry=entry)
         shapes = {one.name: one.shape for one in self.module.computations[computation]}
         asked = work(self.module, i, shapes)
-        return Meaning(_kind(asked), op, source, i.op_name, asked, entry=entry)
+        return Label(_kind(asked), op, source, i.op_name, asked, entry=entry)
 
 
 def _kind(asked: KernelWork) -> Kind:
@@ -175,7 +175,7 @@ def _kind(asked: KernelWork) -> Kind:
 # -- by name --------------------------------------------------------------------------------------
 
 
-def _by_name(event: DeviceEvent, nested: bool) -> Meaning:
+def _by_name(event: DeviceEvent, nested: bool) -> Label:
     """Tell what an event is without its module."""
     op = event.op or event.name
     if moved := _moved(event):
@@ -192,15 +192,15 @@ def _by_name(event: DeviceEvent, nested: bool) -> Meaning:
             matmuls=(),
             op_name=event.op_name,
         )
-        return Meaning("collective", op, "", event.op_name, collective=collective)
+        return Label("collective", op, "", event.op_name, collective=collective)
     base = re.sub(r"(?:\.clone|[.\d])+$", "", event.op)
     if nested and (base in _CONTAINERS or base.endswith(_WAITS)):
-        return Meaning("container", op, op_name=event.op_name)
+        return Label("container", op, op_name=event.op_name)
     if event.detail == GRAPH:
-        return Meaning("graph", op, op_name=event.op_name)
+        return Label("graph", op, op_name=event.op_name)
     kind = "memory" if event.detail else _named(event)  # what else is detailed are copies
     asked = KernelWork(unknown=event.name) if kind == "unknown" else FREE
-    return Meaning(kind, op, op_name=event.op_name, work=asked)
+    return Label(kind, op, op_name=event.op_name, work=asked)
 
 
 def _named(event: DeviceEvent) -> Kind:

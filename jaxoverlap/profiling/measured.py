@@ -1,7 +1,8 @@
-"""Add up one step of one device by unions of intervals, and hold devices against each other."""
+"""Add up one step of one device by unions of intervals, and compare devices."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,13 @@ import numpy as np
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.profiling.formats.events import Device, DeviceEvent
 from jaxoverlap.profiling.intervals import Spans, length, union, within, without
-from jaxoverlap.profiling.kinds import Meaning, Meanings
+from jaxoverlap.profiling.kinds import Classifier, Label
 from jaxoverlap.profiling.steps import Window
 from jaxoverlap.simulation.device_groups import parties
 from jaxoverlap.simulation.host_copies import KINDS
 from jaxoverlap.simulation.schedule import Collective
 
-_BESIDE = 3  # kernels that are named beside a collective, longest first
+_MAX_NAMED = 3  # kernels named per collective, longest overlap first
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Sums:
 
     @property
     def hidden(self) -> float:
-        """Return the share of communication with compute beside it; 1 if there is none."""
+        """Return the share of communication that compute overlaps; 1 without communication."""
         return self.overlapped_s / self.communication_s if self.communication_s else 1.0
 
 
@@ -60,9 +61,9 @@ class CollectiveRun:
     Attributes:
         collective: the collective; its bytes and devices are 0 where no HLO says them.
         start_s: from the step's start; seconds: until its end.
-        exposed_s: seconds in which no kernel ran beside it.
+        exposed_s: seconds in which no kernel overlapped it.
         waited_s: seconds longer than on the device that came last to it, for which it waited.
-        beside: the kernels that ran beside it longest, with seconds.
+        overlapped_with: the kernels that overlapped it longest, with seconds.
         stream: the stream that it ran on.
     """
 
@@ -71,7 +72,7 @@ class CollectiveRun:
     seconds: float
     exposed_s: float
     waited_s: float
-    beside: tuple[tuple[str, float], ...]
+    overlapped_with: tuple[tuple[str, float], ...]
     stream: str
 
 
@@ -88,15 +89,15 @@ class DeviceStep:
 
     device: str
     window: Window
-    events: tuple[tuple[DeviceEvent, Meaning], ...]
+    events: tuple[tuple[DeviceEvent, Label], ...]
     compute: Spans = field(repr=False)
     communication: Spans = field(repr=False)
 
     @classmethod
-    def of(cls, device: Device, window: Window, meanings: Meanings) -> DeviceStep:
+    def from_device(cls, device: Device, window: Window, classifier: Classifier) -> DeviceStep:
         """Cut a step out of a device's events."""
         start, end = window
-        inside = [(e, meanings.of(e)) for e in device.events if start <= e.start_ns < end]
+        inside = [(e, classifier.label(e)) for e in device.events if start <= e.start_ns < end]
         inside = [(e, m) for e, m in inside if m.kind != "container"]
         moves = ((e.start_ns, e.end_ns) for e, m in inside if m.kind == "collective")
         works = ((e.start_ns, e.end_ns) for e, m in inside if m.kind != "collective")
@@ -141,27 +142,27 @@ class DeviceStep:
                 seconds=event.seconds,
                 exposed_s=length(self.alone(span)) * 1e-9,
                 waited_s=waited_s.get(place, 0.0),
-                beside=_beside(event, kernels[first:last]),
+                overlapped_with=_overlapped_with(event, kernels[first:last]),
                 stream=event.stream,
             )
 
 
-def _beside(
-    event: DeviceEvent, kernels: Iterable[tuple[DeviceEvent, Meaning]]
+def _overlapped_with(
+    event: DeviceEvent, kernels: Iterable[tuple[DeviceEvent, Label]]
 ) -> tuple[tuple[str, float], ...]:
     seconds: dict[str, float] = defaultdict(float)
-    for kernel, meaning in kernels:
+    for kernel, label in kernels:
         both = min(event.end_ns, kernel.end_ns) - max(event.start_ns, kernel.start_ns)
         if both > 0:
-            seconds[meaning.op] += both * 1e-9
-    return tuple(sorted(seconds.items(), key=lambda item: -item[1])[:_BESIDE])
+            seconds[label.op] += both * 1e-9
+    return tuple(sorted(seconds.items(), key=lambda item: -item[1])[:_MAX_NAMED])
 
 
-# -- devices against each other -------------------------------------------------------------------
+# -- comparing devices -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Late:
+class Straggler:
     """How often a device was the last to come to collectives, and what that cost the others.
 
     Attributes:
@@ -175,12 +176,12 @@ class Late:
     waited_for_s: float
 
 
-def waits(steps: Sequence[DeviceStep]) -> tuple[list[dict[int, float]], tuple[Late, ...]]:
-    """Return what each device waited at its collectives, and who was late, longest first.
+def waits(steps: Sequence[DeviceStep]) -> tuple[list[dict[int, float]], tuple[Straggler, ...]]:
+    """Return how long each device waited in its collectives, and the stragglers, longest first.
 
     The device that comes last to a collective is the one on which it takes shortest, whatever the
-    hosts' clocks say. Devices are compared that take part together, by the HLO's groups, which
-    count them in the order of `steps`; without HLO all are.
+    hosts' clocks say. Devices of one group of the HLO are compared, counted in the order of
+    `steps`; without HLO all devices are. A profile of some of the devices is taken for the first.
     """
     met: dict[tuple[str, int, tuple[int, ...]], list[tuple[int, int, float]]] = defaultdict(list)
     for device, step in enumerate(steps):
@@ -201,20 +202,25 @@ def waits(steps: Sequence[DeviceStep]) -> tuple[list[dict[int, float]], tuple[La
         cost[last] += sum(seconds - shortest for *_, seconds in came) / (len(came) - 1)
         for device, place, seconds in came:
             waited[device][place] = seconds - shortest
-    late = [Late(s.device, n, c) for s, n, c in zip(steps, times, cost, strict=True)]
-    return waited, tuple(sorted(late, key=lambda one: -one.waited_for_s))
+    stragglers = [Straggler(s.device, n, c) for s, n, c in zip(steps, times, cost, strict=True)]
+    return waited, tuple(sorted(stragglers, key=lambda one: -one.waited_for_s))
 
 
 def _group(collective: Collective, device: int, num_devices: int) -> tuple[int, ...]:
-    """Return the devices that take part with one; all where no HLO says it."""
-    groups = parties(collective.groups, num_devices)
-    if collective.kind == PERMUTE:
-        groups = _connected(groups)
+    """Return the devices that take part together with one; all of them if no HLO says it."""
+    groups = _groups(collective.groups, num_devices, collective.kind == PERMUTE)
     return next((group for group in groups if device in group), (device,))
 
 
-def _connected(pairs: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Join the pairs of a permute that share a device."""
+@functools.lru_cache(maxsize=4096)
+def _groups(groups: str, num_devices: int, permute: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of a collective; of a permute, the devices that its pairs connect."""
+    together = parties(groups, num_devices)
+    return connected(together) if permute else together
+
+
+def connected(pairs: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of devices that pairs connect, directly or through others."""
     joined: list[set[int]] = []
     for pair in pairs:
         touching = [group for group in joined if group & set(pair)]

@@ -1,4 +1,4 @@
-"""Define `Profile`: what a profiler measured of a step, added up, beside what was predicted."""
+"""Define `Profile`: what a profiler measured of a step, added up, next to the prediction."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxoverlap.profiling.compare import KindRatio, Predicted, ratios
 from jaxoverlap.profiling.formats.events import Recording
 from jaxoverlap.profiling.formats.files import recorded
 from jaxoverlap.profiling.intervals import length, union
-from jaxoverlap.profiling.kinds import Meanings
-from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep, Late, Sums, waits
+from jaxoverlap.profiling.kinds import Classifier
+from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep, Straggler, Sums, waits
 from jaxoverlap.profiling.steps import programs, steps_of
 from jaxoverlap.profiling.timeline import MeasuredTimeline, timeline_of
 from jaxoverlap.simulation import report
@@ -39,11 +39,12 @@ class Row:
             if unknown.
         runs: how many a device runs.
         bytes_moved: bytes that a device sends in them; 0 if no HLO says it.
-        seconds: of all of them; exposed_s: with no kernel beside them (of two collectives that run
-            side by side both, so that rows may add up to more than the step's).
+        seconds: of all of them.
+        exposed_s: the part that no kernel overlaps. Where two collectives overlap each other, both
+            rows have the time, so that rows may add up to more than the step's exposed seconds.
         waited_s: the part of `seconds` spent waiting for the device that came last.
         predicted_s, predicted_exposed_s: by the simulation; None without one.
-        beside: the kernels that ran beside them longest.
+        overlapped_with: the kernels that overlapped them longest.
     """
 
     kind: str
@@ -57,7 +58,7 @@ class Row:
     waited_s: float
     predicted_s: float | None
     predicted_exposed_s: float | None
-    beside: tuple[str, ...]
+    overlapped_with: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,15 @@ class Profile:
         devices: the step on each device, by name.
         collectives: each collective of the device that is drawn, by start.
         rows: collectives together; lines: by source line; streams: of the device that is drawn.
-        late: devices that others waited for, longest first.
+        stragglers: devices that others waited for, longest first.
         timeline: the step of the device whose exposed seconds are the median.
         simulation: the same step, simulated; None if no cluster was given.
         ratios: measured against predicted, by class of kernel.
         unknown: seconds of kernels that no rule knows, by name; they count as compute.
         graph_s: seconds of CUDA graphs, each one event: what runs inside is not seen.
         other_programs: seconds of a step's devices in other programs, over the whole profile.
-        left_out: events that are no work of a device, and their number.
-        broken: steps that the profile has not whole.
+        ignored: events that are no work of a device, and their number.
+        incomplete: steps that the profile has not whole.
         absent: devices that ran something else only.
     """
 
@@ -120,19 +121,19 @@ class Profile:
     rows: tuple[Row, ...]
     lines: tuple[LineRow, ...]
     streams: tuple[StreamRow, ...]
-    late: tuple[Late, ...]
+    stragglers: tuple[Straggler, ...]
     timeline: MeasuredTimeline
     simulation: Simulation | None
     ratios: tuple[KindRatio, ...]
     unknown: Mapping[str, float]
     graph_s: float
     other_programs: Mapping[str, float]
-    left_out: Mapping[str, int]
-    broken: int
+    ignored: Mapping[str, int]
+    incomplete: int
     absent: tuple[str, ...]
 
     def __str__(self) -> str:
-        return text.of(self)
+        return text.render(self)
 
     def to_perfetto(self, path: str | Path) -> None:
         """Write the step, simulated and measured, as a trace that ui.perfetto.dev opens."""
@@ -190,22 +191,25 @@ def measured(
         name = given.partition(",")[0].removeprefix("HloModule ")
         texts = {key: old for key, old in texts.items() if key[0] != name} | {(name, -1): given}
     nested = recording.platform == "CPU"
-    meanings = Meanings(texts, len(recording.devices), nested=nested)
-    steps = steps_of(recording, meanings, module)
+    classifier = Classifier(texts, len(recording.devices), nested=nested)
+    steps = steps_of(recording, classifier, module)
     every = [
-        [DeviceStep.of(d, w, meanings) for d, w in zip(steps.devices, windows, strict=True)]
+        [
+            DeviceStep.from_device(d, w, classifier)
+            for d, w in zip(steps.devices, windows, strict=True)
+        ]
         for windows in steps.windows
     ]
     sums = [[device.sums for device in step] for step in every]
     means = [Sums.mean(devices) for devices in sums]
     order = sorted(range(len(every)), key=lambda n: means[n].step_s)
     chosen = order[(len(order) - 1) // 2]
-    simulation = _simulated(recording, meanings, steps.program, cluster)
-    waited, late = waits(every[chosen])
+    simulation = _simulated(recording, classifier, steps.program, cluster)
+    waited, stragglers = waits(every[chosen])
     runs = [list(d.runs(w)) for d, w in zip(every[chosen], waited, strict=True)]
     by_exposed = sorted(range(len(runs)), key=lambda n: sums[chosen][n].exposed_s)
     drawn = by_exposed[len(runs) // 2]
-    predicted = Predicted.of(simulation)
+    predicted = Predicted.from_timeline(simulation)
     others = {name: s for name, s in programs(recording).items() if name != steps.program}
     ran = {device.name for device in steps.devices}
     return Profile(
@@ -221,26 +225,26 @@ def measured(
         rows=tuple(_rows(runs, predicted)),
         lines=tuple(_lines(every[chosen])),
         streams=tuple(_streams(every[chosen][drawn])),
-        late=late,
+        stragglers=stragglers,
         timeline=timeline_of(steps.program or "step", every[chosen][drawn], predicted.lanes),
         simulation=simulation,
         ratios=ratios(every[chosen], runs, predicted, with_waits=nested),
         unknown=_of_kind(every[chosen], "unknown"),
         graph_s=sum(_of_kind(every[chosen], "graph").values()),
         other_programs=others,
-        left_out=recording.left_out,
-        broken=steps.broken,
+        ignored=recording.ignored,
+        incomplete=steps.incomplete,
         absent=tuple(d.name for d in recording.devices if d.name not in ran),
     )
 
 
 def _simulated(
-    recording: Recording, meanings: Meanings, program: str, cluster: ClusterLike | None
+    recording: Recording, classifier: Classifier, program: str, cluster: ClusterLike | None
 ) -> Simulation | None:
     """Simulate the step that was measured."""
     if cluster is None:
         return None
-    found = meanings.text(program)
+    found = classifier.text(program)
     if found is None:
         raise ValueError(
             f"{recording.source} does not carry the HLO of {program or 'its kernels'}: nothing can "
@@ -268,9 +272,9 @@ def _row(
     key: tuple[str, str, str, int], group: list[CollectiveRun], devices: int, predicted: Predicted
 ) -> Row:
     names = {run.collective.name for run in group} & predicted.collective_s.keys()
-    beside: dict[str, float] = defaultdict(float)
-    for kernel, seconds in (pair for run in group for pair in run.beside):
-        beside[kernel] += seconds
+    overlaps: dict[str, float] = defaultdict(float)
+    for kernel, seconds in (pair for run in group for pair in run.overlapped_with):
+        overlaps[kernel] += seconds
     return Row(
         *key,
         runs=len(group) / devices,
@@ -280,7 +284,7 @@ def _row(
         waited_s=sum(run.waited_s for run in group) / devices,
         predicted_s=sum(predicted.collective_s[n] for n in names) if names else None,
         predicted_exposed_s=sum(predicted.exposed_s[n] for n in names) if names else None,
-        beside=tuple(sorted(beside, key=lambda kernel: -beside[kernel])[:3]),
+        overlapped_with=tuple(sorted(overlaps, key=lambda kernel: -overlaps[kernel])[:3]),
     )
 
 
@@ -289,9 +293,9 @@ def _lines(steps: Sequence[DeviceStep]) -> Iterable[LineRow]:
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for step in steps:
         spans: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
-        for event, meaning in step.events:
-            line = meaning.source or meaning.op_name or "no line"
-            spans[line, meaning.kind == "collective"].append((event.start_ns, event.end_ns))
+        for event, label in step.events:
+            line = label.source or label.op_name or "no line"
+            spans[line, label.kind == "collective"].append((event.start_ns, event.end_ns))
         for (line, moves), intervals in spans.items():
             took = union(intervals)
             parts = (0.0, length(took), length(step.alone(took))) if moves else (length(took), 0, 0)
@@ -313,7 +317,7 @@ def _streams(step: DeviceStep) -> Iterable[StreamRow]:
 def _of_kind(steps: Sequence[DeviceStep], kind: str) -> dict[str, float]:
     """Return the seconds of a kind's events by kernel, the mean over devices, longest first."""
     seconds: dict[str, float] = defaultdict(float)
-    for event, meaning in (pair for step in steps for pair in step.events):
-        if meaning.kind == kind:
+    for event, label in (pair for step in steps for pair in step.events):
+        if label.kind == kind:
             seconds[event.name] += event.seconds / len(steps)
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))

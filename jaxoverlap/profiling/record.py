@@ -44,8 +44,8 @@ def profile(
             process or of several.
         args: its arguments. Arrays that it donates are copied before each run, so that yours live.
         steps: how often to run it.
-        cluster: where it runs, as `jaxoverlap.simulate` takes it, to set beside each measured row
-            what the simulation says of it. Default: what the devices say they are, if the package
+        cluster: where it runs, as `jaxoverlap.simulate` takes it, to print the simulated seconds
+            next to the measured ones. Default: what the devices say they are, if the package
             has prices of them; none for CPUs and for a path.
         folder: where the profiler writes, to keep its files, which TensorBoard opens too. With
             several processes, one that all share: then each reads all devices, else only its own.

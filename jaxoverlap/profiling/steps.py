@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxoverlap.profiling.formats.events import Device, DeviceEvent, Recording
-from jaxoverlap.profiling.kinds import Meanings
+from jaxoverlap.profiling.kinds import Classifier
 
 Window = tuple[float, float]  # start and end in ns
 
@@ -27,22 +27,22 @@ class Steps:
     Attributes:
         program: the program's name; empty if no event names one.
         windows: for each step the window of each device, in the order of the profile's devices.
-        broken: runs that the profile has not whole, on any device.
+        incomplete: runs that the profile has not whole, on any device.
         devices: those that ran the program.
     """
 
     program: str
     windows: tuple[tuple[Window, ...], ...]
-    broken: int
+    incomplete: int
     devices: tuple[Device, ...]
 
 
-def steps_of(recording: Recording, meanings: Meanings, module: str | None = None) -> Steps:
+def steps_of(recording: Recording, classifier: Classifier, module: str | None = None) -> Steps:
     """Cut a profile into steps.
 
     Args:
         recording: the profile.
-        meanings: what its events are.
+        classifier: what its events are.
         module: the program's name, in place of the one that takes most of the devices' time.
 
     Raises:
@@ -52,11 +52,11 @@ def steps_of(recording: Recording, meanings: Meanings, module: str | None = None
     if program is None:
         return _unnamed(recording)
     runs: list[tuple[Device, list[Window]]] = []
-    broken = 0
+    incomplete = 0
     for device in recording.devices:
         if mine := _busiest(device, program):
-            whole, cut = _whole(list(_runs(mine, meanings)))
-            broken += cut
+            whole, cut = _whole(list(_runs(mine, classifier)))
+            incomplete += cut
             runs.append((device, [(r[0].start_ns, max(e.end_ns for e in r)) for r in whole]))
     windows = _aligned([windows for _, windows in runs])
     if not windows:
@@ -64,7 +64,7 @@ def steps_of(recording: Recording, meanings: Meanings, module: str | None = None
             f"{recording.source} has no whole run of {program} on every device that ran it: "
             "profile more steps"
         )
-    return Steps(program, windows, broken, tuple(device for device, _ in runs))
+    return Steps(program, windows, incomplete, tuple(device for device, _ in runs))
 
 
 def programs(recording: Recording) -> dict[str, float]:
@@ -107,7 +107,7 @@ def _unnamed(recording: Recording) -> Steps:
 # -- one device -----------------------------------------------------------------------------------
 
 
-def _runs(events: Sequence[DeviceEvent], meanings: Meanings) -> Iterator[list[DeviceEvent]]:
+def _runs(events: Sequence[DeviceEvent], classifier: Classifier) -> Iterator[list[DeviceEvent]]:
     """Yield the events of each run of a program on a device."""
     if all(event.run >= 0 for event in events):
         runs: dict[int, list[DeviceEvent]] = defaultdict(list)
@@ -115,7 +115,7 @@ def _runs(events: Sequence[DeviceEvent], meanings: Meanings) -> Iterator[list[De
             runs[event.run].append(event)
         yield from runs.values()
         return
-    first = _first_of_a_run(events, meanings)
+    first = _first_of_a_run(events, classifier)
     run: list[DeviceEvent] = []
     for event in events:
         if _key(event) == first and run:
@@ -129,18 +129,18 @@ def _key(event: DeviceEvent) -> tuple[str, str]:
     return event.op, event.name
 
 
-def _first_of_a_run(events: Sequence[DeviceEvent], meanings: Meanings) -> tuple[str, str]:
+def _first_of_a_run(events: Sequence[DeviceEvent], classifier: Classifier) -> tuple[str, str]:
     """Return the instruction and kernel that begin a run: of those it has once, the first.
 
     Programs whose order is known begin with the first of the entry computation's instructions that
     has a kernel; others after the longest pause.
     """
-    entry = [event for event in events if meanings.of(event).entry]
+    entry = [event for event in events if classifier.label(event).entry]
     candidates = entry or events
     counts = Counter(map(_key, candidates))
     fewest = min(counts.values())
     once = [event for event in candidates if counts[_key(event)] <= fewest + 1]
-    module = meanings.module(events[0].module, events[0].program)
+    module = classifier.module(events[0].module, events[0].program)
     if entry and module:
         order = {i.name: place for place, i in enumerate(module.body(module.entry))}
         return _key(min(once, key=lambda event: (order[event.op], event.start_ns)))

@@ -25,7 +25,7 @@ def name(profile: Profile) -> str:
     return f"{profile.program or profile.source} on {devices}"
 
 
-def of(profile: Profile) -> str:
+def render(profile: Profile) -> str:
     """Return a profile as text."""
     parts = [_headline(profile), *_which(profile), *_predicted(profile)]
     if profile.rows:
@@ -34,7 +34,7 @@ def of(profile: Profile) -> str:
         parts.append(_lines(profile))
     if profile.platform == "GPU":
         parts.append(_streams(profile))
-    return "\n".join([*parts, *_late(profile), *_notes(profile)])
+    return "\n".join([*parts, *_stragglers(profile), *_notes(profile)])
 
 
 def _headline(profile: Profile) -> str:
@@ -80,18 +80,19 @@ def _collectives(profile: Profile) -> str:
         columns += ["predicted ms", "exposed, predicted"]
     right = columns[3:]
     rows = [
-        (*_row(profile, row), ", ".join(map(_cut, row.beside))) for row in profile.rows[:_SHOWN]
+        (*_row(profile, row), ", ".join(map(_short, row.overlapped_with)))
+        for row in profile.rows[:_SHOWN]
     ]
     more = len(profile.rows) - len(rows)
     title = "longest exposed" + (f" ({more} more)" if more else "")
-    return table(title, [*columns, "ran beside"], rows, right=right)
+    return table(title, [*columns, "overlapped with"], rows, right=right)
 
 
 def _row(profile: Profile, row: Row) -> tuple[str, ...]:
     given = (
         row.kind,
         row.ring,
-        _cut(row.source),
+        _short(row.source),
         str(row.devices or ""),
         f"{row.runs:g}",
         human_bytes(row.bytes_moved) if row.bytes_moved else "",
@@ -104,8 +105,8 @@ def _row(profile: Profile, row: Row) -> tuple[str, ...]:
     return (*given, _or_none(row.predicted_s), _or_none(row.predicted_exposed_s))
 
 
-def _cut(name: str) -> str:
-    """Cut a kernel's name, which may have hundreds of letters of template arguments."""
+def _short(name: str) -> str:
+    """Shorten a kernel's name, which may have hundreds of letters of template arguments."""
     plain = name.removeprefix("void ")
     return plain if len(plain) <= _NAME else f"{plain[:_NAME]}..."
 
@@ -134,24 +135,26 @@ def listed(profile: Profile) -> str:
         (
             *map(_ms, (run.start_s, run.seconds, run.exposed_s, run.waited_s)),
             run.collective.kind,
-            _cut(run.collective.name),
+            _short(run.collective.name),
             run.collective.ring or "",
             run.stream,
-            ", ".join(f"{_cut(kernel)} {_ms(seconds)}" for kernel, seconds in run.beside),
+            ", ".join(
+                f"{_short(kernel)} {_ms(seconds)}" for kernel, seconds in run.overlapped_with
+            ),
         )
         for run in profile.collectives
     ]
     title = f"collectives of {profile.streams[0].device}"
-    return table(title, (*columns, "stream", "ran beside, ms"), rows, right=columns[:4])
+    return table(title, (*columns, "stream", "overlapped with, ms"), rows, right=columns[:4])
 
 
 # -- notes ----------------------------------------------------------------------------------------
 
 
-def _late(profile: Profile) -> Iterator[str]:
-    if not profile.late:
+def _stragglers(profile: Profile) -> Iterator[str]:
+    if not profile.stragglers:
         return
-    slowest = profile.late[0]
+    slowest = profile.stragglers[0]
     if slowest.waited_for_s > _WORTH * profile.sums.step_s:
         yield (
             f"slowest: {slowest.device} came last to {slowest.times} collectives, and the others "
@@ -174,14 +177,16 @@ def _notes(profile: Profile) -> Iterator[str]:
             f"collectives too, is not seen and counts as compute. To see it: {_GRAPHS}"
         )
     if profile.unknown:
-        named = ", ".join(f"{_cut(kernel)} ({_ms(s)} ms)" for kernel, s in profile.unknown.items())
+        named = ", ".join(
+            f"{_short(kernel)} ({_ms(s)} ms)" for kernel, s in profile.unknown.items()
+        )
         yield f"not known, counted as compute: {named}"
-    if profile.broken:
-        yield f"{profile.broken} runs that the profile has not whole are left out"
+    if profile.incomplete:
+        yield f"{profile.incomplete} runs that the profile has not whole are left out"
     if profile.absent:
         yield f"did not run it: {', '.join(profile.absent)}"
-    if profile.left_out:
-        named = ", ".join(f"{what} ({count})" for what, count in profile.left_out.items())
+    if profile.ignored:
+        named = ", ".join(f"{what} ({count})" for what, count in profile.ignored.items())
         yield f"no work of a device, left out: {named}"
     if profile.other_programs:
         longest = sorted(profile.other_programs.items(), key=lambda item: -item[1])[:_SHOWN]

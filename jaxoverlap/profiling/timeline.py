@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxoverlap.profiling.formats.events import DeviceEvent
 from jaxoverlap.profiling.intervals import length, union
-from jaxoverlap.profiling.kinds import Meaning
+from jaxoverlap.profiling.kinds import Label
 from jaxoverlap.profiling.measured import DeviceStep
 from jaxoverlap.simulation.host_copies import KINDS
 from jaxoverlap.simulation.replay import short_op
@@ -30,7 +30,7 @@ class MeasuredTimeline(Timeline):
 
     @functools.cached_property
     def slowdown_s(self) -> float:
-        """Return 0: what a kernel would take with nothing beside it was not measured."""
+        """Return 0: a profile does not have the seconds of a kernel that nothing overlaps."""
         return 0.0
 
     @functools.cached_property
@@ -80,31 +80,31 @@ def timeline_of(name: str, step: DeviceStep, lanes: Mapping[str, str]) -> Measur
 def _drawn(step: DeviceStep, lanes: Mapping[str, str]) -> Iterator[Event]:
     """Yield kernels and collectives; those that run side by side on lanes of their own."""
     ends: dict[str, list[float]] = {}
-    for event, meaning in step.events:
+    for event, label in step.events:
         lane = COMPUTE
-        if c := meaning.collective:
+        if c := label.collective:
             lane = c.kind if c.kind in KINDS else lanes.get(c.name, COLLECTIVES)
         busy = ends.setdefault(lane, [])
         place = next((n for n, end in enumerate(busy) if end <= event.start_ns), len(busy))
         busy[place : place + 1] = [event.end_ns]
-        yield _event(event, meaning, step.window[0], f"{lane} {place + 1}" if place else lane)
+        yield _event(event, label, step.window[0], f"{lane} {place + 1}" if place else lane)
 
 
-def _event(event: DeviceEvent, meaning: Meaning, start_ns: float, lane: str) -> Event:
-    kind = "matmul" if meaning.kind in ("matmul", "attention") else "memory"
+def _event(event: DeviceEvent, label: Label, start_ns: float, lane: str) -> Event:
+    kind = "matmul" if label.kind in ("matmul", "attention") else "memory"
     return Event(
         lane=lane,
-        kind="collective" if meaning.collective else kind,
-        name=meaning.op,
+        kind="collective" if label.collective else kind,
+        name=label.op,
         computation=event.module,
         start_s=(event.start_ns - start_ns) * 1e-9,
         end_s=(event.end_ns - start_ns) * 1e-9,
         alone_s=event.seconds,
         runs=1,
-        source=meaning.source,
-        op=short_op(meaning.op_name),
-        work=meaning.work,
-        collective=meaning.collective,
+        source=label.source,
+        op=short_op(label.op_name),
+        work=label.work,
+        collective=label.collective,
     )
 
 
@@ -112,33 +112,31 @@ def _waits(step: DeviceStep) -> Iterator[Event]:
     """Yield the spans in which collectives ran alone, each as the wait for the earliest of them."""
     running: list[tuple[DeviceEvent, Collective]] = step.collectives
     for begin, end in step.exposed:
-        at = begin
-        while at < end:
-            running = [(e, c) for e, c in running if e.end_ns > at]
-            event, collective = next((e, c) for e, c in running if e.start_ns <= at)
+        time_ns = begin
+        while time_ns < end:
+            running = [(e, c) for e, c in running if e.end_ns > time_ns]
+            event, collective = next((e, c) for e, c in running if e.start_ns <= time_ns)
             until = min(event.end_ns, end)
-            meaning = Meaning("collective", collective.name, collective.source, collective.op_name)
-            yield _wait(meaning, collective, event.module, *_relative(step, at, until))
-            at = until
+            label = Label("collective", collective.name, collective.source, collective.op_name)
+            yield _wait(label, collective, event.module, *_relative(step, time_ns, until))
+            time_ns = until
 
 
 def _relative(step: DeviceStep, *times_ns: float) -> tuple[float, ...]:
     return tuple((t - step.window[0]) * 1e-9 for t in times_ns)
 
 
-def _wait(
-    meaning: Meaning, collective: Collective, module: str, start_s: float, end_s: float
-) -> Event:
+def _wait(label: Label, collective: Collective, module: str, start_s: float, end_s: float) -> Event:
     return Event(
         lane=COMPUTE,
         kind="wait",
-        name=meaning.op,
+        name=label.op,
         computation=module,
         start_s=start_s,
         end_s=end_s,
         alone_s=end_s - start_s,
         runs=1,
-        source=meaning.source,
-        op=short_op(meaning.op_name),
+        source=label.source,
+        op=short_op(label.op_name),
         collective=collective,
     )

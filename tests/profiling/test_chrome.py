@@ -69,7 +69,7 @@ def test_a_trace_of_jax(tmp_path: Path):
     assert (matmul.stream, matmul.op, matmul.module) == ("Stream #14", "dot.1", "jit_step")
     assert (matmul.start_ns, matmul.end_ns) == (5500, 7500)
     assert copy.detail == COPY_P2P
-    assert dict(recording.left_out) == {"CUPTI overhead": 1}
+    assert dict(recording.ignored) == {"CUPTI overhead": 1}
     assert recording.start_ns is None
 
 
@@ -80,14 +80,14 @@ def test_a_trace_of_pytorch(tmp_path: Path):
     assert copy.start_ns - attention.start_ns == 2250  # though its microseconds have 16 digits
     assert copy.detail == COPY_P2P
     assert recording.marks == ((8000, 28000),)
-    assert dict(recording.left_out) == {NO_DURATION: 1}
+    assert dict(recording.ignored) == {NO_DURATION: 1}
     assert recording.start_ns == (BASE_US + 1) * 1000
 
 
 def test_cpu_devices_are_read_from_the_other_file(tmp_path: Path):
     args = {"hlo_op": "dot.1", "device_ordinal": "0"}
     trace = {"traceEvents": [{"ph": "X", "name": "dot.1", "ts": 1, "dur": 2, "args": args}]}
-    with pytest.raises(ValueError, match=r"is of CPU devices.*the xplane\.pb beside it"):
+    with pytest.raises(ValueError, match=r"is of CPU devices.*the xplane\.pb in the same folder"):
         chrome.read(_write(tmp_path / "a.trace.json.gz", trace))
 
 

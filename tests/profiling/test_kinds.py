@@ -12,8 +12,8 @@ from jaxoverlap.profiling.formats.events import (
     GRAPH,
     DeviceEvent,
 )
-from jaxoverlap.profiling.kinds import Meanings
-from tests.profiling import made
+from jaxoverlap.profiling.kinds import Classifier
+from tests.profiling import synthetic
 
 NAMES = {  # as real profiles have them
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "all-gather",
@@ -37,15 +37,15 @@ NAMES = {  # as real profiles have them
 }
 
 
-def _kind(meanings: Meanings, event: DeviceEvent) -> str:
-    meaning = meanings.of(event)
-    return meaning.collective.kind if meaning.collective else meaning.kind
+def _kind(classifier: Classifier, event: DeviceEvent) -> str:
+    label = classifier.label(event)
+    return label.collective.kind if label.collective else label.kind
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_by_name(name: str):
     event = DeviceEvent("Stream #1", name, 0, 1)
-    assert _kind(Meanings({}, 1), event) == NAMES[name]
+    assert _kind(Classifier({}, 1), event) == NAMES[name]
 
 
 def test_copies_and_graphs():
@@ -58,7 +58,7 @@ def test_copies_and_graphs():
     }
     for detail, kind in kinds.items():
         event = DeviceEvent("Stream #1", "x", 0, 1, detail=detail)
-        assert _kind(Meanings({}, 1), event) == kind
+        assert _kind(Classifier({}, 1), event) == kind
 
 
 OPS = {  # kernel, instruction: what it is
@@ -74,36 +74,38 @@ OPS = {  # kernel, instruction: what it is
 @pytest.mark.parametrize("kernel, op", OPS)
 def test_by_instruction(kernel: str, op: str):
     event = DeviceEvent("Stream #1", kernel, 0, 1, op=op, module="jit_step", program=3)
-    meanings = Meanings(made.MODULES, 2, nested=True)
-    assert _kind(meanings, event) == OPS[kernel, op]
+    classifier = Classifier(synthetic.MODULES, 2, nested=True)
+    assert _kind(classifier, event) == OPS[kernel, op]
 
 
 def test_what_a_loop_launches_on_a_gpu_is_work():
     """On a CPU device the loop's event wraps those of its body, and must not count beside them."""
     event = DeviceEvent("Stream #1", "loop_add_fusion", 0, 1, "loop", "jit_step", 3)
-    assert _kind(Meanings(made.MODULES, 2, nested=True), event) == "container"
-    assert _kind(Meanings(made.MODULES, 2), event) == "memory"
+    assert _kind(Classifier(synthetic.MODULES, 2, nested=True), event) == "container"
+    assert _kind(Classifier(synthetic.MODULES, 2), event) == "memory"
 
 
 def test_a_collective_has_what_the_module_says():
-    meanings = Meanings(made.MODULES, 1)  # a profile of one of two GPUs
-    hop = meanings.of(
+    classifier = Classifier(synthetic.MODULES, 1)  # a profile of one of two GPUs
+    hop = classifier.label(
         DeviceEvent("s", "k", 0, 1, op="hop", module="jit_step", program=3)
     ).collective
     assert hop and hop.ring == "all_gather_matmul.7"
     assert (hop.source, hop.bytes_moved) == ("model/mlp.py:12", 512 * 512 * 2)
-    gather = meanings.of(DeviceEvent("s", "k", 0, 1, op="gather", module="jit_step", program=3))
+    gather = classifier.label(
+        DeviceEvent("s", "k", 0, 1, op="gather", module="jit_step", program=3)
+    )
     assert gather.collective and gather.collective.group_size == 2
 
 
 def test_a_custom_call_is_what_its_kernels_are():
     call = '%te = bf16[512,512] custom-call(%x, %x), custom_call_target="te_fused_attn_forward_ffi"'
-    lines = made.MODULE.replace("%matmul = bf16[512,512] dot(%first, %first)", f"{call}\n  %matmul = bf16[512,512] dot(%first, %first)")  # fmt: skip
-    meanings = Meanings({("jit_step", 3): lines}, 2)
+    lines = synthetic.MODULE.replace("%matmul = bf16[512,512] dot(%first, %first)", f"{call}\n  %matmul = bf16[512,512] dot(%first, %first)")  # fmt: skip
+    classifier = Classifier({("jit_step", 3): lines}, 2)
 
     def kind(kernel: str) -> str:
         event = DeviceEvent("s", kernel, 0, 1, op="te", module="jit_step", program=3)
-        return _kind(meanings, event)
+        return _kind(classifier, event)
 
     assert kind("cudnn_generated_fort_native_sdpa_sm90_flash_fprop") == "attention"
     assert kind("ncclDevKernel_AllReduce_Sum_bf16_RING_LL()") == "all-reduce"
@@ -111,10 +113,10 @@ def test_a_custom_call_is_what_its_kernels_are():
 
 
 def test_instructions_without_their_module_go_by_their_names():
-    meanings = Meanings({}, 1, nested=True)
+    classifier = Classifier({}, 1, nested=True)
     for op, kind in {
         "reduce-scatter-start.12": "reduce-scatter",
         "while.3": "container",
         "all-gather-done.2": "container",
     }.items():
-        assert _kind(meanings, DeviceEvent("s", "k", 0, 1, op=op)) == kind
+        assert _kind(classifier, DeviceEvent("s", "k", 0, 1, op=op)) == kind

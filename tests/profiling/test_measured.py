@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxoverlap.profiling.formats.events import Device, DeviceEvent
-from jaxoverlap.profiling.kinds import Meanings
-from jaxoverlap.profiling.measured import DeviceStep, _connected, waits
+from jaxoverlap.profiling.kinds import Classifier
+from jaxoverlap.profiling.measured import DeviceStep, connected, waits
 from jaxoverlap.profiling.timeline import timeline_of
-from tests.profiling import made
+from tests.profiling import synthetic
 
 SIZE = 40
 NCCL, GEMM = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL()", "gemm"
@@ -29,7 +29,9 @@ def _step(intervals) -> DeviceStep:
         for n, (name, start, took) in enumerate(sorted(intervals, key=lambda one: one[1]))
         if start < SIZE
     ]
-    return DeviceStep.of(Device("GPU 0", "", tuple(events)), (0.0, SIZE), Meanings({}, 1))
+    return DeviceStep.from_device(
+        Device("GPU 0", "", tuple(events)), (0.0, SIZE), Classifier({}, 1)
+    )
 
 
 def _cells(step: DeviceStep, name: str) -> np.ndarray:
@@ -84,7 +86,7 @@ def test_each_collective_by_itself(intervals):
             if e.name == GEMM
         ]
         expected = sum(ns for ns in beside if ns > 0) * 1e-9
-        assert sum(seconds for _, seconds in run.beside) == pytest.approx(expected)
+        assert sum(seconds for _, seconds in run.overlapped_with) == pytest.approx(expected)
 
 
 def _device(name: str, *collectives: tuple[str, float, float]) -> DeviceStep:
@@ -92,22 +94,24 @@ def _device(name: str, *collectives: tuple[str, float, float]) -> DeviceStep:
         DeviceEvent("s", "nccl", start, end, op, "jit_step", 3) for op, start, end in collectives
     )
     window = (0.0, max(end for *_, end in collectives))
-    return DeviceStep.of(Device(name, "", events), window, Meanings(made.MODULES, 2))
+    return DeviceStep.from_device(
+        Device(name, "", events), window, Classifier(synthetic.MODULES, 2)
+    )
 
 
 def test_the_last_to_come_is_waited_for_whatever_the_clocks_say():
     hours = 3.6e12  # of difference between two hosts' clocks
     early = _device("GPU 0", ("gather", 0, 50), ("hop", 60, 70), ("hop", 80, 95))
     late = _device("GPU 1", ("gather", 30 + hours, 50 + hours), ("hop", 60 + hours, 90 + hours), ("hop", 80 + hours, 95 + hours))  # fmt: skip
-    waited, who = waits([early, late])
+    waited, stragglers = waits([early, late])
     assert waited[0] == pytest.approx({0: 30e-9, 1: 0, 2: 0})
     assert waited[1] == pytest.approx({0: 0, 1: 20e-9, 2: 0})
-    assert [(one.device, one.waited_for_s) for one in who] == [
+    assert [(one.device, one.waited_for_s) for one in stragglers] == [
         ("GPU 1", pytest.approx(30e-9)),
         ("GPU 0", pytest.approx(20e-9)),
     ]
 
 
 def test_a_permutes_devices_meet_over_its_pairs():
-    assert _connected([(0, 1), (2, 3), (1, 2)]) == ((0, 1, 2, 3),)
-    assert _connected([(0, 1), (1, 0), (2, 3), (3, 2)]) == ((0, 1), (2, 3))
+    assert connected([(0, 1), (2, 3), (1, 2)]) == ((0, 1, 2, 3),)
+    assert connected([(0, 1), (1, 0), (2, 3), (3, 2)]) == ((0, 1), (2, 3))

@@ -12,8 +12,8 @@ import jaxoverlap
 from jaxoverlap.calibrate import calibrate
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.profiling.profile import Profile, read
-from tests.profiling import made
-from tests.profiling.made import Ran
+from tests.profiling import synthetic
+from tests.profiling.synthetic import Ran
 from tests.support.command import run, run_json
 
 POD = "h100-sxm:1x2"
@@ -23,7 +23,7 @@ POD = "h100-sxm:1x2"
 def folder(tmp_path_factory) -> Path:
     """Two GPUs that ran a step three times; GPU 1 is late for its gather."""
     path = tmp_path_factory.mktemp("profile")
-    made.write(path / "a.xplane.pb", made.two_gpus(), made.MODULES)
+    synthetic.write(path / "a.xplane.pb", synthetic.two_gpus(), synthetic.MODULES)
     return path
 
 
@@ -33,7 +33,7 @@ def profile(folder: Path) -> Profile:
 
 
 def test_the_step_is_the_mean_over_devices(profile: Profile):
-    """By hand, from `made.step`: 12 us less are exposed on the GPU that came late, and idle."""
+    """By hand, from `synthetic.step`: 12 us less are exposed on the GPU that came late, and idle."""
     us = {
         name: pytest.approx(value * 1e-6) for name, value in dict(step_s=112, compute_s=74).items()
     }
@@ -42,7 +42,7 @@ def test_the_step_is_the_mean_over_devices(profile: Profile):
     assert profile.sums.exposed_s == pytest.approx((30 + 18) / 2 * 1e-6)
     assert profile.sums.idle_s == pytest.approx((8 + 20) / 2 * 1e-6)
     assert profile.devices["GPU 1"].exposed_s == pytest.approx(18e-6)
-    assert (len(profile.steps_s), profile.broken) == (3, 0)
+    assert (len(profile.steps_s), profile.incomplete) == (3, 0)
 
 
 def test_rows_have_rings_lines_waits_and_what_ran_beside(profile: Profile):
@@ -50,11 +50,11 @@ def test_rows_have_rings_lines_waits_and_what_ran_beside(profile: Profile):
     assert (gather.kind, gather.source, gather.devices) == ("all-gather", "model/mlp.py:11", 2)
     assert gather.seconds == pytest.approx((48 + 18) / 2 * 1e-6)
     assert gather.waited_s == pytest.approx(15e-6)  # GPU 0 alone waited, 30
-    assert gather.beside == ("matmul",)
+    assert gather.overlapped_with == ("matmul",)
     assert (hop.ring, hop.runs, hop.exposed_s) == ("all_gather_matmul.7", 2, 0)
     assert hop.bytes_moved == 2 * 512 * 512 * 2
-    assert hop.beside == ("inner",)
-    assert [(one.device, one.times) for one in profile.late] == [("GPU 1", 1), ("GPU 0", 2)]
+    assert hop.overlapped_with == ("inner",)
+    assert [(one.device, one.times) for one in profile.stragglers] == [("GPU 1", 1), ("GPU 0", 2)]
     lines = {row.source: row for row in profile.lines}
     assert lines["model/mlp.py:12"].compute_s == pytest.approx(40e-6)
     assert lines["model/mlp.py:11"].exposed_s == pytest.approx(24e-6)
@@ -88,8 +88,8 @@ def test_a_profile_corrects_the_prices(folder: Path, profile: Profile, tmp_path:
 
 
 def test_a_profile_without_what_was_predicted_corrects_nothing(tmp_path: Path):
-    lines = {"Stream #1(Compute)": [made.kernel("fusion", "other", 0, 9)]}
-    made.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines}, made.MODULES)
+    lines = {"Stream #1(Compute)": [synthetic.kernel("fusion", "other", 0, 9)]}
+    synthetic.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines}, synthetic.MODULES)
     with pytest.raises(ValueError, match="shows no kernel that was predicted"):
         calibrate.main(
             ["--from-profile", str(tmp_path), "--pod", POD, "--out", str(tmp_path / "p.json")]
@@ -117,7 +117,7 @@ def test_pictures_show_measured_below_simulated(profile: Profile, tmp_path: Path
 def test_a_graph_is_named_and_counts_as_compute(tmp_path: Path):
     graph = Ran("CudaGraphExec:5", 0, 40, {"cuda_graph_exec_id": 5})
     lines = {"Stream #1(CudaGraph)": [graph, Ran("ncclDevKernel_AllGather_RING_LL()", 20, 40)]}
-    made.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines})
+    synthetic.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines})
     profile = read(tmp_path)
     assert profile.graph_s == pytest.approx(40e-6)
     assert profile.sums.exposed_s == pytest.approx(20e-6)
@@ -127,18 +127,18 @@ def test_a_graph_is_named_and_counts_as_compute(tmp_path: Path):
 
 def test_a_kernel_that_no_rule_knows_is_named(tmp_path: Path):
     lines = {"Stream #1(Compute)": [Ran("mystery_7", 0, 40)]}
-    made.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines})
+    synthetic.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines})
     assert "not known, counted as compute: mystery_7" in str(read(tmp_path))
 
 
 def test_nothing_is_predicted_without_hlo(tmp_path: Path):
-    path = made.write(tmp_path / "a.xplane.pb", made.two_gpus())
+    path = synthetic.write(tmp_path / "a.xplane.pb", synthetic.two_gpus())
     with pytest.raises(ValueError, match="does not carry the HLO of jit_step"):
         read(path, POD)
-    profile = read(path, POD, compiled=made.MODULE)
+    profile = read(path, POD, compiled=synthetic.MODULE)
     assert {r.kind for r in profile.ratios} >= {"matmul", "all-gather"}
     with pytest.raises(ValueError, match="compiled for 2 devices, but cluster"):
-        read(path, "h100-sxm:1x8", compiled=made.MODULE)
+        read(path, "h100-sxm:1x8", compiled=synthetic.MODULE)
 
 
 def test_the_command(folder: Path, tmp_path: Path):

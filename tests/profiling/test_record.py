@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import jaxoverlap
-from tests.profiling import made
+from tests.profiling import synthetic
 
 
 def test_a_step_is_run_and_read():
-    step, args = made.sharded_step()
+    step, args = synthetic.sharded_step()
     profile = jaxoverlap.profile(step, *args, steps=3)
     assert (profile.platform, len(profile.devices)) == ("CPU", 8)
-    assert len(profile.steps_s) + profile.broken == 3
+    assert len(profile.steps_s) + profile.incomplete == 3
     audit = jaxoverlap.audit(step.lower(*args).compile())
     assert {r.collective.name for r in profile.collectives} == {c.name for c in audit.collectives}
     assert profile.sums.step_s > 0 and profile.sums.communication_s > 0
@@ -26,7 +26,7 @@ def test_a_step_is_run_and_read():
 
 
 def test_every_hop_of_a_ring_is_found():
-    step, args = made.sharded_step()
+    step, args = synthetic.sharded_step()
     overlapped = jaxoverlap.overlap(step)
     profile = jaxoverlap.profile(overlapped, *args, steps=2)
     hops = [c for c in overlapped.lower(*args).compile().audit().collectives if c.ring]
@@ -37,10 +37,10 @@ def test_every_hop_of_a_ring_is_found():
 
 
 def test_a_loops_collectives_run_as_often_as_scheduled():
-    step, args = made.scanned_step()
+    step, args = synthetic.scanned_step()
     profile = jaxoverlap.profile(step, *args, steps=2)
     audit = jaxoverlap.audit(step.lower(*args).compile())
-    assert max(c.runs for c in audit.collectives) == made.LAYERS
+    assert max(c.runs for c in audit.collectives) == synthetic.LAYERS
     found = Counter(run.collective.name for run in profile.collectives)
     assert found == {c.name: c.runs for c in audit.collectives}
     # The loop's own event wraps those of its body: it would hide all of them.
@@ -48,7 +48,7 @@ def test_a_loops_collectives_run_as_often_as_scheduled():
 
 
 def test_donated_arrays_live():
-    step, args = made.sharded_step()
+    step, args = synthetic.sharded_step()
     donating = jax.jit(step, donate_argnums=(0, 1))
     jaxoverlap.profile(donating, *args, steps=2)
     jaxoverlap.profile(donating.lower(*args).compile(), *args, steps=1)
@@ -56,7 +56,7 @@ def test_donated_arrays_live():
 
 
 def test_the_files_are_kept_in_a_folder(tmp_path: Path):
-    step, args = made.sharded_step()
+    step, args = synthetic.sharded_step()
     kept = tmp_path / "kept"
     profile = jaxoverlap.profile(step, *args, steps=1, folder=kept)
     again = jaxoverlap.profile(kept)
@@ -66,7 +66,7 @@ def test_the_files_are_kept_in_a_folder(tmp_path: Path):
 
 
 def test_what_cannot_be_profiled():
-    step, args = made.sharded_step()
+    step, args = synthetic.sharded_step()
     with pytest.raises(ValueError, match="steps=0: expected one or more"):
         jaxoverlap.profile(step, *args, steps=0)
     with pytest.raises(ValueError, match="give the step's arguments with a step"):

@@ -9,35 +9,37 @@ import pytest
 
 from jaxoverlap.profiling.formats import files, xplane
 from jaxoverlap.profiling.formats.events import Device, DeviceEvent, Recording
-from jaxoverlap.profiling.kinds import Meanings
+from jaxoverlap.profiling.kinds import Classifier
 from jaxoverlap.profiling.steps import Steps, steps_of
-from tests.profiling import made
+from tests.profiling import synthetic
 
 
-def _steps(tmp_path: Path, planes, modules=made.MODULES, **more) -> Steps:
-    recording = xplane.read(made.write(tmp_path / "a.xplane.pb", planes, modules))
-    return steps_of(recording, Meanings(recording.modules, len(recording.devices)), **more)
+def _steps(tmp_path: Path, planes, modules=synthetic.MODULES, **more) -> Steps:
+    recording = xplane.read(synthetic.write(tmp_path / "a.xplane.pb", planes, modules))
+    return steps_of(recording, Classifier(recording.modules, len(recording.devices)), **more)
 
 
 def test_whole_runs_of_all_devices(tmp_path: Path):
-    steps = _steps(tmp_path, made.two_gpus())
-    assert (steps.program, steps.broken) == ("jit_step", 0)
+    steps = _steps(tmp_path, synthetic.two_gpus())
+    assert (steps.program, steps.incomplete) == ("jit_step", 0)
     window = [((at * 1e3, (at + 112) * 1e3),) * 2 for at in (100, 300, 500)]
     assert list(steps.windows) == window
 
 
-@pytest.mark.parametrize("modules", [made.MODULES, None], ids=["with HLO", "without"])
+@pytest.mark.parametrize("modules", [synthetic.MODULES, None], ids=["with HLO", "without"])
 def test_a_profile_that_begins_and_ends_in_a_run(modules, tmp_path: Path):
-    whole = made.gpu(*(made.step(at) for at in (0, 200, 400, 600, 800)))
+    whole = synthetic.gpu(*(synthetic.step(at) for at in (0, 200, 400, 600, 800)))
     cut = {line: [e for e in es if 65 < e.start < 880] for line, es in whole.items()}
     steps = _steps(tmp_path, {"/device:GPU:0": cut}, modules)
     assert [w for (w,) in steps.windows] == [(a * 1e3, (a + 112) * 1e3) for a in (200, 400, 600)]
-    assert steps.broken == 2
+    assert steps.incomplete == 2
 
 
 def test_the_busiest_program_is_the_step_unless_another_is_named(tmp_path: Path):
-    lines = made.gpu(made.step(100), made.step(300))
-    lines["Stream #14(Compute)"].append(made.kernel("fusion", "f", 250, 5, module="jit_metrics"))
+    lines = synthetic.gpu(synthetic.step(100), synthetic.step(300))
+    lines["Stream #14(Compute)"].append(
+        synthetic.kernel("fusion", "f", 250, 5, module="jit_metrics")
+    )
     planes = {"/device:GPU:0": lines}
     assert _steps(tmp_path, planes).program == "jit_step"
     (window,) = _steps(tmp_path, planes, module="jit_metrics").windows
@@ -47,7 +49,7 @@ def test_the_busiest_program_is_the_step_unless_another_is_named(tmp_path: Path)
 
 
 def test_devices_that_began_at_different_runs_are_matched_by_time(tmp_path: Path):
-    planes = made.two_gpus((100, 300, 500, 700))
+    planes = synthetic.two_gpus((100, 300, 500, 700))
     late = {line: [e for e in es if e.start >= 300] for line, es in planes["/device:GPU:1"].items()}
     steps = _steps(tmp_path, {**planes, "/device:GPU:1": late})
     assert [[start for start, _ in w] for w in steps.windows] == [
@@ -59,12 +61,12 @@ def test_each_process_has_a_number_of_its_own_for_the_program(tmp_path: Path):
     for process, program in enumerate((3, 8)):
         lines = {
             line: [replace(e, stats={**e.stats, "program_id": program}) for e in events]
-            for line, events in made.gpu(made.step(100), made.step(300)).items()
+            for line, events in synthetic.gpu(synthetic.step(100), synthetic.step(300)).items()
         }
         path = tmp_path / f"host{process}" / "a.xplane.pb"
-        made.write(path, {"/device:GPU:0": lines}, {("jit_step", program): made.MODULE})
+        synthetic.write(path, {"/device:GPU:0": lines}, {("jit_step", program): synthetic.MODULE})
     recording = files.recorded(tmp_path)
-    steps = steps_of(recording, Meanings(recording.modules, 2))
+    steps = steps_of(recording, Classifier(recording.modules, 2))
     assert [len(step) for step in steps.windows] == [2, 2]
 
 
@@ -74,7 +76,7 @@ def _unnamed(**more) -> Recording:
 
 
 def test_without_names_marks_are_steps_or_all_is_one():
-    meanings = Meanings({}, 1)
-    assert steps_of(_unnamed(), meanings).windows == (((0.0, 50.0),),)
+    classifier = Classifier({}, 1)
+    assert steps_of(_unnamed(), classifier).windows == (((0.0, 50.0),),)
     marks = ((0.0, 15.0), (15.0, 55.0))
-    assert steps_of(_unnamed(marks=marks), meanings).windows == (((0.0, 15.0),), ((15.0, 55.0),))
+    assert steps_of(_unnamed(marks=marks), classifier).windows == (((0.0, 15.0),), ((15.0, 55.0),))

@@ -11,23 +11,25 @@ import pytest
 from jaxoverlap.profiling.formats import xplane
 from jaxoverlap.profiling.formats.events import COPY_P2P, GRAPH, NO_DURATION, Recording
 from jaxoverlap.simulation import hlo
-from tests.profiling import made
-from tests.profiling.made import Ran
+from tests.profiling import synthetic
+from tests.profiling.synthetic import Ran
 
 
 def test_streams_kernels_and_modules_of_gpus(tmp_path: Path):
-    recording = xplane.read(made.write(tmp_path / "a.xplane.pb", made.two_gpus(), made.MODULES))
+    recording = xplane.read(
+        synthetic.write(tmp_path / "a.xplane.pb", synthetic.two_gpus(), synthetic.MODULES)
+    )
     assert recording.platform == "GPU"
     assert [d.name for d in recording.devices] == ["GPU 0", "GPU 1"]
     assert recording.devices[0].kind == "NVIDIA H100 80GB HBM3"
-    assert recording.start_ns == made.START_NS
+    assert recording.start_ns == synthetic.START_NS
     events = recording.devices[0].events
     assert len(events) == 3 * 9
     first = events[0]
     assert (first.stream, first.op, first.program) == ("Stream #14", "first", 3)
     assert (first.start_ns, first.end_ns) == (100e3, 110e3)
     assert [e.detail for e in events if e.op == "hop"] == ["", COPY_P2P] * 3
-    assert dict(recording.left_out) == {}
+    assert dict(recording.ignored) == {}
     module = hlo.parse(recording.modules["jit_step", 3])
     assert [i.name for i in module.body(module.entry)][2:5] == ["first", "gather", "matmul"]
 
@@ -37,21 +39,21 @@ def test_what_is_no_work_of_a_device_is_named(tmp_path: Path):
         "Stream #7(Compute,CudaGraph)": [
             Ran("CudaGraphExec:12", 10, 30, {"cuda_graph_exec_id": 12}),
             Ran("Memory Device", 0, 900, {"MemoryResidency_details": "kind:device num_bytes:5"}),
-            made.kernel("loop_fusion", "f", 50, 0),
+            synthetic.kernel("loop_fusion", "f", 50, 0),
         ],
         "CUPTI overhead": [Ran("BUFFER_FLUSH", 0, 50)],
         "XLA Ops": [Ran("fusion.1", 10, 30)],
     }
-    recording = xplane.read(made.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines}))
+    recording = xplane.read(synthetic.write(tmp_path / "a.xplane.pb", {"/device:GPU:0": lines}))
     assert [e.detail for e in recording.devices[0].events] == [GRAPH]
-    assert dict(recording.left_out) == {"MemoryResidency": 1, "CUPTI overhead": 1, NO_DURATION: 1}
+    assert dict(recording.ignored) == {"MemoryResidency": 1, "CUPTI overhead": 1, NO_DURATION: 1}
 
 
 def _profile(plane: str, line: str, *events: Ran) -> bytes:
-    return made.xspace({plane: {line: events}})
+    return synthetic.xspace({plane: {line: events}})
 
 
-WHOLE = made.xspace(made.two_gpus(), made.MODULES)
+WHOLE = synthetic.xspace(synthetic.two_gpus(), synthetic.MODULES)
 WRONG = {
     "empty": (b"", "is empty"),
     "cut short": (WHOLE[: len(WHOLE) // 2], r"is no xplane\.pb, or is cut short"),
@@ -79,7 +81,7 @@ def test_a_file_that_is_none_is_refused(what: str, tmp_path: Path):
 def recorded(tmp_path_factory) -> Recording:
     """Three runs of a step on eight CPU devices, some of its kernels split over threads."""
     folder = tmp_path_factory.mktemp("cpu")
-    step, args = made.sharded_step()
+    step, args = synthetic.sharded_step()
     jax.block_until_ready(step(*args))
     with jax.profiler.trace(folder):
         for _ in range(3):

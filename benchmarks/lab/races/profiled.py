@@ -70,17 +70,17 @@ def main(
     smoke: Annotated[bool, typer.Option("--smoke", help="Two hosts, small.")] = False,
 ) -> None:
     """Profile on hosts of this machine, and print a table."""
-    made = []
+    lines = []
     with Lab(Network(hosts=2 if smoke else hosts, rate_mbit=rate)) as lab:
         for way in case or BLOCKS:
             size = SMALL if smoke else BLOCKS[way]
             answers = lab.run(f"{__spec__.name}:profiled", way=way, size=size, runs=runs)
-            made.append(_row(way, answers))
+            lines.append(_row(way, answers))
             print(answers[0]["text"], end="\n\n")
     columns = ("case", "step ms", "profiled ms", "compute alone ms", "difference ms", "exposed ms")
     columns += ("exposed / difference", "collectives missed")
     title = f"exposed by profile against step - compute alone, {rate:g} Mbit/s"
-    print(table(title, columns, made, right=columns[1:]))
+    print(table(title, columns, lines, right=columns[1:]))
 
 
 def _row(way: str, answers: list[Row]) -> tuple[str, ...]:

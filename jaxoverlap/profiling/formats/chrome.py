@@ -47,10 +47,10 @@ def read(path: Path) -> Recording:
     first_us = min((e["ts"] for e in complete), default=0)
     for event in complete:  # microseconds since 1970 have no room for fractions
         event["ts"] -= first_us
-    left_out: Counter[str] = Counter()
+    ignored: Counter[str] = Counter()
     torch = any(event.get("cat") in _TORCH for event in complete)
-    found = list(_torch(complete) if torch else _jax(raw, complete, left_out))
-    left_out[NO_DURATION] = sum(1 for _, e in found if e.end_ns <= e.start_ns)
+    found = list(_torch(complete) if torch else _jax(raw, complete, ignored))
+    ignored[NO_DURATION] = sum(1 for _, e in found if e.end_ns <= e.start_ns)
     devices: dict[int, list[DeviceEvent]] = {number: [] for number, _ in found}
     for number, event in found:
         if event.end_ns > event.start_ns:
@@ -66,7 +66,7 @@ def read(path: Path) -> Recording:
             for n in sorted(devices)
         ),
         marks=tuple(sorted(_marks(complete))),
-        left_out=+left_out,
+        ignored=+ignored,
         start_ns=int(base_ns + 1000 * Fraction(first_us)) if torch else None,
     )
 
@@ -85,7 +85,7 @@ def _nothing(complete: list[_Raw]) -> str:
     if any("device_ordinal" in e.get("args", {}) for e in complete):
         return (
             "is of CPU devices, whose thunks' ends this format does not tie to their starts: read "
-            "the xplane.pb beside it"
+            "the xplane.pb in the same folder"
         )
     return (
         f"has no event of a GPU among {len(complete)} events: profile while a compiled step runs, "
@@ -122,7 +122,7 @@ def _marks(complete: list[_Raw]) -> Iterator[tuple[float, float]]:
 # -- JAX ------------------------------------------------------------------------------------------
 
 
-def _jax(raw: list[_Raw], complete: list[_Raw], left_out: Counter[str]) -> Iterator[_Found]:
+def _jax(raw: list[_Raw], complete: list[_Raw], ignored: Counter[str]) -> Iterator[_Found]:
     gpus: dict[Any, int] = {}
     lines: dict[tuple[Any, Any], str] = {}
     for event in raw:
@@ -138,7 +138,7 @@ def _jax(raw: list[_Raw], complete: list[_Raw], left_out: Counter[str]) -> Itera
         if stream := STREAM.match(line):
             yield number, _jax_event(event, stream.group())
         elif line not in REPEATS:
-            left_out[line or "a line without a name"] += 1
+            ignored[line or "a line without a name"] += 1
 
 
 def _jax_event(event: _Raw, stream: str) -> DeviceEvent:

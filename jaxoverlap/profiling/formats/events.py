@@ -70,7 +70,7 @@ class Recording:
         devices: in the order of their numbers, process by process.
         modules: texts of scheduled HLO modules by (name, program), as the profile carries them.
         marks: windows that the profiler marked as steps: start and end in ns.
-        left_out: events that are no work of a device, by what they are, with their number.
+        ignored: events that are no work of a device, by what they are, with their number.
         start_ns: the host's clock (ns since 1970) at the profile's start; None if unknown.
     """
 
@@ -79,5 +79,5 @@ class Recording:
     devices: tuple[Device, ...]
     modules: Mapping[tuple[str, int], str] = field(default_factory=dict)
     marks: tuple[tuple[float, float], ...] = ()
-    left_out: Mapping[str, int] = field(default_factory=Counter)
+    ignored: Mapping[str, int] = field(default_factory=Counter)
     start_ns: int | None = None

@@ -73,22 +73,22 @@ def _joined(path: Path, parts: Sequence[Recording]) -> Recording:
     first_ns = min(part.start_ns or 0 for part in parts)
     shifted = [_part(part, (part.start_ns or 0) - first_ns, n) for n, part in enumerate(parts)]
     _check_times(path, shifted)
-    left_out: Counter[str] = Counter()
+    ignored: Counter[str] = Counter()
     for part in parts:
-        left_out.update(part.left_out)
+        ignored.update(part.ignored)
     return Recording(
         source=str(path),
         platform=parts[0].platform,
         devices=tuple(device for part in shifted for device in part.devices),
         modules={key: text for part in shifted for key, text in part.modules.items()},
         marks=shifted[0].marks,
-        left_out=left_out,
+        ignored=ignored,
         start_ns=first_ns,
     )
 
 
 def _part(part: Recording, later_ns: float, process: int) -> Recording:
-    """Return a process's part on the clock of all, its devices and programs told from others'."""
+    """Return a process's part on the clock of all, its devices and programs by_hlo from others'."""
 
     def program(number: int) -> int:
         return number if number < 0 else process * _PROGRAMS + number

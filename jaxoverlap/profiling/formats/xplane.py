@@ -65,8 +65,8 @@ def read(path: Path) -> Recording:
             f"{path} is no xplane.pb, or is cut short ({error}): {_NOT_ONE}"
         ) from error
     planes = {plane.name: plane for plane in profile.planes}
-    left_out: Counter[str] = Counter()
-    devices = tuple(_gpus(planes, left_out))
+    ignored: Counter[str] = Counter()
+    devices = tuple(_gpus(planes, ignored))
     platform = "GPU" if devices else "CPU"
     if not devices:
         devices = tuple(cpu_devices(planes[_HOST].lines)) if _HOST in planes else ()
@@ -78,7 +78,7 @@ def read(path: Path) -> Recording:
         platform=platform,
         devices=devices,
         modules=_modules(serialized),
-        left_out=left_out,
+        ignored=ignored,
         start_ns=task.get("profile_start_time"),
     )
 
@@ -101,32 +101,32 @@ def _modules(serialized: bytes) -> dict[tuple[str, int], str]:
 # -- GPUs -----------------------------------------------------------------------------------------
 
 
-def _gpus(planes: dict[str, Any], left_out: Counter[str]) -> Iterator[Device]:
+def _gpus(planes: dict[str, Any], ignored: Counter[str]) -> Iterator[Device]:
     """Yield the GPUs that ran something, in the order of their numbers."""
     numbered = sorted((int(m.group(1)), p) for n, p in planes.items() if (m := _GPU.fullmatch(n)))
     for number, plane in numbered:
-        events = sorted(_gpu_events(plane, left_out), key=lambda e: e.start_ns)
+        events = sorted(_gpu_events(plane, ignored), key=lambda e: e.start_ns)
         if events:
             stats = dict(plane.stats)
             kind = stats.get("gpu_device_name") or stats.get("device_vendor") or ""
             yield Device(f"GPU {number}", str(kind), tuple(events))
 
 
-def _gpu_events(plane: Any, left_out: Counter[str]) -> Iterator[DeviceEvent]:
+def _gpu_events(plane: Any, ignored: Counter[str]) -> Iterator[DeviceEvent]:
     for line in plane.lines:
         stream = STREAM.match(line.name)
         if stream is None:
             if line.name not in REPEATS:
-                left_out[line.name or "a line without a name"] += sum(1 for _ in line.events)
+                ignored[line.name or "a line without a name"] += sum(1 for _ in line.events)
             continue
         for event in line.events:
             stats = dict(event.stats)
             if no_work := next((s for s in _NO_WORK if s in stats), None):
-                left_out[no_work.removesuffix("_details")] += 1
+                ignored[no_work.removesuffix("_details")] += 1
             elif event.duration_ns > 0:
                 yield _gpu_event(stream.group(), event, stats)
             else:
-                left_out[NO_DURATION] += 1
+                ignored[NO_DURATION] += 1
 
 
 def _gpu_event(stream: str, event: Any, stats: dict[str, Any]) -> DeviceEvent:
