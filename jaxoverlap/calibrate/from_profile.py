@@ -62,12 +62,13 @@ def corrected(profile: Profile, cost: CostModel) -> Tables:
 
 
 def _one_for_all(profile: Profile, tables: Tables) -> Mapping[str, float]:
-    """Return one ratio for all kinds of collectives."""
+    """Return one ratio for all kinds of collectives; none if the profile has no collective."""
     kinds = (PERMUTE, *tables.collectives.curves)
-    mine = [r for r in profile.ratios if r.kind in kinds]
-    predicted_s = math.fsum(r.predicted_s for r in mine)
-    ratio = math.fsum(r.measured_s for r in mine) / predicted_s if predicted_s else 1.0
-    return dict.fromkeys(kinds, ratio)
+    seen = [r for r in profile.ratios if r.kind in kinds]
+    if not seen:
+        return {}
+    measured_s = math.fsum(r.measured_s for r in seen)
+    return dict.fromkeys(kinds, measured_s / math.fsum(r.predicted_s for r in seen))
 
 
 def _rates[Table: (Matmuls, Attention)](table: Table, times: float) -> Table:

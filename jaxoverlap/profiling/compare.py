@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep
 from jaxoverlap.simulation import timeline as lanes
-from jaxoverlap.simulation.timeline import Event, Spent, Timeline
+from jaxoverlap.simulation.timeline import Spent, Timeline
 
 _KERNELS = ("matmul", "attention", "memory")
 NETWORK, COPIES = " on the network", " by copy engines"
@@ -40,12 +40,11 @@ class KindRatio:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the simulation says of each instruction, in a step.
+    """What the simulation says of one run of each instruction, by name.
 
     Attributes:
-        kernel_s: seconds of kernels, by instruction.
-        kinds: their kind, by instruction.
-        collective_s, exposed_s: seconds of collectives on their link, and those exposed.
+        kernel_s: seconds of a kernel; kinds: its kind.
+        collective_s: seconds of a collective on its link; exposed_s: those exposed.
         lanes: the collectives' links; classes: their class, as `KindRatio.kind` has it.
     """
 
@@ -58,33 +57,45 @@ class Predicted:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline | None) -> Predicted:
-        """Look a simulated step's seconds up by instruction; nothing without one."""
+        """Look up a simulated step's instructions; nothing without one."""
         if timeline is None:
             return cls()
-        kernel_s: dict[str, float] = defaultdict(float)
+        total_s: dict[str, float] = defaultdict(float)
+        runs: dict[str, int] = defaultdict(int)
         kinds: dict[str, str] = {}
         for event in timeline.events:
             if event.kind in ("matmul", "memory") and not event.work.unknown:
-                kernel_s[event.name] += event.seconds
-                kinds[event.name] = _kind(event)
-        names = {s.collective.name: s for s in timeline.spent}
+                total_s[event.name] += event.seconds
+                runs[event.name] += event.runs
+                kinds[event.name] = "attention" if event.work.attention else event.kind
+        spent = {s.collective.name: s for s in timeline.spent}
         return cls(
-            kernel_s,
+            {name: seconds / runs[name] for name, seconds in total_s.items()},
             kinds,
-            {name: s.seconds for name, s in names.items()},
-            {name: s.exposed_s for name, s in names.items()},
-            {name: s.lane for name, s in names.items()},
-            {name: _class(s) for name, s in names.items()},
+            {name: s.seconds / s.runs for name, s in spent.items()},
+            {name: s.exposed_s / s.runs for name, s in spent.items()},
+            {name: s.lane for name, s in spent.items()},
+            {name: _class(s) for name, s in spent.items()},
         )
-
-
-def _kind(event: Event) -> str:
-    return "attention" if event.work.attention else event.kind
 
 
 def _class(spent: Spent) -> str:
     across, copied = spent.lane == lanes.NETWORK, spent.collective.by_copy
     return spent.collective.kind + (NETWORK if across else COPIES if copied else "")
+
+
+@dataclass
+class _Sum:
+    """The seconds of one class, devices added up."""
+
+    instructions: set[str] = field(default_factory=set)
+    measured_s: float = 0.0
+    predicted_s: float = 0.0
+
+    def add(self, instruction: str, measured_s: float, predicted_s: float) -> None:
+        self.instructions.add(instruction)
+        self.measured_s += measured_s
+        self.predicted_s += predicted_s
 
 
 def ratios(
@@ -96,32 +107,40 @@ def ratios(
 ) -> tuple[KindRatio, ...]:
     """Return the ratio of each class that some measured and predicted instruction is in.
 
+    An instruction counts as often as it ran: the simulation may not know how often a loop runs.
+
     Args:
         steps: what each device ran.
         runs: its collectives.
         predicted: by instruction.
         with_waits: whether the predictions of collectives have the wait for the last device.
     """
-    measured: dict[tuple[str, str], float] = defaultdict(float)  # by kind and instruction
+    sums: dict[str, _Sum] = defaultdict(_Sum)
     for step in steps:
-        for event, label in step.events:
-            if kind := predicted.kinds.get(label.op):
-                measured[kind, label.op] += event.seconds / len(steps)
-    for of_device in runs:
-        for run in of_device:
-            if run.collective.name in predicted.collective_s:
-                name = run.collective.name
-                seconds = run.seconds if with_waits else run.seconds - run.waited_s
-                measured[predicted.classes[name], name] += seconds / len(steps)
-    return tuple(_summed(measured, {**predicted.kernel_s, **predicted.collective_s}))
+        for op, (seconds, count) in _kernels(step).items():
+            if kind := predicted.kinds.get(op):
+                sums[kind].add(op, seconds, count * predicted.kernel_s[op])
+    for run in (run for of_device in runs for run in of_device):
+        if kind := predicted.classes.get(name := run.collective.name):
+            seconds = run.seconds if with_waits else run.seconds - run.waited_s
+            sums[kind].add(name, seconds, predicted.collective_s[name])
+    kinds = sorted(sums, key=lambda k: (_KERNELS.index(k) if k in _KERNELS else 9, k))
+    return tuple(
+        KindRatio(k, len(t.instructions), t.measured_s / len(steps), t.predicted_s / len(steps))
+        for k in kinds
+        if (t := sums[k]).predicted_s > 0
+    )
 
 
-def _summed(
-    measured: Mapping[tuple[str, str], float], predicted_s: Mapping[str, float]
-) -> Iterator[KindRatio]:
-    kinds = dict.fromkeys(kind for kind, _ in measured)
-    for kind in sorted(kinds, key=lambda k: (_KERNELS.index(k) if k in _KERNELS else 9, k)):
-        mine = {op: s for (k, op), s in measured.items() if k == kind and predicted_s[op] > 0}
-        if mine:
-            seconds = sum(predicted_s[op] for op in mine)
-            yield KindRatio(kind, len(mine), sum(mine.values()), seconds)
+def _kernels(step: DeviceStep) -> dict[str, tuple[float, int]]:
+    """Return for each instruction the seconds of its kernels, and how often it ran.
+
+    An instruction may launch several kernels, some of them more than once.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    launches: dict[str, Counter[str]] = defaultdict(Counter)
+    for event, label in step.events:
+        if not label.collective:
+            seconds[label.op] += event.seconds
+            launches[label.op][event.name] += 1
+    return {op: (s, min(launches[op].values())) for op, s in seconds.items()}

@@ -19,7 +19,7 @@ from jaxoverlap.profiling.formats.files import recorded
 from jaxoverlap.profiling.intervals import length, union
 from jaxoverlap.profiling.kinds import Classifier
 from jaxoverlap.profiling.measured import CollectiveRun, DeviceStep, Straggler, Sums, waits
-from jaxoverlap.profiling.steps import programs, steps_of
+from jaxoverlap.profiling.steps import Steps, programs, steps_of
 from jaxoverlap.profiling.timeline import MeasuredTimeline, timeline_of
 from jaxoverlap.simulation import report
 from jaxoverlap.simulation.simulation import Simulation, simulate
@@ -173,11 +173,10 @@ def read(
         ValueError: if it is no such profile, has no such program, or no whole step; if the cluster
             is given without HLO at hand, or has another number of devices.
     """
-    recording = recorded(Path(path))
-    return measured(recording, cluster, compiled=compiled, module=module)
+    return analyzed(recorded(Path(path)), cluster, compiled=compiled, module=module)
 
 
-def measured(
+def analyzed(
     recording: Recording,
     cluster: ClusterLike | None = None,
     *,
@@ -185,57 +184,70 @@ def measured(
     module: str | None = None,
 ) -> Profile:
     """Add one step of a recording up; the arguments are `read`'s."""
-    texts = dict(recording.modules)
-    if compiled is not None:
-        given = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-        name = given.partition(",")[0].removeprefix("HloModule ")
-        texts = {key: old for key, old in texts.items() if key[0] != name} | {(name, -1): given}
-    nested = recording.platform == "CPU"
-    classifier = Classifier(texts, len(recording.devices), nested=nested)
+    is_cpu = recording.platform == "CPU"
+    classifier = Classifier(_texts(recording, compiled), len(recording.devices), nested=is_cpu)
     steps = steps_of(recording, classifier, module)
-    every = [
-        [
-            DeviceStep.from_device(d, w, classifier)
-            for d, w in zip(steps.devices, windows, strict=True)
-        ]
-        for windows in steps.windows
-    ]
-    sums = [[device.sums for device in step] for step in every]
-    means = [Sums.mean(devices) for devices in sums]
-    order = sorted(range(len(every)), key=lambda n: means[n].step_s)
-    chosen = order[(len(order) - 1) // 2]
     simulation = _simulated(recording, classifier, steps.program, cluster)
-    waited, stragglers = waits(every[chosen])
-    runs = [list(d.runs(w)) for d, w in zip(every[chosen], waited, strict=True)]
-    by_exposed = sorted(range(len(runs)), key=lambda n: sums[chosen][n].exposed_s)
-    drawn = by_exposed[len(runs) // 2]
     predicted = Predicted.from_timeline(simulation)
-    others = {name: s for name, s in programs(recording).items() if name != steps.program}
-    ran = {device.name for device in steps.devices}
+    steps_s, chosen, devices = _median_step(steps, classifier)
+    sums = {device.device: device.sums for device in devices}
+    waited, stragglers = waits(devices)
+    runs = [list(device.runs(w)) for device, w in zip(devices, waited, strict=True)]
+    by_exposed = sorted(range(len(devices)), key=lambda n: sums[devices[n].device].exposed_s)
+    shown = by_exposed[len(devices) // 2]
     return Profile(
         source=recording.source,
         program=steps.program,
         platform=recording.platform,
         kind=recording.devices[0].kind,
-        sums=means[chosen],
-        steps_s=tuple(mean.step_s for mean in means),
+        sums=Sums.mean(list(sums.values())),
+        steps_s=steps_s,
         chosen=chosen,
-        devices={d.device: s for d, s in zip(every[chosen], sums[chosen], strict=True)},
-        collectives=tuple(runs[drawn]),
+        devices=sums,
+        collectives=tuple(runs[shown]),
         rows=tuple(_rows(runs, predicted)),
-        lines=tuple(_lines(every[chosen])),
-        streams=tuple(_streams(every[chosen][drawn])),
+        lines=tuple(_lines(devices)),
+        streams=tuple(_streams(devices[shown])),
         stragglers=stragglers,
-        timeline=timeline_of(steps.program or "step", every[chosen][drawn], predicted.lanes),
+        timeline=timeline_of(steps.program or "step", devices[shown], predicted.lanes),
         simulation=simulation,
-        ratios=ratios(every[chosen], runs, predicted, with_waits=nested),
-        unknown=_of_kind(every[chosen], "unknown"),
-        graph_s=sum(_of_kind(every[chosen], "graph").values()),
-        other_programs=others,
+        ratios=ratios(devices, runs, predicted, with_waits=is_cpu),
+        unknown=_of_kind(devices, "unknown"),
+        graph_s=sum(_of_kind(devices, "graph").values()),
+        other_programs={n: s for n, s in programs(recording).items() if n != steps.program},
         ignored=recording.ignored,
         incomplete=steps.incomplete,
-        absent=tuple(d.name for d in recording.devices if d.name not in ran),
+        absent=tuple(d.name for d in recording.devices if d.name not in sums),
     )
+
+
+def _texts(
+    recording: Recording, compiled: jax.stages.Compiled | str | None
+) -> Mapping[tuple[str, int], str]:
+    """Return the modules of a profile, a given one in place of that of its name."""
+    if compiled is None:
+        return recording.modules
+    text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+    name = text.partition(",")[0].removeprefix("HloModule ")
+    others = {key: other for key, other in recording.modules.items() if key[0] != name}
+    return {**others, (name, -1): text}
+
+
+def _median_step(
+    steps: Steps, classifier: Classifier
+) -> tuple[tuple[float, ...], int, list[DeviceStep]]:
+    """Return the seconds of each step, the place of the median one, and its devices."""
+    seconds = [
+        sum(end - start for start, end in windows) * 1e-9 / len(windows)
+        for windows in steps.windows
+    ]
+    chosen = sorted(range(len(seconds)), key=lambda n: seconds[n])[(len(seconds) - 1) // 2]
+    windows = steps.windows[chosen]
+    devices = [
+        DeviceStep.from_device(device, window, classifier)
+        for device, window in zip(steps.devices, windows, strict=True)
+    ]
+    return tuple(seconds), chosen, devices
 
 
 def _simulated(
@@ -271,7 +283,11 @@ def _rows(runs: Sequence[Sequence[CollectiveRun]], predicted: Predicted) -> Iter
 def _row(
     key: tuple[str, str, str, int], group: list[CollectiveRun], devices: int, predicted: Predicted
 ) -> Row:
-    names = {run.collective.name for run in group} & predicted.collective_s.keys()
+    names = [n for run in group if (n := run.collective.name) in predicted.collective_s]
+    predicted_s, exposed_s = (
+        sum(by_name[n] for n in names) / devices if names else None
+        for by_name in (predicted.collective_s, predicted.exposed_s)
+    )
     overlaps: dict[str, float] = defaultdict(float)
     for kernel, seconds in (pair for run in group for pair in run.overlapped_with):
         overlaps[kernel] += seconds
@@ -282,8 +298,8 @@ def _row(
         seconds=sum(run.seconds for run in group) / devices,
         exposed_s=sum(run.exposed_s for run in group) / devices,
         waited_s=sum(run.waited_s for run in group) / devices,
-        predicted_s=sum(predicted.collective_s[n] for n in names) if names else None,
-        predicted_exposed_s=sum(predicted.exposed_s[n] for n in names) if names else None,
+        predicted_s=predicted_s,
+        predicted_exposed_s=exposed_s,
         overlapped_with=tuple(sorted(overlaps, key=lambda kernel: -overlaps[kernel])[:3]),
     )
 

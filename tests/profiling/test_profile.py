@@ -75,6 +75,15 @@ def test_each_class_has_its_ratio(profile: Profile):
     assert ratios["all-gather"].measured_s == pytest.approx(18e-6)
 
 
+def test_a_loop_whose_trips_are_unknown_counts_as_often_as_it_ran(folder: Path, profile: Profile):
+    known = ', backend_config={"known_trip_count":{"n":"2"}}'
+    assert known in synthetic.MODULE
+    unknown = read(folder, POD, compiled=synthetic.MODULE.replace(known, ""))
+    assert {r.kind: pytest.approx(r.ratio) for r in profile.ratios} == {
+        r.kind: r.ratio for r in unknown.ratios
+    }
+
+
 def test_a_profile_corrects_the_prices(folder: Path, profile: Profile, tmp_path: Path):
     out = tmp_path / "prices.json"
     calibrate.main(["--from-profile", str(folder), "--pod", POD, "--out", str(out)])
