@@ -262,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own.add_argument("--prices", type=Path, metavar="FILE", help="correct this price file instead")
     own.add_argument("--out", type=Path, metavar="FILE", help="for overlap(prices=FILE)")
     options = parser.parse_args(arguments)
+    if not options.from_profile and (options.pod or options.prices or options.out):
+        parser.error("--pod, --prices and --out go with --from-profile")
     if options.from_profile:
         if options.here or not options.out or not (options.pod or options.prices):
             parser.error("--from-profile needs --out, and --pod or --prices; it is without --here")

@@ -1,4 +1,4 @@
-"""Tell what each event of a device is: by the HLO instruction that launched it, or by its name.
+"""Classify the events of a device: by the HLO instruction that launched them, or by their names.
 
 The HLO comes with the profile, so a kernel of XLA's is known by what the instruction does, whatever
 library ran it. Names decide for what no instruction is known of: NCCL's kernels (`ncclDevKernel_*`,
@@ -23,7 +23,6 @@ from jaxoverlap.simulation.host_copies import FROM_HOST, TO_HOST, host_copies
 from jaxoverlap.simulation.schedule import Collective
 
 Kind = Literal["matmul", "attention", "memory", "collective", "graph", "unknown", "container"]
-COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "memory", "graph", "unknown")
 
 _CONTAINERS = ("while", "call", "conditional", "async-start")
 _WAITS = ("-done", "-update")
@@ -35,7 +34,8 @@ _MATMUL = re.compile(
 )
 _MEMORY = re.compile(
     r"fusion|elementwise|reduce|copy|cast|convert|transpose|norm|softmax|scatter|gather|index|fill"
-    r"|memset|memcpy|triton_(?:poi|red|per)_|concatenate|broadcast|select|slice|sort|topk|rotary|swiglu|wrapped_|CatArray",
+    r"|memset|memcpy|triton_(?:poi|red|per)_|concatenate|broadcast|select|slice|sort|topk|rotary"
+    r"|swiglu|wrapped_|CatArray",
     re.IGNORECASE,
 )
 _NCCL = re.compile(r"(?:nccl|rccl)\w*Kernel\w*?_([A-Z]\w+)|^(?:nccl|rccl)\w*Kernel")
@@ -63,7 +63,7 @@ class Label:
         op_name: the path of names above the JAX operation.
         work: what the instruction asks of a device.
         collective: the collective; bytes and devices are 0 where no HLO says them.
-        entry: whether it stands in the module's entry computation, so that a step runs it once.
+        entry: whether it is in the module's entry computation, so that a step runs it once.
     """
 
     kind: Kind
@@ -76,7 +76,7 @@ class Label:
 
 
 class Classifier:
-    """What the events of a profile are, each kind of event worked out once.
+    """Labels the events of a profile; each kind of event is classified once.
 
     Args:
         texts: scheduled HLO modules by name and program.
@@ -104,12 +104,10 @@ class Classifier:
         found = self._module(name, program)
         return found and found.module
 
-    def text(self, name: str) -> tuple[hlo.Module, str] | None:
-        """Return a module of this name, with its text; None if the profile does not carry one."""
-        for key in self._texts:
-            if key[0] == name and (found := self._module(*key)):
-                return found.module, found.text
-        return None
+    def text(self, name: str, program: int) -> str | None:
+        """Return a module's text; None if the profile does not carry it."""
+        found = self._module(name, program)
+        return found and found.text
 
     def _label(self, event: DeviceEvent) -> Label:
         module = self._module(event.module, event.program) if event.op else None
@@ -176,7 +174,7 @@ def _kind(asked: KernelWork) -> Kind:
 
 
 def _by_name(event: DeviceEvent, nested: bool) -> Label:
-    """Tell what an event is without its module."""
+    """Classify an event without its module."""
     op = event.op or event.name
     if moved := _moved(event):
         collective = Collective(
@@ -204,7 +202,7 @@ def _by_name(event: DeviceEvent, nested: bool) -> Label:
 
 
 def _named(event: DeviceEvent) -> Kind:
-    """Tell a kernel by its name, its instruction's and its JAX operation's."""
+    """Classify a kernel by its name, its instruction's and its JAX operation's."""
     names = f"{event.name} {event.op} {event.op_name.rpartition('/')[2]}"
     if _ATTENTION.search(names):
         return "attention"

@@ -26,7 +26,7 @@ from jaxoverlap.simulation.simulation import Simulation, simulate
 from jaxoverlap.simulation.timeline import Timeline
 
 ClusterLike = str | Cluster | CostModel
-_HEAD = re.compile(r"(?:, num_partitions=\d+|, replica_count=\d+)")
+_COUNTS = re.compile(r"(?:, num_partitions=\d+|, replica_count=\d+)")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class StreamRow:
 class Profile:
     """A measured step; print it. Every sum over time is of a union of the devices' intervals.
 
-    Of the whole steps in a profile the one of median length is taken, so that its parts add up; its
+    The step is the one of median length among the complete steps, so that its parts add up; its
     numbers are means over devices.
 
     Attributes:
@@ -93,10 +93,11 @@ class Profile:
         program: the program's name; empty if the profile names none.
         platform: "GPU" or "CPU"; kind: the model's name, if the profile says it.
         sums: the step.
-        steps_s: seconds of every whole step, the mean over devices; `chosen` is the step taken.
+        steps_s: seconds of every complete step, the mean over devices; `chosen` is the step taken.
         devices: the step on each device, by name.
-        collectives: each collective of the device that is drawn, by start.
-        rows: collectives together; lines: by source line; streams: of the device that is drawn.
+        collectives: each collective of the device that the pictures show, by start.
+        rows: collectives by kind, ring and source line; lines: all work by source line.
+        streams: of the device that the pictures show.
         stragglers: devices that others waited for, longest first.
         timeline: the step of the device whose exposed seconds are the median.
         simulation: the same step, simulated; None if no cluster was given.
@@ -105,7 +106,7 @@ class Profile:
         graph_s: seconds of CUDA graphs, each one event: what runs inside is not seen.
         other_programs: seconds of a step's devices in other programs, over the whole profile.
         ignored: events that are no work of a device, and their number.
-        incomplete: steps that the profile has not whole.
+        incomplete: runs that the profile does not have from start to end.
         absent: devices that ran something else only.
     """
 
@@ -170,8 +171,9 @@ def read(
         module: the program's name, in place of the one that takes most of the devices' time.
 
     Raises:
-        ValueError: if it is no such profile, has no such program, or no whole step; if the cluster
-            is given without HLO at hand, or has another number of devices.
+        ValueError: if it is no such profile, has no such program, or no complete step; if a cluster
+            is given without HLO, or has another number of devices; if `compiled` is of another
+            program.
     """
     return analyzed(recorded(Path(path)), cluster, compiled=compiled, module=module)
 
@@ -187,7 +189,7 @@ def analyzed(
     is_cpu = recording.platform == "CPU"
     classifier = Classifier(_texts(recording, compiled), len(recording.devices), nested=is_cpu)
     steps = steps_of(recording, classifier, module)
-    simulation = _simulated(recording, classifier, steps.program, cluster)
+    simulation = _simulated(recording, classifier, steps, cluster)
     predicted = Predicted.from_timeline(simulation)
     steps_s, chosen, devices = _median_step(steps, classifier)
     sums = {device.device: device.sums for device in devices}
@@ -224,11 +226,14 @@ def analyzed(
 def _texts(
     recording: Recording, compiled: jax.stages.Compiled | str | None
 ) -> Mapping[tuple[str, int], str]:
-    """Return the modules of a profile, a given one in place of that of its name."""
+    """Return the modules of a profile; a given one replaces those of its name."""
     if compiled is None:
         return recording.modules
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     name = text.partition(",")[0].removeprefix("HloModule ")
+    if name not in programs(recording):
+        known = ", ".join(sorted(programs(recording))) or "no program's name"
+        raise ValueError(f"the given HLO is of {name!r}, but {recording.source} has {known}")
     others = {key: other for key, other in recording.modules.items() if key[0] != name}
     return {**others, (name, -1): text}
 
@@ -251,21 +256,22 @@ def _median_step(
 
 
 def _simulated(
-    recording: Recording, classifier: Classifier, program: str, cluster: ClusterLike | None
+    recording: Recording, classifier: Classifier, steps: Steps, cluster: ClusterLike | None
 ) -> Simulation | None:
     """Simulate the step that was measured."""
     if cluster is None:
         return None
-    found = classifier.text(program)
-    if found is None:
+    module = classifier.module(steps.program, steps.number)
+    module_text = classifier.text(steps.program, steps.number)
+    if module is None or module_text is None:
+        named = steps.program or "its kernels"
         raise ValueError(
-            f"{recording.source} does not carry the HLO of {program or 'its kernels'}: nothing can "
-            "be predicted without it. Give the compiled step, or its text (--hlo FILE)"
+            f"{recording.source} does not carry the HLO of {named}: nothing can be predicted "
+            "without it. Give the compiled step, or its text (--hlo FILE)"
         )
-    module, module_text = found
-    head, rest = module_text.split("\n", 1)
-    head = f"{_HEAD.sub('', head)}, num_partitions={module.num_devices}"
-    return simulate(f"{head}\n{rest}", cluster)
+    head, body = module_text.split("\n", 1)
+    head = f"{_COUNTS.sub('', head)}, num_partitions={module.num_devices}"
+    return simulate(f"{head}\n{body}", cluster)
 
 
 # -- tables ---------------------------------------------------------------------------------------

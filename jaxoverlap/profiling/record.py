@@ -16,13 +16,14 @@ from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.profiling.profile import ClusterLike, Profile, read
 
+_STEPS = 5
 _PYTHON_OFF = 0  # level of the tracer of Python calls, which makes files large and steps slow
 
 
 def profile(
     step: Callable[..., Any] | str | os.PathLike[str],
     *args: Any,
-    steps: int = 5,
+    steps: int | None = None,
     cluster: ClusterLike | None = None,
     folder: str | os.PathLike[str] | None = None,
     module: str | None = None,
@@ -30,7 +31,7 @@ def profile(
 ) -> Profile:
     """Measure what of a step's communication is hidden on the devices that are here; print it.
 
-    Runs the step once unmeasured, then `steps` times under `jax.profiler`, each waited for, and
+    Runs the step once unmeasured, then `steps` times under `jax.profiler`, one at a time, and
     reads what the profiler saw of every device. The answer comes from unions of the devices' own
     intervals: step = compute + exposed + idle. Or reads a profile that is there: give its file or
     folder in place of the step, as from your own training loop with `jax.profiler.trace(FOLDER)`.
@@ -43,7 +44,7 @@ def profile(
             Chrome trace (.trace.json.gz), or a folder with those of one profile in it, of one
             process or of several.
         args: its arguments. Arrays that it donates are copied before each run, so that yours live.
-        steps: how often to run it.
+        steps: how often to run it; default: 5.
         cluster: where it runs, as `jaxoverlap.simulate` takes it, to print the simulated seconds
             next to the measured ones. Default: what the devices say they are, if the package
             has prices of them; none for CPUs and for a path.
@@ -61,12 +62,13 @@ def profile(
             device ran anything.
     """
     if isinstance(step, str | os.PathLike):
-        if args or kwargs:
+        if args or kwargs or steps is not None or folder is not None:
             raise ValueError(
-                f"profile({os.fspath(step)!r}, ...) reads a profile: give the step's arguments "
-                "with a step, not with a path"
+                f"profile({os.fspath(step)!r}, ...) reads a profile: give arguments, steps and "
+                "folder with a step, not with a path"
             )
         return read(os.fspath(step), cluster, module=module)
+    steps = _STEPS if steps is None else steps
     if steps < 1:
         raise ValueError(f"steps={steps}: expected one or more")
     if cluster is None:

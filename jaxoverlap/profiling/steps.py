@@ -1,10 +1,9 @@
-"""Cut a profile into steps: the runs of the program that keeps the devices busiest.
+"""Split a profile into steps: the runs of the program that keeps the devices busiest.
 
-A program is a module's name and, on each device, the number of one that has it: numbers are a
-process's own. CPU devices number their runs. On a GPU a run begins where
-an instruction comes again that a run has once: one of the entry computation, where the profile
-carries the module. Where no event names a program, the profiler's own marks are the steps, or all
-of it is one.
+A program has a module's name and, in each process, a number. CPU devices number their runs. On a
+GPU a run begins with an instruction that a run has once: one of the entry computation, where the
+profile carries the module. Where no event names a program, the profiler's own marks are the steps,
+or the whole profile is one.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ class Steps:
     """The steps of a profile.
 
     Attributes:
-        program: the program's name; empty if no event names one.
+        program: the program's name, empty if no event names one; number: on the first device.
         windows: for each step the window of each device, in the order of the profile's devices.
-        incomplete: runs that the profile has not whole, on any device.
+        incomplete: runs that the profile does not have from start to end, on any device.
         devices: those that ran the program.
     """
 
     program: str
+    number: int
     windows: tuple[tuple[Window, ...], ...]
     incomplete: int
     devices: tuple[Device, ...]
 
 
 def steps_of(recording: Recording, classifier: Classifier, module: str | None = None) -> Steps:
-    """Cut a profile into steps.
+    """Split a profile into steps.
 
     Args:
         recording: the profile.
@@ -46,25 +46,26 @@ def steps_of(recording: Recording, classifier: Classifier, module: str | None = 
         module: the program's name, in place of the one that takes most of the devices' time.
 
     Raises:
-        ValueError: if no program has that name, or no device has a whole run.
+        ValueError: if no program has that name, or a device has no complete run.
     """
     program = _program(recording, module)
     if program is None:
         return _unnamed(recording)
     runs: list[tuple[Device, list[Window]]] = []
-    incomplete = 0
+    incomplete, number = 0, -1
     for device in recording.devices:
-        if mine := _busiest(device, program):
-            whole, cut = _whole(list(_runs(mine, classifier)))
-            incomplete += cut
-            runs.append((device, [(r[0].start_ns, max(e.end_ns for e in r)) for r in whole]))
+        if events := _busiest(device, program):
+            number = number if runs else events[0].program
+            complete, dropped = _complete(list(_runs(events, classifier)))
+            incomplete += dropped
+            runs.append((device, [(r[0].start_ns, max(e.end_ns for e in r)) for r in complete]))
     windows = _aligned([windows for _, windows in runs])
     if not windows:
         raise ValueError(
-            f"{recording.source} has no whole run of {program} on every device that ran it: "
+            f"{recording.source} has no complete run of {program} on every device that ran it: "
             "profile more steps"
         )
-    return Steps(program, windows, incomplete, tuple(device for device, _ in runs))
+    return Steps(program, number, windows, incomplete, tuple(device for device, _ in runs))
 
 
 def programs(recording: Recording) -> dict[str, float]:
@@ -91,7 +92,7 @@ def _busiest(device: Device, program: str) -> list[DeviceEvent]:
     for event in device.events:
         if event.module == program:
             events[event.program].append(event)
-    return max(events.values(), key=lambda mine: sum(e.seconds for e in mine), default=[])
+    return max(events.values(), key=lambda ran: sum(e.seconds for e in ran), default=[])
 
 
 def _unnamed(recording: Recording) -> Steps:
@@ -101,7 +102,7 @@ def _unnamed(recording: Recording) -> Steps:
         for device in recording.devices
     ]
     windows = [tuple(mark for _ in spans) for mark in recording.marks] or [tuple(spans)]
-    return Steps("", tuple(windows), 0, recording.devices)
+    return Steps("", -1, tuple(windows), 0, recording.devices)
 
 
 # -- one device -----------------------------------------------------------------------------------
@@ -158,11 +159,11 @@ def _pauses(events: Sequence[DeviceEvent]) -> dict[tuple[str, str], float]:
     return {key: statistics.median(pauses) for key, pauses in before.items()}
 
 
-def _whole(runs: list[list[DeviceEvent]]) -> tuple[list[list[DeviceEvent]], int]:
-    """Return the runs that the profile has whole, and the number of the others.
+def _complete(runs: list[list[DeviceEvent]]) -> tuple[list[list[DeviceEvent]], int]:
+    """Return the runs that the profile has from start to end, and the number of the others.
 
-    A run is whole if it has its first and its last instruction as often as most runs do. Others may
-    be missing now and then: profilers lose the names of some events.
+    A run is complete if it has its first and its last instruction as often as most runs do. Others
+    may be missing: profilers lose the names of some events.
     """
     counts = [Counter(event.op for event in run) for run in runs]
     usual = {op for op in set().union(*counts) if 2 * sum(op in c for c in counts) >= len(runs)}
@@ -174,21 +175,26 @@ def _whole(runs: list[list[DeviceEvent]]) -> tuple[list[list[DeviceEvent]], int]
     place = {op: statistics.median(times) for op, times in after.items()}
     ends = (min(place, key=lambda op: place[op]), max(place, key=lambda op: place[op]))
     most = {op: statistics.mode(c[op] for c in counts if op in c) for op in ends}
-    whole = [
+    complete = [
         run
         for run, c in zip(runs, counts, strict=True)
         if all(c[op] >= most[op] for op in ends) and 2 * len(usual & c.keys()) >= len(usual)
     ]
-    return whole, len(runs) - len(whole)
+    return complete, len(runs) - len(complete)
 
 
 # -- several devices ------------------------------------------------------------------------------
 
 
 def _aligned(devices: Sequence[Sequence[Window]]) -> tuple[tuple[Window, ...], ...]:
-    """Match the runs of devices by time, to those of the device that has the fewest."""
-    fewest = min(devices, key=len)
-    return tuple(
-        tuple(min(windows, key=lambda w: abs(sum(w) - sum(one))) for windows in devices)
-        for one in fewest
-    )
+    """Match the runs of devices by time, to those of the device that has the fewest.
+
+    A run that another device lacks is left out: that device's nearest run is matched already.
+    """
+    steps: list[tuple[Window, ...]] = []
+    for reference in min(devices, key=len):
+        center = sum(reference)
+        step = tuple(min(ran, key=lambda w: abs(sum(w) - center)) for ran in devices)
+        if not steps or all(now > before for now, before in zip(step, steps[-1], strict=True)):
+            steps.append(step)
+    return tuple(steps)

@@ -129,7 +129,7 @@ def _streams(profile: Profile) -> str:
 
 
 def listed(profile: Profile) -> str:
-    """List each collective of the device that is drawn, by start."""
+    """List each collective of the device that the pictures show, by start."""
     columns = ("start ms", "ms", "exposed ms", "waited ms", "collective", "instruction", "ring")
     rows = [
         (
@@ -182,7 +182,7 @@ def _notes(profile: Profile) -> Iterator[str]:
         )
         yield f"not known, counted as compute: {named}"
     if profile.incomplete:
-        yield f"{profile.incomplete} runs that the profile has not whole are left out"
+        yield f"incomplete runs, left out: {profile.incomplete}"
     if profile.absent:
         yield f"did not run it: {', '.join(profile.absent)}"
     if profile.ignored:

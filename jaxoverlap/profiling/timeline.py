@@ -13,12 +13,12 @@ from jaxoverlap.profiling.measured import DeviceStep
 from jaxoverlap.simulation.host_copies import KINDS
 from jaxoverlap.simulation.replay import short_op
 from jaxoverlap.simulation.schedule import Collective
-from jaxoverlap.simulation.timeline import COLLECTIVES, COMPUTE, Event, Timeline
+from jaxoverlap.simulation.timeline import COLLECTIVES, COMPUTE, Event, Timeline, base_lane
 
 
 @dataclass(frozen=True)
 class MeasuredTimeline(Timeline):
-    """A step as one device ran it. Its seconds are unions: what runs side by side counts once.
+    """A step as one device ran it. Its seconds are unions: overlapping events count once.
 
     step_s = compute_s + exposed_s + idle_s.
     """
@@ -36,8 +36,10 @@ class MeasuredTimeline(Timeline):
     @functools.cached_property
     def link_s(self) -> dict[str, float]:
         """Seconds in which each link is busy."""
-        lanes = dict.fromkeys(e.lane for e in self._collectives)
-        return {lane: _seconds(e for e in self._collectives if e.lane == lane) for lane in lanes}
+        lanes: dict[str, list[Event]] = {}
+        for event in self._collectives:
+            lanes.setdefault(base_lane(event.lane), []).append(event)
+        return {lane: _seconds(events) for lane, events in lanes.items()}
 
     @property
     def communication_s(self) -> float:
@@ -78,7 +80,7 @@ def timeline_of(name: str, step: DeviceStep, lanes: Mapping[str, str]) -> Measur
 
 
 def _drawn(step: DeviceStep, lanes: Mapping[str, str]) -> Iterator[Event]:
-    """Yield kernels and collectives; those that run side by side on lanes of their own."""
+    """Yield kernels and collectives; of those that overlap each has a lane of its own."""
     ends: dict[str, list[float]] = {}
     for event, label in step.events:
         lane = COMPUTE

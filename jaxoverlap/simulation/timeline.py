@@ -15,6 +15,11 @@ COMPUTE, NVLINK, NETWORK = "compute", "NVLink", "network"
 COLLECTIVES = "collectives"  # the lane of those whose link is not known, as in a profile
 
 
+def base_lane(lane: str) -> str:
+    """Return the lane that another one continues: that of "compute 2" is "compute"."""
+    return lane.rstrip("0123456789").rstrip()
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that takes time on a lane, where it happens first.
@@ -180,7 +185,7 @@ def _spent(events: list[Event]) -> Spent:
     runs = [e for e in events if e.kind == "collective"]
     return Spent(
         collective=runs[0].collective or _never(),
-        lane=runs[0].lane,
+        lane=base_lane(runs[0].lane),
         runs=sum(e.runs for e in runs),
         seconds=math.fsum(e.seconds for e in runs),
         exposed_s=math.fsum(e.seconds for e in events if e.kind == "wait"),

@@ -146,6 +146,9 @@ def test_nothing_is_predicted_without_hlo(tmp_path: Path):
         read(path, POD)
     profile = read(path, POD, compiled=synthetic.MODULE)
     assert {r.kind for r in profile.ratios} >= {"matmul", "all-gather"}
+    other = synthetic.MODULE.replace("HloModule jit_step", "HloModule jit_eval")
+    with pytest.raises(ValueError, match=r"the given HLO is of 'jit_eval', but .* has jit_step"):
+        read(path, compiled=other)
     with pytest.raises(ValueError, match="compiled for 2 devices, but cluster"):
         read(path, "h100-sxm:1x8", compiled=synthetic.MODULE)
 

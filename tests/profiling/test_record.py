@@ -69,7 +69,9 @@ def test_what_cannot_be_profiled():
     step, args = synthetic.sharded_step()
     with pytest.raises(ValueError, match="steps=0: expected one or more"):
         jaxoverlap.profile(step, *args, steps=0)
-    with pytest.raises(ValueError, match="give the step's arguments with a step"):
+    with pytest.raises(ValueError, match="give arguments, steps and folder with a step"):
         jaxoverlap.profile("folder", *args)
+    with pytest.raises(ValueError, match="give arguments, steps and folder with a step"):
+        jaxoverlap.profile("folder", steps=5)
     with pytest.raises(ValueError, match="has no event of a device"):
         jaxoverlap.profile(lambda: None, steps=1)

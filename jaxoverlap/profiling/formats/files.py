@@ -88,7 +88,7 @@ def _joined(path: Path, parts: Sequence[Recording]) -> Recording:
 
 
 def _part(part: Recording, later_ns: float, process: int) -> Recording:
-    """Return a process's part on the clock of all, its devices and programs by_hlo from others'."""
+    """Return a process's part on the common clock, its names and numbers made unique."""
 
     def program(number: int) -> int:
         return number if number < 0 else process * _PROGRAMS + number

@@ -13,6 +13,7 @@ from jaxoverlap.simulation.timeline import (
     NVLINK,
     Event,
     Timeline,
+    base_lane,
 )
 
 COLOURS = {  # by kind of event; a collective has its link's
@@ -36,26 +37,23 @@ LEGEND = (
 def lanes_of(timelines: Iterable[Timeline]) -> tuple[str, ...]:
     """Return the lanes to draw: kernels and links, and all others on which something happens."""
     used = {event.lane for timeline in timelines for event in timeline.events}
-    others = sorted(used - {COMPUTE, NVLINK, NETWORK, *KINDS}, key=lambda lane: (_base(lane), lane))
-    usual = [COMPUTE, *(lane for lane in others if _base(lane) == COMPUTE), NVLINK, NETWORK]
+    others = sorted(
+        used - {COMPUTE, NVLINK, NETWORK, *KINDS}, key=lambda lane: (base_lane(lane), lane)
+    )
+    usual = [COMPUTE, *(lane for lane in others if base_lane(lane) == COMPUTE), NVLINK, NETWORK]
     host = KINDS if used & set(KINDS) else ()
-    return (*usual, *(lane for lane in others if _base(lane) != COMPUTE), *host)
+    return (*usual, *(lane for lane in others if base_lane(lane) != COMPUTE), *host)
 
 
 def legend_of(timelines: Iterable[Timeline]) -> tuple[tuple[str, str], ...]:
     """Return the legend: colours by key, with their words."""
-    unknown = any(_base(e.lane) == COLLECTIVES for t in timelines for e in t.events)
+    unknown = any(base_lane(e.lane) == COLLECTIVES for t in timelines for e in t.events)
     return (*LEGEND, *((COLLECTIVES, "collective"),) * unknown)
 
 
 def paint(event: Event) -> str:
     """The key of an event's colour."""
-    return _base(event.lane) if event.kind == "collective" else event.kind
-
-
-def _base(lane: str) -> str:
-    """The lane that another one is beside: that of "compute 2" is "compute"."""
-    return lane.rstrip("0123456789").rstrip()
+    return base_lane(event.lane) if event.kind == "collective" else event.kind
 
 
 def headline(title: str, timeline: Timeline) -> str:
