@@ -28,14 +28,14 @@ _CONTAINERS = ("while", "call", "conditional", "async-start")
 _WAITS = ("-done", "-update")
 _ATTENTION = re.compile(r"fmha|flash|attention|(?<![a-z])attn", re.IGNORECASE)
 _MATMUL = re.compile(
-    r"gemm|cutlass|cublas|nvjet|Cijk_|matmul|_dot(?![a-z])|conv\d?d|convolve|[dw]grad|fprop|im2col"
-    r"|Im3d2Col",
+    r"gemm|cutlass|cublas|nvjet|Cijk_|matmul|_dot(?![a-z])|conv\d?d|convolve|[dw]grad|fprop|im\dd?2col"
+    r"|bmm_",
     re.IGNORECASE,
 )
 _MEMORY = re.compile(
     r"fusion|elementwise|reduce|copy|cast|convert|transpose|norm|softmax|scatter|gather|index|fill"
     r"|memset|memcpy|triton_(?:poi|red|per)_|concatenate|broadcast|select|slice|sort|topk|rotary"
-    r"|swiglu|wrapped_|CatArray",
+    r"|swiglu|wrapped_|CatArray|quant|max_pool|TensorOp",
     re.IGNORECASE,
 )
 _NCCL = re.compile(r"(?:nccl|rccl)\w*Kernel\w*?_([A-Z]\w+)|^(?:nccl|rccl)\w*Kernel")

@@ -96,12 +96,14 @@ def _busiest(device: Device, program: str) -> list[DeviceEvent]:
 
 
 def _unnamed(recording: Recording) -> Steps:
-    """Take the profiler's marks, or the whole profile, on each device."""
-    spans = [
-        (device.events[0].start_ns, max(e.end_ns for e in device.events))
-        for device in recording.devices
-    ]
-    windows = [tuple(mark for _ in spans) for mark in recording.marks] or [tuple(spans)]
+    """Take what begins at each of the profiler's marks, or the whole profile, on each device."""
+    ends = [max(e.end_ns for e in device.events) for device in recording.devices]
+    starts = [(mark,) * len(ends) for mark in recording.marks]
+    starts = starts or [tuple(device.events[0].start_ns for device in recording.devices)]
+    windows = (
+        tuple(zip(start, end, strict=True))
+        for start, end in zip(starts, [*starts[1:], tuple(ends)], strict=True)
+    )
     return Steps("", -1, tuple(windows), 0, recording.devices)
 
 

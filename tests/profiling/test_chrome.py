@@ -49,7 +49,10 @@ def _torch() -> dict:
             event("kernel", "flash::FlashAttnBwd", 10, 5, device=0, stream=7),
             event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 12.25, 1, device=0, stream=9),
             event("gpu_memset", "Memset (Device)", 14, 0, device=0, stream=7),
-            event("gpu_user_annotation", "ProfilerStep#6", 9, 20),
+            event("gpu_user_annotation", "ProfilerStep#6", 9, 2),
+            event("gpu_user_annotation", "ProfilerStep#6", 11, 20),  # on another stream
+            event("gpu_user_annotation", "ProfilerStep#7", 40, 2),
+            event("gpu_user_annotation", "Optimizer.step#SGD.step", 12, 2),
             event("cuda_runtime", "cudaLaunchKernel", 1, 1),
         ],
     }
@@ -79,7 +82,7 @@ def test_a_trace_of_pytorch(tmp_path: Path):
     assert attention.end_ns - attention.start_ns == 5000
     assert copy.start_ns - attention.start_ns == 2250  # though its microseconds have 16 digits
     assert copy.detail == COPY_P2P
-    assert recording.marks == ((8000, 28000),)
+    assert recording.marks == (8000, 39000)
     assert dict(recording.ignored) == {NO_DURATION: 1}
     assert recording.start_ns == (BASE_US + 1) * 1000
 

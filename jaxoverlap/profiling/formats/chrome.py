@@ -65,7 +65,7 @@ def read(path: Path) -> Recording:
             Device(f"GPU {n}", "", tuple(sorted(devices[n], key=lambda e: e.start_ns)))
             for n in sorted(devices)
         ),
-        marks=tuple(sorted(_marks(complete))),
+        marks=tuple(_marks(complete)),
         ignored=+ignored,
         start_ns=int(base_ns + 1000 * Fraction(first_us)) if torch else None,
     )
@@ -112,11 +112,18 @@ def _torch(complete: list[_Raw]) -> Iterator[_Found]:
             yield int(args.get("device", 0)), _event(event, stream, copied)
 
 
-def _marks(complete: list[_Raw]) -> Iterator[tuple[float, float]]:
-    """Yield the windows of the profiler's steps on a GPU, in ns."""
+def _marks(complete: list[_Raw]) -> list[float]:
+    """Return when the profiler's steps begin on the GPU, in ns.
+
+    Each stream may have a mark of its own, and a mark ends with the last kernel that no inner mark
+    has, often long before the step does.
+    """
+    first: dict[str, float] = {}
     for e in complete:
-        if e.get("cat") == "gpu_user_annotation" and str(e.get("name", "")).startswith(_MARK):
-            yield e["ts"] * 1e3, (e["ts"] + e["dur"]) * 1e3
+        name = str(e.get("name", ""))
+        if e.get("cat") == "gpu_user_annotation" and name.startswith(_MARK):
+            first[name] = min(e["ts"] * 1e3, first.get(name, e["ts"] * 1e3))
+    return sorted(first.values())
 
 
 # -- JAX ------------------------------------------------------------------------------------------

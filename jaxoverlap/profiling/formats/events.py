@@ -69,7 +69,7 @@ class Recording:
         platform: "GPU" or "CPU".
         devices: in the order of their numbers, process by process.
         modules: texts of scheduled HLO modules by (name, program), as the profile carries them.
-        marks: windows that the profiler marked as steps: start and end in ns.
+        marks: when the steps begin that the profiler marked, in ns.
         ignored: events that are no work of a device, by what they are, with their number.
         start_ns: the host's clock (ns since 1970) at the profile's start; None if unknown.
     """
@@ -78,6 +78,6 @@ class Recording:
     platform: str
     devices: tuple[Device, ...]
     modules: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    marks: tuple[tuple[float, float], ...] = ()
+    marks: tuple[float, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=Counter)
     start_ns: int | None = None

@@ -105,7 +105,7 @@ def _part(part: Recording, later_ns: float, process: int) -> Recording:
         part,
         devices=tuple(devices),
         modules={(name, program(number)): text for (name, number), text in part.modules.items()},
-        marks=tuple((start + later_ns, end + later_ns) for start, end in part.marks),
+        marks=tuple(start + later_ns for start in part.marks),
     )
 
 
