@@ -28,11 +28,11 @@ def profile(
     *,
     pod: Annotated[
         str | None,
-        typer.Option(help="The GPUs, as in h100-sxm:8x8, to predict the same step beside."),
+        typer.Option(help="The GPUs, as in h100-sxm:8x8: the same step is simulated too."),
     ] = None,
     processes: Processes = None,
     prices: Annotated[
-        Path | None, typer.Option(help="A price file of the devices, beside or for --pod.")
+        Path | None, typer.Option(help="A price file, with or without --pod.")
     ] = None,
     hlo: Annotated[
         Path | None,

@@ -77,7 +77,7 @@ def _collectives(profile: Profile) -> str:
     columns = ["collective", "ring", "source", "devices", "runs", "bytes", "ms", "exposed ms"]
     columns += ["waited ms"]
     if profile.simulation:
-        columns += ["predicted ms", "exposed, predicted"]
+        columns += ["predicted ms", "predicted exposed"]
     right = columns[3:]
     rows = [
         (*_row(profile, row), ", ".join(map(_short, row.overlapped_with)))
@@ -85,7 +85,7 @@ def _collectives(profile: Profile) -> str:
     ]
     more = len(profile.rows) - len(rows)
     title = "longest exposed" + (f" ({more} more)" if more else "")
-    return table(title, [*columns, "overlapped with"], rows, right=right)
+    return table(title, [*columns, "under"], rows, right=right)
 
 
 def _row(profile: Profile, row: Row) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def listed(profile: Profile) -> str:
         for run in profile.collectives
     ]
     title = f"collectives of {profile.streams[0].device}"
-    return table(title, (*columns, "stream", "overlapped with, ms"), rows, right=columns[:4])
+    return table(title, (*columns, "stream", "under, ms"), rows, right=columns[:4])
 
 
 # -- notes ----------------------------------------------------------------------------------------
@@ -156,9 +156,10 @@ def _stragglers(profile: Profile) -> Iterator[str]:
         return
     slowest = profile.stragglers[0]
     if slowest.waited_for_s > _WORTH * profile.sums.step_s:
+        times = f"{slowest.times} collective{'s' * (slowest.times != 1)}"
         yield (
-            f"slowest: {slowest.device} came last to {slowest.times} collectives, and the others "
-            f"waited {_ms(slowest.waited_for_s)} ms for it"
+            f"slowest: {slowest.device} came last to {times}, and the others waited "
+            f"{_ms(slowest.waited_for_s)} ms for it"
         )
     if len(profile.devices) > 1 and profile.sums.communication_s:
         first, last = (
