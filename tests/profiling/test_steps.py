@@ -27,9 +27,12 @@ def test_whole_runs_of_all_devices(tmp_path: Path):
 
 
 @pytest.mark.parametrize("modules", [synthetic.MODULES, None], ids=["with HLO", "without"])
-def test_a_profile_that_begins_and_ends_in_a_run(modules, tmp_path: Path):
+@pytest.mark.parametrize(
+    "end", [880, 885], ids=["before the loop's last kernel", "after its first"]
+)
+def test_a_profile_that_begins_and_ends_in_a_run(end, modules, tmp_path: Path):
     whole = synthetic.gpu(*(synthetic.step(at) for at in (0, 200, 400, 600, 800)))
-    cut = {line: [e for e in es if 65 < e.start < 880] for line, es in whole.items()}
+    cut = {line: [e for e in es if 65 < e.start < end] for line, es in whole.items()}
     steps = _steps(tmp_path, {"/device:GPU:0": cut}, modules)
     assert [w for (w,) in steps.windows] == [(a * 1e3, (a + 112) * 1e3) for a in (200, 400, 600)]
     assert steps.incomplete == 2
