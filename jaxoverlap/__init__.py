@@ -37,6 +37,7 @@ from jaxoverlap.plan.plan import (
     Variant,
 )
 from jaxoverlap.plan.speedup import Speedup
+from jaxoverlap.profiling.record import profile
 from jaxoverlap.simulation.audit import Audit, Collective, Coverage, audit
 from jaxoverlap.simulation.simulation import Simulation, simulate
 from jaxoverlap.step.processes import DisagreementError, agreed
@@ -91,6 +92,7 @@ __all__ = [
     "parse_cluster",
     "pipeline",
     "pod_mesh",
+    "profile",
     "ring",
     "simulate",
     "softmax_cross_entropy_with_integer_labels",

@@ -129,6 +129,7 @@ PUBLIC = [
     "parse_cluster",
     "pipeline",
     "pod_mesh",
+    "profile",
     "ring",
     "simulate",
     "softmax_cross_entropy_with_integer_labels",
@@ -146,6 +147,8 @@ COMMANDS = """
     plan diff: --debug --json A B
     plan show: --as --debug --json FILE
     pods: --debug --json CLUSTER
+    profile: --at-least --debug --hlo --html --json --module --perfetto --pod --prices \
+        --processes-per-host --svg --verbose PATH
     simulate: --debug --html --json --keep-rings --mesh --perfetto --plain --pod \\
         --processes-per-host --svg STEP
     tune: --budget --cache --debug --json --measure --mesh --out --pod --processes-per-host STEP

@@ -58,6 +58,11 @@ def reordering(name: str, scheduler: Scheduler) -> Iterator[None]:
             _wanted.remove(wanted)
 
 
+def module_text(serialized: bytes) -> str:
+    """Return the text of a serialized HloModuleProto, in its schedule's order if it has one."""
+    return _hlo.HloModule.from_serialized_hlo_module_proto(serialized).to_string()
+
+
 def _transform(serialized: bytes) -> bytes | None:
     """Reorder a module if a scheduler wants its name; XLA passes every scheduled module here."""
     called = module_name(serialized)

@@ -2,7 +2,8 @@
 
 Without options, of the package's chips, from the measurements that NVIDIA publishes in the package
 aiconfigurator-core (extra `calibrate`): cuBLAS matmuls and NCCL collectives inside one NVLink
-domain. With `--here`, of the devices that JAX sees on this machine.
+domain. With `--here`, of the devices that JAX sees on this machine. With `--from-profile`, those of
+a chip, corrected by what a profile of your own step shows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from jaxoverlap.calibrate import fit, this_machine, xla_perf_table
+from jaxoverlap.calibrate import fit, from_profile, this_machine, xla_perf_table
 from jaxoverlap.calibrate.grid import USUAL
+from jaxoverlap.cost import find
 from jaxoverlap.cost.tables import (
     Attention,
     Collectives,
@@ -38,6 +40,7 @@ from jaxoverlap.cost.tables import (
     Tables,
     decode,
 )
+from jaxoverlap.profiling import profile
 
 PACKAGE = "aiconfigurator-core"
 _INSTALL = "pip install 'jaxoverlap[calibrate]'"
@@ -251,7 +254,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     job.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, for all the same")
     job.add_argument("--processes", type=int, help="in all")
     job.add_argument("--process", type=int, help="this one, from 0")
+    own = parser.add_argument_group(
+        "a profile", "your own step's, as `jaxoverlap profile` reads it"
+    )
+    own.add_argument("--from-profile", type=Path, metavar="PATH", help="its file or folder")
+    own.add_argument("--pod", metavar="CLUSTER", help="where it ran, as in h100-sxm:8x8")
+    own.add_argument("--prices", type=Path, metavar="FILE", help="correct this price file instead")
+    own.add_argument("--out", type=Path, metavar="FILE", help="for overlap(prices=FILE)")
     options = parser.parse_args(arguments)
+    if not options.from_profile and (options.pod or options.prices or options.out):
+        parser.error("--pod, --prices and --out go with --from-profile")
+    if options.from_profile:
+        if options.here or not options.out or not (options.pod or options.prices):
+            parser.error("--from-profile needs --out, and --pod or --prices; it is without --here")
+        _from_profile(options.from_profile, options.pod, options.prices, options.out)
+        return
     said = (options.coordinator, options.processes, options.process)
     if any(s is not None for s in said):
         if None in said or not options.here:
@@ -285,6 +302,22 @@ def _here(path: Path, today: str, progress: Progress) -> Tables:
     if jax.process_index() == 0:
         write(tables, path)
     return tables
+
+
+def _from_profile(path: Path, pod: str | None, prices: Path | None, out: Path) -> None:
+    """Correct a cost model by a profile, write its tables, and show by how much."""
+    cost = find.cost_model(pod, table=prices)
+    found = profile.read(path, cost)
+    tables = from_profile.corrected(found, cost)
+    write(tables, out)
+    grid = Table(title=f"Measured / predicted by {path}, in {out}")
+    for column in ("class", "measured ms", "predicted ms", "ratio", "in the file"):
+        grid.add_column(column, justify="left" if column == "class" else "right")
+    for r in found.ratios:
+        used = tables.profiled[1].get(r.kind)
+        seconds = (f"{s * 1e3:.2f}" for s in (r.measured_s, r.predicted_s))
+        grid.add_row(r.kind, *seconds, f"{r.ratio:.2f}", f"{used:.2f}" if used else "no table")
+    Console().print(grid)
 
 
 def _errors(made: Sequence[Tables]) -> Table:

@@ -9,6 +9,7 @@ from jaxoverlap.cli.configure import configure
 from jaxoverlap.cli.flags import flags
 from jaxoverlap.cli.plan import plan
 from jaxoverlap.cli.pods import pods
+from jaxoverlap.cli.profile import profile
 from jaxoverlap.cli.steps import audit, explain, simulate
 from jaxoverlap.cli.tune import tune
 
@@ -19,7 +20,7 @@ app = typer.Typer(
     epilog="Exit codes: 0, all is well; 1, the answer is no; 2, a mistake in what was asked; 3, "
     "something failed on the way.",
 )
-for command in (explain, advise, configure, audit, simulate, tune, flags, pods):
+for command in (explain, advise, configure, audit, simulate, profile, tune, flags, pods):
     app.command()(command)
 app.add_typer(plan, name="plan")
 

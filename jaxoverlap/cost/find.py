@@ -17,7 +17,7 @@ def cost_model(
 
     Args:
         cluster: what `parse_cluster` takes or gives. May be left out where `table` is the work of
-            `python -m jaxoverlap.calibrate --here`: then it is what that found.
+            `python -m jaxoverlap.calibrate --here` or `--from-profile`: then it is what that found.
         table: a file of tables to take in place of the package's.
 
     Raises:
@@ -25,10 +25,15 @@ def cost_model(
             no table of this chip.
     """
     tables = None if table is None else measured.read(table)
-    if cluster is None:
-        if tables is None or tables.here is None:
-            raise ValueError("no cluster: give one, or a table that was measured by --here")
+    if cluster is None and tables and tables.here:
         return CostModel(cluster_here(tables, tables.here), tables)
+    if cluster is None:
+        cluster = tables.profiled[0] if tables else ""
+        if not cluster:
+            raise ValueError(
+                "no cluster: give one, or a table that was measured by --here or corrected by "
+                "--from-profile"
+            )
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     tables = tables or measured.packaged(cluster.chip.name)
     if tables is None:

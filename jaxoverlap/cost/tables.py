@@ -304,6 +304,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
         skew: how long collectives wait for the last device; None where each has cores of its own.
         taken: the share of compute that a collective takes while it runs, where both share cores.
         here: what `--here` found: how many devices, on what host; None for a chip of the package.
+        profiled: the cluster whose profile corrected them (`--from-profile`), and measured against
+            predicted seconds by class of kernel, which are in the tables; empty if none did.
     """
 
     chip: str
@@ -317,6 +319,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     skew: Skew | None = None
     taken: float = 0.0
     here: Here | None = None
+    profiled: tuple[str, dict[str, float]] = ("", {})
     format: int = FORMAT
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.plan.collectives import OPCODES, RING_PASSES
+from jaxoverlap.plan.collectives import OPCODES, PERMUTE, RING_PASSES
 from jaxoverlap.plan.operations import OPERATIONS, described
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation import hlo
@@ -189,7 +189,6 @@ def _in_computation(
         asynchronous = done > place and not re.search(r'"?is_sync"?[:=]true', start.line)
         kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
         sent = [hlo.shape_bytes(operand_shape(shapes, name)) for name in start.operands]
-        ring = _RING.search(core.op_name) if kind == "collective-permute" else None
         yield Collective(
             name=start.name,
             computation=computation,
@@ -198,13 +197,19 @@ def _in_computation(
             group_size=size,
             runs=runs,
             source=module.source(core) or module.source(start),
-            ring=f"{ring.group(1)}.{ring.group(2)}" if ring else None,
+            ring=ring_of(core.op_name) if kind == PERMUTE else None,
             asynchronous=asynchronous,
             matmuls=starts.matmuls(place, done) if asynchronous else (),
             groups=_groups(core),
             op_name=core.op_name,
             by_copy=_BY_COPY in core.line,
         )
+
+
+def ring_of(op_name: str) -> str | None:
+    """Return the ring that a permute is a hop of, as in "all_gather_matmul.7"; None if of none."""
+    ring = _RING.search(op_name)
+    return f"{ring.group(1)}.{ring.group(2)}" if ring else None
 
 
 def _starts(instruction: hlo.Instruction) -> bool:

@@ -12,6 +12,12 @@ from jaxoverlap.cost.kernels import FREE, KernelWork
 from jaxoverlap.simulation.audit import Collective
 
 COMPUTE, NVLINK, NETWORK = "compute", "NVLink", "network"
+COLLECTIVES = "collectives"  # the lane of those whose link is not known, as in a profile
+
+
+def base_lane(lane: str) -> str:
+    """Return the lane that another one continues: that of "compute 2" is "compute"."""
+    return lane.rstrip("0123456789").rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,8 @@ class Event:
     """Something that takes time on a lane, where it happens first.
 
     Attributes:
-        lane: COMPUTE, NVLINK, NETWORK, or a direction of the link to the host (`host_copies`).
+        lane: COMPUTE, NVLINK, NETWORK, COLLECTIVES, or a direction of the link to the host
+            (`host_copies`); "compute 2" has what a profile saw beside what is on "compute".
         kind: "matmul", "memory" (a kernel bound by memory), "collective", or "wait": the compute
             lane waits for `collective`.
         name: the instruction; computation: where it stands.
@@ -131,6 +138,16 @@ class Timeline:
         return busy
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The seconds that the step is made of, by name. A slowdown of none may round below 0."""
+        slowdown_s = abs(self.slowdown_s)
+        return {
+            "compute": self.compute_s,
+            "slowed beside collectives": slowdown_s,
+            "exposed": self.exposed_s,
+        }
+
+    @property
     def communication_s(self) -> float:
         """Seconds of all collectives, hidden or not."""
         return math.fsum(self.link_s.values())
@@ -138,7 +155,7 @@ class Timeline:
     @property
     def bound_s(self) -> float:
         """Return seconds that no order of the schedule beats: the busiest of kernels and links."""
-        return max(self.compute_s, *self.link_s.values())
+        return max((self.compute_s, *self.link_s.values()))
 
     @functools.cached_property
     def unknown(self) -> dict[str, int]:
@@ -168,7 +185,7 @@ def _spent(events: list[Event]) -> Spent:
     runs = [e for e in events if e.kind == "collective"]
     return Spent(
         collective=runs[0].collective or _never(),
-        lane=runs[0].lane,
+        lane=base_lane(runs[0].lane),
         runs=sum(e.runs for e in runs),
         seconds=math.fsum(e.seconds for e in runs),
         exposed_s=math.fsum(e.seconds for e in events if e.kind == "wait"),

@@ -16,11 +16,10 @@ from typing import Any
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.simulation.report.style import (
     COLOURS,
-    LANES,
-    LEGEND,
     detail,
     headline,
     lanes_of,
+    legend_of,
     paint,
 )
 from jaxoverlap.simulation.report.unroll import Loop, tree
@@ -31,16 +30,16 @@ _WORST = 12  # source lines in the table
 
 def write_page(path: str | Path, timelines: Mapping[str, Timeline], *, title: str) -> None:
     """Write a page with timelines under each other, at one scale."""
-    words = _Words()
+    words, lanes = _Words(), lanes_of(timelines.values())
     data = {
-        "lanes": lanes_of(timelines.values()),
+        "lanes": lanes,
         "colours": COLOURS,
-        "legend": LEGEND,
+        "legend": legend_of(timelines.values()),
         "steps": [
             {
                 "headline": headline(name, t),
                 "step_s": t.step_s,
-                "items": [_item(item, words) for item in tree(t)],
+                "items": [_item(item, words, lanes) for item in tree(t)],
                 "worst": _worst(t),
             }
             for name, t in timelines.items()
@@ -67,14 +66,14 @@ class _Words:
         return self._numbers[text]
 
 
-def _item(item: Event | Loop, words: _Words) -> list[Any]:
+def _item(item: Event | Loop, words: _Words, lanes: tuple[str, ...]) -> list[Any]:
     """Times in microseconds. An event is a list of eight, a loop one of four."""
     if isinstance(item, Loop):
         r = item.repeat
-        items = [_item(inner, words) for inner in item.items]
+        items = [_item(inner, words, lanes) for inner in item.items]
         return [_us(r.start_s), _us(r.period_s), r.times, items]
     texts = (item.name, detail(item), item.op, item.source)
-    head = (LANES.index(item.lane), words.number(paint(item)))
+    head = (lanes.index(item.lane), words.number(paint(item)))
     return [*head, _us(item.start_s), _us(item.end_s), *map(words.number, texts)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxoverlap.simulation.report.style import LANES, detail, lanes_of
+from jaxoverlap.simulation.report.style import detail, lanes_of
 from jaxoverlap.simulation.report.unroll import unrolled
 from jaxoverlap.simulation.timeline import Event, Timeline
 
@@ -19,8 +19,9 @@ def write_perfetto(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """Write timelines as processes of one trace, their lanes as threads, loops unrolled."""
     events = []
     for process, (name, timeline) in enumerate(timelines.items()):
-        events += _names(process, name, lanes_of([timeline]))
-        events += [_event(process, event) for event in unrolled(timeline)]
+        lanes = lanes_of([timeline])
+        events += _names(process, name, lanes)
+        events += [_event(process, lanes, event) for event in unrolled(timeline)]
     trace = {"traceEvents": events, "displayTimeUnit": "ms"}
     Path(path).write_text(json.dumps(trace, separators=(",", ":")))
 
@@ -33,9 +34,9 @@ def _names(process: int, name: str, lanes: tuple[str, ...]) -> Iterator[dict[str
         yield {**head, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _event(process: int, event: Event) -> dict[str, Any]:
+def _event(process: int, lanes: tuple[str, ...], event: Event) -> dict[str, Any]:
     exposed = event.kind == "wait"
-    head = {"ph": "X", "pid": process, "tid": LANES.index(event.lane)}
+    head = {"ph": "X", "pid": process, "tid": lanes.index(event.lane)}
     times = {"ts": event.start_s * 1e6, "dur": (event.end_s - event.start_s) * 1e6}
     colour = {"cname": "terrible"} if exposed else {}
     args = {"source": event.source, "op": event.op, "what": detail(event)}

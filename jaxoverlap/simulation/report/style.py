@@ -6,15 +6,23 @@ from collections.abc import Iterable
 
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.simulation.host_copies import KINDS
-from jaxoverlap.simulation.timeline import COMPUTE, NETWORK, NVLINK, Event, Timeline
+from jaxoverlap.simulation.timeline import (
+    COLLECTIVES,
+    COMPUTE,
+    NETWORK,
+    NVLINK,
+    Event,
+    Timeline,
+    base_lane,
+)
 
-LANES = (COMPUTE, NVLINK, NETWORK, *KINDS)
 COLOURS = {  # by kind of event; a collective has its link's
     "matmul": "#2f6fb5",
     "memory": "#a9c7e6",
     "wait": "#e5261f",
     NVLINK: "#3f9a55",
     NETWORK: "#8a5cb8",
+    COLLECTIVES: "#4f9a9a",
     **dict.fromkeys(KINDS, "#c98a2b"),
 }
 LEGEND = (
@@ -27,27 +35,36 @@ LEGEND = (
 
 
 def lanes_of(timelines: Iterable[Timeline]) -> tuple[str, ...]:
-    """Return the lanes to draw: those of the host's memory only where something is copied."""
+    """Return the lanes to draw: kernels and links, and all others on which something happens."""
     used = {event.lane for timeline in timelines for event in timeline.events}
-    return LANES if used & set(KINDS) else LANES[: -len(KINDS)]
+    others = sorted(
+        used - {COMPUTE, NVLINK, NETWORK, *KINDS}, key=lambda lane: (base_lane(lane), lane)
+    )
+    usual = [COMPUTE, *(lane for lane in others if base_lane(lane) == COMPUTE), NVLINK, NETWORK]
+    host = KINDS if used & set(KINDS) else ()
+    return (*usual, *(lane for lane in others if base_lane(lane) != COMPUTE), *host)
+
+
+def legend_of(timelines: Iterable[Timeline]) -> tuple[tuple[str, str], ...]:
+    """Return the legend: colours by key, with their words."""
+    unknown = any(base_lane(e.lane) == COLLECTIVES for t in timelines for e in t.events)
+    return (*LEGEND, *((COLLECTIVES, "collective"),) * unknown)
 
 
 def paint(event: Event) -> str:
     """The key of an event's colour."""
-    return event.lane if event.kind == "collective" else event.kind
+    return base_lane(event.lane) if event.kind == "collective" else event.kind
 
 
 def headline(title: str, timeline: Timeline) -> str:
-    """A step in one line, in milliseconds.
-
-    Rounding can leave a slowdown of none a hair below zero.
-    """
-    t, slowdown_s = timeline, abs(timeline.slowdown_s)
+    """A step in one line, in milliseconds."""
+    t = timeline
+    parts = " + ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in t.parts.items())
     links = ", ".join(f"{lane} {seconds * 1e3:.1f}" for lane, seconds in t.link_s.items())
+    moved = f"{t.communication_s * 1e3:.1f}" + (f" ({links})" if links else "")
     return (
-        f"{title}: step {t.step_s * 1e3:.1f} ms = compute {t.compute_s * 1e3:.1f} + slowed beside "
-        f"collectives {slowdown_s * 1e3:.1f} + exposed {t.exposed_s * 1e3:.1f}; communication "
-        f"{t.communication_s * 1e3:.1f} ({links}); bound {t.bound_s * 1e3:.1f}"
+        f"{title}: step {t.step_s * 1e3:.1f} ms = {parts}; communication {moved}; bound "
+        f"{t.bound_s * 1e3:.1f}"
     )
 
 
@@ -55,6 +72,8 @@ def detail(event: Event) -> str:
     """What an event works on."""
     if (c := event.collective) and c.kind in KINDS:
         return f"{'waits for ' * (event.kind == 'wait')}{human_bytes(c.bytes_moved)} {c.kind}"
+    if (c := event.collective) and not c.group_size:  # no HLO says more
+        return f"waits for {c.kind}" if event.kind == "wait" else c.kind
     if c := event.collective:
         where = f"{c.kind} of {c.group_size} devices, {human_bytes(c.bytes_moved)} sent by each"
         ring = f", {c.ring}" if c.ring else ""

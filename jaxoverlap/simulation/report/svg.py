@@ -8,15 +8,14 @@ from pathlib import Path
 
 from jaxoverlap.simulation.report.style import (
     COLOURS,
-    LANES,
-    LEGEND,
     detail,
     headline,
     lanes_of,
+    legend_of,
     paint,
 )
 from jaxoverlap.simulation.report.unroll import folded_s
-from jaxoverlap.simulation.timeline import COMPUTE, Event, Repeat, Timeline
+from jaxoverlap.simulation.timeline import Event, Repeat, Timeline
 
 _WIDTH, _LEFT, _LANE, _GAP = 1600, 70, 26, 6  # pixels: the picture, names of lanes, a lane
 _TOP, _ABOVE, _BELOW = 34, 46, 24  # above the first panel; a panel's title and loops; its axis
@@ -34,7 +33,7 @@ def write_svg(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
         f'viewBox="0 0 {_WIDTH} {height}" font-family="Helvetica, Arial, sans-serif" '
         'font-size="12">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        *_legend(),
+        *_legend(legend_of(timelines.values())),
     ]
     for place, (name, timeline) in enumerate(timelines.items()):
         lines.append(f'<g transform="translate({_LEFT},{_TOP + place * panel})">')
@@ -42,9 +41,9 @@ def write_svg(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     Path(path).write_text("\n".join([*lines, "</svg>\n"]))
 
 
-def _legend() -> Iterator[str]:
+def _legend(legend: Sequence[tuple[str, str]]) -> Iterator[str]:
     x = _LEFT
-    for key, text in LEGEND:
+    for key, text in legend:
         yield f'<rect x="{x}" y="9" width="14" height="14" fill="{COLOURS[key]}"/>'
         yield f'<text x="{x + 20}" y="20">{escape(text)}</text>'
         x += 60 + 7 * len(text)
@@ -53,25 +52,29 @@ def _legend() -> Iterator[str]:
 def _panel(name: str, timeline: Timeline, scale: float, lanes: Sequence[str]) -> Iterator[str]:
     yield f'<text x="0" y="14" font-weight="bold">{escape(headline(name, timeline))}</text>'
     for lane in lanes:
-        y = _top(lane)
+        y = _top(lanes, lane)
         yield f'<text x="-8" y="{y + 17}" text-anchor="end">{lane}</text>'
         width = _WIDTH - _LEFT - 10
         yield f'<rect x="0" y="{y}" width="{width}" height="{_LANE}" fill="#f3f3f1"/>'
     for event in timeline.events:
-        yield _box(timeline, event, scale)
+        yield _box(timeline, event, scale, lanes)
     for repeat in timeline.repeats:
-        yield from _bracket(timeline, repeat, scale, _top(lanes[-1]) + _LANE)
-    yield from _axis(folded_s(timeline, timeline.step_s), scale, _top(lanes[-1]) + _LANE + 16)
+        yield from _bracket(timeline, repeat, scale, _bottom(lanes))
+    yield from _axis(folded_s(timeline, timeline.step_s), scale, _bottom(lanes) + 16)
 
 
-def _top(lane: str) -> int:
-    return _ABOVE + LANES.index(lane) * (_LANE + _GAP)
+def _top(lanes: Sequence[str], lane: str) -> int:
+    return _ABOVE + lanes.index(lane) * (_LANE + _GAP)
 
 
-def _box(timeline: Timeline, event: Event, scale: float) -> str:
+def _bottom(lanes: Sequence[str]) -> int:
+    return _top(lanes, lanes[-1]) + _LANE
+
+
+def _box(timeline: Timeline, event: Event, scale: float, lanes: Sequence[str]) -> str:
     start, end = (folded_s(timeline, t) * scale for t in (event.start_s, event.end_s))
     loud = event.kind == "wait"  # a little taller than what stands beside it
-    y, height = _top(event.lane) - 2 * loud, _LANE + 4 * loud
+    y, height = _top(lanes, event.lane) - 2 * loud, _LANE + 4 * loud
     took = f"{(event.end_s - event.start_s) * 1e6:.1f} us, runs {event.runs}x"
     words = (event.name, event.op, detail(event), took, event.source)
     return (
@@ -84,7 +87,7 @@ def _box(timeline: Timeline, event: Event, scale: float) -> str:
 def _bracket(timeline: Timeline, repeat: Repeat, scale: float, bottom: int) -> Iterator[str]:
     start = folded_s(timeline, repeat.start_s) * scale
     end = folded_s(timeline, repeat.start_s + repeat.period_s) * scale
-    y = _top(COMPUTE) - 8
+    y = _ABOVE - 8
     for x in (start, end):
         yield (
             f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{y}" y2="{bottom}" stroke="#444" '

@@ -1,0 +1,103 @@
+"""Correct a cost model's tables by a profile: each class of kernels by measured / predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.cost.tables import Attention, Collectives, Curve, Matmuls, Memory, Tables
+from jaxoverlap.plan.collectives import PERMUTE
+from jaxoverlap.profiling.profile import Profile
+
+_replace = msgspec.structs.replace
+
+
+def corrected(profile: Profile, cost: CostModel) -> Tables:
+    """Return the tables of a cost model, corrected so that it predicts what a profile measured.
+
+    A class that the profile has no instruction of keeps its seconds, as do collectives between
+    NVLink domains and copies by copy engines, which no table has. Where the tables say how long
+    collectives wait for the last device (CPUs), all kinds of collectives are corrected by one
+    ratio, that wait too.
+
+    Args:
+        profile: a profile with a simulation by that cost model.
+        cost: the cost model.
+
+    Raises:
+        ValueError: if the profile has no ratio that a table can take.
+    """
+    ratios = {r.kind: r.ratio for r in profile.ratios}
+    tables = cost.tables
+    if tables.skew:
+        ratios |= _one_for_all(profile, tables)
+    taken = {"matmul", "attention", "memory", PERMUTE, *tables.collectives.curves}
+    used = {kind: ratio for kind, ratio in ratios.items() if kind in taken}
+    if not used:
+        raise ValueError(
+            f"{profile.source} shows no kernel that was predicted: nothing to correct by. Profile "
+            "a step with matmuls or collectives"
+        )
+    return _replace(
+        tables,
+        chip=tables.chip if tables.here else cost.cluster.chip.name,
+        matmuls={d: _rates(table, used.get("matmul", 1.0)) for d, table in tables.matmuls.items()},
+        memory=_memory(tables.memory, used.get("memory", 1.0)),
+        attention=tables.attention and _rates(tables.attention, used.get("attention", 1.0)),
+        collectives=_collectives(tables.collectives, used),
+        permutes=_replace(
+            tables.permutes,
+            latency_s=tables.permutes.latency_s * (times := used.get(PERMUTE, 1.0)),
+            channel_bytes_per_s=tables.permutes.channel_bytes_per_s / times,
+            bytes_per_s=tables.permutes.bytes_per_s / times,
+            curve=tables.permutes.curve and _longer(tables.permutes.curve, times),
+        ),
+        skew=tables.skew
+        and _replace(tables.skew, most_s={n: s * times for n, s in tables.skew.most_s.items()}),
+        profiled=(str(cost.cluster), used),
+    )
+
+
+def _one_for_all(profile: Profile, tables: Tables) -> Mapping[str, float]:
+    """Return one ratio for all kinds of collectives; none if the profile has no collective."""
+    kinds = (PERMUTE, *tables.collectives.curves)
+    seen = [r for r in profile.ratios if r.kind in kinds]
+    if not seen:
+        return {}
+    measured_s = math.fsum(r.measured_s for r in seen)
+    return dict.fromkeys(kinds, measured_s / math.fsum(r.predicted_s for r in seen))
+
+
+def _rates[Table: (Matmuls, Attention)](table: Table, times: float) -> Table:
+    return _replace(
+        table,
+        launch_s=table.launch_s * times,
+        flops_per_s=table.flops_per_s / times,
+        bytes_per_s=table.bytes_per_s / times,
+    )
+
+
+def _memory(memory: Memory, times: float) -> Memory:
+    return _replace(
+        memory,
+        launch_s=memory.launch_s * times,
+        bytes_per_s=memory.bytes_per_s / times,
+        curve=memory.curve and _longer(memory.curve, times),
+        transcendental_s=memory.transcendental_s * times,
+        transposed_s=memory.transposed_s * times,
+    )
+
+
+def _collectives(collectives: Collectives, ratios: Mapping[str, float]) -> Collectives:
+    curves = {
+        kind: {size: _longer(curve, ratios.get(kind, 1.0)) for size, curve in sizes.items()}
+        for kind, sizes in collectives.curves.items()
+    }
+    return _replace(collectives, curves=curves)
+
+
+def _longer(curve: Curve, times: float) -> Curve:
+    return Curve(curve.bytes_moved, tuple(times * s for s in curve.seconds))

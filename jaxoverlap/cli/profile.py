@@ -1,0 +1,104 @@
+"""The command that reads a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
+from jaxoverlap.cli.target import Processes, with_processes
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.profiling.profile import Profile, read
+from jaxoverlap.profiling.text import listed
+
+
+@command
+def profile(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="An xplane.pb, a Chrome trace (.trace.json.gz), or the folder that "
+            "jax.profiler.trace(FOLDER) was given."
+        ),
+    ],
+    *,
+    pod: Annotated[
+        str | None,
+        typer.Option(help="The GPUs, as in h100-sxm:8x8: the same step is simulated too."),
+    ] = None,
+    processes: Processes = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="A price file, with or without --pod.")
+    ] = None,
+    hlo: Annotated[
+        Path | None,
+        typer.Option(help="The compiled step's text, where the profile carries none."),
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option(help="The program, as in jit_train_step; default: the busiest.")
+    ] = None,
+    at_least: Annotated[
+        float, typer.Option(help="Share of communication that has to be hidden.", min=0, max=1)
+    ] = 0.0,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="List each collective, by start.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    json: Json = False,
+) -> int:
+    """What of a step's communication was hidden, by a profile of JAX's (or PyTorch's).
+
+    Exit code 1 if a smaller share of it than --at-least was.
+    """
+    for out in (html, svg, perfetto):
+        if out is not None and not out.parent.is_dir():
+            raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
+    if hlo is not None and not hlo.is_file():
+        raise ValueError(f"--hlo {hlo}: there is no such file")
+    cluster = _cluster(pod, processes, prices)
+    found = read(path, cluster, compiled=hlo and hlo.read_text(), module=module)
+    if html:
+        found.to_html(html)
+    if svg:
+        found.to_svg(svg)
+    if perfetto:
+        found.to_perfetto(perfetto)
+    if json:
+        show_json(_facts(found))
+    else:
+        say(str(found))
+        if verbose:
+            say(listed(found))
+    return OK if found.sums.hidden >= at_least else NO
+
+
+def _cluster(pod: str | None, processes: int | None, prices: Path | None) -> CostModel | None:
+    if pod is not None:
+        pod = with_processes(pod, processes)
+    elif processes is not None:
+        raise ValueError("--processes-per-host is of a --pod, which is not given: name both")
+    return cost_model(pod, table=prices) if pod or prices else None
+
+
+def _facts(found: Profile) -> dict[str, Any]:
+    """Return all but the drawn timeline; of the simulation its sums."""
+    left = ("timeline", "simulation")
+    facts = {
+        name: getattr(found, name) for name in Profile.__dataclass_fields__ if name not in left
+    }
+    facts["hidden"] = found.sums.hidden
+    if s := found.simulation:
+        facts["simulated"] = {
+            "cluster": str(s.cluster),
+            "step_s": s.step_s,
+            **s.parts,
+            "communication_s": s.communication_s,
+        }
+    facts["ratios"] = [{**msgspec.to_builtins(r), "ratio": r.ratio} for r in found.ratios]
+    return facts

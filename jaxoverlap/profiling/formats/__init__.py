@@ -1,0 +1,1 @@
+"""Read the files of profilers, whatever their format, into one form."""
