@@ -23,16 +23,17 @@ from jaxoverlap.hardware.cluster import Link, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration, Recompute
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
 from jaxoverlap.parallelism.memory import memory
-from jaxoverlap.parallelism.model import Transformer, named_model
+from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
-from jaxoverlap.parallelism.rates import Analytic, Rates, Tabled, rates_of
-from jaxoverlap.parallelism.recipes import (
+from jaxoverlap.parallelism.published.models import named_model
+from jaxoverlap.parallelism.published.recipes import (
     FRONTIER,
     FRONTIER_STACK,
     SCALING,
     Recipe,
     megatron_flops,
 )
+from jaxoverlap.parallelism.rates import Analytic, Rates, Tabled, rates_of
 from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_DEEPSPEED, Stack
 
@@ -311,7 +312,7 @@ def searched() -> str:
         model, cluster, space = named_model(name), parse_cluster(pod), Space(axes={})
         times = IterationTime(model, rates_of(cluster), JAX, global_batch=batch)
         found = search(model, cluster, times, space=space, keep=1)
-        candidates = 6 * sum(1 for _ in splits(model, cluster, batch, space))
+        candidates = 6 * sum(1 for _ in splits(model, cluster, batch, space, JAX))
         layouts = 6 * model.layers * np.log10(9)
         lines.append(
             (name, pod, str(candidates), str(found.priced), f"{found.search_s * 1e3:.0f}",
@@ -332,10 +333,12 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
     cluster = parse_cluster(pod)
     times = IterationTime(model, rates_of(cluster), stack, global_batch=batch)
     room, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
-    for split in splits(model, cluster, batch, Space(axes={})):
-        for zero_stage in (1, 2) if split.data > 1 else (0,):
+    for split in splits(model, cluster, batch, Space(axes={}), stack):
+        for zero_stage in (0, *stack.zero_stages):
             for recompute in RECOMPUTES:
                 of = replace(split, zero_stage=zero_stage, recompute=recompute)
+                if of.illegal(model, batch, stack):
+                    continue
                 needs = peak(model, of, stack, batch)
                 if needs.total <= room:
                     best_s = min(best_s, best_placement(of, cluster, times, needs).step_s)

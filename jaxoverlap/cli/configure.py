@@ -89,8 +89,8 @@ def _model(named: str) -> Transformer | str:
     if path.suffix != ".json":
         return named
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Transformer)
-    except (OSError, msgspec.MsgspecError) as error:
+        return Transformer.from_fields(msgspec.json.decode(path.read_bytes(), type=dict))
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise ValueError(
-            f"{named}: {error}; expected the fields of jaxoverlap.parallelism.model.Transformer"
+            f"{named}: {error}. Expected the fields of a jaxoverlap.Transformer as JSON"
         ) from error

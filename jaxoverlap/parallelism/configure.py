@@ -12,7 +12,8 @@ from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
 from jaxoverlap.parallelism.memory import Memory
-from jaxoverlap.parallelism.model import Transformer, named_model
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.rates import Rates, rates_of
 from jaxoverlap.parallelism.search import Found, Scored, Space, search
 from jaxoverlap.parallelism.stack import JAX, Stack

@@ -24,8 +24,12 @@ class Stack:
             Narayanan et al., arXiv 2104.04473, section 4.1) and not whole copies.
         lockstep: whether stages share a clock, as those of `jaxoverlap.parallelism.pipeline`: a
             piece keeps its input alone, and its backward pass runs it forward again.
-        sums_every_micro_batch: whether gradients are summed over data in every micro-batch: XLA's
-            automatic axes have no partial sums that wait for the last.
+        sums_every_micro_batch: axes over which gradients are summed in every micro-batch: XLA's
+            automatic axes have no partial sums that wait for the last one.
+        gathers_tables: whether embedding and head gather their table over the tensor axis too, and
+            split tokens over it, where Megatron splits rows of the table.
+        even_shards: whether only shards of equal size are possible, as of jax.Arrays.
+        zero_stages: the stages of ZeRO that it has.
         gathers_matrices: whether FSDP moves each matrix of a layer by itself, as XLA does, and not
             the layer as one message: that many times the latency.
         hides_data: whether sums over data run under the last micro-batch's backward pass.
@@ -52,7 +56,10 @@ class Stack:
     gradient_passes: int = 3
     split_sends: bool = True
     lockstep: bool = False
-    sums_every_micro_batch: bool = False
+    sums_every_micro_batch: tuple[str, ...] = ()
+    gathers_tables: bool = False
+    even_shards: bool = False
+    zero_stages: tuple[int, ...] = (1, 2)
     gathers_matrices: bool = False
     hides_data: bool = False
     compute_factor: float = 1.0
@@ -97,6 +104,10 @@ JAX = Stack(
     weight_bytes=4,
     optimizer_bytes=8,
     lockstep=True,
+    sums_every_micro_batch=("expert", "context"),
+    gathers_tables=True,
+    even_shards=True,
+    zero_stages=(1,),
     gathers_matrices=True,
     hides_data=True,
     reserve=1.05,

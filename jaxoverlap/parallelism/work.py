@@ -103,9 +103,9 @@ def _gradients(matmuls: Iterable[MatmulKernel]) -> Iterable[MatmulKernel]:
 def _attention_matmuls(
     model: Transformer, of: Configuration, tokens: int
 ) -> tuple[MatmulKernel, ...]:
-    h, t = model.hidden, of.model
-    columns = h // t + 2 * max(model.kv_hidden // t, model.head_size)
-    return MatmulKernel(tokens, columns, h), MatmulKernel(tokens, h, h // t)
+    h, own = model.hidden, model.query_hidden // of.model
+    columns = own + 2 * max(model.kv_hidden // of.model, model.head_size)
+    return MatmulKernel(tokens, columns, h), MatmulKernel(tokens, h, own)
 
 
 def _mlp_matmuls(model: Transformer, of: Configuration, tokens: int) -> tuple[MatmulKernel, ...]:
@@ -114,7 +114,12 @@ def _mlp_matmuls(model: Transformer, of: Configuration, tokens: int) -> tuple[Ma
     batch = max(model.experts // of.expert, 1)
     rows = max(tokens * max(model.choices, 1) // batch, 1)
     up = MatmulKernel(rows, inner * (model.mlp_matrices - 1), h, batch)
-    return up, MatmulKernel(rows, h, inner, batch)
+    experts = up, MatmulKernel(rows, h, inner, batch)
+    if not model.shared_mlp:
+        return experts
+    inner = model.shared_mlp // of.model
+    up = MatmulKernel(tokens, inner * (model.mlp_matrices - 1), h)
+    return *experts, up, MatmulKernel(tokens, h, inner)
 
 
 def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
@@ -141,7 +146,7 @@ def _pointwise(
 ) -> tuple[Work, Work]:
     """Count norms, residuals, dropout and the MLP's activation, forward and backward."""
     whole = _ELEMENT * tokens * model.hidden / (of.model if of.splits_rows else 1)
-    inner = _ELEMENT * tokens * max(model.choices, 1) * model.inner / of.model
+    inner = _ELEMENT * tokens * model.active_inner / of.model
     inner *= model.mlp_matrices - 1
     # Forward: two norms (read, write), two residuals (two reads, a write), two masks of a byte;
     # the activation (read, write). Backward: norms read twice and write, cotangents are added.

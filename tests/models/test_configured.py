@@ -11,6 +11,7 @@ import jaxoverlap
 from jaxoverlap.parallelism.configuration import AXES, Configuration
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.search import Space, splits
+from jaxoverlap.parallelism.stack import JAX
 from models import gpt, moe
 from models.config import Mistake
 from models.configured import chosen, configured
@@ -33,7 +34,7 @@ def legal(run):
     """Every mesh of eight that is legal, with the largest micro-batch of two or more of them."""
     eight = jaxoverlap.parse_cluster("h100-sxm:1x8")
     found = {}
-    for of in splits(transformer(run), eight, run.batch, Space(axes={})):
+    for of in splits(transformer(run), eight, run.batch, Space(axes={}), JAX):
         many = of.pipeline == 1 or of.micro_batches(run.batch) >= 2
         if many and of.interleave <= 2:
             found[tuple(of.axes.values()), of.interleave] = of

@@ -14,8 +14,8 @@ from benchmarks.parallelism import brute_force
 from jaxoverlap.cli.app import app
 from jaxoverlap.parallelism.configuration import AXES, Configuration
 from jaxoverlap.parallelism.configure import configure, load_configuration
-from jaxoverlap.parallelism.model import named_model
 from jaxoverlap.parallelism.placement import place
+from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.sharding import mesh_of, spec_of
 from jaxoverlap.parallelism.stack import JAX, MEGATRON
 
@@ -77,7 +77,7 @@ def test_what_fits_nowhere_is_told_the_term_and_the_cluster():
 
 def test_what_divides_nowhere_is_told_so():
     with pytest.raises(jaxoverlap.NothingFitsError, match="no legal way to split"):
-        configure("gpt-3.6b", "h100-sxm:7x1", global_batch=16)
+        configure("gpt-3.6b", "h100-sxm:7x1", global_batch=16, axes={"pipeline": [1]})
 
 
 def test_a_configuration_goes_through_json(tmp_path):

@@ -8,13 +8,14 @@ import pytest
 
 from benchmarks import parallelism
 from jaxoverlap.hardware.cluster import parse_cluster
-from jaxoverlap.parallelism import traffic, work
+from jaxoverlap.parallelism import picture, traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime
-from jaxoverlap.parallelism.model import Transformer, named_model
+from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place, placements
+from jaxoverlap.parallelism.published.models import named_model
+from jaxoverlap.parallelism.published.recipes import FRONTIER, SCALING, megatron_flops
 from jaxoverlap.parallelism.rates import rates_of
-from jaxoverlap.parallelism.recipes import FRONTIER, SCALING, megatron_flops
 from jaxoverlap.parallelism.stack import JAX, MEGATRON
 
 MODEL = named_model("gpt-175b")
@@ -73,14 +74,13 @@ def test_traffic_is_conserved():
     from jaxoverlap.parallelism.search import best_placement
 
     scored = best_placement(of, cluster, times, peak(model, of, JAX, 16))
-    sent = traffic.matrix(model, scored, JAX, 16, 8)
+    sent = picture.matrix(model, scored, JAX, 16, 8)
     assert not sent.diagonal().any()
     layers = 4 * 15 * sum(s.count * s.sent_bytes for s in traffic.of_layer(model, of))
     pipe = 4 * sum(s.count * s.sent_bytes for s in traffic.of_stage(model, of, JAX))
-    ends = [s for s in traffic.of_step(model, of, JAX, 4)]
-    assert sent.sum() == pytest.approx(
-        8 * (layers + pipe + sum(s.count * s.sent_bytes for s in ends))
-    )
+    tables = 4 * sum(s.sent_bytes for s in traffic.of_tables(model, of, JAX))
+    ends = sum(s.count * s.sent_bytes for s in traffic.of_step(model, of, JAX, 4))
+    assert sent.sum() == pytest.approx(8 * (layers + pipe + tables + ends))
 
 
 def test_placements_keep_tensor_groups_on_a_host():
