@@ -34,7 +34,7 @@ def configure(
     plain: Annotated[
         bool, typer.Option("--plain", help="Count collectives as nothing hides them.")
     ] = False,
-    keep: Annotated[int, typer.Option(help="How many to rank.", min=1)] = 10,
+    keep: Annotated[int | None, typer.Option(help="How many to rank; default: 10.", min=1)] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Write a picture: time by term, time against memory.")
     ] = None,
@@ -52,8 +52,15 @@ def configure(
 
     `--json` writes what the trainers take: python -m models.train_gpt --configuration FILE.
     """
-    if over:
-        ranked = rank(model, pod, over.split(","), compiled=compiled)
+    if over is not None:
+        given = {"--global-batch": global_batch, "--sequence": sequence, "--axes": fix}
+        given |= {"--plain": plain, "--keep": keep, "--picture": picture}
+        if ignored := [name for name, value in given.items() if value]:
+            raise ValueError(
+                f"{', '.join(ignored)}: of a model, and --over is of your own step, which has its "
+                "sizes; leave one of them out"
+            )
+        ranked = rank(model, pod, [name.strip() for name in over.split(",")], compiled=compiled)
         if json:
             show_json(ranked)
         else:
@@ -71,7 +78,7 @@ def configure(
         sequence=sequence,
         axes=axes,
         overlap=not plain,
-        keep=keep,
+        keep=keep or 10,
     )
     if picture:
         from jaxoverlap.parallelism.picture import draw
