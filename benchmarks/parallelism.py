@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
-from scipy.optimize import brentq, minimize
+from scipy.optimize import brentq
 
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model
@@ -109,45 +109,23 @@ def errors(rows: Sequence[Row], stack: Stack) -> np.ndarray:
     return np.array([predicted(row, stack).step_s / row.measured_s - 1 for row in rows])
 
 
-def fitted(rows: Sequence[Row]) -> Stack:
-    """Megatron-DeepSpeed with its two constants fitted to rows, by the mean of |log error|."""
-
-    def stack(x: np.ndarray) -> Stack:
-        share, host_s = min(max(x[0], 0.05), 1.0), max(x[1], 0.0) * 1e-3
-        return replace(MEGATRON_DEEPSPEED, partial_host_share=share, host_s=host_s)
-
-    def loss(x: np.ndarray) -> float:
-        return float(np.mean(np.abs(np.log1p(errors(rows, stack(x))))))
-
-    options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 120}
-    return stack(minimize(loss, (0.3, 0.1), method="Nelder-Mead", options=options).x)
-
-
-def left_out(rows: Sequence[Row]) -> str:
-    """Errors on each size of model, the constants fitted to the other sizes; and the choice."""
-    lines, all_errors = [], list[float]()
+def by_size(rows: Sequence[Row], stack: Stack) -> str:
+    """Errors of each size of model, and what its first choice loses to the best one measured."""
+    off, lines = errors(rows, stack), []
     for size in dict.fromkeys(row.size for row in rows):
-        mine = [row for row in rows if row.size == size]
-        stack = fitted([row for row in rows if row.size != size])
-        off = errors(mine, stack)
-        all_errors += list(off)
-        lines.append((f"{size}B", *_summary(off), *_constants(stack), *_choice(mine, off)))
-    lines.append(("all", *_summary(np.array(all_errors)), "", "", "", ""))
-    stack = fitted(rows)
-    lines.append(("in sample", *_summary(errors(rows, stack)), *_constants(stack), "", ""))
-    columns = ("left out", "rows", "mean", "median", "worst", "partial share", "host ms", "slower",
-               "first choice")  # fmt: skip
-    title = "vTrain: |predicted / measured - 1| on sizes that the constants were not fitted to"
-    return table(title, columns, lines, right=columns[1:8], width=console.width)
+        mine = [i for i, row in enumerate(rows) if row.size == size]
+        lines.append(
+            (f"{size}B", *_summary(off[mine]), *_choice([rows[i] for i in mine], off[mine]))
+        )
+    lines.append(("all", *_summary(off), "", ""))
+    columns = ("model", "rows", "mean", "median", "worst", "slower", "first choice")
+    title = "|predicted / measured - 1| with nothing fitted, and the first choice beside the best"
+    return table(title, columns, lines, right=columns[1:6], width=console.width)
 
 
 def _summary(off: np.ndarray) -> tuple[str, ...]:
     size = np.abs(off)
     return (str(len(off)), *(f"{x:.1%}" for x in (size.mean(), np.median(size), size.max())))
-
-
-def _constants(stack: Stack) -> tuple[str, str]:
-    return f"{stack.partial_host_share:.3f}", f"{stack.host_s * 1e3:.3f}"
 
 
 def _choice(rows: Sequence[Row], off: np.ndarray) -> tuple[str, str]:
@@ -158,7 +136,7 @@ def _choice(rows: Sequence[Row], off: np.ndarray) -> tuple[str, str]:
 
 
 def every_row(rows: Sequence[Row]) -> str:
-    """Each row by the packaged constants."""
+    """Each row."""
     lines = []
     for row in rows:
         terms = predicted(row, MEGATRON_DEEPSPEED)
@@ -169,7 +147,7 @@ def every_row(rows: Sequence[Row]) -> str:
              f"{off:+.1%}", parts)
         )  # fmt: skip
     columns = ("model", "configuration", "measured s", "predicted s", "off", "terms, s")
-    title = "Every row, by the packaged constants"
+    title = "Every row; nothing is fitted"
     return table(title, columns, lines, right=columns[2:5], width=console.width)
 
 
@@ -245,7 +223,9 @@ def share_of_peak(recipe: Recipe, matmul_share: float) -> float:
 def frontier_matmul_share() -> float:
     """Matmuls' share of the peak that gives the 22B run's published rate."""
     small = FRONTIER["frontier-22b"]
-    return brentq(lambda x: share_of_peak(small, x) - small.share_of_peak, 0.2, 0.95)  # type: ignore[return-value]
+    published = small.share_of_peak
+    assert published is not None
+    return brentq(lambda x: share_of_peak(small, x) - published, 0.2, 0.95)  # type: ignore[return-value]
 
 
 def scaled(name: str, devices: int, batch: int) -> Recipe:
@@ -266,6 +246,9 @@ def frontier() -> str:
     share, lines = frontier_matmul_share(), []
     for name, recipe in FRONTIER.items():
         mine, published = share_of_peak(recipe, share), recipe.share_of_peak
+        if published is None:
+            lines.append((name, f"{mine:.1%}", "", ""))
+            continue
         lines.append((name, f"{mine:.1%}", f"{published:.1%}", f"{mine / published - 1:+.1%}"))
     for name, s in SCALING.items():
         more = share_of_peak(scaled(s.recipe, s.devices, s.batch), share)
@@ -359,15 +342,7 @@ def main(
     if rows_from.exists():
         rows = read(rows_from)
         print(every_row(rows))
-        off = errors(rows, MEGATRON_DEEPSPEED)
-        print("mean {1}, median {2}, worst {3} of {0} rows".format(*_summary(off)))
-        for size in dict.fromkeys(row.size for row in rows):
-            mine = [i for i, row in enumerate(rows) if row.size == size]
-            slower, chosen = _choice([rows[i] for i in mine], off[mine])
-            print(f"{size}B: {', '.join(_summary(off[mine])[1:3])}; first choice {slower} slower "
-                  f"than the best measured: {chosen}")  # fmt: skip
-        if len({row.size for row in rows}) > 1:
-            print("\n" + left_out(rows))
+        print("\n" + by_size(rows, MEGATRON_DEEPSPEED))
     elif path:
         raise typer.BadParameter(f"--csv {path}: there is no such file")
     else:

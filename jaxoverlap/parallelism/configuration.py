@@ -175,8 +175,13 @@ class Configuration:
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
+        return f"{axes or 'one device'}, {self.settings}"
+
+    @property
+    def settings(self) -> str:
+        """What is not an axis, in words."""
         more = [f"micro-batch {self.micro_batch}"]
         more += [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
         more += [f"{self.recompute} recompute"] if self.recompute != "none" else []
         more += [f"interleave {self.interleave}"] if self.interleave > 1 else []
-        return f"{axes or 'one device'}, {', '.join(more)}"
+        return ", ".join(more)

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
-from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.file import plain
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
 from jaxoverlap.parallelism.memory import Memory
 from jaxoverlap.parallelism.model import Transformer
@@ -90,11 +90,19 @@ class Configurations(Sequence[Scored]):
         return f"{head}\n\n{self._table()}\n{self.why()}\n{searched}"
 
     def _table(self) -> str:
-        columns = ("", "configuration", "step s", "compute", "collectives", "bubble", "memory GB")
+        columns = (
+            "",
+            "configuration, slowest axis first",
+            "step s",
+            "compute",
+            "collectives",
+            "bubble",
+            "memory GB",
+        )
         rows = [
             (
                 str(number),
-                str(scored.configuration),
+                scored.shown,
                 f"{scored.step_s:.3g}",
                 f"{scored.terms.compute + scored.terms.recompute:.3g}",
                 f"{exposed_s(scored.terms):.3g}",
@@ -115,8 +123,7 @@ class Configurations(Sequence[Scored]):
             "splits": self.found.splits,
             "configurations": [
                 {
-                    **asdict(s.configuration),
-                    "order": s.placement.order,
+                    **plain(s.configuration, s.placement.order),
                     "step_s": s.step_s,
                     "terms": s.terms.by_term,
                     "memory": s.memory.by_term,
@@ -228,16 +235,3 @@ def _smallest_cluster(
         if search(model, larger, times, space=space, keep=0).fitting:
             return larger
     return None
-
-
-def load_configuration(data: Mapping[str, Any]) -> Configuration:
-    """Return a configuration from plain data, as `Configurations.to_builtins` has them.
-
-    Raises:
-        ValueError: for a field that is missing or unknown.
-    """
-    known = set(Configuration.__dataclass_fields__)
-    more = {"order", "step_s", "terms", "memory"}
-    if unknown := set(data) - known - more:
-        raise ValueError(f"unknown fields {sorted(unknown)}: known are {', '.join(sorted(known))}")
-    return Configuration(**{name: value for name, value in data.items() if name in known})

@@ -141,9 +141,7 @@ class IterationTime:
         }[config.recompute]
         if self.stack.lockstep and config.pipeline > 1:
             again_s += forward_s
-        passes = 3 if config.recompute == "full" else 2
-        host_s = passes * self.stack.host_s
-        return Terms(compute=forward_s + backward_s + host_s, recompute=again_s)
+        return Terms(compute=forward_s + backward_s, recompute=again_s)
 
     def _forward_uncached(self, config: Configuration) -> float:
         return self._work_s(work.layer(self.model, config, self.stack).forward)
@@ -179,17 +177,11 @@ class IterationTime:
             apart = sent.term == "fsdp" and self.stack.gathers_matrices
             pieces = 4 + self.model.mlp_matrices if apart else 1  # of about equal size
         piece_bytes = sent.sent_bytes / pieces
-        return pieces * self._collective_s(sent.kind, piece_bytes, group, placement)
+        return pieces * self._collective_s(sent.kind, piece_bytes, group)
 
-    def _collective_s(
-        self, kind: str, sent_bytes: float, group: Group, placement: Placement
-    ) -> float:
+    def _collective_s(self, kind: str, sent_bytes: float, group: Group) -> float:
         seconds = self.rates.collective_s(kind, sent_bytes, group)
-        if group.domains == 1:
-            return seconds
-        here = group.size / group.domains
-        partial = kind != PERMUTE and 1 < here < placement.domain
-        return seconds / (self.stack.partial_host_share if partial else self.stack.network_share)
+        return seconds if group.domains == 1 else seconds / self.stack.network_share
 
     def _layer_sends(self, config: Configuration, placement: Placement) -> Terms:
         """Seconds of a layer's collectives that nothing hides, for one micro-batch."""
@@ -253,7 +245,7 @@ class IterationTime:
             return float("inf")
         exposed_s = 0.0
         for sent in mine:
-            hop_s = self._collective_s(PERMUTE, sent.sent_bytes / (n - 1), pair(group), placement)
+            hop_s = self._collective_s(PERMUTE, sent.sent_bytes / (n - 1), pair(group))
             plain_s = self._sent_s(sent, placement)
             matmuls = counted.forward.matmuls[:4]
             per_hop = 2 if sent.phase == "backward" else 1

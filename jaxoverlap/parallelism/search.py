@@ -41,6 +41,11 @@ class Scored:
         """Seconds of a step, by the form."""
         return self.terms.step_s
 
+    @property
+    def shown(self) -> str:
+        """The configuration in words, its axes as they are placed, slowest first."""
+        return f"{self.placement}, {self.configuration.settings}"
+
 
 @dataclass(frozen=True)
 class Found:

@@ -36,9 +36,6 @@ class Stack:
         compute_factor: seconds of kernels, over those of the chip's tables.
         network_share: bytes per second over the network, over those of NCCL's model for the
             cluster's links.
-        partial_host_share: the same for collectives of groups that have several GPUs of a host but
-            not all: other groups' rings cross on the same NICs.
-        host_s: seconds of a layer's pass that no kernel explains, each micro-batch.
         buffer_bytes: buffers of collectives, and what else does not grow.
         micro_batch_bytes: what a micro-batch in flight keeps beside its layers' activations.
         reserve: memory that the allocator takes from the device, over what the step needs.
@@ -64,8 +61,6 @@ class Stack:
     hides_data: bool = False
     compute_factor: float = 1.0
     network_share: float = 1.0
-    partial_host_share: float = 1.0
-    host_s: float = 0.0
     buffer_bytes: float = 0.0
     micro_batch_bytes: float = 0.0
     reserve: float = 1.0
@@ -82,9 +77,8 @@ MEGATRON = Stack(
     dropout=True,
     gradient_passes=11,
 )
-# Megatron-DeepSpeed as vTrain's authors ran it: gradients are summed in 16 bits. Two numbers are
-# fitted (`python -m benchmarks.parallelism`, which leaves one size of model out at a time);
-# network_share is what NCCL's rings usually reach of a NIC, and was not fitted.
+# Megatron-DeepSpeed as vTrain's authors ran it: gradients are summed in 16 bits. Nothing is fitted;
+# network_share is what NCCL's rings usually reach of a NIC.
 MEGATRON_DEEPSPEED = Stack(
     name="Megatron-DeepSpeed",
     fused_attention=False,
@@ -93,9 +87,6 @@ MEGATRON_DEEPSPEED = Stack(
     reduced_bytes=2,
     gradient_passes=11,
     network_share=0.92,
-    partial_host_share=0.262,
-    host_s=0.189e-3,
-    source="62 rows of vTrain's ground_truth_multi.csv (MICRO'24), A100s with 4 HDR NICs a host",
 )
 # This project's trainers: 32-bit weights that are cast, Adam without master weights. Attention is
 # counted as a kernel that keeps no scores; the trainers' own einsums take longer.
@@ -112,3 +103,4 @@ JAX = Stack(
     hides_data=True,
     reserve=1.05,
 )
+STACKS = {"jax": JAX, "megatron": MEGATRON}  # by the name of the command line

@@ -153,7 +153,17 @@ def test_frontiers_published_rates_from_the_22b_run():
     share = parallelism.frontier_matmul_share()
     for recipe in FRONTIER.values():
         mine = parallelism.share_of_peak(recipe, share)
-        assert mine == pytest.approx(recipe.share_of_peak, rel=0.10)
+        if recipe.share_of_peak is not None:
+            assert mine == pytest.approx(recipe.share_of_peak, rel=0.10)
+
+
+def test_the_papers_rate_is_of_the_papers_configuration():
+    """TP 8 x PP 64 has the rate; the script's TP 4 x PP 128 has none that was published."""
+    assert FRONTIER["frontier-1t"].configuration.axes["model"] == 8
+    assert FRONTIER["frontier-1t"].configuration.pipeline == 64
+    assert FRONTIER["frontier-1t-script"].share_of_peak is None
+    for recipe in FRONTIER.values():
+        assert not recipe.configuration.illegal(recipe.model, recipe.global_batch)
 
 
 @pytest.mark.parametrize("name", [name for name in SCALING if "weak" in name])
@@ -174,6 +184,17 @@ def test_vtrains_measured_steps():
     off = np.abs(parallelism.errors(rows, parallelism.MEGATRON_DEEPSPEED))
     assert off.mean() < 0.08
     assert np.median(off) < 0.04
+
+
+@pytest.mark.skipif(ROWS is None, reason=f"{parallelism.VTRAIN} is not there")
+@pytest.mark.parametrize(("size", "loses"), [("3.6", 0.02), ("18.4", 0.05), ("175", 0.02)])
+def test_the_first_choice_of_vtrains_rows_is_near_the_best(size, loses):
+    """18.4B: a choice of 10.0 s where the best took 9.6; sums over data took 4 times as long."""
+    assert isinstance(ROWS, Path)
+    rows = [row for row in parallelism.read(ROWS) if row.size == size]
+    predicted = [parallelism.predicted(row, parallelism.MEGATRON_DEEPSPEED).step_s for row in rows]
+    measured = [row.measured_s for row in rows]
+    assert measured[int(np.argmin(predicted))] <= (1 + loses) * min(measured)
 
 
 def test_a_model_says_what_is_wrong_with_it():
