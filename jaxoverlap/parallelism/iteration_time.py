@@ -96,6 +96,7 @@ class IterationTime:
         layer = self._layer(_kernels_key(config)) + self._layer_sends(config, placement)
         once = replace(Terms(), pipeline=self._stage_sends(config, placement))
         once += replace(Terms(), fsdp=self._unhidden_s(config, placement))
+        once += replace(Terms(), compute=self._added_s(config))
         middle_layers, last_layers = self._stage_layers(config)
         middle = layer * middle_layers + once
         last = layer * last_layers + once + self._head(_kernels_key(config))
@@ -152,6 +153,14 @@ class IterationTime:
 
     def _work_s(self, counted: work.Work) -> float:
         return self.stack.compute_factor * work_s(self.rates, counted)
+
+    def _added_s(self, config: Configuration) -> float:
+        """Seconds of adding up a micro-batch's gradients, in a program that does it apart."""
+        if not self.stack.lockstep or config.micro_batches(self.global_batch) == 1:
+            return 0.0
+        params = StageParams.largest(self.model, config, even=True)
+        stored = (params.total - params.tables) * config.shard_share(self.model)
+        return self._work_s(work.added_gradients(stored, in_pipeline=config.pipeline > 1))
 
     def _optimizer_s(self, config: Configuration) -> float:
         params = StageParams.largest(self.model, config, even=self.stack.lockstep)
@@ -324,6 +333,7 @@ def _kernels_key(config: Configuration) -> Configuration:
         micro_batch=config.micro_batch,
         recompute=config.recompute,
         sequence_parallel=config.sequence_parallel,
+        fsdp=config.fsdp,
     )
 
 

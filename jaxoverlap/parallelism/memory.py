@@ -201,6 +201,15 @@ def memory(
     if one_program:
         kept = Schedule(config.pipeline, micro_batches, config.interleave).live_pieces(stage)
         running, piece = running + piece, stream
+        # A chunk's gradients before they are added, and the tables and their sums on each stage.
+        shard = config.shard_share(model)
+        running += stack.gradient_bytes * shard * (params.total - params.tables) / config.interleave
+        running += (
+            (stack.weight_bytes + stack.gradient_bytes)
+            * shard
+            * params.tables
+            * (config.pipeline - 1)
+        )
     unsharded = _ELEMENT * (1 - config.shard_share(model))
     return Memory(
         stage,

@@ -68,8 +68,12 @@ def layer(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     scores = _attention(model, of, stack)
     matmuls = (*_attention_matmuls(model, of, tokens), *_mlp_matmuls(model, of, tokens))
     memory_forward, memory_backward = _pointwise(model, of, stack, tokens)
+    casts = Work()
+    if stack.weight_bytes > _ELEMENT:  # each pass casts what a device stores of the weights
+        stored = sum(model.layer_params(of.model, of.expert)) * of.shard_share(model)
+        casts = Work(memory_bytes=stored * (stack.weight_bytes + _ELEMENT), kernels=4)
     return Pass(
-        Work(matmuls) + memory_forward + scores.forward,
+        Work(matmuls) + casts + memory_forward + scores.forward,
         Work(tuple(_gradients(matmuls))) + memory_backward + scores.backward,
         scores.forward,
     )
@@ -91,6 +95,15 @@ def optimizer(params: float, stack: Stack) -> Work:
     """Count Adam's bytes for so many parameters of a device: state, gradient and weight."""
     moved = 2 * stack.optimizer_bytes + stack.weight_bytes
     return Work(memory_bytes=params * (moved + stack.gradient_passes * 4), kernels=1)
+
+
+def added_gradients(params: float, *, in_pipeline: bool) -> Work:
+    """Count the bytes of adding a micro-batch's gradients to their sums, both in 32 bits.
+
+    The sum is read and written, the gradient read. In a pipeline a stage that is idle masks its
+    gradients first, and picks the chunk's row of the sums.
+    """
+    return Work(memory_bytes=params * (24 if in_pipeline else 12), kernels=12)
 
 
 def _gradients(matmuls: Iterable[MatmulKernel]) -> Iterable[MatmulKernel]:
