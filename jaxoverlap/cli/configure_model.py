@@ -76,14 +76,14 @@ def _in_child(trainer: str, found: Configurations, scored: Scored) -> Simulated:
     given = (trainer, found.model, scored.configuration, scored.placement.order)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            result = pool.submit(_compiled, *given, found.global_batch, str(found.cluster))
+            result = pool.submit(simulate_one, *given, found.global_batch, str(found.cluster))
             return Simulated(scored, *result.result())
         except Exception as error:  # one that fails is a row of the table, with its reason
             reason = str(error).splitlines() or [""]
             return Simulated(scored, failed=f"{type(error).__name__}: {reason[0]}")
 
 
-def _compiled(
+def simulate_one(
     trainer: str,
     model: Transformer,
     configuration: Configuration,

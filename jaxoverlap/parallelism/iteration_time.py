@@ -16,7 +16,7 @@ from jaxoverlap.cost.groups import Group, pair
 from jaxoverlap.cost.kernels import MatmulKernel
 from jaxoverlap.parallelism import traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.memory import StageParams, zero_ways
+from jaxoverlap.parallelism.memory import StageParams, layer_activation_bytes, zero_ways
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.rates import Rates, work_s
@@ -142,7 +142,12 @@ class IterationTime:
         }[config.recompute]
         if self.stack.lockstep and config.pipeline > 1:
             again_s += forward_s
-        return Terms(compute=forward_s + backward_s, recompute=again_s)
+        stacked_s = 0.0
+        if self.stack.saved > 1 and config.recompute != "full":
+            # A scan copies what is kept into its stack, and out of it: four more passes over it.
+            kept = layer_activation_bytes(self.model, config, self.stack)
+            stacked_s = self._work_s(work.Work(memory_bytes=4 * kept))
+        return Terms(compute=forward_s + backward_s + stacked_s, recompute=again_s)
 
     def _forward_uncached(self, config: Configuration) -> float:
         return self._work_s(work.layer(self.model, config, self.stack).forward)
@@ -209,7 +214,9 @@ class IterationTime:
         if not self._hides(config):
             return Terms(**seconds)
         if "model" in seconds:
-            seconds["model"] = min(seconds["model"], self._rings_s(config, placement, sends))
+            whole_s = seconds["model"]
+            rings_s = self._rings_s(config, placement, sends)
+            seconds["model"] = min(whole_s, rings_s, self._halves_s(config, whole_s))
         if "fsdp" in seconds:
             phases = self._fsdp_phases(config, placement, sends)
             seconds["fsdp"] = sum(max(0.0, sent_s - kernels_s) for sent_s, kernels_s in phases)
@@ -265,6 +272,14 @@ class IterationTime:
                 ring_s = chunk_s + (n - 1) * max(chunk_s, hop_s) - whole_s
                 exposed_s += min(plain_s, max(ring_s, 0.0))
         return exposed_s
+
+    def _halves_s(self, config: Configuration, whole_s: float) -> float:
+        """Seconds that tensor parallelism adds to a layer if the batch runs in two halves."""
+        if self.stack.halves_exposed is None or config.micro_batch % 2:
+            return float("inf")
+        layer_s = self._layer(_kernels_key(config)).step_s
+        exposed_s = max(whole_s - layer_s, self.stack.halves_exposed * whole_s)
+        return exposed_s + self.stack.halves_compute * layer_s
 
     def _matmul_s(self, matmul: MatmulKernel) -> float:
         return self.stack.compute_factor * self.rates.matmul_s(matmul)

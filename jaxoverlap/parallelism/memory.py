@@ -172,9 +172,11 @@ def layer_activation_bytes(model: Transformer, of: Configuration, stack: Stack) 
     inner = model.active_inner / t * model.mlp_matrices * _ELEMENT
     split = tokens * (2 * _ELEMENT * model.query_hidden / t + 2 * _ELEMENT * kv + inner)
     scores = 0.0
-    if not stack.fused_attention and of.recompute == "none":
-        scores = (5 if stack.dropout else 2) * tokens * model.sequence * model.heads / t
-    return whole + split + scores
+    if not stack.fuses(of.context) and (of.recompute == "none" or stack.saved > 1):
+        scores = (
+            (5 if stack.dropout else stack.score_bytes) * tokens * model.sequence * model.heads / t
+        )
+    return stack.saved * (whole + split + scores)
 
 
 def memory(
@@ -201,25 +203,36 @@ def memory(
     if one_program:
         kept = Schedule(config.pipeline, micro_batches, config.interleave).live_pieces(stage)
         running, piece = running + piece, stream
-        # A chunk's gradients before they are added, and the tables and their sums on each stage.
-        shard = config.shard_share(model)
-        running += stack.gradient_bytes * shard * (params.total - params.tables) / config.interleave
-        running += (
-            (stack.weight_bytes + stack.gradient_bytes)
-            * shard
-            * params.tables
-            * (config.pipeline - 1)
-        )
-    unsharded = _ELEMENT * (1 - config.shard_share(model))
+    if stack.lockstep and micro_batches > 1:  # gradients of a micro-batch, before they are added
+        own = (params.total - params.tables) * config.shard_share(model)
+        running += stack.gradient_bytes * own / config.interleave
+    gathered = _ELEMENT * (1 - config.shard_share(model)) * 2 * layer
+    tables = _gathered_tables(model, config, stack, params)
     return Memory(
         stage,
         weights=weights,
         gradients=gradients,
         optimizer=states,
         activations=kept * piece,
-        working=max(running, logits) + 2 * stream + stack.buffer_bytes,
-        gathered=unsharded * (2 * layer + (params.tables if config.fsdp > 1 else 0)),
+        working=max(running, logits + tables - gathered) + 2 * stream + stack.buffer_bytes,
+        gathered=gathered,
     )
+
+
+def _gathered_tables(
+    model: Transformer, config: Configuration, stack: Stack, params: StageParams
+) -> float:
+    """Count the bytes of tables while they are used: gathered, and their gradients before a sum."""
+    if not stack.gathers_tables:
+        return _ELEMENT * (1 - config.shard_share(model)) * params.tables
+    ways = config.fsdp * config.model * config.pipeline
+    if ways == 1:
+        return 0.0
+    used = model.vocab * model.hidden * (_ELEMENT + stack.gradient_bytes)
+    if config.pipeline == 1:
+        return used
+    whole = model.vocab * model.hidden * (1 if model.tied else 2) / (config.fsdp * config.model)
+    return used + whole * (stack.weight_bytes + stack.gradient_bytes)
 
 
 def resting_bytes(model: Transformer, config: Configuration, stack: Stack, stage: int = 0) -> float:

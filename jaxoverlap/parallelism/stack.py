@@ -12,6 +12,8 @@ class Stack:
     Attributes:
         name: for people.
         fused_attention: whether scores never reach memory (FlashAttention).
+        fused_in_context: whether it is fused where `context` splits the sequence, too.
+        score_bytes: bytes of a score, where scores reach memory, without dropout.
         causal: whether masked scores are left out of the work.
         dropout: whether activations and scores are dropped at random, as the first GPTs were.
         weight_bytes: a stored weight's, in the precision of matmuls.
@@ -33,6 +35,12 @@ class Stack:
         gathers_matrices: whether FSDP moves each matrix of a layer by itself, as XLA does, and not
             the layer as one message: that many times the latency.
         hides_data: whether sums over data run under the last micro-batch's backward pass.
+        saved: bytes of activations that a layer keeps, over Korthikanti et al.'s count; the copies
+            of a scan's stacked residuals are counted where it is above 1.
+        halves_exposed: share of tensor parallelism's collectives that stays exposed, or slows
+            kernels, where the batch runs in two halves, one's collectives under the other's
+            kernels; None: it never does.
+        halves_compute: seconds that halves add, over those of a layer's kernels.
         compute_factor: seconds of kernels, over those of the chip's tables.
         network_share: bytes per second over the network, over those of NCCL's model for the
             cluster's links.
@@ -44,6 +52,8 @@ class Stack:
 
     name: str
     fused_attention: bool = True
+    fused_in_context: bool = True
+    score_bytes: int = 2
     causal: bool = True
     dropout: bool = False
     weight_bytes: int = 2
@@ -59,12 +69,19 @@ class Stack:
     zero_stages: tuple[int, ...] = (1, 2)
     gathers_matrices: bool = False
     hides_data: bool = False
+    saved: float = 1.0
+    halves_exposed: float | None = None
+    halves_compute: float = 0.0
     compute_factor: float = 1.0
     network_share: float = 1.0
     buffer_bytes: float = 0.0
     micro_batch_bytes: float = 0.0
     reserve: float = 1.0
     source: str = ""
+
+    def fuses(self, context: int) -> bool:
+        """Return whether attention is one kernel on a context axis of a size."""
+        return self.fused_attention and (context == 1 or self.fused_in_context)
 
 
 # Megatron-LM of 2022, as Korthikanti et al. (arXiv 2205.05198) timed it: unfused attention that
@@ -94,6 +111,8 @@ JAX = Stack(
     name="JAX",
     weight_bytes=4,
     optimizer_bytes=8,
+    fused_in_context=False,
+    score_bytes=4,
     lockstep=True,
     sums_every_micro_batch=("expert", "context"),
     gathers_tables=True,
@@ -101,6 +120,11 @@ JAX = Stack(
     zero_stages=(1,),
     gathers_matrices=True,
     hides_data=True,
+    # Fitted to two steps by simulation of XLA's schedule (a GPT of four layers on H100s, tensor
+    # parallel over 8, and over 4 beside FSDP over 2), not to steps on GPUs.
+    saved=2.0,
+    halves_exposed=0.25,
+    halves_compute=0.12,
     reserve=1.05,
 )
 STACKS = {"jax": JAX, "megatron": MEGATRON}  # by the name of the command line

@@ -68,13 +68,15 @@ def layer(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     scores = _attention(model, of, stack)
     matmuls = (*_attention_matmuls(model, of, tokens), *_mlp_matmuls(model, of, tokens))
     memory_forward, memory_backward = _pointwise(model, of, stack, tokens)
-    casts = Work()
-    if stack.weight_bytes > _ELEMENT:  # each pass casts what a device stores of the weights
+    casts = gradients = Work()
+    if stack.weight_bytes > _ELEMENT:
+        # Each pass casts what a device stores of the weights; gradients are cast into zeros.
         stored = sum(model.layer_params(of.model, of.expert)) * of.shard_share(model)
         casts = Work(memory_bytes=stored * (stack.weight_bytes + _ELEMENT), kernels=4)
+        gradients = Work(memory_bytes=stored * (2 * stack.gradient_bytes + _ELEMENT), kernels=4)
     return Pass(
         Work(matmuls) + casts + memory_forward + scores.forward,
-        Work(tuple(_gradients(matmuls))) + memory_backward + scores.backward,
+        Work(tuple(_gradients(matmuls))) + gradients + memory_backward + scores.backward,
         scores.forward,
     )
 
@@ -139,7 +141,7 @@ def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     """Count the kernels between q, k, v and what attention gives."""
     heads = max(of.micro_batch * model.heads // of.model, 1)
     queries, keys, size = model.sequence // of.context, model.sequence, model.head_size
-    if stack.fused_attention:
+    if stack.fuses(of.context):
         kernel = AttentionKernel(queries, keys, heads, size, stack.causal)
         backward = AttentionKernel(queries, keys, heads, size, stack.causal, backward=True)
         return Pass(Work((), (kernel,)), Work((), (backward,)))
@@ -149,8 +151,10 @@ def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     # Softmax reads and writes a score; dropout reads it, writes it, and a byte of mask. Backward
     # softmax reads its result and a cotangent, and writes one.
     drop = (2 * _ELEMENT + 1) * elements if stack.dropout else 0
-    forward = Work((scores, values), (), 2.0 * _ELEMENT * elements + drop, 3)
-    backward = Work((*_gradients((scores, values)),), (), 3.0 * _ELEMENT * elements + drop, 3)
+    forward = Work((scores, values), (), 2.0 * stack.score_bytes * elements + drop, 3)
+    backward = Work(
+        (*_gradients((scores, values)),), (), 3.0 * stack.score_bytes * elements + drop, 3
+    )
     return Pass(forward, backward)
 
 
