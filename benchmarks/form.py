@@ -82,7 +82,7 @@ def _simulated(case: Case) -> dict[str, Any]:
 
 def cases() -> Iterator[Case]:
     """The legal ones of a grid: each model on the same meshes, in one micro-batch or several."""
-    meshes: tuple[dict[str, int], ...] = (
+    meshes: tuple[dict[str, Any], ...] = (
         dict(fsdp=8), dict(data=8), dict(data=2, fsdp=4), dict(fsdp=2, model=4), dict(model=8),
         dict(data=4, model=2), dict(fsdp=4, context=2), dict(pipeline=2, fsdp=4),
         dict(pipeline=2, model=4), dict(pipeline=2, data=4), dict(data=2, expert=4),

@@ -207,7 +207,7 @@ class IterationTime:
 
     def _layer_sends_uncached(self, config: Configuration, placement: Placement) -> Terms:
         seconds = dict[str, float]()
-        sends = traffic.of_layer(self.model, config)
+        sends = traffic.of_layer(self.model, config, self.stack)
         for sent in sends:
             whole_s = sent.count * self._sent_s(sent, placement)
             seconds[sent.term] = seconds.get(sent.term, 0.0) + whole_s
@@ -216,7 +216,8 @@ class IterationTime:
         if "model" in seconds:
             whole_s = seconds["model"]
             rings_s = self._rings_s(config, placement, sends)
-            seconds["model"] = min(whole_s, rings_s, self._halves_s(config, whole_s))
+            halves_s = self._halves_s(config, placement, whole_s)
+            seconds["model"] = min(whole_s, rings_s, halves_s)
         if "fsdp" in seconds:
             phases = self._fsdp_phases(config, placement, sends)
             seconds["fsdp"] = sum(max(0.0, sent_s - kernels_s) for sent_s, kernels_s in phases)
@@ -238,7 +239,7 @@ class IterationTime:
         tables = traffic.of_tables(self.model, config, self.stack)
         seconds = sum(self._sent_s(s, placement, pieces=1) for s in tables)
         if config.fsdp > 1 and self._hides(config):
-            sends = traffic.of_layer(self.model, config)
+            sends = traffic.of_layer(self.model, config, self.stack)
             ends = [s for s in sends if s.term == "fsdp" and (s.phase, s.kind) in _ENDS]
             hidden = [kernels_s for _, kernels_s in self._fsdp_phases(config, placement, sends)]
             seconds += sum(
@@ -273,9 +274,13 @@ class IterationTime:
                 exposed_s += min(plain_s, max(ring_s, 0.0))
         return exposed_s
 
-    def _halves_s(self, config: Configuration, whole_s: float) -> float:
-        """Seconds that tensor parallelism adds to a layer if the batch runs in two halves."""
-        if self.stack.halves_exposed is None or config.micro_batch % 2:
+    def _halves_s(self, config: Configuration, placement: Placement, whole_s: float) -> float:
+        """Seconds that tensor parallelism adds to a layer if the batch runs in two halves.
+
+        Within one NVLink domain alone, where the share that stays exposed was found.
+        """
+        near = placement.group("model").domains == 1
+        if self.stack.halves_exposed is None or config.micro_batch % 2 or not near:
             return float("inf")
         layer_s = self._layer(_kernels_key(config)).step_s
         exposed_s = max(whole_s - layer_s, self.stack.halves_exposed * whole_s)

@@ -206,6 +206,11 @@ def memory(
     if stack.lockstep and micro_batches > 1:  # gradients of a micro-batch, before they are added
         own = (params.total - params.tables) * config.shard_share(model)
         running += stack.gradient_bytes * own / config.interleave
+        if one_program:  # XLA copies a chunk's sums where it adds to them
+            running += stack.gradient_bytes * own
+    flying = 0.0
+    if config.splits_rows and stack.halves_exposed is not None:
+        flying = 4 * _ELEMENT * tokens * model.hidden  # gathered rows of both halves
     gathered = _ELEMENT * (1 - config.shard_share(model)) * 2 * layer
     tables = _gathered_tables(model, config, stack, params)
     return Memory(
@@ -214,7 +219,7 @@ def memory(
         gradients=gradients,
         optimizer=states,
         activations=kept * piece,
-        working=max(running, logits + tables - gathered) + 2 * stream + stack.buffer_bytes,
+        working=max(running, logits + tables - gathered) + flying + 2 * stream + stack.buffer_bytes,
         gathered=gathered,
     )
 

@@ -89,7 +89,7 @@ def matrix(
     micro_batches = of.micro_batches(global_batch)
     total = np.zeros((devices, devices))
     for sent, times in (
-        *((s, micro_batches * of.stage_layers(model)) for s in traffic.of_layer(model, of)),
+        *((s, micro_batches * of.stage_layers(model)) for s in traffic.of_layer(model, of, stack)),
         *((s, micro_batches) for s in traffic.of_tables(model, of, stack)),
         *((s, micro_batches * of.interleave) for s in traffic.of_stage(model, of, stack)),
         *((s, 1) for s in traffic.of_step(model, of, stack, micro_batches)),

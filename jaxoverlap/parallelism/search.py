@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.parallelism.configuration import AXES, Configuration, Recompute
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
-from jaxoverlap.parallelism.memory import Memory, peak
+from jaxoverlap.parallelism.memory import Memory, StageParams, peak, state_bytes
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement, place, placements
 from jaxoverlap.parallelism.stack import Stack
@@ -184,6 +184,9 @@ def _fitting(
     model: Transformer, ways: list[Configuration], stack: Stack, global_batch: int, room: float
 ) -> tuple[Configuration, Memory]:
     """Return the first way that fits in memory, or else the one that needs least."""
+    params = StageParams.largest(model, ways[0], even=stack.lockstep)
+    if sum(state_bytes(model, ways[0], stack, params)) > room:  # whatever is computed again
+        ways = ways[-1:]
     needs = [(of, peak(model, of, stack, global_batch)) for of in ways[:1]]
     while needs[-1][1].total > room and len(needs) < len(ways):
         of = ways[len(needs)]

@@ -35,6 +35,9 @@ class Stack:
         gathers_matrices: whether FSDP moves each matrix of a layer by itself, as XLA does, and not
             the layer as one message: that many times the latency.
         hides_data: whether sums over data run under the last micro-batch's backward pass.
+        capacity: slots of experts over the tokens that choose them: what is computed and sent.
+        dispatch_group: tokens of a group that matmuls with a mask dispatch to experts (GShard,
+            arXiv 2006.16668); 0: tokens are sorted and moved without.
         saved: bytes of activations that a layer keeps, over Korthikanti et al.'s count; the copies
             of a scan's stacked residuals are counted where it is above 1.
         halves_exposed: share of tensor parallelism's collectives that stays exposed, or slows
@@ -69,6 +72,8 @@ class Stack:
     zero_stages: tuple[int, ...] = (1, 2)
     gathers_matrices: bool = False
     hides_data: bool = False
+    capacity: float = 1.0
+    dispatch_group: int = 0
     saved: float = 1.0
     halves_exposed: float | None = None
     halves_compute: float = 0.0
@@ -122,6 +127,8 @@ JAX = Stack(
     hides_data=True,
     # Fitted to two steps by simulation of XLA's schedule (a GPT of four layers on H100s, tensor
     # parallel over 8, and over 4 beside FSDP over 2), not to steps on GPUs.
+    capacity=1.25,
+    dispatch_group=1024,
     saved=2.0,
     halves_exposed=0.25,
     halves_compute=0.12,

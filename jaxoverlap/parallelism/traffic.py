@@ -46,9 +46,9 @@ def activation_bytes(model: Transformer, of: Configuration) -> float:
     return _ELEMENT * of.micro_batch * model.sequence / of.context * model.hidden
 
 
-def of_layer(model: Transformer, of: Configuration) -> list[Sent]:
+def of_layer(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
     """List a layer's collectives for one micro-batch, recompute included."""
-    sent = [*_model(model, of), *_context(model, of), *_expert(model, of), *_fsdp(model, of)]
+    sent = [*_model(model, of), *_context(model, of), *_expert(model, of, stack), *_fsdp(model, of)]
     return [s for s in sent if s.sent_bytes]
 
 
@@ -85,9 +85,9 @@ def _context(model: Transformer, of: Configuration) -> list[Sent]:
     ]
 
 
-def _expert(model: Transformer, of: Configuration) -> list[Sent]:
+def _expert(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
     """Send tokens to their experts and back; the backward pass likewise."""
-    tokens = activation_bytes(model, of) * max(model.choices, 1)
+    tokens = activation_bytes(model, of) * max(model.choices, 1) * stack.capacity
     sent = tokens * (of.expert - 1) / of.expert / (of.model if of.splits_rows else 1)
     again = 2 if of.recompute == "full" else 0
     return [

@@ -66,7 +66,8 @@ def layer(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     """Count a layer's kernels on one device, for one micro-batch."""
     tokens = of.micro_batch * model.sequence // of.context
     scores = _attention(model, of, stack)
-    matmuls = (*_attention_matmuls(model, of, tokens), *_mlp_matmuls(model, of, tokens))
+    mlp = (*_mlp_matmuls(model, of, stack, tokens), *_dispatch_matmuls(model, stack, tokens))
+    matmuls = (*_attention_matmuls(model, of, tokens), *mlp)
     memory_forward, memory_backward = _pointwise(model, of, stack, tokens)
     casts = gradients = Work()
     if stack.weight_bytes > _ELEMENT:
@@ -123,11 +124,29 @@ def _attention_matmuls(
     return MatmulKernel(tokens, columns, h), MatmulKernel(tokens, h, own)
 
 
-def _mlp_matmuls(model: Transformer, of: Configuration, tokens: int) -> tuple[MatmulKernel, ...]:
+def _dispatch_slots(model: Transformer, stack: Stack, tokens: int) -> tuple[int, int]:
+    """Return tokens of a group that masks dispatch to experts, and slots of all experts for it."""
+    group = min(stack.dispatch_group, tokens) if model.experts else 0
+    return group, int(stack.capacity * model.choices * group)
+
+
+def _dispatch_matmuls(model: Transformer, stack: Stack, tokens: int) -> tuple[MatmulKernel, ...]:
+    """Count the matmuls with masks that bring tokens to their experts' slots, and back."""
+    group, slots = _dispatch_slots(model, stack, tokens)
+    if not group:
+        return ()
+    there = MatmulKernel(slots, model.hidden, group, tokens // group)
+    return there, MatmulKernel(group, model.hidden, slots, tokens // group)
+
+
+def _mlp_matmuls(
+    model: Transformer, of: Configuration, stack: Stack, tokens: int
+) -> tuple[MatmulKernel, ...]:
     """Experts get equal loads: a device's experts serve as many choices as it has tokens."""
     h, inner = model.hidden, model.inner // of.model
     batch = max(model.experts // of.expert, 1)
-    rows = max(tokens * max(model.choices, 1) // batch, 1)
+    choices = stack.capacity * model.choices if model.experts else 1
+    rows = max(int(tokens * choices) // batch, 1)
     up = MatmulKernel(rows, inner * (model.mlp_matrices - 1), h, batch)
     experts = up, MatmulKernel(rows, h, inner, batch)
     if not model.shared_mlp:
@@ -168,6 +187,10 @@ def _pointwise(
     # Forward: two norms (read, write), two residuals (two reads, a write), two masks of a byte;
     # the activation (read, write). Backward: norms read twice and write, cotangents are added.
     masks = whole if stack.dropout else 0.0
-    forward = Work(memory_bytes=10 * whole + masks + 2 * inner, kernels=5)
-    backward = Work(memory_bytes=(12 + (4 if stack.dropout else 0)) * whole + 3 * inner, kernels=7)
+    # Masks of dispatch are made in 32 bits, choice by choice: written, added to two sums, cast.
+    group, slots = _dispatch_slots(model, stack, tokens)
+    routed = (20.0 * model.choices + 12) * tokens * slots if group else 0.0
+    forward = Work(memory_bytes=10 * whole + masks + 2 * inner + routed, kernels=5)
+    grown = (12 + (4 if stack.dropout else 0)) * whole + 3 * inner + routed
+    backward = Work(memory_bytes=grown, kernels=7)
     return forward, backward

@@ -113,7 +113,7 @@ def test_the_first_gather_and_the_last_scatter_are_exposed():
     model, cluster = named_model("gpt-18.4b"), parse_cluster("h100-sxm:1x8")
     config, form = Configuration(fsdp=8, micro_batch=8, overlap=True), times(model, "h100-sxm:1x8")
     placement = place(config, cluster)
-    layer = [s for s in traffic.of_layer(model, config) if s.term == "fsdp"]
+    layer = [s for s in traffic.of_layer(model, config, MEGATRON) if s.term == "fsdp"]
     gather, _, scatter = (form._sent_s(s, placement) for s in layer)
     tables = [form._sent_s(s, placement, pieces=1) for s in traffic.of_tables(model, config, JAX)]
     assert form.terms(config, placement).fsdp == pytest.approx(gather + scatter + sum(tables))
@@ -180,7 +180,7 @@ def test_published_configurations_are_legal(name):
 def test_padded_shards_cost_what_they_pad():
     model, config, _ = PUBLISHED["OPT-175B, 992 A100s"]
     assert config.shard_share(model) == 100 / 12288  # 99.1 rows of a device become 100
-    sent = next(s for s in traffic.of_layer(model, config) if s.term == "fsdp")
+    sent = next(s for s in traffic.of_layer(model, config, MEGATRON) if s.term == "fsdp")
     params = StageParams.of_layer(model, config).total
     assert sent.sent_bytes == pytest.approx(2 * params * 100 / 12288 * 123)
     assert "even shards" in config.illegal(model, 992, JAX)

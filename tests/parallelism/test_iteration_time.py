@@ -43,7 +43,7 @@ def test_a_step_has_the_operations_that_megatron_prints():
 def test_the_tensor_term_is_configtuners():
     """m (l / p) 6 (2 b s h) 2 (t - 1) / t bytes a device, under full recompute."""
     of = Configuration(model=8, pipeline=8, micro_batch=2)
-    each = sum(s.count * s.sent_bytes for s in traffic.of_layer(MODEL, of))
+    each = sum(s.count * s.sent_bytes for s in traffic.of_layer(MODEL, of, MEGATRON))
     b, s, h = 2, MODEL.sequence, MODEL.hidden
     assert each == 6 * (2 * b * s * h) * 2 * 7 / 8
 
@@ -52,7 +52,8 @@ def test_a_split_sequence_sends_as_much_and_gathers_again_backward():
     plain = Configuration(model=4, recompute="selective")
     split = Configuration(model=4, recompute="selective", sequence_parallel=True)
     sent = [
-        sum(s.count * s.sent_bytes for s in traffic.of_layer(MODEL, of)) for of in (plain, split)
+        sum(s.count * s.sent_bytes for s in traffic.of_layer(MODEL, of, MEGATRON))
+        for of in (plain, split)
     ]
     assert sent[1] == sent[0] * 10 / 8
 
@@ -60,7 +61,7 @@ def test_a_split_sequence_sends_as_much_and_gathers_again_backward():
 def test_experts_send_each_choice_there_and_back():
     model = named_model("mixtral-8x7b")
     of = Configuration(expert=8, recompute="none")
-    sent = [s for s in traffic.of_layer(model, of) if s.term == "expert"]
+    sent = [s for s in traffic.of_layer(model, of, MEGATRON) if s.term == "expert"]
     tokens = 2 * model.sequence * model.hidden * model.choices
     assert sum(s.count * s.sent_bytes for s in sent) == 4 * tokens * 7 / 8
 
@@ -76,7 +77,7 @@ def test_traffic_is_conserved():
     scored = best_placement(of, cluster, times, peak(model, of, JAX, 16))
     sent = picture.matrix(model, scored, JAX, 16, 8)
     assert not sent.diagonal().any()
-    layers = 4 * 15 * sum(s.count * s.sent_bytes for s in traffic.of_layer(model, of))
+    layers = 4 * 15 * sum(s.count * s.sent_bytes for s in traffic.of_layer(model, of, MEGATRON))
     pipe = 4 * sum(s.count * s.sent_bytes for s in traffic.of_stage(model, of, JAX))
     tables = 4 * sum(s.sent_bytes for s in traffic.of_tables(model, of, JAX))
     ends = sum(s.count * s.sent_bytes for s in traffic.of_step(model, of, JAX, 4))
@@ -129,7 +130,9 @@ def test_weights_gathered_matrix_by_matrix_wait_for_each_ones_latency():
         return IterationTime(MODEL, rates_of(cluster), stack, global_batch=512).terms(of, at).fsdp
 
     assert fsdp_s(True) > fsdp_s(False)
-    layer = sum(s.count * s.sent_bytes for s in traffic.of_layer(MODEL, of) if s.term == "fsdp")
+    layer = sum(
+        s.count * s.sent_bytes for s in traffic.of_layer(MODEL, of, MEGATRON) if s.term == "fsdp"
+    )
     params = 12 * MODEL.hidden**2 + 13 * MODEL.hidden  # matrices, biases and two norms
     assert layer == pytest.approx(3 * 2 * params * 511 / 512)  # as many bytes, whatever the pieces
 
