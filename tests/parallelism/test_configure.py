@@ -133,3 +133,17 @@ def test_rules_by_path(path, ndim, spec):
 def test_a_chip_with_facts_alone_cannot_be_compiled_for():
     with pytest.raises(ValueError, match="CUDA's chips only"):
         jaxoverlap.pod_mesh("mi250x-gcd:1x8", {"x": 8})
+
+
+def test_it_says_which_tools_the_choice_uses():
+    slow = jaxoverlap.Link("slow", 1e9, 20e-6)
+    cluster = replace(jaxoverlap.parse_cluster("h100-sxm:4x8"), network=slow)
+    axes = {"data": [4], "pipeline": [1]}
+    found = configure(SMALL, cluster, global_batch=64, axes=axes)
+    assert any("local updates" in line for line in found.tools)
+    assert "Use for 1:" in str(found)
+    staged = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"pipeline": [2]})
+    assert any("jaxoverlap.pipeline" in line for line in staged.tools)
+    sharded = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"fsdp": [8]})
+    assert sharded.tools[0].startswith("jaxoverlap.overlap(step)")
+    assert not configure(SMALL, "h100-sxm:1x8", global_batch=64, stack=MEGATRON).tools
