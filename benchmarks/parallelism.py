@@ -281,6 +281,60 @@ def frontier_memory() -> str:
     return table(title, columns, lines, right=columns[1:])
 
 
+# -- large runs -----------------------------------------------------------------------------------
+
+_MODERN = replace(
+    MEGATRON, name="Megatron, fused attention", fused_attention=True, causal=True, dropout=False,
+    gradient_passes=3,
+)  # fmt: skip
+_LLAMA_405B = Configuration(
+    data=64, pipeline=16, model=8, interleave=8, sequence_parallel=True, zero_stage=1,
+    recompute="none",
+)  # fmt: skip
+_BLOOM = Transformer(
+    name="BLOOM", layers=70, hidden=14336, heads=112, sequence=2048, vocab=250880,
+    source="Le Scao et al., arXiv 2211.05100",
+)  # fmt: skip
+_OPT = Transformer(
+    name="OPT-175B",
+    layers=96,
+    hidden=12288,
+    heads=96,
+    sequence=2048,
+    vocab=50272,
+    source="Zhang et al., arXiv 2205.01068",
+)
+# (model, how it was split, cluster, batch, stack, published TFLOP/s of a GPU, with recompute).
+# Llama 3's interleaving is a reconstruction: Dubey et al. (arXiv 2407.21783, table 4) give none.
+LARGE_RUNS: tuple[tuple[Transformer, Configuration, str, int, Stack, float], ...] = (
+    (named_model("llama3-405b"), _LLAMA_405B, "h100-sxm:1024x8", 2048, _MODERN, 430),
+    (named_model("llama3-405b"), replace(_LLAMA_405B, data=128), "h100-sxm:2048x8", 2048, _MODERN,
+     400),
+    (_BLOOM, Configuration(data=8, pipeline=12, model=4, micro_batch=2, zero_stage=1),
+     "a100-sxm-80:48x8", 2048, replace(MEGATRON, dropout=False), 150),
+    (_OPT, Configuration(fsdp=124, model=8, micro_batch=8), "a100-sxm-80:124x8", 992, MEGATRON,
+     147),
+)  # fmt: skip
+
+
+def large_runs() -> str:
+    """Published large runs that are none of Korthikanti et al.'s; nothing is fitted."""
+    lines = []
+    for model, config, pod, batch, stack, published in LARGE_RUNS:
+        cluster = parse_cluster(pod)
+        times = IterationTime(model, rates_of(cluster), stack, global_batch=batch)
+        step_s = times.terms(config, place(config, cluster)).step_s
+        tokens, passes = batch * model.sequence, 4 if config.recompute == "full" else 3
+        scores = model.layers * model.query_hidden * model.sequence * (1 if stack.causal else 2)
+        flops = 2 * passes * tokens * (model.params + scores)
+        rate = flops / step_s / cluster.num_devices / 1e12
+        lines.append((model.name, str(config), f"{rate:.0f}", f"{published:.0f}",
+                      f"{rate / published - 1:+.0%}"))  # fmt: skip
+    columns = ("model", "configuration", "predicted", "published", "off")
+    title = "TFLOP/s of a GPU, with what is computed again"
+    return table(title, columns, lines, right=columns[2:], width=console.width)
+
+
 # -- the search -----------------------------------------------------------------------------------
 
 
@@ -328,7 +382,13 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
     return float(best_s)
 
 
-TABLES: tuple[Callable[[], str], ...] = (korthikanti, frontier, frontier_memory, searched)
+TABLES: tuple[Callable[[], str], ...] = (
+    korthikanti,
+    large_runs,
+    frontier,
+    frontier_memory,
+    searched,
+)
 
 
 @app.command()

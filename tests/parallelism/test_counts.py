@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.parallelism import LARGE_RUNS
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism import traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
@@ -169,6 +170,12 @@ PUBLISHED = {
         124 * 8,
     ),
 }
+
+
+def test_large_runs_are_legal():
+    for model, config, pod, batch, stack, _ in LARGE_RUNS:
+        assert not config.illegal(model, batch, stack)
+        assert config.devices == parse_cluster(pod).num_devices
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
