@@ -93,6 +93,8 @@ def configure(
         return OK
     if global_batch is None:
         raise ValueError("a model wants --global-batch; your own step wants --over and its axes")
+    if trainer != _TRAINER and not compiled:
+        raise ValueError("--trainer builds what --compile compiles: give --compile 3 with it")
     if compiled and stack is not StackName.JAX:
         raise ValueError(f"--compile with --stack {stack}: JAX steps alone can be compiled here")
     axes = {name: [size] for name, size in parse_axes(fix).items()} if fix else None

@@ -15,7 +15,7 @@ from jaxoverlap.parallelism.search import Space, splits
 from jaxoverlap.parallelism.stack import JAX
 from models import gpt, moe
 from models.config import Mistake
-from models.configured import chosen, configured
+from models.configured import Config, chosen, configured
 
 GPT = gpt.Config(layers=4, hidden=32, heads=4, mlp=64, batch=16, sequence=32)
 MOE = moe.Config(layers=4, hidden=32, heads=4, mlp=64, batch=16, sequence=32, group=32, experts=4)
@@ -127,6 +127,25 @@ def test_a_vocabulary_that_does_not_divide_is_padded():
     run = dataclasses.replace(GPT, data=1, model=1, vocab=257)
     _, config = configured(run, Configuration(fsdp=8, micro_batch=2))
     assert config.vocab == 264
+
+
+def test_heads_of_their_own_size_and_fewer_keys_train():
+    """Sizes such as gpt-oss's, whose hidden size is no multiple of its heads, on any mesh."""
+    fields = {f.name for f in dataclasses.fields(GPT)} & {
+        f.name for f in dataclasses.fields(Config)
+    }
+    sizes = {name: getattr(GPT, name) for name in fields} | {"hidden": 40, "mlp": 64}
+    own = dict(heads=8, kv_heads=2, head_dim=16, gated=True, tied=False)
+
+    def trained(split):
+        return losses(Config(**{**sizes, **own}), split)
+
+    alone = trained(Configuration(micro_batch=16))
+    np.testing.assert_allclose(
+        trained(Configuration(model=4, data=2, micro_batch=8)), alone, atol=1e-4
+    )
+    stages = Configuration(pipeline=2, model=2, fsdp=2, micro_batch=2)
+    np.testing.assert_allclose(trained(stages), alone, atol=1e-4)
 
 
 def test_a_mesh_is_in_its_placement():
