@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
-from scipy.optimize import brentq, minimize
+from scipy.optimize import brentq
 
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model
@@ -23,16 +23,17 @@ from jaxoverlap.hardware.cluster import Link, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration, Recompute
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
 from jaxoverlap.parallelism.memory import memory
-from jaxoverlap.parallelism.model import Transformer, named_model
+from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
-from jaxoverlap.parallelism.rates import Analytic, Rates, Tabled, rates_of
-from jaxoverlap.parallelism.recipes import (
+from jaxoverlap.parallelism.published.models import named_model
+from jaxoverlap.parallelism.published.recipes import (
     FRONTIER,
     FRONTIER_STACK,
     SCALING,
     Recipe,
     megatron_flops,
 )
+from jaxoverlap.parallelism.rates import Analytic, Rates, Tabled, rates_of
 from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_DEEPSPEED, Stack
 
@@ -108,45 +109,23 @@ def errors(rows: Sequence[Row], stack: Stack) -> np.ndarray:
     return np.array([predicted(row, stack).step_s / row.measured_s - 1 for row in rows])
 
 
-def fitted(rows: Sequence[Row]) -> Stack:
-    """Megatron-DeepSpeed with its two constants fitted to rows, by the mean of |log error|."""
-
-    def stack(x: np.ndarray) -> Stack:
-        share, host_s = min(max(x[0], 0.05), 1.0), max(x[1], 0.0) * 1e-3
-        return replace(MEGATRON_DEEPSPEED, partial_host_share=share, host_s=host_s)
-
-    def loss(x: np.ndarray) -> float:
-        return float(np.mean(np.abs(np.log1p(errors(rows, stack(x))))))
-
-    options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 120}
-    return stack(minimize(loss, (0.3, 0.1), method="Nelder-Mead", options=options).x)
-
-
-def left_out(rows: Sequence[Row]) -> str:
-    """Errors on each size of model, the constants fitted to the other sizes; and the choice."""
-    lines, all_errors = [], list[float]()
+def by_size(rows: Sequence[Row], stack: Stack) -> str:
+    """Errors of each size of model, and what its first choice loses to the best one measured."""
+    off, lines = errors(rows, stack), []
     for size in dict.fromkeys(row.size for row in rows):
-        mine = [row for row in rows if row.size == size]
-        stack = fitted([row for row in rows if row.size != size])
-        off = errors(mine, stack)
-        all_errors += list(off)
-        lines.append((f"{size}B", *_summary(off), *_constants(stack), *_choice(mine, off)))
-    lines.append(("all", *_summary(np.array(all_errors)), "", "", "", ""))
-    stack = fitted(rows)
-    lines.append(("in sample", *_summary(errors(rows, stack)), *_constants(stack), "", ""))
-    columns = ("left out", "rows", "mean", "median", "worst", "partial share", "host ms", "slower",
-               "first choice")  # fmt: skip
-    title = "vTrain: |predicted / measured - 1| on sizes that the constants were not fitted to"
-    return table(title, columns, lines, right=columns[1:8], width=console.width)
+        mine = [i for i, row in enumerate(rows) if row.size == size]
+        lines.append(
+            (f"{size}B", *_summary(off[mine]), *_choice([rows[i] for i in mine], off[mine]))
+        )
+    lines.append(("all", *_summary(off), "", ""))
+    columns = ("model", "rows", "mean", "median", "worst", "slower", "first choice")
+    title = "|predicted / measured - 1| with nothing fitted, and the first choice beside the best"
+    return table(title, columns, lines, right=columns[1:6], width=console.width)
 
 
 def _summary(off: np.ndarray) -> tuple[str, ...]:
     size = np.abs(off)
     return (str(len(off)), *(f"{x:.1%}" for x in (size.mean(), np.median(size), size.max())))
-
-
-def _constants(stack: Stack) -> tuple[str, str]:
-    return f"{stack.partial_host_share:.3f}", f"{stack.host_s * 1e3:.3f}"
 
 
 def _choice(rows: Sequence[Row], off: np.ndarray) -> tuple[str, str]:
@@ -157,7 +136,7 @@ def _choice(rows: Sequence[Row], off: np.ndarray) -> tuple[str, str]:
 
 
 def every_row(rows: Sequence[Row]) -> str:
-    """Each row by the packaged constants."""
+    """Each row."""
     lines = []
     for row in rows:
         terms = predicted(row, MEGATRON_DEEPSPEED)
@@ -168,7 +147,7 @@ def every_row(rows: Sequence[Row]) -> str:
              f"{off:+.1%}", parts)
         )  # fmt: skip
     columns = ("model", "configuration", "measured s", "predicted s", "off", "terms, s")
-    title = "Every row, by the packaged constants"
+    title = "Every row; nothing is fitted"
     return table(title, columns, lines, right=columns[2:5], width=console.width)
 
 
@@ -244,7 +223,9 @@ def share_of_peak(recipe: Recipe, matmul_share: float) -> float:
 def frontier_matmul_share() -> float:
     """Matmuls' share of the peak that gives the 22B run's published rate."""
     small = FRONTIER["frontier-22b"]
-    return brentq(lambda x: share_of_peak(small, x) - small.share_of_peak, 0.2, 0.95)  # type: ignore[return-value]
+    published = small.share_of_peak
+    assert published is not None
+    return brentq(lambda x: share_of_peak(small, x) - published, 0.2, 0.95)  # type: ignore[return-value]
 
 
 def scaled(name: str, devices: int, batch: int) -> Recipe:
@@ -265,6 +246,9 @@ def frontier() -> str:
     share, lines = frontier_matmul_share(), []
     for name, recipe in FRONTIER.items():
         mine, published = share_of_peak(recipe, share), recipe.share_of_peak
+        if published is None:
+            lines.append((name, f"{mine:.1%}", "", ""))
+            continue
         lines.append((name, f"{mine:.1%}", f"{published:.1%}", f"{mine / published - 1:+.1%}"))
     for name, s in SCALING.items():
         more = share_of_peak(scaled(s.recipe, s.devices, s.batch), share)
@@ -297,6 +281,60 @@ def frontier_memory() -> str:
     return table(title, columns, lines, right=columns[1:])
 
 
+# -- large runs -----------------------------------------------------------------------------------
+
+_MODERN = replace(
+    MEGATRON, name="Megatron, fused attention", fused_attention=True, causal=True, dropout=False,
+    gradient_passes=3,
+)  # fmt: skip
+_LLAMA_405B = Configuration(
+    data=64, pipeline=16, model=8, interleave=8, sequence_parallel=True, zero_stage=1,
+    recompute="none",
+)  # fmt: skip
+_BLOOM = Transformer(
+    name="BLOOM", layers=70, hidden=14336, heads=112, sequence=2048, vocab=250880,
+    source="Le Scao et al., arXiv 2211.05100",
+)  # fmt: skip
+_OPT = Transformer(
+    name="OPT-175B",
+    layers=96,
+    hidden=12288,
+    heads=96,
+    sequence=2048,
+    vocab=50272,
+    source="Zhang et al., arXiv 2205.01068",
+)
+# (model, how it was split, cluster, batch, stack, published TFLOP/s of a GPU, with recompute).
+# Llama 3's interleaving is a reconstruction: Dubey et al. (arXiv 2407.21783, table 4) give none.
+LARGE_RUNS: tuple[tuple[Transformer, Configuration, str, int, Stack, float], ...] = (
+    (named_model("llama3-405b"), _LLAMA_405B, "h100-sxm:1024x8", 2048, _MODERN, 430),
+    (named_model("llama3-405b"), replace(_LLAMA_405B, data=128), "h100-sxm:2048x8", 2048, _MODERN,
+     400),
+    (_BLOOM, Configuration(data=8, pipeline=12, model=4, micro_batch=2, zero_stage=1),
+     "a100-sxm-80:48x8", 2048, replace(MEGATRON, dropout=False), 150),
+    (_OPT, Configuration(fsdp=124, model=8, micro_batch=8), "a100-sxm-80:124x8", 992, MEGATRON,
+     147),
+)  # fmt: skip
+
+
+def large_runs() -> str:
+    """Published large runs that are none of Korthikanti et al.'s; nothing is fitted."""
+    lines = []
+    for model, config, pod, batch, stack, published in LARGE_RUNS:
+        cluster = parse_cluster(pod)
+        times = IterationTime(model, rates_of(cluster), stack, global_batch=batch)
+        step_s = times.terms(config, place(config, cluster)).step_s
+        tokens, passes = batch * model.sequence, 4 if config.recompute == "full" else 3
+        scores = model.layers * model.query_hidden * model.sequence * (1 if stack.causal else 2)
+        flops = 2 * passes * tokens * (model.params + scores)
+        rate = flops / step_s / cluster.num_devices / 1e12
+        lines.append((model.name, str(config), f"{rate:.0f}", f"{published:.0f}",
+                      f"{rate / published - 1:+.0%}"))  # fmt: skip
+    columns = ("model", "configuration", "predicted", "published", "off")
+    title = "TFLOP/s of a GPU, with what is computed again"
+    return table(title, columns, lines, right=columns[2:], width=console.width)
+
+
 # -- the search -----------------------------------------------------------------------------------
 
 
@@ -311,7 +349,7 @@ def searched() -> str:
         model, cluster, space = named_model(name), parse_cluster(pod), Space(axes={})
         times = IterationTime(model, rates_of(cluster), JAX, global_batch=batch)
         found = search(model, cluster, times, space=space, keep=1)
-        candidates = 6 * sum(1 for _ in splits(model, cluster, batch, space))
+        candidates = 6 * sum(1 for _ in splits(model, cluster, batch, space, JAX))
         layouts = 6 * model.layers * np.log10(9)
         lines.append(
             (name, pod, str(candidates), str(found.priced), f"{found.search_s * 1e3:.0f}",
@@ -332,17 +370,25 @@ def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float
     cluster = parse_cluster(pod)
     times = IterationTime(model, rates_of(cluster), stack, global_batch=batch)
     room, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
-    for split in splits(model, cluster, batch, Space(axes={})):
-        for zero_stage in (1, 2) if split.data > 1 else (0,):
+    for split in splits(model, cluster, batch, Space(axes={}), stack):
+        for zero_stage in (0, *stack.zero_stages):
             for recompute in RECOMPUTES:
                 of = replace(split, zero_stage=zero_stage, recompute=recompute)
+                if of.illegal(model, batch, stack):
+                    continue
                 needs = peak(model, of, stack, batch)
                 if needs.total <= room:
                     best_s = min(best_s, best_placement(of, cluster, times, needs).step_s)
     return float(best_s)
 
 
-TABLES: tuple[Callable[[], str], ...] = (korthikanti, frontier, frontier_memory, searched)
+TABLES: tuple[Callable[[], str], ...] = (
+    korthikanti,
+    large_runs,
+    frontier,
+    frontier_memory,
+    searched,
+)
 
 
 @app.command()
@@ -356,15 +402,7 @@ def main(
     if rows_from.exists():
         rows = read(rows_from)
         print(every_row(rows))
-        off = errors(rows, MEGATRON_DEEPSPEED)
-        print("mean {1}, median {2}, worst {3} of {0} rows".format(*_summary(off)))
-        for size in dict.fromkeys(row.size for row in rows):
-            mine = [i for i, row in enumerate(rows) if row.size == size]
-            slower, chosen = _choice([rows[i] for i in mine], off[mine])
-            print(f"{size}B: {', '.join(_summary(off[mine])[1:3])}; first choice {slower} slower "
-                  f"than the best measured: {chosen}")  # fmt: skip
-        if len({row.size for row in rows}) > 1:
-            print("\n" + left_out(rows))
+        print("\n" + by_size(rows, MEGATRON_DEEPSPEED))
     elif path:
         raise typer.BadParameter(f"--csv {path}: there is no such file")
     else:

@@ -137,7 +137,7 @@ class TextRun(Run):
         super().__post_init__()
         if self.vocab < 256:
             raise Mistake(f"vocab={self.vocab}: expected 256 or more, one row for each byte")
-        if (self.hidden // self.heads) % 2:
+        if (getattr(self, "head_dim", None) or self.hidden // self.heads) % 2:
             raise Mistake(
                 f"hidden={self.hidden} with heads={self.heads}: a head must have an even size for "
                 "rotary positions; change one of them"

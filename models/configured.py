@@ -7,10 +7,10 @@
     MLP inner               [batch, sequence, mlp]            (BATCH, "context", "model")
     at the experts          [expert, group, slot, hidden]     ("expert", DATA, None, None)
 
-DATA is ("data", "fsdp"), BATCH is ("data", "fsdp", "expert"). Weights lie over fsdp and model,
-experts over expert too, and layers over pipeline. Micro-batches go through
-`jaxoverlap.parallelism.pipeline`, which computes the gradients itself; to the recipe that is a
-loss with a gradient of its own.
+DATA is ("data", "fsdp"), BATCH is ("data", "fsdp", "expert"). Weights are sharded over fsdp and
+model, experts over expert too, layers over pipeline, and tables over fsdp, model and pipeline.
+Micro-batches go through `jaxoverlap.pipeline`, which computes the gradients itself; to the recipe
+that is a loss with a gradient of its own (`models.micro_batches`).
 """
 
 import dataclasses
@@ -20,21 +20,26 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import msgspec
+import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxoverlap.hardware.cluster import parse_cluster
+from jaxoverlap.hardware.pods import devices as pod_devices
 from jaxoverlap.parallelism.configuration import AXES, Configuration
-from jaxoverlap.parallelism.configure import load_configuration
-from jaxoverlap.parallelism.pipeline.execute import value_and_grad
-from jaxoverlap.parallelism.pipeline.schedule import stage_order
-from models import gpt, moe
+from jaxoverlap.parallelism.file import Chosen, read_chosen
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.placement import Placement
+from jaxoverlap.parallelism.sharding import mesh_of
+from models import gpt, micro_batches, moe
 from models.config import Mistake, Run, TextRun
-from models.layers import Layout, cross_entropy, run_stack, shard, wide
+from models.layers import Layout, Norm, Weight, cross_entropy, shard, stack, wide, without
 from models.recipe import Recipe
 
 BATCH = ("data", "fsdp", "expert")
+TABLE = P(("fsdp", "model", "pipeline"), None)
+SLACK, GROUP = 1.25, 1024  # of a named model's experts, as models.moe has them for pods
 SIX_AXES = Layout(
     stream=P(BATCH, ("context", "model"), None),
     heads=P(BATCH, "context", "model", None),
@@ -50,6 +55,11 @@ class Config(TextRun):
     AXES: ClassVar[tuple[str, str]] = ("fsdp", "model")  # of weights: rows, columns
 
     split: Configuration = dataclasses.field(default_factory=Configuration)
+    order: tuple[str, ...] = AXES  # the placement: axes over devices, slowest first
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    gated: bool = False
+    tied: bool = True
     experts: int = 0
     choices: int = 0
     group: int = 64
@@ -68,32 +78,167 @@ class Config(TextRun):
     def capacity(self) -> int:
         return moe.Config.capacity.fget(self)  # type: ignore[attr-defined]
 
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Layers of each pipeline chunk."""
+        return self.split.chunk_layers(self.transformer)
+
+    @property
+    def transformer(self) -> Transformer:
+        """The sizes as `jaxoverlap.configure` takes them."""
+        return Transformer(
+            name="trained", layers=self.layers, hidden=self.hidden, heads=self.heads,
+            kv_heads=self.kv_heads, head_dim=self.head_dim, mlp=self.mlp, vocab=self.vocab,
+            sequence=self.sequence, experts=self.experts, choices=self.choices, gated=self.gated,
+            tied=self.tied, biases=False,
+        )  # fmt: skip
+
     def divisors(self) -> Iterator[tuple[str, str, int]]:
-        of = self.split
-        yield "hidden", "heads", self.heads
-        yield "hidden", "fsdp", of.fsdp
-        yield "batch", "micro-batches of all devices", of.batch_ways * of.micro_batch
-        yield "heads", "model", of.model
-        yield "mlp", "model", of.model
-        yield "vocab", "fsdp x model", of.fsdp * of.model
-        yield "sequence", "context x model", of.context * of.model
-        yield "layers", "pieces of all stages", of.pipeline * of.interleave
+        split = self.split
+        if self.head_dim is None:
+            yield "hidden", "heads", self.heads
+        yield "hidden", "fsdp", split.fsdp
+        yield "batch", "micro-batches of all devices", split.batch_ways * split.micro_batch
+        yield "heads", "model", split.model
+        yield "mlp", "model", split.model
+        yield "vocab", "fsdp x model x pipeline", split.fsdp * split.model * split.pipeline
+        yield "sequence", "context x model", split.context * split.model
+
+
+class Attention(gpt.Attention):
+    """The GPT's, with fewer heads of keys, heads of any size, and cuDNN's kernel on GPUs."""
+
+    config: Config
+
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+        hidden, heads, size = config.hidden, config.heads, config.head_size
+        keys = config.kv_heads or heads
+        std = hidden**-0.5
+        back = (heads * size) ** -0.5 * (2 * config.layers) ** -0.5
+        columns = "model" if keys % config.split.model == 0 else None
+        into = P("fsdp", columns, None)
+        self.q = Weight(config, mesh, rngs, P("fsdp", "model", None), (hidden, heads, size), std)
+        self.k = Weight(config, mesh, rngs, into, (hidden, keys, size), std)
+        self.v = Weight(config, mesh, rngs, into, (hidden, keys, size), std)
+        out = (heads, size, hidden)
+        self.out = Weight(config, mesh, rngs, P("model", None, "fsdp"), out, back)
+        self.config, self.mesh, self.at = config, mesh, at
+        self.einsum = gpt.einsum_of(config)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if self.config.split.recompute == "selective":
+            return jax.checkpoint(self.fused_or_not)(q, k, v)
+        return self.fused_or_not(q, k, v)
+
+    def fused_or_not(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if uses_cudnn(self.config, self.mesh):
+            return shard(on_each_device(cudnn, self.at.heads)(q, k, v), self.mesh, self.at.heads)
+        return super().attend(q, k, v)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mesh, heads = self.mesh, self.at.heads
+        q = shard(self.einsum("bsd,dnh->bsnh", x, self.q()), mesh, heads)
+        k, v = (self.repeated(self.einsum("bsd,dnh->bsnh", x, w())) for w in (self.k, self.v))
+        q, k = shard(gpt.rotate(q), mesh, heads), shard(gpt.rotate(k), mesh, heads)
+        attended = shard(self.attend(q, k, v), mesh, heads)
+        return shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
+
+    def repeated(self, keys: jax.Array) -> jax.Array:
+        """Keys or values, with as many heads as devices or, without cuDNN, as queries."""
+        have, want = keys.shape[2], self.config.split.model
+        if not uses_cudnn(self.config, self.mesh):
+            want = self.config.heads
+        if have % want:
+            keys = jnp.repeat(keys, want // have, axis=2)
+        return shard(keys, self.mesh, self.at.heads)
+
+
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def on_each_device(attend: Callable, spec: P) -> Callable:
+    """Attention by each device on the sequences and heads that it has, inside a shard_map.
+
+    Inside one, cuDNN's attention has to be told its part: XLA cannot ask Python how to partition it
+    where some axes are manual. Elsewhere it is left to XLA, through which `overlap` cuts the batch.
+    """
+    inside = jax.sharding.get_abstract_mesh()
+    if not inside.manual_axes:
+        return attend
+    spec, rest = without(spec, inside.manual_axes), set(inside.axis_names) - set(inside.manual_axes)
+    return jax.shard_map(
+        attend, in_specs=(spec,) * 3, out_specs=spec, axis_names=rest, check_vma=False
+    )
+
+
+def uses_cudnn(config: Config, mesh: Mesh) -> bool:
+    """Whether attention is cuDNN's: on GPUs, in 16 bits, if each device has whole sequences."""
+    narrow = jnp.dtype(config.dtype).itemsize == 2
+    return mesh.devices.flat[0].platform != "cpu" and narrow and config.split.context == 1
+
+
+class MLP(gpt.MLP):
+    """The GPT's; gated: SwiGLU."""
+
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+        super().__init__(config, mesh, rngs, at)
+        if config.gated:
+            shape, std = (config.hidden, config.mlp), config.hidden**-0.5
+            self.gate = Weight(config, mesh, rngs, P("fsdp", "model"), shape, std)
+        self.gated = config.gated
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.gated:
+            return super().__call__(x)
+        up, gate = (
+            shard(self.einsum("bsd,df->bsf", x, w()), self.mesh, self.at.inner)
+            for w in (self.up, self.gate)
+        )
+        inner = shard(up * jax.nn.silu(gate), self.mesh, self.at.inner)
+        return shard(self.einsum("bsf,fd->bsd", inner, self.down()), self.mesh, self.at.stream)
+
+
+class Dense(gpt.Block):
+    """The GPT's block on six axes."""
+
+    attention_type, mlp_type = Attention, MLP
 
 
 class GPT(gpt.GPT):
     """The GPT in three parts: before the layers, a run of layers, after them."""
 
-    at = SIX_AXES
+    at, block = SIX_AXES, Dense
     config: Any
 
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs):
+        shape, std = (config.vocab, config.hidden), config.hidden**-0.5
+        self.embedding = Weight(config, mesh, rngs, TABLE, shape, std)
+        if not config.tied:
+            self.head = Weight(config, mesh, rngs, TABLE, shape, std)
+        self.norm = Norm(config, mesh, self.at.stream)
+        self.layers = stack(lambda r: self.block(config, mesh, r, self.at), config.layers, rngs)
+        self.config, self.mesh, self.einsum = config, mesh, gpt.einsum_of(config)
+
+    def table(self, weight: Weight) -> jax.Array:
+        """A table as each device needs it: all of it, in the dtype of activations."""
+        return shard(weight(), self.mesh, P(None, None))
+
     def first(self, batch: dict[str, jax.Array]) -> Any:
-        return self.embed(batch["inputs"], self.embedding())
+        rows = jnp.take(self.table(self.embedding), batch["inputs"], axis=0)
+        return shard(rows, self.mesh, self.at.stream)
 
     def last(self, x: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return cross_entropy(self.score(x, self.embedding()), batch["targets"])
+        table = self.table(self.embedding if self.config.tied else self.head)
+        return cross_entropy(self.score(x, table), batch["targets"])
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return self.last(run_stack(self.layers, self.first(batch)), batch), {}
+        layers = micro_batches.run_layers(self.layers, self.first(batch), self.config.split)
+        return self.last(layers, batch), {}
 
 
 class Experts(moe.Experts):
@@ -105,11 +250,26 @@ class Experts(moe.Experts):
     there_at = P("expert", ("data", "fsdp"), None, None)
     inner_at = P("expert", ("data", "fsdp"), None, "model")
 
+    def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+        super().__init__(config, mesh, rngs, at)
+        if config.gated:
+            shape, std = (config.experts, config.hidden, config.mlp), config.hidden**-0.5
+            self.gate = Weight(config, mesh, rngs, self.up_at, shape, std)
+
+    def activated(self, there: jax.Array) -> jax.Array:
+        if not self.config.gated:  # type: ignore[attr-defined]
+            return super().activated(there)
+        up, gate = (
+            shard(self.einsum("egcd,edf->egcf", there, w()), self.mesh, self.inner_at)
+            for w in (self.up, self.gate)
+        )
+        return up * jax.nn.silu(gate)
+
 
 class Block(moe.Block):
     """The mixture's block on six axes."""
 
-    mlp_type = Experts
+    attention_type, mlp_type = Attention, Experts
     load_at = P(BATCH)
 
 
@@ -131,123 +291,158 @@ class MoE(GPT):
 
 @dataclasses.dataclass(frozen=True)
 class Configured(Recipe):
-    """A recipe on six axes, whose loss goes through the pipeline in micro-batches."""
+    """A recipe on six axes, whose loss goes in micro-batches and through a pipeline."""
 
     def make_mesh(self, config: Run) -> Mesh:
-        devices, sizes = jax.devices(), tuple(config.mesh.values())
-        needed = config.split.devices  # type: ignore[attr-defined]
-        if len(devices) < needed:
-            raise Mistake(
-                f"{config.split} needs {needed} devices and JAX sees {len(devices)}; "  # type: ignore[attr-defined]
-                "configure for fewer, or on a CPU ask for more (jax_num_cpu_devices)"
-            )
-        kinds = (AxisType.Auto,) * len(AXES)
-        return jax.make_mesh(sizes, AXES, kinds, devices=devices[:needed])
+        return mesh_on(jax.devices(), config)
 
-    def state_shardings(self, config: Run, mesh: Mesh) -> dict[str, Any]:
-        """The recipe's, with the layers' first dim over the stages."""
+    def new_params(self, config: Any, mesh: Mesh, seed: int) -> dict[str, Any]:
+        """The model's, with layers that do nothing where pipeline chunks have one fewer."""
+        params = super().new_params(config, mesh, seed)
+        real = micro_batches.real_layers(config)
+        if real.all():
+            return params
+        at = np.flatnonzero(real)
+
+        def padded(a: jax.Array) -> jax.Array:
+            return jnp.zeros((real.size, *a.shape[1:]), a.dtype).at[at].set(a)
+
+        return {**params, "layers": jax.tree.map(padded, params["layers"])}
+
+    def state_shardings(self, config: Any, mesh: Mesh) -> dict[str, Any]:
+        """The recipe's, layers over the stages, and under ZeRO-1 moments over the replicas."""
 
         def over_stages(path: Any, at: NamedSharding) -> NamedSharding:
             if not any(getattr(key, "key", None) == "layers" for key in path):
                 return at
             return NamedSharding(mesh, P("pipeline", *at.spec[1:]))
 
-        return jax.tree_util.tree_map_with_path(over_stages, super().state_shardings(config, mesh))
+        state = jax.tree_util.tree_map_with_path(over_stages, super().state_shardings(config, mesh))
+        if not config.split.zero_stage:
+            return state
+        like = jax.eval_shape(lambda: self.new_state(config, mesh, 0))["optimizer"]
+        moments = jax.tree.map(zero_sharding, state["optimizer"], like)
+        return {**state, "optimizer": moments}
 
-    def make_loss(self, config: Run, mesh: Mesh) -> Callable:
-        split = config.split  # type: ignore[attr-defined]
-        if split.pipeline == 1 and split.micro_batches(config.batch) == 1:
-            return super().make_loss(config, mesh)
-        return pipelined_loss(self, config, mesh)
+    def placed_gradients(self, config: Any, mesh: Mesh, gradients: Any) -> Any:
+        """Gradients as moments are sharded: under ZeRO-1 a device updates its share alone."""
+        if not config.split.zero_stage:
+            return gradients
+        at = self.state_shardings(config, mesh)["params"]
+        places = jax.tree.map(zero_sharding, at, gradients)
+        return jax.lax.with_sharding_constraint(gradients, places)
+
+    def make_loss(self, config: Any, mesh: Mesh) -> Callable:
+        if config.split.pipeline > 1:
+            return micro_batches.pipelined(self, config, mesh)
+        if config.micro_batches > 1:
+            return micro_batches.accumulated(super().make_loss(config, mesh), config, mesh)
+        return super().make_loss(config, mesh)
 
 
-def pipelined_loss(recipe: Recipe, config: Any, mesh: Mesh) -> Callable:
-    """loss(params, batch) -> (the loss, {}), its gradients computed by the pipeline."""
-    model: Any = nnx.eval_shape(lambda: recipe.model(config, mesh, nnx.Rngs(0)))
-    definition, state = nnx.split(model)
-    layers_definition, _ = nnx.split(model.layers)
-    no_layers = nnx.to_pure_dict(state)["layers"]
-    of = config.split
-    order = jnp.array(stage_order(of.pipeline, of.interleave))
+def zero_sharding(at: NamedSharding, like: Any) -> NamedSharding:
+    """A moment's sharding under ZeRO-1: one of its dims over the axes that replicate it, too.
 
-    def without_layers(shared: Any) -> Any:
-        return nnx.merge(definition, {**shared, "layers": no_layers})
+    The dim that `fsdp` splits where it can be divided so, else the first that can; none: as it is.
+    """
+    mesh = at.mesh
+    spec = [*at.spec, *[None] * (like.ndim - len(at.spec))]
+    entries = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
+    used = {name for entry in entries for name in entry}
+    free = tuple(a for a in ("data", "context", "expert") if a not in used and mesh.shape[a] > 1)
+    ways = int(np.prod([mesh.shape[axis] for axis in free]))
+    for dim in sorted(range(like.ndim), key=lambda dim: "fsdp" not in entries[dim]):
+        shards = int(np.prod([mesh.shape[axis] for axis in entries[dim]])) * ways
+        if free and like.shape[dim] % shards == 0:
+            spec[dim] = (*entries[dim], *free)
+            return NamedSharding(mesh, P(*spec))
+    return at
 
-    pieces = of.pipeline * of.interleave
-    run = value_and_grad(
-        lambda weights, x: run_stack(nnx.merge(layers_definition, weights), x),
-        first=lambda shared, batch: without_layers(shared).first(batch),
-        last=lambda shared, x, batch: without_layers(shared).last(x, batch),
-        mesh=mesh,
-        micro_batches=config.micro_batches,
-        pieces=of.interleave,
-    )
 
-    def to_pieces(a: jax.Array) -> jax.Array:
-        a = a.reshape(pieces, -1, *a.shape[1:])
-        return a if of.interleave == 1 else a[order]
-
-    def from_pieces(a: jax.Array) -> jax.Array:
-        a = a if of.interleave == 1 else jnp.zeros_like(a).at[order].set(a)
-        return a.reshape(-1, *a.shape[2:])
-
-    def micro_batched(a: jax.Array) -> jax.Array:
-        return jnp.swapaxes(a.reshape(-1, config.micro_batches, *a.shape[1:]), 0, 1)
-
-    def value(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        shared = {name: of for name, of in params.items() if name != "layers"}
-        stages = jax.tree.map(to_pieces, params["layers"])
-        loss, (of_stages, of_shared) = run(stages, shared, jax.tree.map(micro_batched, batch))
-        return loss, {**of_shared, "layers": jax.tree.map(from_pieces, of_stages)}
-
-    @jax.custom_vjp
-    def loss(params: Any, batch: Any) -> jax.Array:
-        return value(params, batch)[0]
-
-    def backward(gradients: Any, cotangent: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), gradients), None
-
-    loss.defvjp(value, backward)
-    return lambda params, batch: (loss(params, batch), {})
+def mesh_on(devices: Any, config: Any) -> Mesh:
+    """The mesh of a configuration in its placement."""
+    split = config.split
+    if len(devices) < split.devices:
+        raise Mistake(
+            f"{split} needs {split.devices} devices and JAX sees {len(devices)}; "
+            "configure for fewer, or on a CPU ask for more (jax_num_cpu_devices)"
+        )
+    sizes = tuple(split.axes[axis] for axis in config.order)
+    return mesh_of(Placement(config.order, sizes, domain=1), devices)
 
 
 DENSE = Configured(Config, GPT, gpt.RECIPE.batches)
 MIXTURE = Configured(Config, MoE, gpt.RECIPE.batches)
 
 
-def configured(run: TextRun, split: Configuration) -> tuple[Recipe, Config]:
-    """The recipe and the configuration of a run, split as `split` says."""
-    names = {field.name for field in dataclasses.fields(Config)} - {"split"}
-    same = {f.name: getattr(run, f.name) for f in dataclasses.fields(run) if f.name in names}
-    config = Config(**same, split=split)
+def configured(
+    run: Run, split: Configuration, order: tuple[str, ...] = AXES
+) -> tuple[Recipe, Config]:
+    """The recipe and the configuration of a run on a mesh of six axes.
+
+    A vocabulary that the axes do not divide is padded.
+
+    Raises:
+        Mistake: if the run's sizes do not divide; it says which.
+    """
+    fields = {field.name for field in dataclasses.fields(Config)} - {"split", "order"}
+    kept = {name: getattr(run, name) for name in fields if hasattr(run, name)}
+    ways = split.fsdp * split.model * split.pipeline
+    kept["vocab"] = -(-kept["vocab"] // ways) * ways
+    config = Config(split=split, order=order, **kept)
     return (MIXTURE if config.experts else DENSE), config
 
 
-def read_configuration(path: Path) -> Configuration:
-    """The first configuration of a file that `jaxoverlap configure --json` wrote.
+def chosen(recipe: Recipe, run: Run) -> tuple[Recipe, Run]:
+    """What `--configuration` chooses: the file's first mesh, in its placement.
 
     Raises:
-        Mistake: if it cannot be read, or is none.
+        Mistake: if the file is not one of `jaxoverlap configure --json`, or sizes do not divide.
     """
-    try:
-        data = msgspec.json.decode(path.read_bytes())
-        return load_configuration(data.get("configurations", [data])[0])
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise Mistake(
-            f"--configuration {path}: {error}; expected a file that `jaxoverlap configure --json` "
-            "wrote, or one configuration of it"
-        ) from error
-
-
-def chosen(recipe: Recipe, run: Run) -> tuple[Recipe, Run]:
-    """The recipe and run of the file that a run's `configuration` names, or those given."""
-    path = getattr(run, "configuration", None)
+    path: Path | None = getattr(run, "configuration", None)
     if path is None:
         return recipe, run
-    assert isinstance(run, TextRun)
     if run.has_workers:
         raise Mistake(
             "--configuration has no axis of workers: leave it out with --compress and "
             "--local-updates"
         )
-    return configured(run, read_configuration(path))
+    try:
+        found = read_chosen(path)
+        same_batch(run, found)
+        return configured(run, found.configuration, found.order)
+    except ValueError as error:
+        raise Mistake(f"--configuration {path}: {error}") from error
+
+
+def same_batch(run: Run, found: Chosen) -> None:
+    """Refuse a file that was made for another batch: micro-batches would not be those priced."""
+    if found.global_batch not in (None, run.batch):
+        raise Mistake(
+            f"made for a batch of {found.global_batch}, and --batch is {run.batch}: give "
+            f"--batch {found.global_batch}, or configure for another"
+        )
+
+
+def build(
+    model: Transformer, split: Configuration, order: tuple[str, ...], global_batch: int, pod: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """The trainer's own step for a named model on a pod, and its arguments as shapes.
+
+    Biases and learned positions, which this trainer has not, are left out.
+
+    Raises:
+        Mistake: if sizes do not divide, or the model has an expert that every token takes.
+    """
+    if model.shared_mlp:
+        raise Mistake(f"shared_mlp={model.shared_mlp}: these trainers have no such expert")
+    run = Config(
+        layers=model.layers, hidden=model.hidden, heads=model.heads, mlp=model.inner,
+        batch=global_batch, sequence=model.sequence, vocab=max(model.vocab, 256),
+        kv_heads=model.kv_heads, head_dim=model.head_dim, gated=model.gated, tied=model.tied,
+        experts=model.experts, choices=model.choices, dtype="bfloat16", slack=SLACK,
+        group=min(GROUP, model.sequence),
+    )  # fmt: skip
+    recipe, config = configured(run, split, order)
+    mesh = mesh_on(pod_devices(parse_cluster(pod)), config)
+    return recipe.make_step(config, mesh), recipe.abstract_args(config, mesh)

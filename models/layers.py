@@ -1,6 +1,6 @@
 """The parts of the models that hold no decision of a layout: pinning, weights, norms, the scan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,23 @@ class Layout:
 def shard(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """Pin `x`, and in the backward pass its cotangent, to `spec`.
 
-    Inside a shard_map, as a pipeline has, the mesh is the context's, with its manual axes.
+    Inside a shard_map, as a pipeline has, the mesh is the context's, and nothing can be pinned over
+    its manual axes: there `x` is a device's part already.
     """
-    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return jax.lax.with_sharding_constraint(x, spec if inside else NamedSharding(mesh, spec))
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not manual:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(x, without(spec, manual))
+
+
+def without(spec: P, axes: Collection[str]) -> P:
+    """Return a spec without some axes."""
+
+    def left(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in names if name is not None and name not in axes) or None
+
+    return P(*map(left, spec))
 
 
 def wide(dtype: Any) -> jnp.dtype:

@@ -161,11 +161,15 @@ class Experts(nnx.Module):
         combine = shard(combine.astype(x.dtype), mesh, self.mask_at)
 
         there = shard(self.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, self.there_at)
-        inner = shard(self.einsum("egcd,edf->egcf", there, self.up()), mesh, self.inner_at)
-        inner = shard(jax.nn.gelu(inner), mesh, self.inner_at)
+        inner = shard(self.activated(there), mesh, self.inner_at)
         said = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, self.there_at)
         y = shard(self.einsum("gsec,egcd->gsd", combine, said), mesh, self.tokens_at)
         return shard(y.reshape(x.shape), mesh, self.at.stream), uneven(probabilities)
+
+    def activated(self, there: jax.Array) -> jax.Array:
+        """The experts' inner values [expert, group, slot, mlp] of their tokens."""
+        inner = self.einsum("egcd,edf->egcf", there, self.up())
+        return jax.nn.gelu(shard(inner, self.mesh, self.inner_at))
 
 
 def uneven(probabilities: jax.Array) -> jax.Array:

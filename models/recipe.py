@@ -68,9 +68,13 @@ class Recipe:
 
     def new_state(self, config: Run, mesh: Mesh, seed: int) -> dict[str, Any]:
         """{"params", "optimizer", "step"}, plain dicts and tuples of arrays."""
-        key = jax.random.key(seed, impl="rbg")  # compiles on a CPU in a tenth of the default's time
-        params = nnx.to_pure_dict(nnx.state(self.model(config, mesh, nnx.Rngs(key)), nnx.Param))
+        params = self.new_params(config, mesh, seed)
         return dict(params=params, optimizer=make_optimizer(config).init(params), step=jnp.int32(0))
+
+    def new_params(self, config: Run, mesh: Mesh, seed: int) -> dict[str, Any]:
+        """The model's weights as plain dicts of arrays."""
+        key = jax.random.key(seed, impl="rbg")  # compiles on a CPU in a tenth of the default's time
+        return nnx.to_pure_dict(nnx.state(self.model(config, mesh, nnx.Rngs(key)), nnx.Param))
 
     def init_state(self, config: Run, mesh: Mesh, seed: int) -> dict[str, Any]:
         """A new state, made in its place on the mesh; the same numbers on every mesh."""
@@ -141,6 +145,7 @@ class Recipe:
         def train_step(state, batch):
             of = jax.value_and_grad(loss, has_aux=True)
             (value, others), gradients = of(state["params"], batch)
+            gradients = self.placed_gradients(config, mesh, gradients)
             updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], updates)
             state = dict(params=params, optimizer=moments, step=state["step"] + 1)
@@ -152,6 +157,10 @@ class Recipe:
             out_shardings=(at, whole),
             donate_argnums=0 if donate else (),
         )
+
+    def placed_gradients(self, config: Run, mesh: Mesh, gradients: Any) -> Any:
+        """The gradients, sharded as the optimizer takes them: here as the weights are."""
+        return gradients
 
     def make_grads(self, config: Run, mesh: Mesh) -> jax.stages.Wrapped:
         """A jitted grads(params, batch) -> (loss, gradients), placed like the params."""

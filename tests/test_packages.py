@@ -141,7 +141,7 @@ COMMANDS = """
     advise: --debug --json --mesh --pod --processes-per-host STEP
     audit: --at-least --debug --json --keep-rings --mesh --plain --pod --processes-per-host STEP
     configure: --axes --compile --debug --global-batch --json --keep --over --picture --plain \\
-        --pod --sequence MODEL
+        --pod --sequence --stack --trainer MODEL
     explain: --debug --json --mesh --pod --processes-per-host --verbose STEP
     flags: --as --check --debug --json POD
     plan diff: --debug --json A B

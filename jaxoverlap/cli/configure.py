@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from jaxoverlap.cli.configure_model import Simulated, simulate_best
+from jaxoverlap.cli.configure_model import shown as simulated_table
 from jaxoverlap.cli.configure_step import rank, shown
 from jaxoverlap.cli.output import OK, Json, command, say, show_json
 from jaxoverlap.cli.target import Pod, parse_axes
+from jaxoverlap.parallelism.configure import Configurations
 from jaxoverlap.parallelism.configure import configure as configured
 from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.stack import STACKS
+
+_TRAINER = "models.configured:build"
+
+
+class StackName(StrEnum):
+    """The training software that the form can count."""
+
+    JAX = "jax"
+    MEGATRON = "megatron"
 
 
 @command
@@ -34,35 +49,54 @@ def configure(
     plain: Annotated[
         bool, typer.Option("--plain", help="Count collectives as nothing hides them.")
     ] = False,
-    keep: Annotated[int, typer.Option(help="How many to rank.", min=1)] = 10,
+    keep: Annotated[int | None, typer.Option(help="How many to rank; default: 10.", min=1)] = None,
     picture: Annotated[
         Path | None, typer.Option(help="Write a picture: time by term, time against memory.")
     ] = None,
+    stack: Annotated[
+        StackName, typer.Option(help="The training software: this project's trainers, or Megatron.")
+    ] = StackName.JAX,
+    trainer: Annotated[
+        str, typer.Option(help="With --compile: the function that builds a model's step.")
+    ] = _TRAINER,
     over: Annotated[
         str | None, typer.Option(help="Axes of your own step's mesh, as in data,model.")
     ] = None,
     compiled: Annotated[
-        int, typer.Option("--compile", help="With --over: compile and simulate so many.", min=0)
+        int, typer.Option("--compile", help="Compile the best so many and simulate them.", min=0)
     ] = 0,
     json: Json = False,
 ) -> int:
-    """Which mesh a model should have on a cluster, by an analytical form; compiles nothing.
+    """Which mesh a model should have on a cluster, by an analytical form.
+
+    With `--compile 3` a trainer's step is compiled for the pod on the best three, and simulated;
+    the answer is the fastest.
 
     With `--over` your own step is priced on each mesh by XLA's partitioner, and the best compiled.
 
     `--json` writes what the trainers take: python -m models.train_gpt --configuration FILE.
     """
-    if over:
-        ranked = rank(model, pod, over.split(","), compiled=compiled)
+    if over is not None:
+        given = {"--global-batch": global_batch, "--sequence": sequence, "--axes": fix}
+        given |= {"--plain": plain, "--keep": keep, "--picture": picture}
+        given |= {"--stack": stack is not StackName.JAX, "--trainer": trainer != _TRAINER}
+        if ignored := [name for name, value in given.items() if value]:
+            raise ValueError(
+                f"{', '.join(ignored)}: of a model, and --over is of your own step, which has its "
+                "sizes; leave one of them out"
+            )
+        ranked = rank(model, pod, [name.strip() for name in over.split(",")], compiled=compiled)
         if json:
             show_json(ranked)
         else:
             say(shown(ranked, pod))
         return OK
-    if global_batch is None or compiled:
-        raise ValueError(
-            "a model wants --global-batch; --compile is for your own step, with --over"
-        )
+    if global_batch is None:
+        raise ValueError("a model wants --global-batch; your own step wants --over and its axes")
+    if trainer != _TRAINER and not compiled:
+        raise ValueError("--trainer builds what --compile compiles: give --compile 3 with it")
+    if compiled and stack is not StackName.JAX:
+        raise ValueError(f"--compile with --stack {stack}: JAX steps alone can be compiled here")
     axes = {name: [size] for name, size in parse_axes(fix).items()} if fix else None
     found = configured(
         _model(model),
@@ -71,17 +105,42 @@ def configure(
         sequence=sequence,
         axes=axes,
         overlap=not plain,
-        keep=keep,
+        keep=max(keep or 10, compiled),
+        stack=STACKS[stack],
     )
     if picture:
         from jaxoverlap.parallelism.picture import draw
 
         draw(found, picture)
+    simulated = simulate_best(found, compiled, trainer, _progress) if compiled else []
     if json:
-        show_json(found.to_builtins())
-    else:
-        say(str(found))
+        show_json(_builtins(found, simulated))
+        return OK
+    say(str(found))
+    if simulated:
+        say("\n" + simulated_table(simulated))
     return OK
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _builtins(found: Configurations, simulated: list[Simulated]) -> dict[str, Any]:
+    """Return all of it as plain data, the answer first."""
+    data = found.to_builtins()
+    if simulated:
+        rows = {id(s): row for s, row in zip(found, data["configurations"], strict=True)}
+        data["configurations"] = [
+            {
+                **rows[id(one.scored)],
+                "simulated_s": one.simulated_s,
+                "simulated_bytes": one.simulated_bytes,
+                "failed": one.failed,
+            }
+            for one in simulated
+        ]
+    return data
 
 
 def _model(named: str) -> Transformer | str:
@@ -89,8 +148,8 @@ def _model(named: str) -> Transformer | str:
     if path.suffix != ".json":
         return named
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Transformer)
-    except (OSError, msgspec.MsgspecError) as error:
+        return Transformer.from_fields(msgspec.json.decode(path.read_bytes(), type=dict))
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
         raise ValueError(
-            f"{named}: {error}; expected the fields of jaxoverlap.parallelism.model.Transformer"
+            f"{named}: {error}. Expected the fields of a jaxoverlap.Transformer as JSON"
         ) from error

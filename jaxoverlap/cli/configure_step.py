@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ class Ranked:
         axes: its sizes, slowest first.
         estimated_s, estimated_bytes: of the step as it is, partitioned by XLA; infinite if refused.
         simulated_s, simulated_bytes: of the overlapped step, compiled; None if it was not.
-        refused: why the builder refuses the mesh; "" if it does not.
+        refused: why this mesh has no estimate: the builder or XLA raised an error; "" if it has.
+        failed: why it was not compiled though asked for; "" if it was, or was not asked for.
     """
 
     axes: dict[str, int]
@@ -36,6 +37,7 @@ class Ranked:
     simulated_s: float | None = None
     simulated_bytes: float | None = None
     refused: str = ""
+    failed: str = ""
 
 
 def rank(step: str, pod: str, names: list[str], *, compiled: int) -> list[Ranked]:
@@ -48,20 +50,33 @@ def rank(step: str, pod: str, names: list[str], *, compiled: int) -> list[Ranked
         compiled: how many to compile and simulate.
 
     Raises:
-        ValueError: if no mesh is taken by the builder; with its first reason.
+        ValueError: if an axis has no name or the name of another, or no mesh gets an estimate; with
+            the first reason.
     """
+    _check(names)
     cluster = parse_cluster(pod)
-    ranked = [
-        _estimated(step, pod, dict(zip(names, sizes, strict=True)))
+    meshes = [
+        Ranked(dict(zip(names, sizes, strict=True)), math.inf, math.inf)
         for sizes in _sizes(cluster.num_devices, len(names))
     ]
+    ranked = [_recorded(mesh, _estimated, step, pod, mesh) for mesh in meshes]
     ranked.sort(key=lambda one: one.estimated_s)
     if ranked[0].refused:
         raise ValueError(
             f"{step} takes no mesh of {', '.join(names)} on {pod}: {ranked[0].refused}"
         )
-    best = [_compiled(step, pod, one) for one in ranked[:compiled] if not one.refused]
+    best = [
+        one if one.refused else _recorded(one, _compiled, step, pod, one)
+        for one in ranked[:compiled]
+    ]
     return best + ranked[len(best) :]
+
+
+def _check(names: list[str]) -> None:
+    if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+        raise ValueError(
+            f"--over {','.join(names)}: expected the names of axes, each once, as in data,model"
+        )
 
 
 def _sizes(product: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -78,19 +93,36 @@ def _built(step: str, pod: str, axes: dict[str, int]) -> Target:
     return target(step, pod, ",".join(f"{name}={size}" for name, size in axes.items()))
 
 
-def _estimated(step: str, pod: str, axes: dict[str, int]) -> Ranked:
+def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *given: Any) -> Ranked:
+    """Return a mesh's evaluation; an error of the user's builder or of XLA becomes its reason.
+
+    One mesh that cannot be built, traced or compiled is no reason to lose the others. A ValueError
+    is told by its message alone: builders say so what they cannot split.
+    """
     try:
-        of = _built(step, pod, axes)
-    except ValueError as error:  # the builder says what it cannot split
-        return Ranked(axes, math.inf, math.inf, refused=str(error))
-    jitted: Any = of.step if hasattr(of.step, "trace") else jax.jit(of.step)
-    traced = jitted.trace(*of.args)
-    mesh = next(
-        leaf.sharding.mesh for leaf in jax.tree.leaves(of.args) if hasattr(leaf.sharding, "mesh")
-    )
-    picture = partitioned(traced, traced.jaxpr, mesh, ask=False)
+        return evaluate(*given)
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{error}".strip() or type(error).__name__
+        reason = reason.splitlines()[0]
+        return (
+            replace(one, failed=reason)
+            if one.estimated_s < math.inf
+            else replace(one, refused=reason)
+        )
+
+
+def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
+    built = _built(step, pod, one.axes)
+    jitted: Any = built.step if hasattr(built.step, "trace") else jax.jit(built.step)
+    traced = jitted.trace(*built.args)
+    leaves = jax.tree.leaves(built.args)
+    meshes = [leaf.sharding.mesh for leaf in leaves if hasattr(leaf.sharding, "mesh")]
+    if not meshes:
+        raise ValueError("no argument has a sharding: give jax.ShapeDtypeStructs with shardings")
+    picture = partitioned(traced, traced.jaxpr, meshes[0], ask=False)
     seconds = estimate(picture.module, cost_model(pod)).step_s
-    return Ranked(axes, seconds, estimated_peak_bytes(picture.module))
+    return replace(one, estimated_s=seconds, estimated_bytes=estimated_peak_bytes(picture.module))
 
 
 def _compiled(step: str, pod: str, one: Ranked) -> Ranked:
@@ -119,6 +151,7 @@ def shown(ranked: list[Ranked], pod: str) -> str:
     text = table(f"Meshes on {pod}, fastest first by estimate", columns, rows, right=columns[2:])
     refused = [one for one in ranked if one.refused]
     lines = [text.rstrip(), *(f"refused: {one.axes}: {one.refused}" for one in refused)]
+    lines += [f"not compiled: {one.axes}: {one.failed}" for one in ranked if one.failed]
     done = [one for one in ranked if one.simulated_s is not None]
     by_simulation = sorted(done, key=lambda one: one.simulated_s or 0.0)
     if by_simulation != done:

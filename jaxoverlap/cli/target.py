@@ -121,7 +121,7 @@ def target_here(step: str, pod: str | None, axes: str) -> Target:
 
 
 def _built(step: str, pod: str | None, mesh: Mesh) -> Target:
-    built = _function(step)(mesh)
+    built = function(step)(mesh)
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[1], tuple | list):
         raise ValueError(
             f"{step} gave {type(built).__name__}: expected (step, args), args being the tuple of "
@@ -143,7 +143,12 @@ def parse_axes(text: str) -> dict[str, int]:
     return axes
 
 
-def _function(named: str) -> Callable[[Mesh], Any]:
+def function(named: str) -> Callable[..., Any]:
+    """Return the function that MODULE:FUNCTION names; MODULE alone: its `build`.
+
+    Raises:
+        ValueError: if there is none.
+    """
     module, _, name = named.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it: the user's modules lie here

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.stack import Stack
 
 Recompute = Literal["none", "selective", "full"]
 AXES: tuple[str, ...] = ("pipeline", "data", "fsdp", "expert", "context", "model")  # slowest first
@@ -83,45 +85,88 @@ class Configuration:
         """Micro-batches of a step; `global_batch` is its sequences."""
         return global_batch // (self.batch_ways * self.micro_batch)
 
-    def stage_layers(self, model: Transformer) -> int:
-        """Layers of the stage that has most."""
-        pieces = self.pipeline * self.interleave
-        return self.interleave * -(-model.layers // pieces)
+    def chunk_layers(self, model: Transformer) -> tuple[int, ...]:
+        """Return the layers of each pipeline chunk, in the order in which a batch meets them.
 
-    def illegal(self, model: Transformer, global_batch: int) -> str:
-        """Say why a model cannot be split so; "" if it can."""
-        per_step = self.batch_ways * self.micro_batch
-        rules: tuple[tuple[bool, str], ...] = (
-            (bool(model.heads % self.model), f"{model.heads} heads over model={self.model}"),
-            (bool(model.inner % self.model), f"an MLP of {model.inner} over model={self.model}"),
-            (
-                bool(model.key_heads % self.model) and bool(self.model % model.key_heads),
-                f"{model.key_heads} heads of keys over model={self.model}",
-            ),
-            (
-                bool(model.layers % (self.pipeline * self.interleave)),
-                f"{model.layers} layers over pipeline={self.pipeline}, "
-                f"interleave={self.interleave}",
-            ),
-            (self.interleave > 1 and self.pipeline == 1, "interleave without a pipeline"),
-            (
-                self.expert > 1 and (not model.experts or bool(model.experts % self.expert)),
-                f"{model.experts} experts over expert={self.expert}",
-            ),
-            (
-                bool(model.sequence % (self.context * (self.model if self.splits_rows else 1))),
-                f"a sequence of {model.sequence} over context={self.context}"
-                + (f" and model={self.model}" if self.splits_rows else ""),
-            ),
-            (bool(model.hidden % self.fsdp), f"hidden size {model.hidden} over fsdp={self.fsdp}"),
-            (bool(global_batch % per_step), f"a batch of {global_batch} in parts of {per_step}"),
-            (
-                self.interleave > 1 and bool(self.micro_batches(global_batch) % self.pipeline),
-                f"{self.micro_batches(global_batch)} micro-batches in rounds of "
-                f"pipeline={self.pipeline}, which interleaving asks for",
-            ),
+        Where layers do not divide, the last chunk, the first, the last but one and so on have one
+        layer fewer: the ends have the embedding and the head besides (Llama 3, arXiv 2407.21783,
+        section 3.3.2, for 126 layers over 16 stages).
+        """
+        chunks = self.pipeline * self.interleave
+        most = -(-model.layers // chunks)
+        layers = [most] * chunks
+        for i in range(chunks * most - model.layers):
+            layers[i // 2 if i % 2 else chunks - 1 - i // 2] -= 1
+        return tuple(layers)
+
+    def stage_layers(self, model: Transformer, stage: int | None = None) -> int:
+        """Layers of a stage; None: of the stage that has most."""
+        layers = self.chunk_layers(model)
+        stages = range(self.pipeline) if stage is None else (stage,)
+        return max(sum(layers[s :: self.pipeline]) for s in stages)
+
+    def shard_share(self, model: Transformer) -> float:
+        """Return a device's share of weights that FSDP splits: whole rows, so shards are padded."""
+        return -(-model.hidden // self.fsdp) / model.hidden
+
+    def illegal(self, model: Transformer, global_batch: int, stack: Stack | None = None) -> str:
+        """Say why a model cannot be split so; "" if it can.
+
+        Args:
+            stack: the training software, for what it refuses beside; None: what none can do.
+        """
+        rules = (
+            *self._rules(model, global_batch),
+            *(self._rules_of(stack, model) if stack else ()),
         )
         return next((reason for broken, reason in rules if broken), "")
+
+    def _rules(self, model: Transformer, global_batch: int) -> Iterator[tuple[bool, str]]:
+        """Yield what no software can do: whether it is the case, and in words."""
+        per_step, chunks = self.batch_ways * self.micro_batch, self.pipeline * self.interleave
+        yield bool(model.heads % self.model), f"{model.heads} heads over model={self.model}"
+        yield bool(model.inner % self.model), f"an MLP of {model.inner} over model={self.model}"
+        yield (
+            bool(model.shared_mlp % self.model),
+            f"a shared expert of {model.shared_mlp} over model={self.model}",
+        )
+        yield (
+            bool(model.key_heads % self.model) and bool(self.model % model.key_heads),
+            f"{model.key_heads} heads of keys over model={self.model}",
+        )
+        yield (
+            min(self.chunk_layers(model)[1:-1], default=1) < 1 or model.layers < self.pipeline,
+            f"{model.layers} layers over pipeline={self.pipeline}, interleave={self.interleave}: "
+            "only the first and the last chunk may have none",
+        )
+        yield self.interleave > 1 and self.pipeline == 1, "interleave without a pipeline"
+        yield (
+            self.expert > 1 and (not model.experts or bool(model.experts % self.expert)),
+            f"{model.experts} experts over expert={self.expert}",
+        )
+        rows = self.context * (self.model if self.splits_rows else 1)
+        yield (
+            bool(model.sequence % rows),
+            f"a sequence of {model.sequence} over context={self.context}"
+            + (f" and model={self.model}" if self.splits_rows else ""),
+        )
+        yield self.fsdp > model.hidden, f"hidden size {model.hidden} over fsdp={self.fsdp}"
+        yield bool(global_batch % per_step), f"a batch of {global_batch} in parts of {per_step}"
+        yield (
+            chunks > self.pipeline and bool(self.micro_batches(global_batch) % self.pipeline),
+            f"{self.micro_batches(global_batch)} micro-batches in rounds of "
+            f"pipeline={self.pipeline}, which interleaving asks for",
+        )
+
+    def _rules_of(self, stack: Stack, model: Transformer) -> Iterator[tuple[bool, str]]:
+        """Yield what one software cannot do beside: whether it is the case, and in words."""
+        if not stack.even_shards:
+            return
+        ways = self.fsdp * (self.replicas // self.fsdp if self.zero_stage else 1)
+        yield (
+            bool(model.hidden % ways),
+            f"hidden size {model.hidden} over {ways} shards: {stack.name} has even shards only",
+        )
 
     @property
     def splits_rows(self) -> bool:
@@ -130,8 +175,13 @@ class Configuration:
 
     def __str__(self) -> str:
         axes = " ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
+        return f"{axes or 'one device'}, {self.settings}"
+
+    @property
+    def settings(self) -> str:
+        """What is not an axis, in words."""
         more = [f"micro-batch {self.micro_batch}"]
         more += [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
         more += [f"{self.recompute} recompute"] if self.recompute != "none" else []
         more += [f"interleave {self.interleave}"] if self.interleave > 1 else []
-        return f"{axes or 'one device'}, {', '.join(more)}"
+        return ", ".join(more)

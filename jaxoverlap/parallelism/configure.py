@@ -9,16 +9,18 @@ from typing import Any, overload
 
 from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
-from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.file import plain
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
 from jaxoverlap.parallelism.memory import Memory
-from jaxoverlap.parallelism.model import Transformer, named_model
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.rates import Rates, rates_of
 from jaxoverlap.parallelism.search import Found, Scored, Space, search
 from jaxoverlap.parallelism.stack import JAX, Stack
 
 _MOST_HOSTS = 65536
 _ONE_BY_ONE = 60  # hosts
+_SLOW_SUMS = 0.1  # of a step: exposed sums over data from which on less traffic is worth its price
 
 
 class NothingFitsError(ValueError):
@@ -32,6 +34,7 @@ class Configurations(Sequence[Scored]):
     Attributes:
         model, cluster, global_batch, stack: what was asked.
         found: the outcome of the search, counts and all.
+        tools: what of this library the first of them uses, and what each saves by the form.
     """
 
     model: Transformer
@@ -39,6 +42,7 @@ class Configurations(Sequence[Scored]):
     global_batch: int
     stack: Stack
     found: Found
+    tools: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> Scored: ...
@@ -86,14 +90,24 @@ class Configurations(Sequence[Scored]):
             f"{found.splits} legal splits, {found.fitting} fit in memory, {found.priced} priced, "
             f"in {found.search_s * 1e3:.0f} ms; {self.tokens_per_s:,.0f} tokens/s by the choice"
         )
-        return f"{head}\n\n{self._table()}\n{self.why()}\n{searched}"
+        uses = "".join(f"\n  {line}" for line in self.tools)
+        tools = f"\nUse for 1:{uses}" if uses else ""
+        return f"{head}\n\n{self._table()}\n{self.why()}{tools}\n{searched}"
 
     def _table(self) -> str:
-        columns = ("", "configuration", "step s", "compute", "collectives", "bubble", "memory GB")
+        columns = (
+            "",
+            "configuration, slowest axis first",
+            "step s",
+            "compute",
+            "collectives",
+            "bubble",
+            "memory GB",
+        )
         rows = [
             (
                 str(number),
-                str(scored.configuration),
+                scored.shown,
                 f"{scored.step_s:.3g}",
                 f"{scored.terms.compute + scored.terms.recompute:.3g}",
                 f"{exposed_s(scored.terms):.3g}",
@@ -111,11 +125,11 @@ class Configurations(Sequence[Scored]):
             "cluster": str(self.cluster),
             "global_batch": self.global_batch,
             "search_s": self.found.search_s,
+            "tools": list(self.tools),
             "splits": self.found.splits,
             "configurations": [
                 {
-                    **asdict(s.configuration),
-                    "order": s.placement.order,
+                    **plain(s.configuration, s.placement.order),
                     "step_s": s.step_s,
                     "terms": s.terms.by_term,
                     "memory": s.memory.by_term,
@@ -177,7 +191,29 @@ def configure(
     found = search(model, cluster, times, space=space, keep=keep)
     if not found.best:
         raise NothingFitsError(_nothing_fits(model, cluster, times, space, found))
-    return Configurations(model, cluster, global_batch, stack, found)
+    tools = tuple(_tools(times, found.best[0])) if stack is JAX else ()
+    return Configurations(model, cluster, global_batch, stack, found, tools)
+
+
+def _tools(times: IterationTime, best: Scored) -> Iterator[str]:
+    """Yield which of this library's tools a configuration uses, with what they save by the form."""
+    config, step_s = best.configuration, best.step_s
+    plain_s = times.terms(replace(config, overlap=False), best.placement).step_s
+    if config.overlap and plain_s > step_s:
+        yield (
+            f"jaxoverlap.overlap(step): {plain_s:.3g} s without, {plain_s / step_s - 1:.0%} more "
+            "(docs/options.md)"
+        )
+    if config.pipeline > 1:
+        yield "jaxoverlap.pipeline.value_and_grad: its stages (docs/configure.md)"
+    if config.context > 1:
+        yield "jaxoverlap.train.varlen, if the lengths of sequences vary (docs/varlen.md)"
+    if best.terms.data > _SLOW_SUMS * step_s:
+        yield (
+            f"sums over data take {best.terms.data:.3g} s of {step_s:.3g}: local updates every 12 "
+            f"steps would take {best.terms.data / 12:.2g} a step (docs/local_updates.md), or "
+            "compressed gradients (docs/compression.md); both change what is learnt, as these say"
+        )
 
 
 def _nothing_fits(
@@ -227,16 +263,3 @@ def _smallest_cluster(
         if search(model, larger, times, space=space, keep=0).fitting:
             return larger
     return None
-
-
-def load_configuration(data: Mapping[str, Any]) -> Configuration:
-    """Return a configuration from plain data, as `Configurations.to_builtins` has them.
-
-    Raises:
-        ValueError: for a field that is missing or unknown.
-    """
-    known = set(Configuration.__dataclass_fields__)
-    more = {"order", "step_s", "terms", "memory"}
-    if unknown := set(data) - known - more:
-        raise ValueError(f"unknown fields {sorted(unknown)}: known are {', '.join(sorted(known))}")
-    return Configuration(**{name: value for name, value in data.items() if name in known})

@@ -16,7 +16,7 @@ from jaxoverlap.cost.groups import Group, pair
 from jaxoverlap.cost.kernels import MatmulKernel
 from jaxoverlap.parallelism import traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
-from jaxoverlap.parallelism.memory import StageParams
+from jaxoverlap.parallelism.memory import StageParams, layer_activation_bytes, zero_ways
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.rates import Rates, work_s
@@ -82,132 +82,187 @@ class IterationTime:
         self.model, self.rates, self.stack = model, rates, stack
         self.global_batch = global_batch
         self._layer = functools.cache(self._layer_uncached)
+        self._forward_s = functools.cache(self._forward_uncached)
         self._head = functools.cache(self._head_uncached)
         self._sends = dict[tuple[object, ...], Terms]()
 
-    def terms(self, of: Configuration, placement: Placement) -> Terms:
+    def terms(self, config: Configuration, placement: Placement) -> Terms:
         """Return a configuration's seconds by term.
 
-        The stage that takes longest (the last: it has the head) runs all micro-batches; the
-        others take their one pass while the pipeline fills and drains, which interleaving by v
-        divides by v.
+        The stage that takes longest runs all micro-batches; the others take their one pass while
+        the pipeline fills and drains, which interleaving by v divides by v.
         """
-        micro_batches = of.micro_batches(self.global_batch)
-        layers = self._layer(_kernels_key(of)) + self._layer_sends(of, placement)
-        stage = layers * of.stage_layers(self.model)
-        sends = self._stage_sends(of, placement)
-        stage += replace(Terms(), pipeline=sends)
-        head = self._head(_kernels_key(of))
-        slowest = stage + head
-        bubble_s = (of.pipeline - 1) * stage.step_s / of.interleave
+        micro_batches = config.micro_batches(self.global_batch)
+        layer = self._layer(_kernels_key(config)) + self._layer_sends(config, placement)
+        once = replace(Terms(), pipeline=self._stage_sends(config, placement))
+        once += replace(Terms(), fsdp=self._unhidden_s(config, placement))
+        once += replace(Terms(), compute=self._added_s(config))
+        middle_layers, last_layers = self._stage_layers(config)
+        middle = layer * middle_layers + once
+        last = layer * last_layers + once + self._head(_kernels_key(config))
+        slowest = max(middle, last, key=lambda stage: stage.step_s)
+        bubble_s = (config.pipeline - 1) * middle.step_s / config.interleave
         return slowest * micro_batches + Terms(
             bubble=bubble_s,
-            data=self._data_s(of, placement, slowest),
-            pipeline=self._table_s(of, placement),
-            optimizer=self._optimizer_s(of),
+            data=self._data_s(config, placement, slowest),
+            pipeline=self._table_s(config, placement),
+            optimizer=self._optimizer_s(config),
         )
 
-    def bound_s(self, of: Configuration, placement: Placement) -> float:
+    def _stage_layers(self, config: Configuration) -> tuple[int, int]:
+        """Layers of the stage that has most, and of the last; in one program all have as many."""
+        if self.stack.lockstep:
+            most = config.interleave * max(config.chunk_layers(self.model))
+            return most, most
+        return config.stage_layers(self.model), config.stage_layers(self.model, config.pipeline - 1)
+
+    def bound_s(self, config: Configuration, placement: Placement) -> float:
         """Return seconds that no placement goes below: kernels, their bubble, and rings.
 
         Args:
             placement: any; tensor parallelism stands innermost in all of them.
         """
-        layer_s = self._layer(_kernels_key(of)).step_s + self._layer_sends(of, placement).model
-        stage_s, head_s = layer_s * of.stage_layers(self.model), self._head(_kernels_key(of)).step_s
-        bubble_s = (of.pipeline - 1) * stage_s / of.interleave
-        return (stage_s + head_s) * of.micro_batches(self.global_batch) + bubble_s
+        layer_s = self._layer(_kernels_key(config)).step_s
+        layer_s += self._layer_sends(config, placement).model
+        middle, last = self._stage_layers(config)
+        slowest_s = max(layer_s * middle, layer_s * last + self._head(_kernels_key(config)).step_s)
+        bubble_s = (config.pipeline - 1) * layer_s * middle / config.interleave
+        return slowest_s * config.micro_batches(self.global_batch) + bubble_s
 
     # -- kernels ----------------------------------------------------------------------------------
 
-    def _layer_uncached(self, of: Configuration) -> Terms:
+    def _layer_uncached(self, config: Configuration) -> Terms:
         """Seconds of a layer's kernels for one micro-batch."""
-        counted = work.layer(self.model, of, self.stack)
-        forward_s, backward_s = (self._work_s(w) for w in (counted.forward, counted.backward))
+        counted = work.layer(self.model, config, self.stack)
+        forward_s, backward_s = self._forward_s(config), self._work_s(counted.backward)
         again_s = {
             "none": 0.0,
             "selective": self._work_s(counted.again),
             "full": forward_s,
-        }[of.recompute]
-        if self.stack.lockstep and of.pipeline > 1:
+        }[config.recompute]
+        if self.stack.lockstep and config.pipeline > 1:
             again_s += forward_s
-        passes = 3 if of.recompute == "full" else 2
-        host_s = passes * self.stack.host_s
-        return Terms(compute=forward_s + backward_s + host_s, recompute=again_s)
+        stacked_s = 0.0
+        if self.stack.saved > 1 and config.recompute != "full":
+            # A scan copies what is kept into its stack, and out of it: four more passes over it.
+            kept = layer_activation_bytes(self.model, config, self.stack)
+            stacked_s = self._work_s(work.Work(memory_bytes=4 * kept))
+        return Terms(compute=forward_s + backward_s + stacked_s, recompute=again_s)
 
-    def _head_uncached(self, of: Configuration) -> Terms:
-        counted = work.head(self.model, of)
+    def _forward_uncached(self, config: Configuration) -> float:
+        return self._work_s(work.layer(self.model, config, self.stack).forward)
+
+    def _head_uncached(self, config: Configuration) -> Terms:
+        counted = work.head(self.model, config)
         return Terms(compute=self._work_s(counted.forward) + self._work_s(counted.backward))
 
     def _work_s(self, counted: work.Work) -> float:
         return self.stack.compute_factor * work_s(self.rates, counted)
 
-    def _optimizer_s(self, of: Configuration) -> float:
-        params = StageParams.largest(self.model, of).total / of.fsdp
-        if of.zero_stage:
-            params /= of.replicas // of.fsdp
-        return self._work_s(work.optimizer(params, self.stack))
+    def _added_s(self, config: Configuration) -> float:
+        """Seconds of adding up a micro-batch's gradients, in a program that does it apart."""
+        if not self.stack.lockstep or config.micro_batches(self.global_batch) == 1:
+            return 0.0
+        params = StageParams.largest(self.model, config, even=True)
+        stored = (params.total - params.tables) * config.shard_share(self.model)
+        return self._work_s(work.added_gradients(stored, in_pipeline=config.pipeline > 1))
+
+    def _optimizer_s(self, config: Configuration) -> float:
+        params = StageParams.largest(self.model, config, even=self.stack.lockstep)
+        elements = 0.0
+        for part, ways in zip((params.dense, params.experts), zero_ways(config), strict=True):
+            elements += part * config.shard_share(self.model) / (ways if config.zero_stage else 1)
+        return self._work_s(work.optimizer(elements, self.stack))
 
     # -- collectives ------------------------------------------------------------------------------
 
-    def _sent_s(self, sent: Sent, placement: Placement) -> float:
-        """Return the seconds of one collective, alone on its links."""
+    def _sent_s(self, sent: Sent, placement: Placement, pieces: int | None = None) -> float:
+        """Return the seconds of one collective, alone on its links.
+
+        Args:
+            pieces: messages of equal size that it is; None: as many as the stack sends.
+        """
         group = placement.group(*sent.axes)
         if sent.kind == PERMUTE:
             group = pair(group)
-        elif sent.term == "pipeline":
+        elif sent.term == "pipeline" and sent.kind == "all-reduce":
             group = Group(2, min(group.domains, 2))
-        pieces = 1
-        if sent.term == "fsdp" and self.stack.gathers_matrices:
-            pieces = 4 + self.model.mlp_matrices  # of about equal size
+        if pieces is None:
+            apart = sent.term == "fsdp" and self.stack.gathers_matrices
+            pieces = 4 + self.model.mlp_matrices if apart else 1  # of about equal size
         piece_bytes = sent.sent_bytes / pieces
-        return pieces * self._collective_s(sent.kind, piece_bytes, group, placement)
+        return pieces * self._collective_s(sent.kind, piece_bytes, group)
 
-    def _collective_s(
-        self, kind: str, sent_bytes: float, group: Group, placement: Placement
-    ) -> float:
+    def _collective_s(self, kind: str, sent_bytes: float, group: Group) -> float:
         seconds = self.rates.collective_s(kind, sent_bytes, group)
-        if group.domains == 1:
-            return seconds
-        here = group.size / group.domains
-        partial = kind != PERMUTE and 1 < here < placement.domain
-        return seconds / (self.stack.partial_host_share if partial else self.stack.network_share)
+        return seconds if group.domains == 1 else seconds / self.stack.network_share
 
-    def _layer_sends(self, of: Configuration, placement: Placement) -> Terms:
+    def _layer_sends(self, config: Configuration, placement: Placement) -> Terms:
         """Seconds of a layer's collectives that nothing hides, for one micro-batch."""
         groups = tuple(placement.group(axis) for axis in ("model", "context", "expert", "fsdp"))
-        key = (_kernels_key(of), of.fsdp, of.overlap, groups)
+        key = (_kernels_key(config), config.fsdp, config.overlap, groups)
         if key not in self._sends:
-            self._sends[key] = self._layer_sends_uncached(of, placement)
+            self._sends[key] = self._layer_sends_uncached(config, placement)
         return self._sends[key]
 
-    def _layer_sends_uncached(self, of: Configuration, placement: Placement) -> Terms:
+    def _layer_sends_uncached(self, config: Configuration, placement: Placement) -> Terms:
         seconds = dict[str, float]()
-        sends = traffic.of_layer(self.model, of)
+        sends = traffic.of_layer(self.model, config, self.stack)
         for sent in sends:
             whole_s = sent.count * self._sent_s(sent, placement)
             seconds[sent.term] = seconds.get(sent.term, 0.0) + whole_s
-        if of.overlap and "model" in seconds:
-            seconds["model"] = min(seconds["model"], self._rings_s(of, placement, sends))
-        if of.overlap and "fsdp" in seconds:
-            seconds["fsdp"] = self._gathers_s(of, placement, sends)
+        if not self._hides(config):
+            return Terms(**seconds)
+        if "model" in seconds:
+            whole_s = seconds["model"]
+            rings_s = self._rings_s(config, placement, sends)
+            halves_s = self._halves_s(config, placement, whole_s)
+            seconds["model"] = min(whole_s, rings_s, halves_s)
+        if "fsdp" in seconds:
+            phases = self._fsdp_phases(config, placement, sends)
+            seconds["fsdp"] = sum(max(0.0, sent_s - kernels_s) for sent_s, kernels_s in phases)
         return Terms(**seconds)
 
-    def _rings_s(self, of: Configuration, placement: Placement, sends: Iterable[Sent]) -> float:
+    def _hides(self, config: Configuration) -> bool:
+        """Return whether rings and gathers ahead hide collectives.
+
+        In a pipeline of one program they do not: its stages run in loops over ticks, into which
+        `jaxoverlap.overlap` does not reach.
+        """
+        return config.overlap and not (self.stack.lockstep and config.pipeline > 1)
+
+    def _unhidden_s(self, config: Configuration, placement: Placement) -> float:
+        """Seconds of FSDP's collectives at the ends of a micro-batch, which no layer hides.
+
+        Those are the tables', the first layer's gather and the last one's scatter.
+        """
+        tables = traffic.of_tables(self.model, config, self.stack)
+        seconds = sum(self._sent_s(s, placement, pieces=1) for s in tables)
+        if config.fsdp > 1 and self._hides(config):
+            sends = traffic.of_layer(self.model, config, self.stack)
+            ends = [s for s in sends if s.term == "fsdp" and (s.phase, s.kind) in _ENDS]
+            hidden = [kernels_s for _, kernels_s in self._fsdp_phases(config, placement, sends)]
+            seconds += sum(
+                min(self._sent_s(s, placement), kernels_s)
+                for s, kernels_s in zip(ends, hidden, strict=True)
+            )
+        return seconds
+
+    def _rings_s(self, config: Configuration, placement: Placement, sends: Iterable[Sent]) -> float:
         """Seconds that rings along the tensor axis leave exposed in a layer, or add to its matmuls.
 
         A collective beside a matmul becomes n chunks of it and n - 1 hops: chunk + (n - 1)
         max(chunk, hop), whatever of it is more than the matmul (`jaxoverlap.passes.rings`). The
         backward pass has two matmuls over each hop. A site keeps its collective where that is less.
         """
-        n, group = of.model, placement.group("model")
-        counted = work.layer(self.model, of, self.stack)
+        n, group = config.model, placement.group("model")
+        counted = work.layer(self.model, config, self.stack)
         mine = [s for s in sends if s.term == "model"]
-        if not of.splits_rows or not counted.forward.matmuls:
+        if not config.splits_rows or not counted.forward.matmuls:
             return float("inf")
         exposed_s = 0.0
         for sent in mine:
-            hop_s = self._collective_s(PERMUTE, sent.sent_bytes / (n - 1), pair(group), placement)
+            hop_s = self._collective_s(PERMUTE, sent.sent_bytes / (n - 1), pair(group))
             plain_s = self._sent_s(sent, placement)
             matmuls = counted.forward.matmuls[:4]
             per_hop = 2 if sent.phase == "backward" else 1
@@ -219,61 +274,86 @@ class IterationTime:
                 exposed_s += min(plain_s, max(ring_s, 0.0))
         return exposed_s
 
+    def _halves_s(self, config: Configuration, placement: Placement, whole_s: float) -> float:
+        """Seconds that tensor parallelism adds to a layer if the batch runs in two halves.
+
+        Within one NVLink domain alone, where the share that stays exposed was found.
+        """
+        near = placement.group("model").domains == 1
+        if self.stack.halves_exposed is None or config.micro_batch % 2 or not near:
+            return float("inf")
+        layer_s = self._layer(_kernels_key(config)).step_s
+        exposed_s = max(whole_s - layer_s, self.stack.halves_exposed * whole_s)
+        return exposed_s + self.stack.halves_compute * layer_s
+
     def _matmul_s(self, matmul: MatmulKernel) -> float:
         return self.stack.compute_factor * self.rates.matmul_s(matmul)
 
-    def _gathers_s(self, of: Configuration, placement: Placement, sends: Iterable[Sent]) -> float:
-        """Seconds that FSDP's collectives last longer than the layer whose kernels they run under.
+    def _fsdp_phases(
+        self, config: Configuration, placement: Placement, sends: Iterable[Sent]
+    ) -> list[tuple[float, float]]:
+        """Return FSDP's seconds in a layer and those of the layer's kernels; forward, backward.
 
         Gathers run one layer ahead; forward and backward apart, as neither hides the other's.
         """
-        layer = self._layer(_kernels_key(of))
-        forward_s = layer.recompute if of.recompute == "full" else layer.compute / 3
-        under = {"forward": forward_s, "backward": layer.compute + layer.recompute - forward_s}
-        exposed_s = 0.0
-        for phase, kernels_s in under.items():
-            sent_s = sum(
-                s.count * self._sent_s(s, placement)
-                for s in sends
-                if s.term == "fsdp" and s.phase == phase
+        layer = self._layer(_kernels_key(config))
+        forward_s = self._forward_s(_kernels_key(config))
+        backward_s = layer.compute + layer.recompute - forward_s
+        return [
+            (
+                sum(
+                    s.count * self._sent_s(s, placement)
+                    for s in sends
+                    if s.term == "fsdp" and s.phase == phase
+                ),
+                kernels_s,
             )
-            exposed_s += max(0.0, sent_s - kernels_s)
-        return exposed_s
+            for phase, kernels_s in (("forward", forward_s), ("backward", backward_s))
+        ]
 
-    def _stage_sends(self, of: Configuration, placement: Placement) -> float:
-        sends = traffic.of_stage(self.model, of, self.stack)
-        return of.interleave * sum(self._sent_s(s, placement) for s in sends)
+    def _stage_sends(self, config: Configuration, placement: Placement) -> float:
+        sends = traffic.of_stage(self.model, config, self.stack)
+        return config.interleave * sum(self._sent_s(s, placement) for s in sends)
 
-    def _data_s(self, of: Configuration, placement: Placement, slowest: Terms) -> float:
+    def _data_s(self, config: Configuration, placement: Placement, slowest: Terms) -> float:
         """Seconds of the sums of gradients, less what the last backward pass hides of them."""
-        sums = [s for s in self._of_step(of) if s.term == "data"]
+        sums = [s for s in self._of_step(config) if s.term == "data"]
         seconds = sum(s.count * self._sent_s(s, placement) for s in sums)
-        if not self.stack.hides_data:
+        micro_batches, layers = (
+            config.micro_batches(self.global_batch),
+            config.stage_layers(self.model),
+        )
+        if not self.stack.hides_data or (self.stack.lockstep and micro_batches > 1):
             return seconds
-        layers = of.stage_layers(self.model)
-        every = of.zero_stage == 2 or self.stack.sums_every_micro_batch
-        passes = of.micro_batches(self.global_batch) if every else 1
+        passes = micro_batches if config.zero_stage == 2 else 1
         hidden_s = passes * slowest.compute * 2 / 3 * (layers - 1) / layers
         return max(seconds - hidden_s, seconds / layers)
 
-    def _of_step(self, of: Configuration) -> list[Sent]:
-        return traffic.of_step(self.model, of, self.stack, of.micro_batches(self.global_batch))
+    def _of_step(self, config: Configuration) -> list[Sent]:
+        return traffic.of_step(
+            self.model, config, self.stack, config.micro_batches(self.global_batch)
+        )
 
-    def _table_s(self, of: Configuration, placement: Placement) -> float:
-        sums = [s for s in self._of_step(of) if s.term == "pipeline"]
+    def _table_s(self, config: Configuration, placement: Placement) -> float:
+        sums = [s for s in self._of_step(config) if s.term == "pipeline"]
         return sum(self._sent_s(s, placement) for s in sums)
 
 
-def _kernels_key(of: Configuration) -> Configuration:
+# What no layer hides of FSDP's: (phase, kind), in the order of `_fsdp_phases`.
+_ENDS = (("forward", "all-gather"), ("backward", "reduce-scatter"))
+
+
+def _kernels_key(config: Configuration) -> Configuration:
     """Return a configuration with only those fields that its kernels depend on."""
     return Configuration(
-        pipeline=min(of.pipeline, 2),
-        model=of.model,
-        expert=of.expert,
-        context=of.context,
-        micro_batch=of.micro_batch,
-        recompute=of.recompute,
-        sequence_parallel=of.sequence_parallel,
+        pipeline=min(config.pipeline, 2),
+        model=config.model,
+        expert=config.expert,
+        context=config.context,
+        micro_batch=config.micro_batch,
+        recompute=config.recompute,
+        sequence_parallel=config.sequence_parallel,
+        fsdp=config.fsdp,
     )
 
 

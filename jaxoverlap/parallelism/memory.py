@@ -6,8 +6,7 @@ Parameters are exact: they reproduce the integers that Megatron-DeepSpeed printe
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.model import Transformer
@@ -45,49 +44,49 @@ class StageParams:
         return StageParams(self.dense * count, self.experts * count, self.tables * count)
 
     @classmethod
-    def of_layer(cls, model: Transformer, of: Configuration) -> StageParams:
-        """Count a layer's: matrices over the tensor axis; norms and biases of rows whole."""
-        return _layer_params(model, of.model, of.expert)
+    def of_layer(cls, model: Transformer, config: Configuration) -> StageParams:
+        """Count a layer's: matrices over the tensor axis; norms and biases of rows replicated."""
+        return cls(*model.layer_params(config.model, config.expert))
 
     @classmethod
-    def of_stage(cls, model: Transformer, of: Configuration, stage: int) -> StageParams:
+    def of_stage(
+        cls, model: Transformer, config: Configuration, stage: int, *, even: bool = False
+    ) -> StageParams:
         """Count a stage's; the last has a copy of a tied table, as Megatron's has, with positions.
 
-        Without a pipeline a tied table is there once.
+        Args:
+            even: whether the stages are one program: all have as many layers, empty ones among
+                them, and an equal share of the tables, as `models.configured` shards them.
         """
-        last = stage == of.pipeline - 1
-        params = cls.of_layer(model, of) * of.stage_layers(model)
-        table = model.vocab * model.hidden // of.model
+        table = model.vocab * model.hidden // config.model
         embedding = table + model.learned_positions * model.hidden
+        if even or config.pipeline == 1:
+            layers = config.interleave * max(config.chunk_layers(model))
+            tables = (embedding + (0 if model.tied else table)) // config.pipeline
+            ends = cls(tables + model.norm_params, tables=tables)
+            return cls.of_layer(model, config) * layers + ends
+        params = cls.of_layer(model, config) * config.stage_layers(model, stage)
         if stage == 0:
             params += cls(embedding, tables=embedding)
-        if last:
-            if of.pipeline > 1:
-                own = embedding if model.tied else table
-            else:
-                own = 0 if model.tied else table
+        if stage == config.pipeline - 1:
+            own = embedding if model.tied else table
             params += cls(own + model.norm_params, tables=own)
         return params
 
     @classmethod
-    def largest(cls, model: Transformer, of: Configuration) -> StageParams:
+    def largest(
+        cls, model: Transformer, config: Configuration, *, even: bool = False
+    ) -> StageParams:
         """Return the stage's that has most."""
-        ends = (cls.of_stage(model, of, stage) for stage in (0, of.pipeline - 1))
-        return max(ends, key=lambda params: params.total)
+        stages = (cls.of_stage(model, config, s, even=even) for s in distinct_stages(model, config))
+        return max(stages, key=lambda params: params.total)
 
 
-@functools.cache
-def _layer_params(model: Transformer, t: int, expert: int) -> StageParams:
-    h, kv = model.hidden, max(model.kv_hidden // t, model.head_size)
-    attention = 2 * h * h // t + 2 * h * kv
-    mlp = model.mlp_matrices * h * model.inner // t
-    dense = attention + 2 * model.norm_params
-    if model.biases:
-        dense += h // t + 2 * kv + h
-        mlp += (model.mlp_matrices - 1) * model.inner // t + h
-    if not model.experts:
-        return StageParams(dense + mlp)
-    return StageParams(dense + h * model.experts, mlp * model.experts // expert)
+def distinct_stages(model: Transformer, config: Configuration) -> list[int]:
+    """Return the stages of which one has most: the ends, and the second if the first is lighter."""
+    uneven = model.layers % (config.pipeline * config.interleave)
+    second = min(1, config.pipeline - 1) if uneven else 0
+    return sorted({0, second, config.pipeline - 1})
 
 
 @dataclass(frozen=True)
@@ -123,15 +122,27 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
 
-def state_bytes_per_param(of: Configuration, stack: Stack) -> tuple[float, float, float]:
-    """Return the bytes of a parameter's weight, gradient and optimizer state on a device.
+def state_bytes(
+    model: Transformer, config: Configuration, stack: Stack, params: StageParams
+) -> tuple[float, float, float]:
+    """Return the bytes of a device's weights, gradients and optimizer state.
 
-    Before `fsdp` splits all of them.
+    `fsdp` splits all of them. ZeRO splits states and gradients over the devices that have the same
+    weights besides: of experts, those along `expert` have other ones.
     """
-    ways = of.replicas // of.fsdp
-    gradient = stack.gradient_bytes / (ways if of.zero_stage >= 2 else 1)
-    state = stack.optimizer_bytes / (ways if of.zero_stage >= 1 else 1)
-    return stack.weight_bytes, gradient, state
+    weights = gradients = states = 0.0
+    for elements, ways in zip((params.dense, params.experts), zero_ways(config), strict=True):
+        shard = elements * config.shard_share(model)
+        weights += stack.weight_bytes * shard
+        gradients += stack.gradient_bytes * shard / (ways if config.zero_stage >= 2 else 1)
+        states += stack.optimizer_bytes * shard / (ways if config.zero_stage >= 1 else 1)
+    return weights, gradients, states
+
+
+def zero_ways(config: Configuration) -> tuple[int, int]:
+    """Return over how many devices ZeRO splits states: of weights outside experts, of experts."""
+    ways = config.replicas // config.fsdp
+    return ways, ways // config.expert
 
 
 def in_flight(of: Configuration, micro_batches: int, stage: int = 0) -> int:
@@ -158,59 +169,88 @@ def layer_activation_bytes(model: Transformer, of: Configuration, stack: Stack) 
     h, t = model.hidden, of.model
     whole = (10 if stack.dropout else 8) * tokens * h / (t if of.splits_rows else 1)
     kv = max(model.kv_hidden / t, model.head_size)
-    inner = max(model.choices, 1) * model.inner / t * model.mlp_matrices * _ELEMENT
-    split = tokens * (2 * _ELEMENT * h / t + 2 * _ELEMENT * kv + inner)
+    inner = model.active_inner / t * model.mlp_matrices * _ELEMENT
+    split = tokens * (2 * _ELEMENT * model.query_hidden / t + 2 * _ELEMENT * kv + inner)
     scores = 0.0
-    if not stack.fused_attention and of.recompute == "none":
-        scores = (5 if stack.dropout else 2) * tokens * model.sequence * model.heads / t
-    return whole + split + scores
+    if not stack.fuses(of.context) and (of.recompute == "none" or stack.saved > 1):
+        scores = (
+            (5 if stack.dropout else stack.score_bytes) * tokens * model.sequence * model.heads / t
+        )
+    return stack.saved * (whole + split + scores)
 
 
 def memory(
-    model: Transformer, of: Configuration, stack: Stack, global_batch: int, stage: int = 0
+    model: Transformer, config: Configuration, stack: Stack, global_batch: int, stage: int = 0
 ) -> Memory:
     """Count a stage's memory at its peak."""
-    params = StageParams.of_stage(model, of, stage).total / of.fsdp
-    weight, gradient, state = state_bytes_per_param(of, stack)
-    tokens = of.micro_batch * model.sequence / of.context
-    split = of.model if of.splits_rows else 1
-    micro_batches, layers = of.micro_batches(global_batch), of.stage_layers(model) / of.interleave
-    kept = in_flight(of, micro_batches, stage)
-    one = layer_activation_bytes(model, of, stack)
+    one_program = stack.lockstep and config.pipeline > 1
+    params = StageParams.of_stage(model, config, stage, even=one_program)
+    weights, gradients, states = state_bytes(model, config, stack, params)
+    tokens = config.micro_batch * model.sequence / config.context
+    split = config.model if config.splits_rows else 1
+    micro_batches = config.micro_batches(global_batch)
+    layers = config.stage_layers(model, stage) / config.interleave
+    kept = in_flight(config, micro_batches, stage)
+    one = layer_activation_bytes(model, config, stack)
     stream = _ELEMENT * tokens * model.hidden / split
-    per_layer = stream if of.recompute == "full" else one
-    last = stage == of.pipeline - 1
-    logits = tokens * model.vocab / of.model * (2 + 4 + 4) if last else 0.0
+    per_layer = stream if config.recompute == "full" else one
+    last = stage == config.pipeline - 1
+    logits = tokens * model.vocab / config.model * (2 + 4 + 4) if last else 0.0
     mask = stream / _ELEMENT if stage == 0 and stack.dropout else 0.0  # of the embedding's dropout
-    layer = StageParams.of_layer(model, of).total
+    layer = StageParams.of_layer(model, config).total
     piece = layers * per_layer + mask + stack.micro_batch_bytes
-    running = one if of.recompute == "full" else 0.0
-    if stack.lockstep and of.pipeline > 1:
-        kept = Schedule(of.pipeline, micro_batches, of.interleave).live_pieces(stage)
+    running = one if config.recompute == "full" else 0.0
+    if one_program:
+        kept = Schedule(config.pipeline, micro_batches, config.interleave).live_pieces(stage)
         running, piece = running + piece, stream
+    if stack.lockstep and micro_batches > 1:  # gradients of a micro-batch, before they are added
+        own = (params.total - params.tables) * config.shard_share(model)
+        running += stack.gradient_bytes * own / config.interleave
+        if one_program:  # XLA copies a chunk's sums where it adds to them
+            running += stack.gradient_bytes * own
+    flying = 0.0
+    if config.splits_rows and stack.halves_exposed is not None:
+        flying = 4 * _ELEMENT * tokens * model.hidden  # gathered rows of both halves
+    gathered = _ELEMENT * (1 - config.shard_share(model)) * 2 * layer
+    tables = _gathered_tables(model, config, stack, params)
     return Memory(
         stage,
-        weights=weight * params,
-        gradients=gradient * params,
-        optimizer=state * params,
+        weights=weights,
+        gradients=gradients,
+        optimizer=states,
         activations=kept * piece,
-        working=max(running, logits) + 2 * stream + stack.buffer_bytes,
-        gathered=2 * _ELEMENT * layer * (1 - 1 / of.fsdp),
+        working=max(running, logits + tables - gathered) + flying + 2 * stream + stack.buffer_bytes,
+        gathered=gathered,
     )
 
 
-def resting_bytes(model: Transformer, of: Configuration, stack: Stack, stage: int = 0) -> float:
-    """Count a stage's bytes between steps: its state, and of gradients what ZeRO leaves it."""
-    weight, gradient, state = state_bytes_per_param(of, stack)
-    if of.zero_stage == 1:
-        gradient /= of.replicas // of.fsdp
-    params = StageParams.of_stage(model, of, stage).total / of.fsdp
-    return (weight + gradient + state) * params
+def _gathered_tables(
+    model: Transformer, config: Configuration, stack: Stack, params: StageParams
+) -> float:
+    """Count the bytes of tables while they are used: gathered, and their gradients before a sum."""
+    if not stack.gathers_tables:
+        return _ELEMENT * (1 - config.shard_share(model)) * params.tables
+    ways = config.fsdp * config.model * config.pipeline
+    if ways == 1:
+        return 0.0
+    used = model.vocab * model.hidden * (_ELEMENT + stack.gradient_bytes)
+    if config.pipeline == 1:
+        return used
+    whole = model.vocab * model.hidden * (1 if model.tied else 2) / (config.fsdp * config.model)
+    return used + whole * (stack.weight_bytes + stack.gradient_bytes)
 
 
-def peak(model: Transformer, of: Configuration, stack: Stack, global_batch: int) -> Memory:
-    """The memory of the stage that needs most: the first, or the last with its logits."""
-    stages = sorted({0, of.pipeline - 1})
+def resting_bytes(model: Transformer, config: Configuration, stack: Stack, stage: int = 0) -> float:
+    """Return a stage's bytes between steps: its state, and its ZeRO share of the gradients."""
+    params = StageParams.of_stage(model, config, stage)
+    resting = replace(config, zero_stage=2) if config.zero_stage == 1 else config
+    return sum(state_bytes(model, resting, stack, params))
+
+
+def peak(model: Transformer, config: Configuration, stack: Stack, global_batch: int) -> Memory:
+    """The memory of the stage that needs most."""
+    stages = distinct_stages(model, config)
     return max(
-        (memory(model, of, stack, global_batch, stage) for stage in stages), key=lambda m: m.total
+        (memory(model, config, stack, global_batch, stage) for stage in stages),
+        key=lambda m: m.total,
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,13 +15,15 @@ class Transformer:
 
     Attributes:
         name: for people.
-        layers, hidden, heads: as papers give them; a head has hidden / heads elements.
+        layers, hidden, heads: as papers give them.
         sequence: tokens of a sequence.
         mlp: inner size of an MLP, of each expert's where there are experts; None: 4 x hidden.
         vocab: rows of the token embedding.
         kv_heads: heads of keys and values; None: as many as `heads`.
+        head_dim: elements of a head; None: hidden / heads.
         experts: experts of a layer; 0: a dense model.
         choices: experts that a token goes to.
+        shared_mlp: inner size of the expert that every token takes beside its choices; 0: none.
         gated: whether an MLP has three matrices (SwiGLU) and not two.
         biases: whether matmuls and norms have biases.
         learned_positions: rows of a learned table of positions; 0: rotary or none.
@@ -34,8 +39,10 @@ class Transformer:
     mlp: int | None = None
     vocab: int = 51200
     kv_heads: int | None = None
+    head_dim: int | None = None
     experts: int = 0
     choices: int = 0
+    shared_mlp: int = 0
     gated: bool = False
     biases: bool = True
     learned_positions: int = 0
@@ -44,16 +51,21 @@ class Transformer:
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("layers", "hidden", "heads", "sequence", "vocab"), 1)
-        least |= {"mlp": 1, "kv_heads": 1, "experts": 0, "choices": 0, "learned_positions": 0}
+        least |= dict.fromkeys(("mlp", "kv_heads", "head_dim"), 1)
+        least |= dict.fromkeys(("experts", "choices", "shared_mlp", "learned_positions"), 0)
         for name, at_least in least.items():
             value = getattr(self, name)
-            if value is None and name in ("mlp", "kv_heads"):
+            if value is None and name in ("mlp", "kv_heads", "head_dim"):
                 continue
             if type(value) is not int or value < at_least:
                 raise ValueError(f"{name}={value!r}: expected a whole number, {at_least} or more")
-        if self.hidden % self.heads:
+        for name in ("gated", "biases", "tied"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected true or false")
+        if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(
-                f"hidden={self.hidden} with heads={self.heads}: hidden must be a multiple of heads"
+                f"hidden={self.hidden} with heads={self.heads}: hidden must be a multiple of "
+                "heads, or head_dim say how many elements a head has"
             )
         if self.heads % self.key_heads:
             raise ValueError(
@@ -65,11 +77,21 @@ class Transformer:
                 f"experts={self.experts} with choices={self.choices}: give 0 of both, or 1 or more "
                 "choices of as many experts or more"
             )
+        if self.shared_mlp and not self.experts:
+            raise ValueError(
+                f"shared_mlp={self.shared_mlp} without experts: it is the size of an expert that "
+                "every token takes; a dense model's MLP is mlp"
+            )
 
     @property
     def head_size(self) -> int:
         """Elements of a head."""
-        return self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def query_hidden(self) -> int:
+        """Elements of a token's queries, all heads together."""
+        return self.heads * self.head_size
 
     @property
     def key_heads(self) -> int:
@@ -83,7 +105,7 @@ class Transformer:
 
     @property
     def inner(self) -> int:
-        """Inner size of an MLP."""
+        """Inner size of an MLP, of each expert's where there are experts."""
         return self.mlp or 4 * self.hidden
 
     @property
@@ -92,108 +114,68 @@ class Transformer:
         return 3 if self.gated else 2
 
     @property
-    def attention_params(self) -> int:
-        """Elements of a layer's attention matrices."""
-        return 2 * self.hidden * (self.hidden + self.kv_hidden)
-
-    @property
-    def mlp_params(self) -> int:
-        """Elements of one MLP's matrices."""
-        return self.mlp_matrices * self.hidden * self.inner
-
-    @property
-    def params(self) -> int:
-        """Parameters of the whole model, none counted twice."""
-        layer = self.attention_params + max(self.experts, 1) * self.mlp_params
-        layer += self.hidden * self.experts  # the router
-        layer += 2 * self.norm_params + (self.layer_bias_params if self.biases else 0)
-        tables = self.hidden * (self.vocab * (1 if self.tied else 2) + self.learned_positions)
-        return self.layers * layer + tables + self.norm_params
+    def active_inner(self) -> int:
+        """Inner size of all the MLPs that a token goes through in a layer."""
+        return max(self.choices, 1) * self.inner + self.shared_mlp
 
     @property
     def norm_params(self) -> int:
         """Elements of one norm."""
         return self.hidden * (2 if self.biases else 1)
 
+    @functools.cache  # noqa: B019 # a search asks for the same few again and again
+    def layer_params(self, model: int = 1, expert: int = 1) -> tuple[int, int]:
+        """Count a layer's parameters on one device: outside experts, and of experts.
+
+        Matrices, and biases of columns, are split over the tensor axis; norms and biases of rows
+        are not. Experts are split over the expert axis too.
+
+        Args:
+            model: size of the tensor axis.
+            expert: size of the expert axis.
+        """
+        kv = max(self.kv_hidden // model, self.head_size)
+        dense = 2 * self.hidden * (self.query_hidden // model + kv) + 2 * self.norm_params
+        if self.biases:
+            dense += self.query_hidden // model + 2 * kv + self.hidden
+        if not self.experts:
+            return dense + self._mlp_params(self.inner, model), 0
+        dense += self.hidden * self.experts + self._mlp_params(self.shared_mlp, model)
+        return dense, self._mlp_params(self.inner, model) * self.experts // expert
+
+    def _mlp_params(self, inner: int, model: int) -> int:
+        if not inner:
+            return 0
+        biases = (self.mlp_matrices - 1) * inner // model + self.hidden if self.biases else 0
+        return self.mlp_matrices * self.hidden * inner // model + biases
+
     @property
-    def layer_bias_params(self) -> int:
-        """Elements of a layer's biases: q, k, v, the attention's result, and the MLPs'."""
-        inner = (self.mlp_matrices - 1) * self.inner + self.hidden
-        return 2 * self.hidden + 2 * self.kv_hidden + max(self.experts, 1) * inner
+    def params(self) -> int:
+        """Parameters of the model, none counted twice."""
+        tables = self.hidden * (self.vocab * (1 if self.tied else 2) + self.learned_positions)
+        return self.layers * sum(self.layer_params()) + tables + self.norm_params
 
     @property
     def active_params(self) -> int:
         """Parameters of matmuls that a token meets, without its tables."""
-        return self.layers * (self.attention_params + max(self.choices, 1) * self.mlp_params)
+        attention = 2 * self.hidden * (self.query_hidden + self.kv_hidden)
+        return self.layers * (attention + self.mlp_matrices * self.hidden * self.active_inner)
 
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> Transformer:
+        """Make a model of plain data, as a JSON file has it.
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, source: str) -> Transformer:
-    return Transformer(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        sequence=2048,
-        learned_positions=2048,
-        source=source,
-    )
-
-
-_KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, table 3"
-_VTRAIN = "Bang et al., vTrain, MICRO'24, data/ground_truth_multi.csv"
-_LLAMA = "Dubey et al., arXiv 2407.21783, table 3"
-
-_MODELS = {
-    m.name: m
-    for m in (
-        _gpt("gpt-3.6b", 30, 3072, 32, _VTRAIN),
-        _gpt("gpt-18.4b", 40, 6144, 48, _VTRAIN),
-        _gpt("gpt-22b", 48, 6144, 64, _KORTHIKANTI),
-        _gpt("gpt-39.1b", 48, 8192, 64, _VTRAIN),
-        _gpt("gpt-175b", 96, 12288, 96, _KORTHIKANTI),
-        _gpt("gpt-530b", 105, 20480, 128, _KORTHIKANTI),
-        _gpt("gpt-1t", 128, 25600, 160, _KORTHIKANTI),
-        Transformer(
-            name="llama3-8b", layers=32, hidden=4096, heads=32, kv_heads=8, mlp=14336,
-            vocab=128256, sequence=8192, gated=True, biases=False, tied=False, source=_LLAMA,
-        ),
-        Transformer(
-            name="llama3-70b", layers=80, hidden=8192, heads=64, kv_heads=8, mlp=28672,
-            vocab=128256, sequence=8192, gated=True, biases=False, tied=False, source=_LLAMA,
-        ),
-        Transformer(
-            name="llama3-405b", layers=126, hidden=16384, heads=128, kv_heads=8, mlp=53248,
-            vocab=128256, sequence=8192, gated=True, biases=False, tied=False, source=_LLAMA,
-        ),
-        Transformer(
-            name="mixtral-8x7b", layers=32, hidden=4096, heads=32, kv_heads=8, mlp=14336,
-            vocab=32000, sequence=4096, experts=8, choices=2, gated=True, biases=False, tied=False,
-            source="Jiang et al., arXiv 2401.04088, table 1",
-        ),
-    )
-}  # fmt: skip
-
-
-def models() -> tuple[Transformer, ...]:
-    """The models that have a name, smallest of each family first."""
-    return tuple(_MODELS.values())
-
-
-def named_model(name: str, *, sequence: int | None = None) -> Transformer:
-    """The model of a name such as "gpt-175b", with another length of sequences if given.
-
-    Raises:
-        ValueError: for a name that is not known, or a sequence below one.
-    """
-    model = _MODELS.get(name.lower())
-    if model is None:
-        near = difflib.get_close_matches(name.lower(), _MODELS, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(
-            f"unknown model {name!r}: {hint}Known are {', '.join(_MODELS)}; for another give a "
-            "Transformer, or a file of its fields as JSON"
-        )
-    if sequence is None or sequence == model.sequence:
-        return model
-    positions = sequence if model.learned_positions else 0
-    return replace(model, sequence=sequence, learned_positions=positions)
+        Raises:
+            ValueError: for a field that is unknown, missing, or of a value that no model has.
+        """
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            near = [m for name in unknown for m in difflib.get_close_matches(name, known, 1, 0.5)]
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ValueError(
+                f"unknown fields {', '.join(unknown)}{hint} Known are {', '.join(sorted(known))}"
+            )
+        wanted = ("name", "layers", "hidden", "heads", "sequence")
+        if missing := [name for name in wanted if name not in given]:
+            raise ValueError(f"missing fields: {', '.join(missing)}")
+        return cls(**given)

@@ -10,6 +10,12 @@ import numpy as np
 from jaxoverlap.parallelism import traffic
 from jaxoverlap.parallelism.configure import Configurations
 from jaxoverlap.parallelism.iteration_time import Terms
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.placement import Placement
+from jaxoverlap.parallelism.search import Scored
+from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.traffic import Sent
+from jaxoverlap.plan.collectives import PERMUTE
 
 _TERMS = tuple(Terms().by_term)
 _COLOURS = dict(zip(_TERMS, (
@@ -64,9 +70,46 @@ def _pareto(axes: Any, found: Configurations) -> None:
 
 def _matrix(axes: Any, found: Configurations) -> None:
     shown = min(found.cluster.num_devices, 64)
-    matrix = traffic.matrix(found.model, found[0], found.stack, found.global_batch, shown)
-    image = axes.imshow(np.log10(np.maximum(matrix, 1)), cmap="Blues", vmin=6)
+    sent = matrix(found.model, found[0], found.stack, found.global_batch, shown)
+    image = axes.imshow(np.log10(np.maximum(sent, 1)), cmap="Blues", vmin=6)
     axes.figure.colorbar(image, ax=axes, label="log10 of bytes a step", shrink=0.9)
     axes.set_title(f"who sends how much to whom, choice 1, first {shown} GPUs", fontsize=9)
     axes.set_xlabel("to GPU")
     axes.set_ylabel("from GPU")
+
+
+def matrix(
+    model: Transformer, scored: Scored, stack: Stack, global_batch: int, devices: int
+) -> np.ndarray:
+    """Bytes that each of the first devices sends to each other in a step: [from, to].
+
+    Rings send to the next device of their group; an all-to-all sends each its part.
+    """
+    of, at = scored.configuration, scored.placement
+    micro_batches = of.micro_batches(global_batch)
+    total = np.zeros((devices, devices))
+    for sent, times in (
+        *((s, micro_batches * of.stage_layers(model)) for s in traffic.of_layer(model, of, stack)),
+        *((s, micro_batches) for s in traffic.of_tables(model, of, stack)),
+        *((s, micro_batches * of.interleave) for s in traffic.of_stage(model, of, stack)),
+        *((s, 1) for s in traffic.of_step(model, of, stack, micro_batches)),
+    ):
+        each = sent.sent_bytes * sent.count * times
+        for device in range(devices):
+            for peer, share in _receivers(sent, at, device).items():
+                if peer < devices:
+                    total[device, peer] += share * each
+    return total
+
+
+def _receivers(sent: Sent, at: Placement, device: int) -> dict[int, float]:
+    """Return who receives what share of the bytes that a device sends."""
+    members = at.members(device, sent.axes)
+    place, size = members.index(device), len(members)
+    if sent.term == "pipeline" and sent.phase == "end" and sent.kind == "all-reduce":
+        ends = {0: members[-1], size - 1: members[0]}
+        return {ends[place]: 1.0} if place in ends else {}
+    if sent.kind == "all-to-all":
+        return {peer: 1 / (size - 1) for peer in members if peer != device}
+    step = -1 if sent.kind == PERMUTE and sent.phase == "backward" else 1
+    return {members[(place + step) % size]: 1.0}

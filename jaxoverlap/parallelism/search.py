@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.parallelism.configuration import AXES, Configuration, Recompute
 from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
-from jaxoverlap.parallelism.memory import Memory, peak
+from jaxoverlap.parallelism.memory import Memory, StageParams, peak, state_bytes
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement, place, placements
 from jaxoverlap.parallelism.stack import Stack
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
-_MOST_PIECES = 8  # of a stage, interleaved
+_LIGHTER = 2  # chunks that may have a layer fewer where stages interleave: the first and the last
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Scored:
     def step_s(self) -> float:
         """Seconds of a step, by the form."""
         return self.terms.step_s
+
+    @property
+    def shown(self) -> str:
+        """The configuration in words, its axes as they are placed, slowest first."""
+        return f"{self.placement}, {self.configuration.settings}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Space:
 
 
 def splits(
-    model: Transformer, cluster: Cluster, global_batch: int, space: Space
+    model: Transformer, cluster: Cluster, global_batch: int, space: Space, stack: Stack
 ) -> Iterator[Configuration]:
     """Yield every legal split of a cluster's devices, with each size of micro-batch and piece."""
     for sizes in _factorizations(cluster.num_devices, len(AXES)):
@@ -100,37 +105,51 @@ def splits(
             continue
         if (axes["expert"] > 1 and not model.experts) or model.heads % axes["model"]:
             continue
-        if model.layers % axes["pipeline"] or global_batch % (
+        if model.layers < axes["pipeline"] or global_batch % (
             axes["data"] * axes["fsdp"] * axes["expert"]
         ):
             continue
-        yield from _sized(model, global_batch, axes, space)
+        yield from _sized(model, global_batch, axes, space, stack)
 
 
 def _sized(
-    model: Transformer, global_batch: int, axes: dict[str, int], space: Space
+    model: Transformer, global_batch: int, axes: dict[str, int], space: Space, stack: Stack
 ) -> Iterator[Configuration]:
     here = global_batch // (axes["data"] * axes["fsdp"] * axes["expert"])
     micro_batches = [b for b in range(1, here + 1) if here % b == 0 and b & (b - 1) == 0]
-    pieces = range(1, _MOST_PIECES + 1 if space.interleave and axes["pipeline"] > 1 else 2)
+    pieces = interleavings(model, axes["pipeline"]) if space.interleave else (1,)
     for micro_batch, interleave in itertools.product(micro_batches, pieces):
         of = Configuration(
             **axes,
             micro_batch=micro_batch,
             interleave=interleave,
             recompute="none",
-            zero_stage=1 if axes["data"] > 1 else 0,
             sequence_parallel=space.sequence_parallel and axes["model"] > 1,
             overlap=space.overlap,
         )
-        if not of.illegal(model, global_batch):
+        if not of.illegal(model, global_batch, stack):
             yield of
 
 
-def ways_to_save(of: Configuration) -> Iterator[list[Configuration]]:
+def interleavings(model: Transformer, pipeline: int) -> list[int]:
+    """Return the chunks that a stage may have: any, if all but the ends have as many layers."""
+    most = -(-model.layers // pipeline)
+    return [1] + [
+        v
+        for v in range(2, most + 1 if pipeline > 1 else 2)
+        if -model.layers % (pipeline * v) <= _LIGHTER
+    ]
+
+
+def ways_to_save(
+    of: Configuration, model: Transformer, global_batch: int, stack: Stack
+) -> Iterator[list[Configuration]]:
     """Yield a split's ways to save memory: for each ZeRO stage, recompute, fastest first."""
-    for zero_stage in (1, 2) if of.data > 1 else (0,):
-        yield [replace(of, recompute=r, zero_stage=zero_stage) for r in RECOMPUTES]
+    stages = stack.zero_stages if of.replicas > of.fsdp else ()
+    zero = [replace(of, zero_stage=stage) for stage in stages]
+    legal = [one for one in zero if not one.illegal(model, global_batch, stack)]
+    for one in legal or [of]:
+        yield [replace(one, recompute=r) for r in RECOMPUTES]
 
 
 def search(
@@ -147,9 +166,9 @@ def search(
     fitting = list[tuple[float, int, Configuration, Memory]]()
     smallest: tuple[Configuration, Memory] | None = None
     count = 0
-    for split in splits(model, cluster, global_batch, space):
+    for split in splits(model, cluster, global_batch, space, stack):
         count += 1
-        for ways in ways_to_save(split):
+        for ways in ways_to_save(split, model, global_batch, stack):
             of, needs = _fitting(model, ways, stack, global_batch, room)
             if needs.total <= room:
                 bound_s = times.bound_s(of, place(of, cluster))
@@ -165,6 +184,9 @@ def _fitting(
     model: Transformer, ways: list[Configuration], stack: Stack, global_batch: int, room: float
 ) -> tuple[Configuration, Memory]:
     """Return the first way that fits in memory, or else the one that needs least."""
+    params = StageParams.largest(model, ways[0], even=stack.lockstep)
+    if sum(state_bytes(model, ways[0], stack, params)) > room:  # whatever is computed again
+        ways = ways[-1:]
     needs = [(of, peak(model, of, stack, global_batch)) for of in ways[:1]]
     while needs[-1][1].total > room and len(needs) < len(ways):
         of = ways[len(needs)]

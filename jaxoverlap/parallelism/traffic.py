@@ -7,20 +7,14 @@ from how each kind of parallelism works, and are reconstructions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.memory import StageParams
 from jaxoverlap.parallelism.model import Transformer
-from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.stack import Stack
 from jaxoverlap.plan.collectives import PERMUTE
-
-if TYPE_CHECKING:
-    from jaxoverlap.parallelism.search import Scored
 
 _ELEMENT = 2  # bytes of an activation
 
@@ -52,9 +46,9 @@ def activation_bytes(model: Transformer, of: Configuration) -> float:
     return _ELEMENT * of.micro_batch * model.sequence / of.context * model.hidden
 
 
-def of_layer(model: Transformer, of: Configuration) -> list[Sent]:
+def of_layer(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
     """List a layer's collectives for one micro-batch, recompute included."""
-    sent = [*_model(model, of), *_context(model, of), *_expert(model, of), *_fsdp(model, of)]
+    sent = [*_model(model, of), *_context(model, of), *_expert(model, of, stack), *_fsdp(model, of)]
     return [s for s in sent if s.sent_bytes]
 
 
@@ -91,9 +85,9 @@ def _context(model: Transformer, of: Configuration) -> list[Sent]:
     ]
 
 
-def _expert(model: Transformer, of: Configuration) -> list[Sent]:
+def _expert(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
     """Send tokens to their experts and back; the backward pass likewise."""
-    tokens = activation_bytes(model, of) * max(model.choices, 1)
+    tokens = activation_bytes(model, of) * max(model.choices, 1) * stack.capacity
     sent = tokens * (of.expert - 1) / of.expert / (of.model if of.splits_rows else 1)
     again = 2 if of.recompute == "full" else 0
     return [
@@ -102,14 +96,38 @@ def _expert(model: Transformer, of: Configuration) -> list[Sent]:
     ]
 
 
-def _fsdp(model: Transformer, of: Configuration) -> list[Sent]:
+def _fsdp(model: Transformer, config: Configuration) -> list[Sent]:
     """Gather a layer's weights for each pass, and scatter its gradients."""
-    params = StageParams.of_layer(model, of).total
-    sent = _ELEMENT * params * (of.fsdp - 1) / of.fsdp
+    sent = _gathered(model, config, StageParams.of_layer(model, config).total)
     return [
         Sent("fsdp", "forward", "all-gather", ("fsdp",), sent),
         Sent("fsdp", "backward", "all-gather", ("fsdp",), sent),
         Sent("fsdp", "backward", "reduce-scatter", ("fsdp",), sent),
+    ]
+
+
+def _gathered(model: Transformer, config: Configuration, elements: float) -> float:
+    """Return the bytes that a device sends to gather weights over `fsdp`: padded shards."""
+    return _ELEMENT * elements * config.shard_share(model) * (config.fsdp - 1)
+
+
+def of_tables(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
+    """List what the embedding and the head send for a micro-batch: gathers, and their gradients.
+
+    Backward uses what forward gathered. Of a pipeline's stages the last one's.
+    """
+    if not stack.gathers_tables:
+        tables = StageParams.of_stage(model, config, config.pipeline - 1).tables
+        sent, axes = _gathered(model, config, tables), ("fsdp",)
+    else:
+        axes = tuple(axis for axis in ("fsdp", "model") if getattr(config, axis) > 1)
+        ways = config.fsdp * config.model
+        tables = model.vocab * (1 if model.tied or config.pipeline > 1 else 2)
+        sent = _ELEMENT * tables * model.hidden * (ways - 1) / ways
+    return [
+        Sent("fsdp", phase, kind, axes, sent)
+        for phase, kind in (("forward", "all-gather"), ("backward", "reduce-scatter"))
+        if sent
     ]
 
 
@@ -126,70 +144,57 @@ def of_stage(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
     ]
 
 
-def of_step(model: Transformer, of: Configuration, stack: Stack, micro_batches: int) -> list[Sent]:
+def of_step(
+    model: Transformer, config: Configuration, stack: Stack, micro_batches: int
+) -> list[Sent]:
     """List the sums of gradients at a step's end, on the device that has most to sum.
 
     ZeRO-1 scatters gradients and gathers weights: as many bytes as an all-reduce. ZeRO-2 keeps
     only its part of the gradients, so that it scatters them after every micro-batch.
     """
-    params = StageParams.largest(model, of)
-    axes = tuple(axis for axis in ("data", "expert", "context") if getattr(of, axis) > 1)
-    expert_axes = tuple(axis for axis in axes if axis != "expert")
-    sent = []
-    for elements, over in ((params.dense, axes), (params.experts, expert_axes)):
-        ways = _product(of, over)
-        if ways > 1 and elements:
-            summed = stack.reduced_bytes * elements / of.fsdp * (ways - 1) / ways
-            if of.zero_stage < 2:
-                times = micro_batches if stack.sums_every_micro_batch else 1
-                sent.append(Sent("data", "end", "all-reduce", over, 2 * summed, times))
-                continue
-            sent.append(Sent("data", "end", "reduce-scatter", over, summed, micro_batches))
-            sent.append(Sent("data", "end", "all-gather", over, summed))
-    if of.pipeline > 1 and model.tied:  # the first and the last stage have a copy of the table
-        table = stack.reduced_bytes * params.tables / of.fsdp
-        sent.append(Sent("pipeline", "end", "all-reduce", ("pipeline",), table))
+    params = StageParams.largest(model, config, even=stack.lockstep)
+    shard = config.shard_share(model)
+    sent = _sums(config, stack, params.dense * shard, "dense", micro_batches)
+    sent += _sums(config, stack, params.experts * shard, "experts", micro_batches)
+    if config.pipeline > 1 and (model.tied or stack.lockstep):
+        # The first and the last stage have a copy of a tied table; one program has parts of all
+        # tables on each stage, gathers them, and scatters their gradients.
+        table = stack.reduced_bytes * params.tables * shard
+        if stack.lockstep:
+            sent += [
+                Sent("pipeline", "end", kind, ("pipeline",), table * (config.pipeline - 1))
+                for kind in ("all-gather", "reduce-scatter")
+            ]
+        else:
+            sent.append(Sent("pipeline", "end", "all-reduce", ("pipeline",), table))
     return sent
 
 
-def _product(of: Configuration, axes: tuple[str, ...]) -> int:
-    product = 1
-    for axis in axes:
-        product *= getattr(of, axis)
-    return product
+def _sums(
+    config: Configuration, stack: Stack, elements: float, of_what: str, micro_batches: int
+) -> list[Sent]:
+    """List the sums of gradients of so many elements; those of experts differ along `expert`."""
+    axes = [axis for axis in ("data", "expert", "context") if getattr(config, axis) > 1]
+    if of_what == "experts":
+        axes = [axis for axis in axes if axis != "expert"]
+    if not axes or not elements:
+        return []
+    size = stack.reduced_bytes * elements
 
+    def share(over: tuple[str, ...]) -> float:
+        ways = math.prod(getattr(config, axis) for axis in over)
+        return size * (ways - 1) / ways
 
-def matrix(
-    model: Transformer, scored: Scored, stack: Stack, global_batch: int, devices: int
-) -> np.ndarray:
-    """Bytes that each of the first devices sends to each other in a step: [from, to].
-
-    Rings send to the next device of their group; an all-to-all sends each its part.
-    """
-    of, at = scored.configuration, scored.placement
-    micro_batches = of.micro_batches(global_batch)
-    total = np.zeros((devices, devices))
-    for sent, times in (
-        *((s, micro_batches * of.stage_layers(model)) for s in of_layer(model, of)),
-        *((s, micro_batches * of.interleave) for s in of_stage(model, of, stack)),
-        *((s, 1) for s in of_step(model, of, stack, micro_batches)),
-    ):
-        each = sent.sent_bytes * sent.count * times
-        for device in range(devices):
-            for peer, share in _receivers(sent, at, device).items():
-                if peer < devices:
-                    total[device, peer] += share * each
-    return total
-
-
-def _receivers(sent: Sent, at: Placement, device: int) -> dict[int, float]:
-    """Return who receives what share of the bytes that a device sends."""
-    members = at.members(device, sent.axes)
-    place, size = members.index(device), len(members)
-    if sent.term == "pipeline" and sent.phase == "end":
-        ends = {0: members[-1], size - 1: members[0]}
-        return {ends[place]: 1.0} if place in ends else {}
-    if sent.kind == "all-to-all":
-        return {peer: 1 / (size - 1) for peer in members if peer != device}
-    step = -1 if sent.kind == PERMUTE and sent.phase == "backward" else 1
-    return {members[(place + step) % size]: 1.0}
+    if config.zero_stage == 2:
+        over = tuple(axes)
+        return [
+            Sent("data", "end", "reduce-scatter", over, share(over), micro_batches),
+            Sent("data", "end", "all-gather", over, share(over)),
+        ]
+    every = tuple(axis for axis in axes if axis in stack.sums_every_micro_batch)
+    once = tuple(axis for axis in axes if axis not in every)
+    return [
+        Sent("data", "end", "all-reduce", over, 2 * share(over), times)
+        for over, times in ((every, micro_batches), (once, 1))
+        if over
+    ]

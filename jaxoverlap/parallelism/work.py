@@ -66,11 +66,18 @@ def layer(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     """Count a layer's kernels on one device, for one micro-batch."""
     tokens = of.micro_batch * model.sequence // of.context
     scores = _attention(model, of, stack)
-    matmuls = (*_attention_matmuls(model, of, tokens), *_mlp_matmuls(model, of, tokens))
+    mlp = (*_mlp_matmuls(model, of, stack, tokens), *_dispatch_matmuls(model, stack, tokens))
+    matmuls = (*_attention_matmuls(model, of, tokens), *mlp)
     memory_forward, memory_backward = _pointwise(model, of, stack, tokens)
+    casts = gradients = Work()
+    if stack.weight_bytes > _ELEMENT:
+        # Each pass casts what a device stores of the weights; gradients are cast into zeros.
+        stored = sum(model.layer_params(of.model, of.expert)) * of.shard_share(model)
+        casts = Work(memory_bytes=stored * (stack.weight_bytes + _ELEMENT), kernels=4)
+        gradients = Work(memory_bytes=stored * (2 * stack.gradient_bytes + _ELEMENT), kernels=4)
     return Pass(
-        Work(matmuls) + memory_forward + scores.forward,
-        Work(tuple(_gradients(matmuls))) + memory_backward + scores.backward,
+        Work(matmuls) + casts + memory_forward + scores.forward,
+        Work(tuple(_gradients(matmuls))) + gradients + memory_backward + scores.backward,
         scores.forward,
     )
 
@@ -93,6 +100,15 @@ def optimizer(params: float, stack: Stack) -> Work:
     return Work(memory_bytes=params * (moved + stack.gradient_passes * 4), kernels=1)
 
 
+def added_gradients(params: float, *, in_pipeline: bool) -> Work:
+    """Count the bytes of adding a micro-batch's gradients to their sums, both in 32 bits.
+
+    The sum is read and written, the gradient read. In a pipeline a stage that is idle masks its
+    gradients first, and picks the chunk's row of the sums.
+    """
+    return Work(memory_bytes=params * (24 if in_pipeline else 12), kernels=12)
+
+
 def _gradients(matmuls: Iterable[MatmulKernel]) -> Iterable[MatmulKernel]:
     """Yield each matmul's two gradients: of its input, and of its weight."""
     for m in matmuls:
@@ -103,25 +119,48 @@ def _gradients(matmuls: Iterable[MatmulKernel]) -> Iterable[MatmulKernel]:
 def _attention_matmuls(
     model: Transformer, of: Configuration, tokens: int
 ) -> tuple[MatmulKernel, ...]:
-    h, t = model.hidden, of.model
-    columns = h // t + 2 * max(model.kv_hidden // t, model.head_size)
-    return MatmulKernel(tokens, columns, h), MatmulKernel(tokens, h, h // t)
+    h, own = model.hidden, model.query_hidden // of.model
+    columns = own + 2 * max(model.kv_hidden // of.model, model.head_size)
+    return MatmulKernel(tokens, columns, h), MatmulKernel(tokens, h, own)
 
 
-def _mlp_matmuls(model: Transformer, of: Configuration, tokens: int) -> tuple[MatmulKernel, ...]:
+def _dispatch_slots(model: Transformer, stack: Stack, tokens: int) -> tuple[int, int]:
+    """Return tokens of a group that masks dispatch to experts, and slots of all experts for it."""
+    group = min(stack.dispatch_group, tokens) if model.experts else 0
+    return group, int(stack.capacity * model.choices * group)
+
+
+def _dispatch_matmuls(model: Transformer, stack: Stack, tokens: int) -> tuple[MatmulKernel, ...]:
+    """Count the matmuls with masks that bring tokens to their experts' slots, and back."""
+    group, slots = _dispatch_slots(model, stack, tokens)
+    if not group:
+        return ()
+    there = MatmulKernel(slots, model.hidden, group, tokens // group)
+    return there, MatmulKernel(group, model.hidden, slots, tokens // group)
+
+
+def _mlp_matmuls(
+    model: Transformer, of: Configuration, stack: Stack, tokens: int
+) -> tuple[MatmulKernel, ...]:
     """Experts get equal loads: a device's experts serve as many choices as it has tokens."""
     h, inner = model.hidden, model.inner // of.model
     batch = max(model.experts // of.expert, 1)
-    rows = max(tokens * max(model.choices, 1) // batch, 1)
+    choices = stack.capacity * model.choices if model.experts else 1
+    rows = max(int(tokens * choices) // batch, 1)
     up = MatmulKernel(rows, inner * (model.mlp_matrices - 1), h, batch)
-    return up, MatmulKernel(rows, h, inner, batch)
+    experts = up, MatmulKernel(rows, h, inner, batch)
+    if not model.shared_mlp:
+        return experts
+    inner = model.shared_mlp // of.model
+    up = MatmulKernel(tokens, inner * (model.mlp_matrices - 1), h)
+    return *experts, up, MatmulKernel(tokens, h, inner)
 
 
 def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     """Count the kernels between q, k, v and what attention gives."""
     heads = max(of.micro_batch * model.heads // of.model, 1)
     queries, keys, size = model.sequence // of.context, model.sequence, model.head_size
-    if stack.fused_attention:
+    if stack.fuses(of.context):
         kernel = AttentionKernel(queries, keys, heads, size, stack.causal)
         backward = AttentionKernel(queries, keys, heads, size, stack.causal, backward=True)
         return Pass(Work((), (kernel,)), Work((), (backward,)))
@@ -131,8 +170,10 @@ def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
     # Softmax reads and writes a score; dropout reads it, writes it, and a byte of mask. Backward
     # softmax reads its result and a cotangent, and writes one.
     drop = (2 * _ELEMENT + 1) * elements if stack.dropout else 0
-    forward = Work((scores, values), (), 2.0 * _ELEMENT * elements + drop, 3)
-    backward = Work((*_gradients((scores, values)),), (), 3.0 * _ELEMENT * elements + drop, 3)
+    forward = Work((scores, values), (), 2.0 * stack.score_bytes * elements + drop, 3)
+    backward = Work(
+        (*_gradients((scores, values)),), (), 3.0 * stack.score_bytes * elements + drop, 3
+    )
     return Pass(forward, backward)
 
 
@@ -141,11 +182,15 @@ def _pointwise(
 ) -> tuple[Work, Work]:
     """Count norms, residuals, dropout and the MLP's activation, forward and backward."""
     whole = _ELEMENT * tokens * model.hidden / (of.model if of.splits_rows else 1)
-    inner = _ELEMENT * tokens * max(model.choices, 1) * model.inner / of.model
+    inner = _ELEMENT * tokens * model.active_inner / of.model
     inner *= model.mlp_matrices - 1
     # Forward: two norms (read, write), two residuals (two reads, a write), two masks of a byte;
     # the activation (read, write). Backward: norms read twice and write, cotangents are added.
     masks = whole if stack.dropout else 0.0
-    forward = Work(memory_bytes=10 * whole + masks + 2 * inner, kernels=5)
-    backward = Work(memory_bytes=(12 + (4 if stack.dropout else 0)) * whole + 3 * inner, kernels=7)
+    # Masks of dispatch are made in 32 bits, choice by choice: written, added to two sums, cast.
+    group, slots = _dispatch_slots(model, stack, tokens)
+    routed = (20.0 * model.choices + 12) * tokens * slots if group else 0.0
+    forward = Work(memory_bytes=10 * whole + masks + 2 * inner + routed, kernels=5)
+    grown = (12 + (4 if stack.dropout else 0)) * whole + 3 * inner + routed
+    backward = Work(memory_bytes=grown, kernels=7)
     return forward, backward

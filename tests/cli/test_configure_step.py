@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
 
+from jaxoverlap.cli.app import app
 from jaxoverlap.cli.configure_step import rank, shown
 from tests.support.pods import pytestmark  # noqa: F401 - it marks the tests of this file
 
@@ -45,3 +47,54 @@ def test_a_builder_that_takes_no_mesh_is_told():
 
 def no_mesh(mesh):
     raise ValueError(f"no mesh of {tuple(mesh.shape)} will do")
+
+
+def some_raise(mesh):
+    """A builder that fails on some meshes as real ones do: not by a ValueError."""
+    if mesh.shape["model"] == 8:
+        return {}["no such key"]
+    if mesh.shape["model"] == 4:
+        return jax.jit(lambda x: x @ x), (
+            jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=at(mesh)),
+        )
+    return build(mesh)
+
+
+def at(mesh):
+    return NamedSharding(mesh, P())
+
+
+def test_one_mesh_that_raises_does_not_end_the_ranking():
+    ranked = rank(f"{__name__}:some_raise", "h100-sxm:1x8", ["data", "model"], compiled=0)
+    reasons = {one.axes["model"]: one.refused for one in ranked if one.refused}
+    assert sorted(reasons) == [4, 8]
+    assert reasons[8] == "KeyError: 'no such key'"
+    assert reasons[4].startswith("TypeError: dot_general")
+    assert "KeyError: 'no such key'" in shown(ranked, "h100-sxm:1x8")
+
+
+@pytest.mark.parametrize("over", ["data,data", "", "data,", "a b"])
+def test_axes_have_a_name_each(over):
+    with pytest.raises(ValueError, match="expected the names of axes, each once"):
+        rank(STEP, "h100-sxm:1x8", over.split(","), compiled=0)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--global-batch", "8"], ["--sequence", "8"], ["--axes", "model=8"], ["--plain"],
+     ["--keep", "3"], ["--picture", "picture.png"]],
+)  # fmt: skip
+def test_options_of_a_model_are_refused_beside_over(option):
+    command = ["configure", STEP, "--pod", "h100-sxm:1x8", "--over", "data,model", *option]
+    run = CliRunner().invoke(app, command)
+    assert run.exit_code == 2
+    assert f"{option[0]}: of a model" in run.stderr
+
+
+def test_a_model_of_unknown_fields_is_refused(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text('{"name": "a", "layers": 2, "hidden": 64, "heads": 4, "kv_headz": 2}')
+    command = ["configure", str(path), "--pod", "h100-sxm:1x8", "--global-batch", "8"]
+    run = CliRunner().invoke(app, command)
+    assert run.exit_code == 2
+    assert "kv_headz" in run.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import numpy as np
@@ -11,12 +12,14 @@ import jaxoverlap
 from jaxoverlap.parallelism.configuration import AXES, Configuration
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.search import Space, splits
+from jaxoverlap.parallelism.stack import JAX
 from models import gpt, moe
 from models.config import Mistake
-from models.configured import chosen, configured
+from models.configured import Config, chosen, configured
 
 GPT = gpt.Config(layers=4, hidden=32, heads=4, mlp=64, batch=16, sequence=32)
 MOE = moe.Config(layers=4, hidden=32, heads=4, mlp=64, batch=16, sequence=32, group=32, experts=4)
+SIX = dataclasses.replace(GPT, layers=6)
 STEPS = 3
 
 
@@ -33,7 +36,7 @@ def legal(run):
     """Every mesh of eight that is legal, with the largest micro-batch of two or more of them."""
     eight = jaxoverlap.parse_cluster("h100-sxm:1x8")
     found = {}
-    for of in splits(transformer(run), eight, run.batch, Space(axes={})):
+    for of in splits(transformer(run), eight, run.batch, Space(axes={}), JAX):
         many = of.pipeline == 1 or of.micro_batches(run.batch) >= 2
         if many and of.interleave <= 2:
             found[tuple(of.axes.values()), of.interleave] = of
@@ -64,13 +67,17 @@ SOME = [
     (GPT, dict(pipeline=2, data=2, context=2, micro_batch=2, interleave=2)),
     (MOE, dict(pipeline=2, data=2, expert=2, micro_batch=2)),
     (MOE, dict(fsdp=2, expert=2, model=2, micro_batch=4)),
+    (GPT, dict(data=2, fsdp=2, model=2, micro_batch=2, zero_stage=1, recompute="selective")),
+    (MOE, dict(data=2, expert=2, context=2, micro_batch=2, zero_stage=1, recompute="none")),
+    # Six layers over four stages, of which the ends have one each.
+    (SIX, dict(pipeline=4, data=2, micro_batch=2, zero_stage=1)),
 ]
 
 
 @pytest.fixture(scope="module")
 def alone():
     """The losses of one device, by run."""
-    return {run: losses(run, Configuration(micro_batch=run.batch)) for run in (GPT, MOE)}
+    return {run: losses(run, Configuration(micro_batch=run.batch)) for run in (GPT, MOE, SIX)}
 
 
 @pytest.mark.parametrize(("run", "axes"), SOME, ids=named)
@@ -92,6 +99,90 @@ def test_and_overlapped(alone):
 )
 def test_every_legal_mesh_trains_to_the_losses_of_one_device(run, split, overlap, alone):
     np.testing.assert_allclose(losses(run, split, overlap=overlap), alone[run], atol=1e-4)
+
+
+def test_states_are_sharded_as_zero_says():
+    """Under ZeRO-1 a device has a share of the moments of what data and context replicate."""
+    split = Configuration(data=2, fsdp=2, context=2, micro_batch=4, zero_stage=1)
+    recipe, config = configured(GPT, split)
+    mesh = recipe.make_mesh(config)
+    state = recipe.abstract_args(config, mesh)[0]
+
+    def share(tree):
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.ndim > 2]
+        held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+        return held / sum(leaf.size for leaf in leaves)
+
+    assert share(state["params"]["layers"]) == 1 / 2
+    assert share(state["optimizer"]) == 1 / 8
+    compiled = recipe.make_step(config, mesh).lower(*recipe.abstract_args(config, mesh)).compile()
+    after, _ = compiled.output_shardings
+    same = jax.tree.map(
+        lambda leaf, at: leaf.sharding.is_equivalent_to(at, leaf.ndim), state, after
+    )
+    assert all(jax.tree.leaves(same))
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded():
+    run = dataclasses.replace(GPT, data=1, model=1, vocab=257)
+    _, config = configured(run, Configuration(fsdp=8, micro_batch=2))
+    assert config.vocab == 264
+
+
+def test_heads_of_their_own_size_and_fewer_keys_train():
+    """Sizes such as gpt-oss's, whose hidden size is no multiple of its heads, on any mesh."""
+    fields = {f.name for f in dataclasses.fields(GPT)} & {
+        f.name for f in dataclasses.fields(Config)
+    }
+    sizes = {name: getattr(GPT, name) for name in fields} | {"hidden": 40, "mlp": 64}
+    own = dict(heads=8, kv_heads=2, head_dim=16, gated=True, tied=False)
+
+    def trained(split):
+        return losses(Config(**{**sizes, **own}), split)
+
+    alone = trained(Configuration(micro_batch=16))
+    np.testing.assert_allclose(
+        trained(Configuration(model=4, data=2, micro_batch=8)), alone, atol=1e-4
+    )
+    stages = Configuration(pipeline=2, model=2, fsdp=2, micro_batch=2)
+    np.testing.assert_allclose(trained(stages), alone, atol=1e-4)
+
+
+def test_a_mesh_is_in_its_placement():
+    """Data innermost: its two devices are neighbours; the file's order is the mesh's."""
+    split = Configuration(data=2, fsdp=2, model=2, micro_batch=2)
+    order = ("pipeline", "expert", "context", "fsdp", "model", "data")
+    recipe, config = configured(GPT, split, order)
+    devices = recipe.make_mesh(config).devices[0, :, :, 0, 0, :]  # data, fsdp, model
+    ids = np.vectorize(lambda device: device.id)(devices)
+    assert ids[:, 0, 0].tolist() == [0, 1]
+    assert ids[0, 0, :].tolist() == [0, 2]
+    assert ids[0, :, 0].tolist() == [0, 4]
+    np.testing.assert_array_equal(np.sort(ids.ravel()), np.arange(8))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_trainer_follows_the_placement_that_was_chosen(number, tmp_path):
+    """The mesh's devices, axis by axis, are those of which the form counted the groups."""
+    model = transformer(GPT)
+    found = jaxoverlap.configure(model, "h100-sxm:2x4", global_batch=16, keep=40)
+    scored = [s for s in found if len(str(s.placement).split(" > ")) > 2][number]
+    path = tmp_path / "configuration.json"
+    data = found.to_builtins()
+    data["configurations"] = [
+        {**dataclasses.asdict(scored.configuration), "order": scored.placement.order}
+    ]
+    path.write_text(json.dumps(data))
+    recipe, config = chosen(gpt.RECIPE, dataclasses.replace(GPT, configuration=path))
+    mesh = recipe.make_mesh(config)
+    assert config.split == scored.configuration
+    for index, axis in enumerate(AXES):
+        groups = np.moveaxis(mesh.devices, index, -1).reshape(-1, mesh.shape[axis])
+        for group in groups:
+            ids = [device.id for device in group]
+            assert ids == scored.placement.members(ids[0], (axis,))
+    with pytest.raises(Mistake, match="made for a batch of 16"):
+        chosen(gpt.RECIPE, dataclasses.replace(GPT, batch=32, configuration=path))
 
 
 def test_layers_lie_over_stages():

@@ -13,9 +13,10 @@ import jaxoverlap
 from benchmarks.parallelism import brute_force
 from jaxoverlap.cli.app import app
 from jaxoverlap.parallelism.configuration import AXES, Configuration
-from jaxoverlap.parallelism.configure import configure, load_configuration
-from jaxoverlap.parallelism.model import named_model
+from jaxoverlap.parallelism.configure import configure
+from jaxoverlap.parallelism.file import load_configuration
 from jaxoverlap.parallelism.placement import place
+from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.sharding import mesh_of, spec_of
 from jaxoverlap.parallelism.stack import JAX, MEGATRON
 
@@ -77,7 +78,7 @@ def test_what_fits_nowhere_is_told_the_term_and_the_cluster():
 
 def test_what_divides_nowhere_is_told_so():
     with pytest.raises(jaxoverlap.NothingFitsError, match="no legal way to split"):
-        configure("gpt-3.6b", "h100-sxm:7x1", global_batch=16)
+        configure("gpt-3.6b", "h100-sxm:7x1", global_batch=16, axes={"pipeline": [1]})
 
 
 def test_a_configuration_goes_through_json(tmp_path):
@@ -132,3 +133,17 @@ def test_rules_by_path(path, ndim, spec):
 def test_a_chip_with_facts_alone_cannot_be_compiled_for():
     with pytest.raises(ValueError, match="CUDA's chips only"):
         jaxoverlap.pod_mesh("mi250x-gcd:1x8", {"x": 8})
+
+
+def test_it_says_which_tools_the_choice_uses():
+    slow = jaxoverlap.Link("slow", 1e9, 20e-6)
+    cluster = replace(jaxoverlap.parse_cluster("h100-sxm:4x8"), network=slow)
+    axes = {"data": [4], "pipeline": [1]}
+    found = configure(SMALL, cluster, global_batch=64, axes=axes)
+    assert any("local updates" in line for line in found.tools)
+    assert "Use for 1:" in str(found)
+    staged = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"pipeline": [2]})
+    assert any("jaxoverlap.pipeline" in line for line in staged.tools)
+    sharded = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"fsdp": [8]})
+    assert sharded.tools[0].startswith("jaxoverlap.overlap(step)")
+    assert not configure(SMALL, "h100-sxm:1x8", global_batch=64, stack=MEGATRON).tools

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from benchmarks.parallelism import FRONTIER_LOG_MIB
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.memory import StageParams, in_flight, memory, peak, resting_bytes
-from jaxoverlap.parallelism.model import Transformer, models, named_model
-from jaxoverlap.parallelism.recipes import FRONTIER, FRONTIER_STACK
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.published.models import models, named_model
+from jaxoverlap.parallelism.published.recipes import FRONTIER, FRONTIER_STACK
 from jaxoverlap.parallelism.stack import JAX, MEGATRON
 
 RUN = FRONTIER["frontier-175b"]

@@ -8,7 +8,7 @@ what is kept are inputs of pieces in flight.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ def value_and_grad(
     micro_batches: int,
     pieces: int = 1,
     axis: str = "pipeline",
+    data: Sequence[str] = (),
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Tree, Tree]]]:
     """Make a function that gives a pipelined model's loss and its gradients, by 1F1B.
 
@@ -44,7 +45,11 @@ def value_and_grad(
     pass; cotangents go the other way, beside a forward pass.
 
     jaxpr: scan over warm-up ticks {stage, ppermute}; scan {ppermute, stage, ppermute, vjp}; scan
-    over the last ticks {ppermute, vjp}; all inside a shard_map whose one manual axis is `axis`.
+    over the last ticks {ppermute, vjp}; a psum over `data`; all inside a shard_map whose manual
+    axes are `axis` and those of `data`.
+
+    Gradients are added up in float32, and given in the weights' dtype. Those of `shared` are made
+    and added by the stages that use it alone: the first and the last.
 
     Args:
         stage: stage(weights of a piece, x) -> y, of x's shape and dtype. What its backward pass
@@ -56,6 +61,10 @@ def value_and_grad(
         micro_batches: of a step.
         pieces: of each device (interleaving).
         axis: the stages.
+        data: axes of the mesh over which rows (the batch's second dim) are split and no weight is.
+            Gradients are summed over them once a step, and not in every micro-batch, which is all
+            that automatic axes can do. The functions see the rows of one device of these axes, and
+            may not constrain anything over them; losses are means, so that theirs is averaged.
 
     Returns:
         call(stages, shared, batch) -> (mean loss, (gradients of stages, gradients of shared)).
@@ -63,26 +72,28 @@ def value_and_grad(
         order of `stage_order`; `batch` a first dim of micro-batches.
 
     Raises:
-        ValueError: if the mesh has no such axis, or the micro-batches do not go in rounds.
+        ValueError: if the mesh has no such axes, or the micro-batches do not go in rounds.
     """
     if axis not in mesh.shape:
         raise ValueError(f"a mesh of {tuple(mesh.shape)} has no axis {axis!r}: add one of stages")
+    data = data_axes(mesh, data)
     schedule = Schedule(mesh.shape[axis], micro_batches, pieces)
-    body = functools.partial(_device, schedule, stage, first, last, axis)
+    body = functools.partial(_device, schedule, stage, first, last, axis, data)
 
     def call(stages: Tree, shared: Tree, batch: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
         _check(stages, shared, batch, schedule)
         run = jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(P(axis), P(axis), P(), P()),
+            in_specs=(P(axis), P(axis), P(), rows_of(batch, data)),
             out_specs=(P(axis), (P(axis), P(axis))),
-            axis_names={axis},
+            axis_names={axis, *data},
             check_vma=False,
         )
         losses, (of_stages, of_shared) = run(jnp.arange(schedule.stages), stages, shared, batch)
         # Summed out here: XLA:CPU aborts on sums in bfloat16 where some axes are automatic.
-        return _summed(losses), (of_stages, jax.tree.map(_summed, of_shared))
+        of_shared = jax.tree.map(lambda g, w: _summed(g).astype(w.dtype), of_shared, shared)
+        return _summed(losses), (of_stages, of_shared)
 
     return call
 
@@ -134,6 +145,7 @@ def _device(
     first: First,
     last: Last,
     axis: str,
+    data: tuple[str, ...],
     index: jax.Array,
     stages: Tree,
     shared: Tree,
@@ -148,27 +160,18 @@ def _device(
     def micro_batch(number: jax.Array) -> Tree:
         return _picked(batch, jnp.maximum(number, 0))
 
-    def forward(x: Tree, tick: jax.Array) -> Tree:
-        piece = rows[1][tick]
-        x = _where(at_first & (piece == 0), lambda: first(shared, micro_batch(rows[0][tick])), x)
-        return stage(_picked(stages, jnp.maximum(piece, 0)), x)
-
-    def piece_loss(
-        weights: Tree, shared: Tree, x: Tree, number: jax.Array, is_first: Any, is_last: Any
-    ) -> tuple[Tree, jax.Array]:
-        of = micro_batch(number)
-        y = stage(weights, _where(is_first, lambda: first(shared, of), x))
-        zero = jnp.zeros((), jax.eval_shape(last, shared, y, of).dtype)
-        return y, lax.cond(is_last, lambda: last(shared, y, of), lambda: zero)
-
     x_like = jax.eval_shape(first, shared, micro_batch(jnp.int32(0)))
     _check_shapes(stage, last, stages, shared, x_like, batch)
     x_zero = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x_like)
     dx_zero = jax.tree.map(lambda a: a if _moves(a) else None, x_zero)
     kept = jax.tree.map(lambda a: jnp.zeros((tables.slots, *a.shape), a.dtype), x_like)
+    loss_like = jax.eval_shape(last, shared, x_like, micro_batch(jnp.int32(0)))
+    loss_zero = jnp.zeros((), loss_like.dtype)
 
     def run_forward(carry: dict[str, Tree], tick: jax.Array) -> dict[str, Tree]:
-        slot = rows[2][tick]
+        number, piece, slot = (row[tick] for row in rows[:3])
+        is_first = at_first & (piece == 0)
+        x = _where(is_first, lambda: first(shared, micro_batch(number)), carry["x"])
         kept = jax.tree.map(
             lambda buffer, a: lax.cond(
                 slot != NONE,
@@ -176,33 +179,46 @@ def _device(
                 lambda: buffer,
             ),
             carry["kept"],
-            carry["x"],
+            x,
         )
-        return {**carry, "kept": kept, "y": forward(carry["x"], tick)}
+        y = stage(_picked(stages, jnp.maximum(piece, 0)), x)
+        return {**carry, "kept": kept, "y": y}
 
     def run_backward(carry: dict[str, Tree], tick: jax.Array) -> dict[str, Tree]:
         number, piece, slot = (row[tick] for row in rows[3:])
         busy = number != NONE
-        is_first = at_first & (piece == 0) & busy
-        is_last = at_last & (piece == v - 1) & busy
         weights = _picked(stages, jnp.maximum(piece, 0))
-        x = _picked(carry["kept"], jnp.maximum(slot, 0))
-        of = functools.partial(piece_loss, number=number, is_first=is_first, is_last=is_last)
-        (_, value), pull = jax.vjp(lambda w, s, x: of(w, s, x), weights, shared, x)
-        keep = busy & ~is_last
+        x, of = _picked(carry["kept"], jnp.maximum(slot, 0)), micro_batch(number)
+        y, pull = jax.vjp(stage, weights, x)
+
+        def score(total: Tree) -> tuple[jax.Array, Tree, Tree]:
+            value, pull_last = jax.vjp(lambda s, y: last(s, y, of), shared, y)
+            of_shared, of_y = pull_last(jnp.asarray(1.0 / count, value.dtype))
+            return value / count, _sum(total, of_shared), _moving(y, of_y)
+
+        def passed_on(total: Tree) -> tuple[jax.Array, Tree, Tree]:
+            return loss_zero, total, carry["dy"]
+
+        is_last = at_last & (piece == v - 1) & busy
+        loss, of_shared, of_y = lax.cond(is_last, score, passed_on, carry["shared"])
         cotangent = jax.tree.map(
-            lambda a, g: _no_gradient(a) if g is None else jnp.where(keep, g, 0), x, carry["dy"]
+            lambda a, g: _no_gradient(a) if g is None else jnp.where(busy, g, 0), y, of_y
         )
-        scale = jnp.where(is_last, 1.0 / count, 0.0).astype(value.dtype)
-        of_weights, of_shared, of_x = pull((cotangent, scale))
+        of_weights, of_x = pull(cotangent)
+
+        def embed(total: Tree) -> Tree:
+            start, pull_first = jax.vjp(lambda s: first(s, of), shared)
+            return _sum(total, pull_first(_cotangent(start, of_x))[0])
+
+        is_first = at_first & (piece == 0) & busy
         # What is idle runs on any input, where a derivative may be infinite, and 0 times it nan.
         of_weights = jax.tree.map(lambda g: jnp.where(busy, g, 0), of_weights)
         return {
             **carry,
             "stages": _added(carry["stages"], of_weights, jnp.maximum(piece, 0)),
-            "shared": jax.tree.map(jnp.add, carry["shared"], of_shared),
-            "dx": jax.tree.map(lambda a, g: g if _moves(a) else None, x, of_x),
-            "loss": carry["loss"] + value * scale,
+            "shared": lax.cond(is_first, embed, lambda total: total, of_shared),
+            "dx": _moving(x, of_x),
+            "loss": carry["loss"] + loss,
         }
 
     def send(tree: Tree, step: int) -> Tree:
@@ -228,22 +244,71 @@ def _device(
         carry = {**carry, "dy": send(carry["dx"], -1)}
         return run_backward(carry, tick), None
 
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     carry = dict(
         x=x_zero,
         y=x_zero,
         dx=dx_zero,
         dy=dx_zero,
         kept=kept,
-        stages=zeros(stages),
-        shared=zeros(shared),
-        loss=jnp.zeros((), jax.eval_shape(last, shared, x_like, micro_batch(jnp.int32(0))).dtype),
+        stages=jax.tree.map(wide_zeros, stages),
+        shared=jax.tree.map(wide_zeros, shared),
+        loss=loss_zero,
     )
     ends = (0, schedule.warm_up_ticks, schedule.forward_ticks, schedule.ticks)
     for phase, begin, end in zip((warm_up, steady, drain), ends[:-1], ends[1:], strict=True):
         carry, _ = lax.scan(phase, carry, jnp.arange(begin, end))
-    own = jax.tree.map(lambda a: a[None], (carry["loss"], carry["shared"]))
-    return own[0], (carry["stages"], own[1])
+    sums = mean_over(data, (carry["loss"], carry["stages"], carry["shared"]))
+    loss, of_stages, of_shared = sums
+    of_stages = jax.tree.map(lambda g, w: g.astype(w.dtype), of_stages, stages)
+    return loss[None], (of_stages, jax.tree.map(lambda a: a[None], of_shared))
+
+
+def data_axes(mesh: Mesh, data: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `data` that split anything.
+
+    Raises:
+        ValueError: for an axis that the mesh has not.
+    """
+    if unknown := [axis for axis in data if axis not in mesh.shape]:
+        raise ValueError(f"data={unknown}: a mesh of {tuple(mesh.shape)} has no such axes")
+    return tuple(axis for axis in data if mesh.shape[axis] > 1)
+
+
+def rows_of(batch: Tree, data: tuple[str, ...]) -> Tree:
+    """Return the specs of a batch [micro-batch, rows, ...] whose rows are split over `data`."""
+    return jax.tree.map(lambda leaf: P(None, data) if data and leaf.ndim > 1 else P(), batch)
+
+
+def wide_zeros(leaf: jax.Array) -> jax.Array:
+    """Return where to add a weight's gradients: zeros in float32, or the dtype if that is wider."""
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def mean_over(data: tuple[str, ...], tree: Tree) -> Tree:
+    """Return the mean over manual axes; in float32, as XLA:CPU cannot sum bfloat16 there."""
+    if not data:
+        return tree
+
+    def mean(a: jax.Array) -> jax.Array:
+        wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+        return lax.pmean(wide, data).astype(a.dtype)
+
+    return jax.tree.map(mean, tree)
+
+
+def _sum(total: Tree, part: Tree) -> Tree:
+    """Add up gradients in the dtype of the total."""
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
+
+
+def _moving(like: Tree, gradients: Tree) -> Tree:
+    """Return gradients with None for what has none."""
+    return jax.tree.map(lambda a, g: g if _moves(a) else None, like, gradients)
+
+
+def _cotangent(like: Tree, gradients: Tree) -> Tree:
+    """Return gradients as `jax.vjp` takes them: float0 for what has none."""
+    return jax.tree.map(lambda a, g: g if _moves(a) else _no_gradient(a), like, gradients)
 
 
 def _dtype(leaf: Any) -> Any:
@@ -271,7 +336,7 @@ def _picked(tree: Tree, at: jax.Array) -> Tree:
 
 def _added(total: Tree, part: Tree, at: jax.Array) -> Tree:
     """Add a part to row `at` of every leaf."""
-    return jax.tree.map(lambda a, b: a.at[at].add(b), total, part)
+    return jax.tree.map(lambda a, b: a.at[at].add(b.astype(a.dtype)), total, part)
 
 
 def _where(holds: Any, make: Callable[[], Tree], other: Tree) -> Tree:

@@ -1,0 +1,127 @@
+"""Compile the best configurations of a model by a trainer's own step, and simulate them.
+
+Each is compiled in a child process: XLA's compiler ends the process where it meets a bug.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from jaxoverlap._jax.jobs import peak_bytes
+from jaxoverlap._util.text import table
+from jaxoverlap.api import overlap
+from jaxoverlap.cli.target import function
+from jaxoverlap.parallelism.configuration import Configuration
+from jaxoverlap.parallelism.configure import Configurations
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.search import Scored
+
+_PLAIN = {"granularity": "plain", "halves": None, "layouts": None}  # what overlap() leaves out
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A configuration, and its step as compiled for the pod.
+
+    Attributes:
+        scored: the configuration, with what the form predicts.
+        simulated_s: seconds of the overlapped step by simulation of XLA's schedule; None: failed.
+        simulated_bytes: bytes of a device by XLA's memory analysis; None: failed.
+        failed: the error that building or compiling ended with; "" if it did not.
+    """
+
+    scored: Scored
+    simulated_s: float | None = None
+    simulated_bytes: float | None = None
+    failed: str = ""
+
+
+def simulate_best(
+    found: Configurations, count: int, trainer: str, progress: Callable[[str], None]
+) -> list[Simulated]:
+    """Compile the first `count` configurations; return all, the fastest by simulation first.
+
+    What does not fit in the chip's memory by XLA's analysis comes after what does.
+
+    Args:
+        found: the form's ranking.
+        count: how many to compile.
+        trainer: MODULE:FUNCTION, a function of (model, configuration, order of the axes, global
+            batch, name of the pod) that gives (step, args), as `models.configured:build`.
+        progress: called with a line before each compile, and after it.
+    """
+    function(trainer)  # a name that leads nowhere is told before anything is compiled
+    tried = []
+    for number, scored in enumerate(found[:count], 1):
+        progress(f"compiling {number} of {min(count, len(found))}: {scored.shown}")
+        tried.append(_in_child(trainer, found, scored))
+        last = tried[-1]
+        took = f"{last.simulated_s:.3g} s" if last.simulated_s is not None else last.failed
+        progress(f"    predicted {scored.step_s:.3g} s, simulated {took}")
+    room = found.cluster.chip.memory_bytes
+
+    def rank(one: Simulated) -> tuple[bool, float]:
+        seconds = math.inf if one.simulated_s is None else one.simulated_s
+        return (one.simulated_bytes or 0.0) > room, seconds
+
+    return sorted(tried, key=rank) + [Simulated(scored) for scored in found[count:]]
+
+
+def _in_child(trainer: str, found: Configurations, scored: Scored) -> Simulated:
+    given = (trainer, found.model, scored.configuration, scored.placement.order)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            result = pool.submit(simulate_one, *given, found.global_batch, str(found.cluster))
+            return Simulated(scored, *result.result())
+        except Exception as error:  # one that fails is a row of the table, with its reason
+            reason = str(error).splitlines() or [""]
+            return Simulated(scored, failed=f"{type(error).__name__}: {reason[0]}")
+
+
+def simulate_one(
+    trainer: str,
+    model: Transformer,
+    configuration: Configuration,
+    order: tuple[str, ...],
+    global_batch: int,
+    pod: str,
+) -> tuple[float, float]:
+    """Return a step's simulated seconds and its bytes of a device."""
+    build: Callable[..., Any] = function(trainer)
+    step, args = build(model, configuration, order, global_batch, pod)
+    plain: Any = {} if configuration.overlap else _PLAIN
+    overlapped: Any = overlap(step, cluster=pod, **plain)
+    compiled = overlapped.lower(*args).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return compiled.simulate(pod).step_s, peak_bytes(memory)
+
+
+def shown(simulated: list[Simulated]) -> str:
+    """Tabulate what was compiled: predicted, simulated and memory, and what the others lose."""
+    done = [one for one in simulated if one.simulated_s is not None or one.failed]
+    rows = [
+        (
+            str(number),
+            one.scored.shown,
+            f"{one.scored.step_s:.3g}",
+            "" if one.simulated_s is None else f"{one.simulated_s:.3g}",
+            f"{one.scored.memory.total / 1e9:.1f}",
+            "" if one.simulated_bytes is None else f"{one.simulated_bytes / 1e9:.1f}",
+        )
+        for number, one in enumerate(done, 1)
+    ]
+    columns = ("", "configuration", "predicted s", "simulated s", "GB", "GB, compiled")
+    lines = [
+        table("Compiled for the pod, fastest first", columns, rows, right=columns[2:]).rstrip()
+    ]
+    lines += [f"failed: {one.scored.shown}: {one.failed}" for one in done if one.failed]
+    seconds = [one.simulated_s for one in done if one.simulated_s is not None]
+    if len(seconds) > 1:
+        lines.append(f"The answer is 1; 2 takes {seconds[1] / seconds[0] - 1:+.1%} by simulation.")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Published models and training runs that the form takes by name."""
