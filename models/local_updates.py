@@ -73,6 +73,7 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
                 state, metrics = updates.round(state, batches(recipe, config, mesh, at))
                 report.add(end - 1, jax.tree.map(jnp.mean, metrics))
                 checkpoints.save(end, state, {"next_index": end}, config.every)
+            updates.check(state)
         params = updates.params(state)
     return trainer.Trained(report.rows, step, dict(params=params))
 
@@ -109,6 +110,7 @@ def restored(
     begin, optimizer = like.begin, like.optimizer
     if updates.outer.eager:
         begin, optimizer = jax.tree.map(resized, (begin, optimizer))
-    old = LocalState(worker, begin, optimizer, sent, sync, like.control)
+    finite = resized(like.finite)
+    old = LocalState(worker, begin, optimizer, sent, like.round, finite, sync, like.control)
     found = checkpoints.restore_state(taken, old)
     return updates.spread(updates.consolidate(found)), taken

@@ -60,9 +60,7 @@ class DataParallel:
         self._placement = Placement(mesh, axis, False)
         self._overlap = overlap_options(overlap)
         self._programs = Programs()
-        self._flags = Flags(
-            "The step was left out: parameters, optimizer and error feedback are as before it."
-        )
+        self._flags = Flags()
         self._averagers: dict[Hashable, Averager] = {}
 
     @property

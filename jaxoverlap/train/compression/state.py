@@ -88,21 +88,25 @@ class Control:
         return replace(self, count=np.asarray(self.count + 1, np.int32))
 
 
+UPDATE = "the optimizer's update"
+
+
 class NonFiniteGradientError(ValueError):
     """A gradient was infinite or not a number; it was left out, with all others of its step.
 
     Attributes:
-        step: its number, from 0; with local updates the round's.
-        layers: the names of the layers; "raw leaves" for those that are not compressed.
+        step: its number, from 0.
+        layers: the names of the layers; "raw leaves" for those that are not compressed, and
+            "the optimizer's update" where gradients were finite and that was not.
     """
 
-    def __init__(self, step: int, layers: list[str], left_out: str):
+    def __init__(self, step: int, layers: list[str]):
         self.step, self.layers = step, layers
+        gradients = f"the gradient of {', '.join(layers)}, or its average,"
         super().__init__(
-            f"step {step}: the gradient of {', '.join(layers)}, or its average, is infinite or not "
-            "a number. "
-            f"{left_out} Look at its batch or lower the learning rate, and go on from the state "
-            "you have"
+            f"step {step}: {UPDATE if layers == [UPDATE] else gradients} is infinite or not a "
+            "number. The step was left out: parameters, optimizer and error feedback are as before "
+            "it. Look at its batch or lower the learning rate, and go on from the state you have"
         )
 
 
@@ -127,12 +131,11 @@ class TrainState:
 class Flags:
     """The flags of the last averages, which the host reads some steps late, so as not to wait."""
 
-    def __init__(self, left_out: str):
-        self._left_out = left_out
+    def __init__(self) -> None:
         self._unread = deque[tuple[int, Any, Sequence[Layer]]]()
 
     def add(self, step: int, finite: jax.Array, layers: Sequence[Layer]) -> None:
-        """Keep `SyncState.finite` of a step, as an array that nobody donates."""
+        """Keep the flags of a step that `WorkerStep` gives, as an array that nobody donates."""
         self._unread.append((step, finite, layers))
 
     def check(self, unread: int) -> None:
@@ -147,7 +150,8 @@ class Flags:
             if len(bad):
                 self._unread.clear()
                 names = [*(layer.name for layer in layers), "raw leaves"]
-                raise NonFiniteGradientError(step, [names[n] for n in bad], self._left_out)
+                gradients = [names[n] for n in bad if n < len(names)]
+                raise NonFiniteGradientError(step, gradients or [UPDATE])
 
 
 def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:

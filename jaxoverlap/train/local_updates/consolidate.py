@@ -24,7 +24,8 @@ def consolidated(rounds: Rounds, state: LocalState) -> LocalState:
     if outer.eager:
         begin, optimizer = jax.tree.map(_one, (begin, optimizer))
     sync = _kept_by_workers(state.sync, _one)
-    return LocalState(worker, begin, optimizer, jax.tree.map(_one, state.sent), sync)
+    sent = jax.tree.map(_one, state.sent)
+    return LocalState(worker, begin, optimizer, sent, state.round, jnp.ones(()), sync)
 
 
 def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
@@ -37,7 +38,8 @@ def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
     if outer.eager:
         begin, optimizer = copies((begin, optimizer))
     sync = _kept_by_workers(state.sync, lambda leaf: _copies(leaf, workers))
-    return LocalState(copies(state.worker), begin, optimizer, copies(state.sent), sync)
+    worker, sent, finite = copies((state.worker, state.sent, state.finite))
+    return LocalState(worker, begin, optimizer, sent, state.round, finite, sync)
 
 
 def optimizer_shardings(outer: Outer, place: Placement, shapes: Any, begin: Any) -> Any:

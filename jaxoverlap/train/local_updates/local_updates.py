@@ -19,10 +19,11 @@ from jaxoverlap.train.arguments import check_workers, overlap_options
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import explained
-from jaxoverlap.train.compression.state import Control, Flags, SyncState, checked
+from jaxoverlap.train.compression.state import Control, SyncState, checked
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates import second_device
 from jaxoverlap.train.local_updates.consolidate import consolidated, optimizer_shardings, spread
+from jaxoverlap.train.local_updates.finite import Reports, Seen
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds, Step
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
@@ -60,6 +61,9 @@ class LocalUpdates:
         stacked: for `sync`: keys of the parameters; leaves below one of them have a first dim of
             layers.
         overlap: whether rounds are overlapped (`jaxoverlap.overlap`), or with which options of it.
+        check: whether a worker whose steps end in something infinite or not a number goes back to
+            where they began, and a `NonFiniteRoundError` says so. The train state is then held
+            twice on a device during a round. Without it a NaN reaches all workers and stays.
 
     Raises:
         ValueError: for a mesh without the axis, or with explicit or manual axes.
@@ -77,6 +81,7 @@ class LocalUpdates:
         sync: Sync | None = None,
         stacked: Sequence[str] = (),
         overlap: bool | Mapping[str, Any] = True,
+        check: bool = True,
     ):
         if not isinstance(outer, Outer):
             raise ValueError(f"outer={outer!r}: expected an outer optimizer, as co2(every=12)")
@@ -93,7 +98,7 @@ class LocalUpdates:
             )
         self.mesh, self.axis, self.outer, self.sync = mesh, axis, outer, sync
         self._stacked = tuple(stacked)
-        self._flags = Flags("The round's average was left out: nothing was moved by it.")
+        self._check_finite, self._reports = check, Reports()
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
         self._placement = Placement(mesh, axis, shard_outer)
@@ -165,7 +170,8 @@ class LocalUpdates:
         sent = jax.tree.map(jnp.zeros_like, params) if self.outer.delay else None
         averager = self._averager(params)
         sync = averager.init(params) if averager else None
-        return spread(LocalState(state, params, optimizer, sent, sync), self.outer, self.workers)
+        one = LocalState(state, params, optimizer, sent, jnp.int32(0), jnp.ones(()), sync)
+        return spread(one, self.outer, self.workers)
 
     def _averager(self, params: Any) -> Averager | None:
         """Return what compresses averages of one worker's parameters, at the default settings."""
@@ -196,6 +202,8 @@ class LocalUpdates:
                 optimizer_shardings(self.outer, place, take(shapes), take(begin)) for take in takes
             ),
             sent=stacked if self.outer.delay else None,
+            round=place.at(),
+            finite=place.at(self.axis),
             sync=self._sync_shardings(shapes, specs),
         )
 
@@ -227,19 +235,38 @@ class LocalUpdates:
             The state, and the train step's metrics, [every, workers, ...].
 
         Raises:
+            NonFiniteRoundError: if something of a round before was left out as it was not finite.
+                It is raised three rounds late at most (`check` raises it at once), and the state
+                given here is still good.
             ValueError: if batches have another number of steps, or workers cannot share them.
         """
         self._check(batches)
+        self._reports.check(1)
         if self.sync is None:
             runner = self._program("round", (state, batches), lambda: self._runner(state))
-            return runner(state, batches)
+            state, metrics, seen = runner(state, batches)
+            self._reports.add(seen)
+            return state, metrics
         return self._compressed_round(state, batches)
+
+    def check(self, state: LocalState) -> None:
+        """Wait for the rounds so far, and raise if something of one was left out.
+
+        Args:
+            state: of the last round; it has what its workers have not reported yet.
+
+        Raises:
+            NonFiniteRoundError: naming the first such round.
+        """
+        whole = self._placement.at()
+        program = self._program("finite", (), lambda: jax.jit(lambda f: f, out_shardings=whole))
+        self._reports.check(0)
+        self._reports.check_unsent(int(state.round), program(state.finite))
 
     def _compressed_round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
         """Run a round; measure and change settings where that is due."""
         averager = self._averager_of(state)
         control = checked(state.control, averager.sync, averager.layers)
-        self._flags.check(1)
         count, state = int(control.count), replace(state, control=None)
         if averager.layers and schedule.measures(averager.sync, count):
             program = self._program(
@@ -255,9 +282,8 @@ class LocalUpdates:
         name = ("round", tuple(control.settings.tolist()), accumulate)
         at = averager.at(control.settings, accumulate=accumulate)
         runner = self._program(name, (state, batches), lambda: self._runner(state, at))
-        state, metrics = runner(state, batches)
-        assert state.sync is not None
-        self._flags.add(count, jnp.copy(state.sync.finite), averager.layers)
+        state, metrics, seen = runner(state, batches)
+        self._reports.add(seen)
         return replace(state, control=control.stepped()), metrics
 
     def explain(self, state: LocalState) -> str:
@@ -305,10 +331,11 @@ class LocalUpdates:
     def _one_program(self, state: LocalState, averager: Averager | None = None) -> Any:
         rounds, at = self._rounds(state, averager), _shardings_of(state)
 
-        def local_round(state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+        def local_round(state: LocalState, batches: Any) -> tuple[LocalState, Any, Seen]:
             return rounds.round(state, batches)
 
-        jitted = jax.jit(local_round, donate_argnums=0, out_shardings=(at, None))
+        out = (at, None, self._placement.at())
+        jitted = jax.jit(local_round, donate_argnums=0, out_shardings=out)
         if self._overlap is None:
             return jitted
         if "plan" in self._overlap:  # it has the limits of the step that it was made for
@@ -321,13 +348,13 @@ class LocalUpdates:
     def _beside_bytes(self, state: LocalState) -> int:
         """Return the bytes on a device of what a round keeps beside its steps.
 
-        These are the average that is under way, what it is of, and where the next round begins.
+        These are the average that is under way, what it is of, where the next round begins, and
+        with `check` the train state that a worker may go back to.
         """
         if not (self.outer.delay or self.outer.lag):
             return 0
-        params = jax.tree.leaves(self._params_in.get(state.worker))
-        sizes = (math.prod(p.sharding.shard_shape(p.shape)) * p.dtype.itemsize for p in params)
-        return 3 * sum(sizes)
+        params = _bytes_on_device(self._params_in.get(state.worker))
+        return 3 * params + (_bytes_on_device(state.worker) if self._check_finite else 0)
 
     def _rounds(self, state: LocalState, averager: Averager | None = None) -> Rounds:
         if averager is None and self.sync is not None:
@@ -338,8 +365,9 @@ class LocalUpdates:
         specs = jax.tree.map(lambda leaf: P(*leaf.sharding.spec[1:]), params)
         takes = fragments_of(params, self.outer.fragments)
         return Rounds(
-            self._step, self.outer, self._params_in, self._placement, specs, takes, averager
-        )
+            self._step, self.outer, self._params_in, self._placement, specs, takes, averager,
+            self._check_finite,
+        )  # fmt: skip
 
     def _program(self, name: Hashable, args: Any, make: Any) -> Any:
         """Return the program of a name for arguments like these, made once."""
@@ -363,6 +391,11 @@ class LocalUpdates:
                     f"batches of shape {shape}: a global batch of {shape[1]} is not a multiple of "
                     f"the {workers} workers along {self.axis!r}; change either"
                 )
+
+
+def _bytes_on_device(tree: Any) -> int:
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf.dtype, "itemsize"))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def _shardings_of(state: LocalState) -> LocalState:

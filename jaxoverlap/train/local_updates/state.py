@@ -23,6 +23,8 @@ class LocalState:
         optimizer: the outer optimizer's state, one for each fragment.
         sent: what each worker sends during the next round, a leading dim of workers; None where
             nothing is under way between rounds.
+        round: how many rounds were run, int32 [].
+        finite: 1 for each worker whose steps since it last sent were finite, float32 [workers].
         sync: what the compression of averages keeps (`compression.SyncState`); None without.
         control: its settings, on the host; None without.
     """
@@ -31,6 +33,8 @@ class LocalState:
     begin: Any
     optimizer: tuple[Any, ...]
     sent: Any
+    round: Any
+    finite: Any
     sync: Any = None
     control: Any = None
 
