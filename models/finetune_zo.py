@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Option
 
 from jaxoverlap.train import zeroth_order as zo
-from models import gpt
+from models import checkpoint, gpt
 from models.config import Config, Mistake
 from models.layers import Layout, Weight, shard
 from models.processes import console
@@ -49,6 +49,7 @@ class FineTune:
         method: "full", "lora" or "prefix".
         text: what it learns; None for the Python manual.
         log: the file of its scalars; None for no log.
+        cut_log: whether a damaged log is cut off where the damage begins.
         steps, batch, seed: of the run; the batch is over all devices.
         eps, learning_rate: of the estimator; None for the method's published ones.
         directions: of a step.
@@ -69,6 +70,7 @@ class FineTune:
     pair: bool = False
     shards: int = 1
     model: int = 1
+    cut_log: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in PUBLISHED:
@@ -82,8 +84,9 @@ class FineTune:
     def transform(self) -> zo.Mezo:
         """Return the estimator."""
         eps, rate = PUBLISHED[self.method]
-        rate = self.learning_rate or rate
-        return zo.mezo(eps=self.eps or eps, lr=rate, directions=self.directions)
+        eps = eps if self.eps is None else self.eps
+        rate = rate if self.learning_rate is None else self.learning_rate
+        return zo.mezo(eps=eps, lr=rate, directions=self.directions)
 
     def mesh(self) -> Mesh:
         """Return the devices: a pair, shards of the batch, and the model's own two axes."""
@@ -161,8 +164,7 @@ def restored(of: FineTune, config: Config, mesh: Mesh) -> Any:
         taken = manager.latest_step()
         if taken is None:
             raise Mistake(f"{of.checkpoint}: no finished checkpoint there; train longer first")
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(state))
-        return manager.restore(taken, args=wanted)["state"]["params"]
+        return checkpoint.restored(manager, taken, state)["params"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,10 +229,10 @@ def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
         data="batch" if of.shards > 1 else None,
     )
     state = step.init(task.trained, seed=of.seed)
-    header = zo.header_of(state.params, transform, seed=of.seed)
+    header = header_of(of, config, transform, state.params, task)
     text = load_text(of.text, sequence=config.sequence)[: -held_out(of, config)]
     losses: list[float] = []
-    with zo.Log(of.log, header) if of.log else _NoLog() as log:
+    with zo.Log(of.log, header, cut=of.cut_log) if of.log else _NoLog() as log:
         if log.steps:
             console.print(f"replaying {log.steps} of {of.steps} steps")
             state = zo.replay(log.records[: of.steps], transform, state.params, seed=of.seed)
@@ -246,6 +248,20 @@ def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
                 bar.update(shown, completed=number + 1, description=words)
                 began = now
     return losses, step.params(state), task
+
+
+def header_of(of: FineTune, config: Config, transform: zo.Mezo, trained: Any, task: Task) -> Any:
+    """Return what the scalars of a run belong to; spread over other devices it is the same run."""
+    text = load_text(of.text, sequence=config.sequence)
+    run = dict(
+        method=of.method,
+        batch=of.batch,
+        sequence=config.sequence,
+        dtype=config.dtype,
+        text=zo.digest(text),
+        frozen=zo.digest(task.frozen),
+    )
+    return zo.header_of(trained, transform, seed=of.seed, run=run)
 
 
 def held_out(of: FineTune, config: Config) -> int:
@@ -300,12 +316,13 @@ def command(
     pair: Annotated[bool, Option("--pair", help="Two devices, one for each sign.")] = False,
     shards: Annotated[int, Option(help="Devices that share the batch.")] = 1,
     model: Annotated[int, Option(help="Devices of each forward pass.")] = 1,
+    cut_log: Annotated[bool, Option("--cut-log", help="Cut a damaged log off there.")] = False,
 ) -> None:
     """Fine-tune a GPT by forward passes alone."""
     try:
         of = FineTune(
             checkpoint, method, text, log, steps, batch, seed, eps, learning_rate, directions,
-            pair, shards, model,
+            pair, shards, model, cut_log,
         )  # fmt: skip
         jax.config.update("jax_num_cpu_devices", max(8, 2 * shards * model))
         _, params, task = finetune(of)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxoverlap.train import zeroth_order as zo
 from models import finetune_zo, trainer
 from models.config import Config, Mistake
 from models.finetune_zo import FineTune
@@ -56,5 +57,23 @@ def test_mistakes_are_named(checkpoint, tmp_path):
         finetune_zo.finetune(FineTune(checkpoint, pair=True, model=8))
     log = tmp_path / "log"
     finetune_zo.finetune(FineTune(checkpoint, steps=1, batch=4, log=log))
-    with pytest.raises(ValueError, match="log of another run"):
-        finetune_zo.finetune(FineTune(checkpoint, steps=2, batch=4, log=log, seed=1))
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 20)
+    for other in (
+        dict(seed=1), dict(eps=2e-3), dict(learning_rate=1e-5), dict(batch=8), dict(text=text),
+        dict(directions=2), dict(method="lora"),
+    ):  # fmt: skip
+        changed = dict(steps=2, batch=4, log=log) | other
+        with pytest.raises(ValueError, match="log of another run"):
+            finetune_zo.finetune(FineTune(checkpoint, **changed))
+    with pytest.raises(ValueError, match=r"eps=0\.0"):
+        FineTune(checkpoint, eps=0.0).transform()
+    with pytest.raises(ValueError, match=r"lr=0\.0"):
+        FineTune(checkpoint, learning_rate=0.0).transform()
+    body = bytearray(log.read_bytes())
+    body[-3] ^= 1
+    log.write_bytes(body)
+    with pytest.raises(zo.LogDamagedError, match="--cut-log"):
+        finetune_zo.finetune(FineTune(checkpoint, steps=2, batch=4, log=log))
+    losses, *_ = finetune_zo.finetune(FineTune(checkpoint, steps=2, batch=4, log=log, cut_log=True))
+    assert len(losses) == 2
