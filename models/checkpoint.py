@@ -34,8 +34,6 @@ class Checkpoints:
         if config.checkpoint is None:
             return
         directory = config.checkpoint.absolute()
-        if directory.exists() and not directory.is_dir():
-            raise Mistake(f"--checkpoint {config.checkpoint} is a file; give a directory")
         directory.mkdir(parents=True, exist_ok=True)
         check_same_run(directory / "config.json", config)
         self.every, self.steps = config.save_every, config.steps

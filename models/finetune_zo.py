@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Option
 
+from jaxoverlap.train import arguments
 from jaxoverlap.train import zeroth_order as zo
 from models import checkpoint, gpt
 from models.config import Config, Mistake
@@ -73,13 +74,36 @@ class FineTune:
     cut_log: bool = False
 
     def __post_init__(self) -> None:
+        """Check all options together.
+
+        Raises:
+            Mistake: that names every one that cannot be.
+        """
+        if found := list(self.mistakes()):
+            raise Mistake("; and ".join(found))
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what is wrong."""
         if self.method not in PUBLISHED:
-            raise Mistake(f"method={self.method!r}: expected one of {', '.join(PUBLISHED)}")
-        for name in ("steps", "batch", "directions", "shards", "model"):
-            if getattr(self, name) < 1:
-                raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
-        if self.batch % self.shards:
-            raise Mistake(f"batch={self.batch}: expected a multiple of shards={self.shards}")
+            yield f"method={self.method!r}: expected one of {', '.join(PUBLISHED)}"
+            return
+        fine = True
+        for name, least in dict(steps=1, batch=1, shards=1, model=1, seed=0).items():
+            try:
+                arguments.whole(name, getattr(self, name), least)
+            except ValueError as error:
+                fine = False
+                yield str(error)
+        if fine and self.batch % self.shards:
+            yield f"batch={self.batch}: expected a multiple of shards={self.shards}"
+        try:
+            self.transform()
+        except ValueError as error:
+            yield str(error)
+        if self.log and self.log.is_dir():
+            yield f"--log {self.log} is a directory; give a file"
+        if self.cut_log and not self.log:
+            yield "--cut-log without --log: give the log that is to be cut off"
 
     def transform(self) -> zo.Mezo:
         """Return the estimator."""
@@ -327,7 +351,7 @@ def command(
         jax.config.update("jax_num_cpu_devices", max(8, 2 * shards * model))
         _, params, task = finetune(of)
         before, after = evaluate(of, task.trained, task), evaluate(of, params, task)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     console.print(f"loss on the text's held-out end: {before:.4f} -> {after:.4f}")
 

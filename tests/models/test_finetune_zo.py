@@ -66,10 +66,12 @@ def test_mistakes_are_named(checkpoint, tmp_path):
         changed = dict(steps=2, batch=4, log=log) | other
         with pytest.raises(ValueError, match="log of another run"):
             finetune_zo.finetune(FineTune(checkpoint, **changed))
-    with pytest.raises(ValueError, match=r"eps=0\.0"):
-        FineTune(checkpoint, eps=0.0).transform()
-    with pytest.raises(ValueError, match=r"lr=0\.0"):
-        FineTune(checkpoint, learning_rate=0.0).transform()
+    with pytest.raises(Mistake, match=r"batch=0: .*; and seed=-1: .*; and eps=0\.0"):
+        FineTune(checkpoint, eps=0.0, batch=0, seed=-1)
+    with pytest.raises(Mistake, match=r"lr=nan"):
+        FineTune(checkpoint, learning_rate=float("nan"))
+    with pytest.raises(Mistake, match=r"is a directory.* give a file"):
+        FineTune(checkpoint, log=tmp_path)
     body = bytearray(log.read_bytes())
     body[-3] ^= 1
     log.write_bytes(body)

@@ -16,7 +16,14 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.train.arguments import check_workers, overlap_options
+from jaxoverlap.train.arguments import (
+    check_workers,
+    flag,
+    function,
+    keys,
+    overlap_options,
+    transformation,
+)
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import Price, explained, price
@@ -54,9 +61,14 @@ class DataParallel:
         if not isinstance(sync, Sync):
             raise ValueError(f"sync={sync!r}: expected one such as lgreco(power_sgd(4))")
         check_workers(mesh, axis)
+        function("loss_and_grads", loss_and_grads, "as jax.value_and_grad(loss) is")
+        transformation("optimizer", optimizer)
         self.mesh, self.axis, self.sync = mesh, axis, sync
         self._loss_and_grads, self._optimizer = loss_and_grads, optimizer
-        self._stacked, self._in_backward = tuple(stacked), in_backward
+        self._stacked, self._in_backward = (
+            keys("stacked", stacked),
+            flag("in_backward", in_backward),
+        )
         self._placement = Placement(mesh, axis, False)
         self._overlap = overlap_options(overlap)
         self._programs = Programs()
@@ -193,7 +205,8 @@ class DataParallel:
 
         Args:
             state: arrays or shapes.
-            cost: of the cluster, as `jaxoverlap.cost_model` gives, to add the price of an average.
+            cost: of the cluster, as `jaxoverlap.cost.find.cost_model` gives, to add the price of an
+                average.
         """
         averager = self._averager(state.params)
         control = checked(state.control, self.sync, averager.layers)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxoverlap.train.arguments import number, whole
 from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting, sent
 from jaxoverlap.train.compression.layers import Layer
 
@@ -35,6 +36,11 @@ class Accordion:
         known = compressor.candidates(layer)
         low = known[0] if self.low is None else compressor.at(self.low, layer)
         high = known[-1] if self.high is None else compressor.at(self.high, layer)
+        if low > high:
+            raise ValueError(
+                f"accordion with low={low} and high={high} for {layer.name}: low is the setting of "
+                "more compression, so it has to be the smaller one; change either"
+            )
         return low, high
 
 
@@ -108,7 +114,7 @@ def uniform(compressor: Compressor, *, start: int = 0, seed: int = 0) -> Sync:
     Raises:
         ValueError: for something that is no compressor, or a negative start.
     """
-    _whole("start", start, 0)
+    start, seed = whole("start", start, 0), whole("seed", seed, 0)
     return Sync(compressor=_compressor(compressor), start=start, seed=seed)
 
 
@@ -143,15 +149,20 @@ def accordion(
     Raises:
         ValueError: for numbers out of range.
     """
-    if not threshold > 0:
-        raise ValueError(f"threshold={threshold!r}: expected a share above 0")
+    threshold = number("threshold", threshold, above=0)
     compressor = _compressor(compressor)
-    for setting in (high, low):
-        if setting is not None:
-            compressor.with_setting(setting)  # raises if there is no such setting
+    high, low = (  # with_setting raises if there is no such setting
+        None if setting is None else compressor.with_setting(setting).setting
+        for setting in (high, low)
+    )
+    if high is not None and low is not None and low > high:
+        raise ValueError(
+            f"low={low} with high={high}: low is the setting of more compression, so it has to be "
+            "the smaller one; change either"
+        )
     switch = Accordion(high=high, low=low, threshold=threshold)
-    accumulate, beside = _schedule(every, accumulate, beside)
-    _whole("start", start, 0)
+    every, accumulate, beside = _schedule(every, accumulate, beside)
+    start, seed = whole("start", start, 0), whole("seed", seed, 0)
     return Sync(
         compressor=compressor,
         every=every,
@@ -194,8 +205,8 @@ def lgreco(
     Raises:
         ValueError: for numbers out of range.
     """
-    accumulate, beside = _schedule(every, accumulate, beside)
-    _whole("start", start, 0)
+    every, accumulate, beside = _schedule(every, accumulate, beside)
+    start, seed = whole("start", start, 0), whole("seed", seed, 0)
     if isinstance(compressor, Sync):
         if compressor.by_error or compressor.accordion is None:
             raise ValueError(
@@ -208,26 +219,15 @@ def lgreco(
     return replace(base, by_error=True, start=start, seed=seed, **changes)
 
 
-def _schedule(every: int, accumulate: int, beside: int | None) -> tuple[int, int]:
-    if beside is None:
-        beside = min(20, every // 10)
-    for name, value, least in (
-        ("every", every, 1),
-        ("accumulate", accumulate, 1),
-        ("beside", beside, 0),
-    ):
-        _whole(name, value, least)
+def _schedule(every: Any, accumulate: Any, beside: Any) -> tuple[int, int, int]:
+    every, accumulate = whole("every", every, 1), whole("accumulate", accumulate, 1)
+    beside = min(20, every // 10) if beside is None else whole("beside", beside, 0)
     if beside >= every:
         raise ValueError(
             f"beside={beside} with every={every}: settings would come into use after the next "
             "choice; give a smaller beside"
         )
-    return min(accumulate, every), beside
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more")
+    return every, min(accumulate, every), beside
 
 
 def _compressor(value: Any) -> Compressor:

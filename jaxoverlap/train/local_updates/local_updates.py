@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
-from jaxoverlap.train.arguments import check_workers, overlap_options
+from jaxoverlap.train.arguments import check_workers, flag, function, keys, overlap_options
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import explained
@@ -86,6 +86,12 @@ class LocalUpdates:
         if not isinstance(outer, Outer):
             raise ValueError(f"outer={outer!r}: expected an outer optimizer, as co2(every=12)")
         check_workers(mesh, axis)
+        function("train_step", train_step, "train_step(state, batch) -> (state, metrics)")
+        if sync is not None and not isinstance(sync, Sync):
+            raise ValueError(f"sync={sync!r}: expected None, or one such as uniform(power_sgd(4))")
+        if sync is None and keys("stacked", stacked):
+            raise ValueError(f"stacked={stacked!r} without sync: it says what is compressed")
+        check, shard_outer = flag("check", check), flag("shard_outer", shard_outer)
         if outer.eager and shard_outer:
             raise ValueError(
                 "shard_outer=True with an eager outer optimizer: its state differs between "
@@ -97,7 +103,7 @@ class LocalUpdates:
                 "nothing is saved by scattering it; leave out either"
             )
         self.mesh, self.axis, self.outer, self.sync = mesh, axis, outer, sync
-        self._stacked = tuple(stacked)
+        self._stacked = keys("stacked", stacked)
         self._check_finite, self._reports = check, Reports()
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxoverlap.train.arguments import function, number, rate, whole
 from jaxoverlap.train.zeroth_order.directions import Draw, direction, in_12_bits, new_key, numbers
 
 _NOT_DECAYED = re.compile(r"bias|norm|scale|(?<![a-z])ln", re.IGNORECASE)
@@ -177,18 +178,13 @@ def mezo(
         decays: (a parameter's path, the parameter) -> whether it decays; matrices, by default.
 
     Raises:
-        ValueError: if eps or a rate is not above 0, directions are less than 1, or the decay is
-            below 0.
+        ValueError: if eps or a rate is not above 0 and finite, a schedule has a value below 0 or
+            not finite (at the steps that are looked at), directions are less than 1, or the decay
+            is below 0.
     """
-    for name, value in dict(eps=eps, lr=lr).items():
-        if not callable(value) and not (np.isfinite(value) and value > 0):
-            raise ValueError(
-                f"{name}={value!r}: expected a finite number above 0; MeZO's are eps=1e-3, lr=1e-6"
-            )
+    eps = number("eps", eps, above=0, why=", as MeZO's 1e-3")
     if not np.isfinite(np.float32(eps)) or np.float32(eps) < np.finfo(np.float32).tiny:
         raise ValueError(f"eps={eps!r}: expected a number that float32 can hold, as 1e-3")
-    if directions != int(directions) or directions < 1:
-        raise ValueError(f"directions={directions!r}: expected a whole number of 1 or more")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay={weight_decay!r}: expected 0 or more")
-    return Mezo(eps, lr, int(directions), weight_decay, decays)
+    weight_decay = number("weight_decay", weight_decay, least=0)
+    function("decays", decays, "(a parameter's path, the parameter) -> whether it decays")
+    return Mezo(eps, rate("lr", lr), whole("directions", directions, 1), weight_decay, decays)

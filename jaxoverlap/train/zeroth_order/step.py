@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap.api import overlap as overlapped
-from jaxoverlap.train.arguments import overlap_options
+from jaxoverlap.train.arguments import flag, function, overlap_options, whole
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import Layout
@@ -21,7 +21,7 @@ from jaxoverlap.train.zeroth_order.streamed import Streamed
 
 
 class NonFiniteLossError(ValueError):
-    """A loss of a step is infinite or not a number, so there is no gradient to estimate.
+    """A loss of a step or its learning rate is infinite or not a number, or the rate below 0.
 
     Attributes:
         state: the state after the step, whose update was left out.
@@ -38,7 +38,8 @@ class ZOStep:
 
     Calling it takes a step: (state, batch, *rest) -> (state, metrics), the state donated unless its
     blocks are in host memory. Metrics are "losses" [directions, 2], their mean "loss", the
-    projected gradients "scalars" [directions] and the learning "rate", float32 each.
+    projected gradients "scalars" [directions] and the learning "rate", float32 each, and whether
+    an update was "made".
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ZOStep:
             ValueError: if one array is at two places of the tree, or no parameter is floating.
         """
         _check_params(params)
+        seed = whole("seed", seed, 0)
         placed = jax.tree.map(jax.device_put, params, self.shardings(params))
         if isinstance(self._made, Resident):  # steps donate what they are given
             placed = jax.tree.map(jnp.copy, placed)
@@ -117,11 +119,14 @@ class ZOStep:
             )
         number = int(state.step) if self._check else 0  # of the state, which is donated
         state, metrics = self._program(state)(state, batch, *rest)
-        if self._check and not np.isfinite(losses := np.asarray(metrics["losses"])).all():
+        if self._check and not metrics["made"]:
+            losses, rate = np.asarray(metrics["losses"]), self.transform.rate(jnp.int32(number))
             raise NonFiniteLossError(
-                f"step {number}: the losses at +eps and -eps are {losses.tolist()}; expected "
-                "finite numbers. Its update was left out (go on from the error's `state`, and give "
-                "a log its `metrics`): look at that batch, or take a smaller eps or lr",
+                f"step {number}: the losses at +eps and -eps are {losses.tolist()} and the "
+                f"learning rate is {float(rate):g}; expected finite numbers whose step is finite "
+                "too, and a rate of 0 or more. Its update was left out (go on from the error's "
+                "`state`, and give a log its `metrics`): look at that batch, or take a smaller eps "
+                "or lr",
                 state,
                 metrics,
             )
@@ -215,6 +220,10 @@ def step(
         raise ValueError(
             f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
         )
+    function("loss_fn", loss_fn, "(parameters, batch, *rest) -> loss")
+    given = dict(deferred=deferred, host=host, sliced=sliced, check=check)
+    for name, value in given.items():
+        flag(name, value)
     layout = Layout(mesh, perturb, data)
     options = overlap_options(overlap)
     if not host:

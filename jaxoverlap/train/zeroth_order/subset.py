@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap.train.arguments import whole
+
 Where = Callable[[str], bool]  # of a parameter's path, as "['layers']['q']['weight']"
 
 
@@ -62,8 +64,7 @@ def lora(
     Raises:
         ValueError: if no parameter is taken, one has too few dims, or the rank is below 1.
     """
-    if rank < 1:
-        raise ValueError(f"rank={rank}: expected 1 or more")
+    rank, inputs, seed = whole("rank", rank, 1), whole("inputs", inputs, 1), whole("seed", seed, 0)
     taken = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree.leaves_with_path(params)

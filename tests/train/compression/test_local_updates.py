@@ -42,7 +42,13 @@ def make_updates(outer, sync, workers=4, **options):
         return dict(params=optax.apply_updates(state["params"], updates), optimizer=inner), value
 
     updates = LocalUpdates(
-        train_step, mesh, outer=outer, sync=sync, stacked=("layers",), overlap=False, **options
+        train_step,
+        mesh,
+        outer=outer,
+        sync=sync,
+        stacked=("layers",) if sync else (),
+        overlap=False,
+        **options,
     )
     return updates, dict(params=make_params(), optimizer=optimizer.init(make_params()))
 

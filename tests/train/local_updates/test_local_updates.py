@@ -339,8 +339,8 @@ def test_fragments_are_whole_leaves_in_order_and_each_once():
         (lambda: co2(every=4, delay=2), "delay=2"),
         (lambda: overlap_local_sgd(every=4, pullback=0), "pullback=0"),
         (lambda: streaming_diloco(every=4, fragments=3, delay=1), "multiple of fragments"),
-        (lambda: streaming_diloco(every=4, fragments=2, delay=3), "lag=3"),
-        (lambda: streaming_diloco(every=4, fragments=2, delay=1, alpha=1.5), "keep=1.5"),
+        (lambda: streaming_diloco(every=4, fragments=2, delay=3), "delay=3"),
+        (lambda: streaming_diloco(every=4, fragments=2, delay=1, alpha=1.5), "alpha=1.5"),
     ),
 )
 def test_settings_that_cannot_be_are_refused(outer, says):
