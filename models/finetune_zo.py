@@ -29,7 +29,7 @@ from typer import Option
 
 from jaxoverlap.train import arguments
 from jaxoverlap.train import zeroth_order as zo
-from models import checkpoint, gpt
+from models import checkpoint, gpt, tuned_weights
 from models.config import Config, Mistake
 from models.layers import Layout, Weight, shard
 from models.processes import console
@@ -37,6 +37,7 @@ from models.recipe import Recipe
 from models.text import load_text, make_batch, text_batches
 
 PREFIX = 5  # positions, as MeZO's
+LORA_SCALE = 2.0  # MeZO's alpha / rank = 16 / 8
 # eps and learning rate of MeZO (arXiv 2305.17333, appendix), whose full rate is for large models.
 PUBLISHED = {"full": (1e-3, 1e-6), "lora": (1e-2, 1e-4), "prefix": (1e-1, 1e-2)}
 
@@ -51,6 +52,8 @@ class FineTune:
         text: what it learns; None for the Python manual.
         log: the file of its scalars; None for no log.
         cut_log: whether a damaged log is cut off where the damage begins.
+        weights: the directory that the whole model's tuned parameters are written to; None for
+            nowhere.
         steps, batch, seed: of the run; the batch is over all devices.
         eps, learning_rate: of the estimator; None for the method's published ones.
         directions: of a step.
@@ -72,6 +75,7 @@ class FineTune:
     shards: int = 1
     model: int = 1
     cut_log: bool = False
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         """Check all options together.
@@ -102,6 +106,8 @@ class FineTune:
             yield str(error)
         if self.log and self.log.is_dir():
             yield f"--log {self.log} is a directory; give a file"
+        if self.weights and self.weights.exists():
+            yield f"--weights {self.weights} exists; give the name of a new directory"
         if self.cut_log and not self.log:
             yield "--cut-log without --log: give the log that is to be cut off"
 
@@ -159,6 +165,9 @@ class PrefixGPT(gpt.GPT):
     block = PrefixBlock
 
 
+PREFIX_RECIPE = Recipe(Config, PrefixGPT, text_batches)
+
+
 def configuration(of: FineTune) -> Config:
     """Return the configuration of the model in a checkpoint, with this run's text and batch.
 
@@ -208,9 +217,8 @@ class Task:
 def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
     """Return what a method trains, beside a checkpoint's parameters."""
     if of.method == "prefix":
-        recipe = Recipe(Config, PrefixGPT, text_batches)
-        loss = loss_of(recipe, config, mesh)
-        with_prefix = recipe.init_state(config, mesh, of.seed)["params"]
+        loss = loss_of(PREFIX_RECIPE, config, mesh)
+        with_prefix = PREFIX_RECIPE.init_state(config, mesh, of.seed)["params"]
         trained, _ = zo.split(with_prefix, lambda path: "prefix" in path)
         _, nothing = zo.split(with_prefix, lambda path: True)
         known = {
@@ -226,8 +234,8 @@ def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
     adapters = zo.lora(
         params, rank=8, where=lambda path: "['q']" in path or "['v']" in path, inputs=2
     )
-    # a's are drawn alike everywhere; MeZO's scale is alpha / rank = 16 / 8.
-    return Task(adapters, params, zo.of_adapters(loss, scale=2.0))
+    # a's are drawn alike everywhere.
+    return Task(adapters, params, zo.of_adapters(loss, scale=LORA_SCALE))
 
 
 def loss_of(recipe: Recipe, config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
@@ -288,6 +296,23 @@ def header_of(of: FineTune, config: Config, transform: zo.Mezo, trained: Any, ta
     return zo.header_of(trained, transform, seed=of.seed, run=run)
 
 
+def whole_params(of: FineTune, trained: Any, task: Task) -> Any:
+    """Return the whole model's parameters: those that were trained, in what they were tuned for.
+
+    Those of "full" and "lora" are `models.train_gpt`'s; those of "prefix" have the prefixes too.
+    """
+    if of.method == "full":
+        return trained
+    if of.method == "prefix":
+        return zo.joined(trained, task.frozen)
+    return zo.adapted(task.frozen, trained, scale=LORA_SCALE)
+
+
+def tuned_by(of: FineTune) -> dict[str, Any]:
+    """Return what is written beside the weights."""
+    return dict(method=of.method, checkpoint=str(of.checkpoint), steps=of.steps)
+
+
 def held_out(of: FineTune, config: Config) -> int:
     """Return how many bytes at the text's end are not trained on: a tenth, a sequence at least."""
     length = len(load_text(of.text, sequence=config.sequence))
@@ -341,15 +366,18 @@ def command(
     shards: Annotated[int, Option(help="Devices that share the batch.")] = 1,
     model: Annotated[int, Option(help="Devices of each forward pass.")] = 1,
     cut_log: Annotated[bool, Option("--cut-log", help="Cut a damaged log off there.")] = False,
+    weights: Annotated[Path | None, Option(help="Write tuned weights to this directory.")] = None,
 ) -> None:
     """Fine-tune a GPT by forward passes alone."""
     try:
         of = FineTune(
             checkpoint, method, text, log, steps, batch, seed, eps, learning_rate, directions,
-            pair, shards, model, cut_log,
+            pair, shards, model, cut_log, weights,
         )  # fmt: skip
         jax.config.update("jax_num_cpu_devices", max(8, 2 * shards * model))
         _, params, task = finetune(of)
+        if of.weights:
+            tuned_weights.write(of.weights, whole_params(of, params, task), tuned_by(of))
         before, after = evaluate(of, task.trained, task), evaluate(of, params, task)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

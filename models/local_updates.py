@@ -1,12 +1,11 @@
 """Train in rounds of local updates: what `--local-updates co2 --every 12` runs."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
@@ -92,25 +91,9 @@ def restored(
     """Return the newest checkpoint's state, also of another number of workers, and its step."""
     if (newest := checkpoints.newest()) is None:
         return None, 0
-    (taken, shapes), like = newest, updates.abstract(state)
+    taken, shapes = newest
     workers = jax.tree.leaves(shapes["worker"])[0].shape[0]
-    if workers == updates.workers:
-        return checkpoints.restore(like)
-
-    whole = NamedSharding(updates.mesh, P())
-
-    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((workers, *leaf.shape[1:]), leaf.dtype, sharding=whole)
-
-    worker, sent = jax.tree.map(resized, (like.worker, like.sent))
-    sync = like.sync
-    if sync is not None:
-        error, accumulated = jax.tree.map(resized, (sync.error, sync.accumulated))
-        sync = dataclasses.replace(sync, error=error, accumulated=accumulated)
-    begin, optimizer = like.begin, like.optimizer
-    if updates.outer.eager:
-        begin, optimizer = jax.tree.map(resized, (begin, optimizer))
-    finite = resized(like.finite)
-    old = LocalState(worker, begin, optimizer, sent, like.round, finite, sync, like.control)
-    found = checkpoints.restore_state(taken, old)
-    return updates.spread(updates.consolidate(found)), taken
+    found = checkpoints.restore_state(taken, updates.abstract(state, workers=workers))
+    if workers != updates.workers:
+        found = updates.spread(updates.consolidate(found))
+    return found, taken

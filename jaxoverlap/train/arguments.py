@@ -9,11 +9,15 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
 
 from jaxoverlap.api import overlap as overlap_of
@@ -125,6 +129,66 @@ def transformation(name: str, value: Any) -> optax.GradientTransformation:
             "its parentheses)"
         )
     return value
+
+
+def check_is(value: Any, kind: type, comes_from: str) -> None:
+    """Raise a ValueError unless a state is of its type."""
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"a state of type {type(value).__name__}: expected a {kind.__name__}; give what "
+            f"{comes_from} gives"
+        )
+
+
+def check_arrays(on_devices: Any, on_host: Any = None) -> None:
+    """Raise a ValueError for a state that is traced, or has leaves that are not on devices."""
+    for leaf in jax.tree.leaves((on_devices, on_host)):
+        if isinstance(leaf, Tracer):
+            raise ValueError(
+                "this was called inside jax.jit or another transformation: expected arrays, as it "
+                "is compiled by itself and changes its programs; call it from a Python loop"
+            )
+    for leaf in jax.tree.leaves(on_devices):
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"the state has a {type(leaf).__name__} of shape {np.shape(leaf)}: expected arrays "
+                "on the mesh; restore a checkpoint to what abstract() gives"
+            )
+
+
+def check_count(tree: Any, workers: int) -> None:
+    """Raise a ValueError for leaves whose dim of workers has another size."""
+    for leaf in jax.tree.leaves(tree):
+        if leaf.shape[0] != workers:
+            raise ValueError(
+                f"the state is of {leaf.shape[0]} workers, and the mesh has {workers}: give it to "
+                "consolidate(), and that to spread(), of what the mesh belongs to"
+            )
+
+
+def warn_of_raw_keys(state: Any) -> None:
+    """Warn of leaves that look like keys of `jax.random.PRNGKey`, which cannot be told apart."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
+        if dtype == np.uint32 and shape in ((2,), (4,)):
+            warnings.warn(
+                f"the train state has a uint32{list(shape)} at {jax.tree_util.keystr(path)}: if it "
+                "is a key of jax.random.PRNGKey, all workers get the same one and with it the "
+                "same dropout masks; use jax.random.key, whose keys differ between workers",
+                stacklevel=3,
+            )
+
+
+def check_floats(params: Any) -> None:
+    """Raise a ValueError unless all parameters are of floats, which alone can be averaged."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"a parameter of dtype {dtype} at {jax.tree_util.keystr(path) or 'the root'}: "
+                "only floats are averaged; keep counters, keys and the like apart from the "
+                "parameters (in a train state, beside those that params= names)"
+            )
 
 
 def check_automatic(mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxoverlap.train import zeroth_order as zo
-from models import finetune_zo, trainer
+from models import finetune_zo, trainer, tuned_weights
 from models.config import Config, Mistake
 from models.finetune_zo import FineTune
 from models.gpt import RECIPE
@@ -37,6 +37,26 @@ def test_a_run_that_was_cut_short_resumes_to_the_same_bits(checkpoint, tmp_path,
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
     assert (tmp_path / "log").read_bytes() == (tmp_path / "whole").read_bytes()
     assert np.isfinite(finetune_zo.evaluate(of, whole, task, batches=1))
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "prefix"])
+def test_the_tuned_weights_are_written_and_have_the_tuned_loss(checkpoint, tmp_path, method):
+    of = FineTune(
+        checkpoint, method, steps=2, batch=4, learning_rate=1e-2, weights=tmp_path / "weights"
+    )
+    _, trained, task = finetune_zo.finetune(of)
+    params = finetune_zo.whole_params(of, trained, task)
+    tuned_weights.write(of.weights, params, finetune_zo.tuned_by(of))
+    with pytest.raises(Mistake, match="exists; give the name of a new"):
+        dataclasses.replace(of, batch=8)
+    found = tuned_weights.read(of.weights, params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    config, mesh = finetune_zo.configuration(of), of.mesh()
+    batch = RECIPE.batches(config)(0)
+    recipe = RECIPE if method != "prefix" else finetune_zo.PREFIX_RECIPE
+    loss = finetune_zo.loss_of(recipe, config, mesh)
+    whole = jax.jit(loss)(found, batch)
+    np.testing.assert_allclose(whole, jax.jit(task.loss)(trained, batch, task.frozen), rtol=1e-6)
 
 
 def test_all_meshes_take_one_trajectory(checkpoint):

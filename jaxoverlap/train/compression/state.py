@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
+from jaxoverlap.train.arguments import check_arrays, check_count, check_is
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.sync import RAW, Sync
 
@@ -88,6 +88,7 @@ class Control:
         return replace(self, count=np.asarray(self.count + 1, np.int32))
 
 
+COMES_FROM = "init(), spread(), a step, or a checkpoint restored to abstract()"
 UPDATE = "the optimizer's update"
 
 
@@ -186,23 +187,16 @@ def check_placed(state: TrainState, workers: int) -> None:
     """Check that a state is of arrays on devices, and of so many workers.
 
     Raises:
-        ValueError: if it is traced, not placed, or has the errors of other workers.
+        ValueError: if it is of another type, traced, not placed, or of other workers.
     """
-    for leaf in jax.tree.leaves((state.params, state.optimizer, state.sync, state.control)):
-        if isinstance(leaf, Tracer):
-            raise ValueError(
-                "the step was called inside jax.jit or another transformation: expected arrays, as "
-                "it changes its programs between steps; call it from a Python loop"
-            )
-    for leaf in jax.tree.leaves((state.params, state.optimizer, state.sync)):
-        if not isinstance(leaf, jax.Array):
-            raise ValueError(
-                f"the state has a {type(leaf).__name__} of shape {np.shape(leaf)}: expected arrays "
-                "on the mesh; restore a checkpoint to step.abstract(params)"
-            )
-    for leaf in jax.tree.leaves((state.sync.error, state.sync.accumulated)):
-        if leaf.shape[0] != workers:
-            raise ValueError(
-                f"the state has the error feedback of {leaf.shape[0]} workers, and the mesh "
-                f"{workers}: go on with as many, or start from its parameters with init()"
-            )
+    check_is(state, TrainState, COMES_FROM)
+    check_arrays((state.params, state.optimizer, state.sync), state.control)
+    check_count((state.sync.error, state.sync.accumulated), workers)
+
+
+def kept_by_workers(sync: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the leaves that differ between workers; None stays None."""
+    if sync is None:
+        return None
+    error, accumulated = jax.tree.map(change, (sync.error, sync.accumulated))
+    return replace(sync, error=error, accumulated=accumulated)

@@ -85,12 +85,26 @@ class Sync:
 
     def compressed(self, layers: Sequence[Layer], workers: int) -> tuple[Layer, ...]:
         """Return the layers whose bytes the default setting divides by two at least."""
+        return tuple(
+            layer for layer in layers if workers > 1 and self.factor(layer, workers) >= MIN_FACTOR
+        )
 
-        def factor(layer: Layer) -> float:
-            setting = self.compressor.at(self.compressor.setting, layer)
-            return raw_bytes(layer, workers) / sent(self.compressor, layer, setting, workers)
+    def factor(self, layer: Layer, workers: int) -> float:
+        """Return what the default setting divides a layer's bytes by; two workers or more."""
+        setting = self.compressor.at(self.compressor.setting, layer)
+        return raw_bytes(layer, workers) / sent(self.compressor, layer, setting, workers)
 
-        return tuple(layer for layer in layers if workers > 1 and factor(layer) >= MIN_FACTOR)
+    def is_fixed(self, layers: Sequence[Layer]) -> bool:
+        """Return whether the dynamic programme can never leave the default settings.
+
+        Where each layer's default is its largest candidate, another setting of one layer has more
+        error, and no other layer can have less.
+        """
+        return (
+            self.by_error
+            and self.accordion is None
+            and all(self.default(layer) == len(self.candidates(layer)) - 1 for layer in layers)
+        )
 
     def made_for(self, layers: Sequence[Layer]) -> int:
         """Return a number that tells the state of one sync and model from that of another."""

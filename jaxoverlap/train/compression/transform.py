@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import optax
 from jaxoverlap.train.arguments import keys, whole
 from jaxoverlap.train.compression.averager import averager_of
 from jaxoverlap.train.compression.compressors.compressor import Setting
+from jaxoverlap.train.compression.explain import in_vain
 from jaxoverlap.train.compression.sync import Sync
 
 
@@ -42,6 +44,8 @@ def transform(
         raise ValueError(f"sync={sync!r}: expected one such as uniform(power_sgd(4))")
     workers, stacked = whole("workers", workers, 1), keys("stacked", stacked)
     averager = averager_of(sync, params, axis=axis, workers=workers, stacked=stacked)
+    if text := in_vain(averager, params):
+        warnings.warn(text, stacklevel=2)
     if settings is not None:
         if len(settings) != len(averager.layers):
             raise ValueError(

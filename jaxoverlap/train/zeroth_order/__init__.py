@@ -1,6 +1,6 @@
 """Zeroth-order fine-tuning: forward passes alone, and nothing but scalars between devices."""
 
-from jaxoverlap.train.zeroth_order.blocks import Blocks
+from jaxoverlap.train.zeroth_order.blocks import Blocks, Weighted
 from jaxoverlap.train.zeroth_order.estimator import Mezo, MezoState, Pending, mezo
 from jaxoverlap.train.zeroth_order.log import (
     Header,
@@ -23,6 +23,7 @@ __all__ = [
     "MezoState",
     "NonFiniteLossError",
     "Pending",
+    "Weighted",
     "ZOState",
     "ZOStep",
     "adapted",

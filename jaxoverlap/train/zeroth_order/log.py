@@ -39,6 +39,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         directions, eps, weight_decay: the estimator's.
         rates: the learning rate at some steps.
         decays: a hash of the parameters that decay.
+        rounding: the estimator's.
         params: a hash of the parameters that the run began at: paths, shapes, dtypes and values.
         run: what else tells this run from another, as its data: of the caller's choice.
     """
@@ -50,6 +51,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     weight_decay: float
     rates: list[float]
     decays: str
+    rounding: str
     params: str
     run: dict[str, str]
 
@@ -99,6 +101,7 @@ def header_of(
         weight_decay=float(transform.weight_decay),
         rates=[float(transform.rate(jnp.int32(step))) for step in _RATES_AT],
         decays=hashlib.sha256(bytes(map(bool, decayed))).hexdigest()[:16],
+        rounding=transform.rounding,
         params=digest(params),
         run={name: str(value) for name, value in (run or {}).items()},
     )

@@ -11,7 +11,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap.api import overlap as overlapped
-from jaxoverlap.train.arguments import flag, function, overlap_options, whole
+from jaxoverlap.train.arguments import (
+    check_arrays,
+    check_is,
+    flag,
+    function,
+    overlap_options,
+    whole,
+)
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import Layout
@@ -105,6 +112,15 @@ class ZOStep:
             ValueError: for a state of an estimator with another number of directions, or one whose
                 update is pending given to a step that is not deferred (where losses are checked).
         """
+        check_is(state, ZOState, "init(), a step, or a checkpoint restored to abstract()")
+        if self._check:
+            check_arrays(state)
+        if rest and isinstance(self._made, Streamed):
+            raise ValueError(
+                "other arguments with host=True: blocks take parameters and the batch alone; put "
+                "what begin and end need into the batch, and keep frozen parts on the device "
+                "(host=False)"
+            )
         if (has := state.pending.scalars.shape) != (wanted := (self.transform.directions,)):
             raise ValueError(
                 f"the state has a pending update of shape {has}: expected {wanted}, one scalar for "
@@ -187,6 +203,7 @@ def step(
     perturb: str | None = None,
     data: str | None = None,
     deferred: bool = False,
+    has_aux: bool = False,
     host: bool = False,
     sliced: bool = True,
     overlap: bool | Mapping[str, Any] = False,
@@ -198,12 +215,18 @@ def step(
     parallelism; either alone is its PertP or DDP. Other axes are the loss function's own.
 
     Args:
-        loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`.
+        loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`. Where
+            rows do not count alike (labels that are masked) and `data` spreads them, return
+            `Weighted`: a mean of the shards' means would be another loss. An object with a state
+            among `rest`, as nnx.Rngs, is made anew for each loss: both signs see the same masks,
+            and what it counts does not come back; give another one, or a key, with each step.
         transform: the estimator, as `mezo(eps=1e-3, lr=1e-6)`.
         mesh: the devices, with automatic axes; None for one device.
         perturb: the axis of a pair of devices, one for each sign.
         data: the axis over which the batch's first dim is spread.
         deferred: whether a step's update is made at the start of the next; see `ZOStep.flush`.
+        has_aux: whether loss_fn returns (loss, aux); the step's metrics then have "aux", averaged
+            over the batch's shards, the signs and the directions.
         host: keeps a model of `Blocks` in pinned host memory, one or two blocks at a time on the
             device; updates are then deferred.
         sliced: with `host`, whether each device of `perturb` and `data` keeps and uploads a slice
@@ -221,13 +244,19 @@ def step(
             f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
         )
     function("loss_fn", loss_fn, "(parameters, batch, *rest) -> loss")
-    given = dict(deferred=deferred, host=host, sliced=sliced, check=check)
+    given = dict(deferred=deferred, has_aux=has_aux, host=host, sliced=sliced, check=check)
     for name, value in given.items():
         flag(name, value)
     layout = Layout(mesh, perturb, data)
     options = overlap_options(overlap)
     if not host:
-        return ZOStep(Resident(loss_fn, transform, layout, deferred), layout, options, check)
+        resident = Resident(loss_fn, transform, layout, deferred, has_aux)
+        return ZOStep(resident, layout, options, check)
+    if has_aux:
+        raise ValueError(
+            "has_aux=True with host=True: what blocks give beside the loss is not kept; leave out "
+            "either"
+        )
     if not isinstance(loss_fn, Blocks) or mesh is None:
         raise ValueError(
             "host=True: expected a model as Blocks(begin, block, end), and a mesh (of one device, "

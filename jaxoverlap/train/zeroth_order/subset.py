@@ -89,7 +89,17 @@ def lora(
 
 
 def adapted(params: Any, adapters: dict[str, dict[str, jax.Array]], *, scale: float = 1.0) -> Any:
-    """Return parameters with scale · a @ b added to those that have an adapter."""
+    """Return parameters with scale · a @ b added to those that have an adapter.
+
+    Raises:
+        ValueError: if an adapter is of no parameter.
+    """
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
+    if missing := [path for path in adapters if path not in paths]:
+        raise ValueError(
+            f"adapters of {', '.join(missing)}, which are no parameters: they would change "
+            f"nothing. Expected some of {_paths(params)}"
+        )
 
     def one(path: Any, leaf: jax.Array) -> jax.Array:
         adapter = adapters.get(jax.tree_util.keystr(path))
