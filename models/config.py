@@ -25,7 +25,7 @@ class Run:
     AXES: ClassVar[tuple[str, str]]  # of the mesh, each a field of the same name
     # Numbers that may be 0; the others are above it.
     FROM_0: ClassVar[frozenset[str]] = frozenset(
-        ("profile", "seed", "warmup", "process", "weight_decay")
+        ("profile", "seed", "warmup", "process", "weight_decay", "outer_momentum")
     )
 
     steps: Annotated[int, Option(help="Train to this many steps.")] = 100
@@ -41,6 +41,10 @@ class Run:
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0
     local_updates: Annotated[str | None, Option(help="Train in rounds, as by co2.")] = None
     every: Annotated[int, Option(help="Steps of such a round.")] = 12
+    outer_rate: Annotated[float | None, Option(help="Of the outer optimizer.")] = None
+    outer_momentum: Annotated[float | None, Option(help="Of the outer optimizer.")] = None
+    staleness: Annotated[float | None, Option(help="CO2's penalty, 1 for none.")] = None
+    fragments: Annotated[int | None, Option(help="Of streaming_diloco.")] = None
     compress: Annotated[str | None, Option(help="Gradients, as by lgreco:powersgd:4.")] = None
     compress_every: Annotated[int, Option(help="Steps, or rounds, between settings.")] = 500
     workers: Annotated[int, Option(help="Of these two, each with the mesh below.")] = 2
@@ -113,6 +117,10 @@ class Run:
                 "--plan, --halves and --profile are of the step alone: leave them out with "
                 "--compress and --local-updates"
             )
+        names = ("outer_rate", "outer_momentum", "staleness", "fragments")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given and not self.local_updates:
+            yield f"{', '.join(given)} without local_updates: these are of its outer optimizer"
         if self.plan and (self.plain or self.halves):
             yield "--plan says what is overlapped: leave out --plain and --halves"
         for name, by, divisor in self.divisors():

@@ -20,25 +20,39 @@ from models.report import Report
 
 
 def outer_of(config: Run) -> Outer:
-    """Return the outer optimizer that the flags name, with its published settings."""
-    every = config.every
-    known = {
-        "local_sgd": lambda: algorithms.local_sgd(every=every),
-        "slowmo": lambda: algorithms.slowmo(every=every, inner_learning_rate=config.learning_rate),
-        "overlap_local_sgd": lambda: algorithms.overlap_local_sgd(every=every),
-        "diloco": lambda: algorithms.diloco(every=every),
-        "eager_diloco": lambda: algorithms.eager_diloco(every=every),
-        "streaming_diloco": lambda: algorithms.streaming_diloco(
-            every=every, fragments=2, delay=every // 2
+    """Return the outer optimizer that the flags name, with its published settings or the flags'."""
+    every, rate = config.every, config.learning_rate
+    sgd = dict(learning_rate="outer_rate", momentum="outer_momentum")
+    # Of each algorithm: what makes it, what it is given here, and its arguments that are flags.
+    known: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
+        "local_sgd": (algorithms.local_sgd, {}, {}),
+        "slowmo": (algorithms.slowmo, dict(inner_learning_rate=rate), sgd),
+        "overlap_local_sgd": (algorithms.overlap_local_sgd, {}, dict(momentum="outer_momentum")),
+        "diloco": (algorithms.diloco, {}, sgd),
+        "eager_diloco": (algorithms.eager_diloco, {}, sgd),
+        "streaming_diloco": (
+            algorithms.streaming_diloco,
+            dict(fragments=2, delay=every // (config.fragments or 2)),
+            sgd | dict(fragments="fragments"),
         ),
-        "co2": lambda: algorithms.co2(every=every),
+        "co2": (algorithms.co2, {}, sgd | dict(staleness="staleness")),
     }
-    if config.local_updates not in known:
-        raise Mistake(f"--local-updates {config.local_updates}: expected one of {', '.join(known)}")
+    name = config.local_updates
+    if name not in known:
+        raise Mistake(f"--local-updates {name}: expected one of {', '.join(known)}")
+    make, given, flags = known[name]
+    for flag in ("outer_rate", "outer_momentum", "staleness", "fragments"):
+        if getattr(config, flag) is not None and flag not in flags.values():
+            raise Mistake(f"--{flag.replace('_', '-')}: {name} has no such setting; leave it out")
+    chosen = {
+        argument: getattr(config, flag)
+        for argument, flag in flags.items()
+        if getattr(config, flag) is not None
+    }
     try:
-        return known[config.local_updates]()
+        return make(every=every, **(given | chosen))
     except ValueError as error:
-        raise Mistake(f"--local-updates {config.local_updates}: {error}") from error
+        raise Mistake(f"--local-updates {name}: {error}") from error
 
 
 def train(recipe: Recipe, config: Run) -> trainer.Trained:

@@ -48,6 +48,7 @@ def instructions() -> dict[str, float]:
     given = (jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=at),
              jax.ShapeDtypeStruct((), jnp.int32, sharding=at))  # fmt: skip
     text = jax.jit(draw, out_shardings=at).lower(*given).compile(compiler_options()).as_text()
+    assert text is not None
     counts = dict.fromkeys(("integer", "float", "or", "shift"), 0.0)
     for kind, dims, name in _LINE.findall(text):
         size = 1

@@ -101,6 +101,17 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def floating(name: str, value: Any) -> Any:
+    """Return a dtype of floats."""
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"{name}={value!r}: expected a dtype of floats, as jnp.float32")
+    return found
+
+
 def keys(name: str, value: Any) -> tuple[str, ...]:
     """Return keys of a tree, given as a sequence."""
     if isinstance(value, str) or not isinstance(value, Sequence):

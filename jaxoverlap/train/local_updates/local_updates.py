@@ -19,6 +19,7 @@ from jaxoverlap.train.arguments import (
     check_is,
     check_workers,
     flag,
+    floating,
     function,
     keys,
     overlap_options,
@@ -79,6 +80,9 @@ class LocalUpdates:
         shard_outer: whether to keep the outer optimizer's state, and where the round began,
             scattered over the workers: a reduce-scatter and an all-gather in place of each
             all-reduce (ZeRO).
+        outer_dtype: of the outer optimizer's state and of where rounds begin, as jnp.float32 for
+            parameters in bfloat16, which lose small outer steps; None for the parameters' own. What
+            is sent stays in theirs.
         sync: how averages are compressed, as `compression.lgreco(compression.power_sgd(4))`; its
             steps are rounds. None sends them as they are.
         stacked: for `sync`: keys of the parameters; leaves below one of them have a first dim of
@@ -101,6 +105,7 @@ class LocalUpdates:
         outer: Outer,
         params: str | int | None = "params",
         shard_outer: bool = False,
+        outer_dtype: Any = None,
         sync: Sync | None = None,
         stacked: Sequence[str] = (),
         overlap: bool | Mapping[str, Any] = True,
@@ -130,6 +135,7 @@ class LocalUpdates:
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
         self._placement = Placement(mesh, axis, shard_outer)
+        self._outer_dtype = None if outer_dtype is None else floating("outer_dtype", outer_dtype)
         self._overlap = overlap_options(overlap)
         stacked = keys("stacked", stacked)
         self._loop = None if sync is None else ControlLoop(sync, mesh, axis, stacked)
@@ -164,9 +170,8 @@ class LocalUpdates:
         """
         shapes = jax.eval_shape(self._new, state)
         found = jax.tree.map(like_at, shapes, self._shardings(state))
-        control = self._new_control(state)
-        at = jax.tree.map(lambda leaf: like_at(leaf, self._placement.at()), control)
-        found = replace(found, control=at)
+        whole_at, control = self._placement.at(), self._new_control(state)
+        found = replace(found, control=jax.tree.map(lambda x: like_at(x, whole_at), control))
         if workers is None or workers == self.workers:
             return found
         return of_workers(
@@ -217,12 +222,13 @@ class LocalUpdates:
 
     def _new(self, state: Any) -> LocalState:
         params = jax.tree.map(jnp.asarray, self._params_in.get(state))
+        begin = jax.tree.map(lambda x: x.astype(self._outer_dtype or x.dtype), params)
         transform = self.outer.transform
         optimizer = tuple(
-            transform.init(take(params)) for take in fragments_of(params, self.outer.fragments)
+            transform.init(take(begin)) for take in fragments_of(begin, self.outer.fragments)
         )
         sent = jax.tree.map(jnp.zeros_like, params) if self.outer.delay else None
-        one = LocalState(state, params, optimizer, sent, jnp.int32(0), jnp.ones(()))
+        one = LocalState(state, begin, optimizer, sent, jnp.int32(0), jnp.ones(()))
         all_workers = spread(one, self.outer, self.workers)
         return replace(all_workers, sync=self._loop and self._loop.new_state(params))
 
@@ -236,13 +242,17 @@ class LocalUpdates:
 
     # -- rounds -----------------------------------------------------------------------------------
 
-    def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+    def round(
+        self, state: LocalState, batches: Any, *, steps: int | None = None
+    ) -> tuple[LocalState, Any]:
         """Run a round; the state is donated.
 
         Args:
             state: from `init`, `spread` or the round before.
             batches: a tree of arrays [every, global batch, ...]; each worker gets an equal part of
                 the global batch, in order.
+            steps: of this round, if fewer than the outer optimizer's `every`, as for the last one
+                of a run: batches are then [steps, ...]. Fragments need whole rounds.
 
         Returns:
             The state, and the train step's metrics, [every, workers, ...].
@@ -253,7 +263,8 @@ class LocalUpdates:
                 given here is still good.
             ValueError: if batches have another number of steps, or workers cannot share them.
         """
-        check_batches(batches, self.outer.every, self.workers, self.axis)
+        outer = self.outer if steps is None else self.outer.shortened(steps)
+        check_batches(batches, outer.every, self.workers, self.axis)
         self._check_state(state)
         self._reports.check(1)
         control, averager = state.control, None
@@ -264,8 +275,7 @@ class LocalUpdates:
                 self._programs.beside(*self._round_of(state, batches, averager))
 
             turn = self._loop.turn(self._one_worker(state), state.sync, control, compile_beside)
-            state, averager = replace(state, sync=turn.sync), turn.averager
-            control = turn.control
+            averager, control, state = turn.averager, turn.control, replace(state, sync=turn.sync)
         runner = self._programs.get(*self._round_of(state, batches, averager))
         state, metrics, seen = runner(state, batches)
         self._reports.add(seen)

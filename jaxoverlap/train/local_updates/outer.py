@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optax
@@ -70,6 +70,20 @@ class Outer:
             )
         if (self.eager or self.sends_start) and not self.delay:
             raise ValueError("eager or sends_start without delay=1: nothing is late there")
+
+    def shortened(self, steps: int) -> Outer:
+        """Return the same with fewer steps in a round.
+
+        Raises:
+            ValueError: if these are more, or fragments or a lag need whole rounds.
+        """
+        steps = whole("steps", steps, 1, self.every)
+        if steps < self.every and (self.fragments > 1 or self.lag):
+            raise ValueError(
+                f"steps={steps} with fragments={self.fragments} and lag={self.lag}: each fragment "
+                f"has its part of a whole round; give all every={self.every} steps"
+            )
+        return replace(self, every=steps)
 
     @property
     def part(self) -> int:

@@ -62,7 +62,8 @@ class Rounds:
 
     def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, Seen]:
         """Take the steps of a round, with the average beside them, and the outer step."""
-        outer, part, workers = self.outer, self.outer.part, self.placement.workers
+        outer, workers = self.outer, self.placement.workers
+        part = len(jax.tree.leaves(batches)[0]) // outer.fragments  # less in a short round
         metrics, seen = list[Any](), Seen.new(state.round, workers)
         late, state = state.finite, replace(state, finite=jnp.ones(workers))
         for number, take in enumerate(self.fragments):
@@ -139,7 +140,11 @@ class Rounds:
     def _progress(self, state: LocalState, started: Any, take: Take) -> Any:
         """Return how far each worker came from where the round began, of a fragment."""
         begin = take(started) if self.outer.same_start else self._whole(take(state.begin), take)
-        return jax.tree.map(jnp.subtract, begin, take(self.params_in.get(state.worker)))
+
+        def one(begin: jax.Array, end: jax.Array) -> jax.Array:
+            return (begin - end).astype(end.dtype)  # where outer state is wider, sums are not
+
+        return jax.tree.map(one, begin, take(self.params_in.get(state.worker)))
 
     def averaged(
         self, values: Any, sync: Any, fine: tuple[jax.Array, jax.Array], take: Take = _all
@@ -255,7 +260,9 @@ class Rounds:
         start = jax.tree.map(lambda b, e: _lerp(b, e, outer.keep), whole, mine)
         sent = state.sent
         if outer.delay:
-            sent = jax.tree.map(jnp.subtract, whole, start) if outer.sends_start else own
+            sent = own
+            if outer.sends_start:
+                sent = jax.tree.map(lambda b, s: (b - s).astype(s.dtype), whole, start)
         after = replace(
             state,
             worker=self.params_in.put(state.worker, joined(ended, start)),
@@ -291,7 +298,14 @@ class Rounds:
             )
 
     def flushed(self, state: LocalState) -> Any:
-        """Return the parameters, with what is under way applied."""
+        """Return the parameters, with what is under way applied, in their own dtypes."""
+        return jax.tree.map(
+            lambda found, own: found.astype(own.dtype),
+            self._flushed(state),
+            self.params_in.get(state.worker),
+        )
+
+    def _flushed(self, state: LocalState) -> Any:
         if not self.outer.delay:
             return state.begin
         average, _, _ = self.averaged(state.sent, state.sync, (state.finite, state.finite))
@@ -306,7 +320,7 @@ class Rounds:
 def _lerp(begin: jax.Array, end: jax.Array, keep: float) -> jax.Array:
     """Return begin + keep · (end - begin), begin for every worker; ends have a dim of workers."""
     if not keep:
-        return jnp.broadcast_to(begin, end.shape)
+        return jnp.broadcast_to(begin.astype(end.dtype), end.shape)
     return (begin + keep * (end - begin)).astype(end.dtype)
 
 

@@ -326,6 +326,59 @@ def test_fragments_are_whole_leaves_in_order_and_each_once():
     assert list(itertools.chain(*names)) == ["a", "b", "c", "d"] and all(names)
 
 
+@pytest.mark.parametrize("scattered", (False, True))
+@pytest.mark.parametrize("outer", (local_sgd(every=EVERY), co2(every=EVERY)), ids=lambda o: o.name)
+def test_a_short_last_round_is_the_round_of_so_many_steps(outer, scattered):
+    updates, short = make(outer, shard_outer=scattered), type(outer).shortened(outer, 3)
+    state = train(updates, 2, DATA)
+    batches = tuple(d[2 * EVERY : 2 * EVERY + 3] for d in DATA)
+    other = make(short, shard_outer=scattered)
+    expected, _ = other.round(train(updates, 2, DATA), batches)
+    found, metrics = updates.round(state, batches, steps=3)
+    assert metrics["loss"].shape == (3, WORKERS)
+    close(found, expected)
+    with pytest.raises(ValueError, match="every=3"):
+        updates.round(found, tuple(d[:2] for d in DATA), steps=3)
+    with pytest.raises(ValueError, match=f"steps=9: expected a whole number, 1 to {EVERY}"):
+        updates.round(found, batches, steps=9)
+
+
+def test_fragments_need_whole_rounds():
+    updates = make(streaming_diloco(every=EVERY, fragments=2, delay=1))
+    with pytest.raises(ValueError, match=r"steps=2 with fragments=2 .*give all every=4"):
+        updates.round(updates.init(make_state()), tuple(d[:2] for d in DATA), steps=2)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    (diloco(every=2, learning_rate=1e-3, momentum=0.0), co2(every=2, learning_rate=1e-3),
+     overlap_local_sgd(every=2), streaming_diloco(every=2, fragments=2, delay=1),
+     eager_diloco(every=2)),
+    ids=lambda outer: outer.name,
+)  # fmt: skip
+def test_outer_state_in_float32_keeps_steps_that_bfloat16_loses(outer):
+    def step(state, batch):
+        params = jax.tree.map(lambda p: p - jnp.asarray(0.0625, p.dtype), state["params"])
+        return dict(params=params), batch.mean()
+
+    params = dict(a=jnp.full((8, 4), 8.0, jnp.bfloat16), b=jnp.full(4, 8.0, jnp.bfloat16))
+    moved = {}
+    for dtype in (None, jnp.float32):
+        updates = LocalUpdates(step, mesh_of(4), outer=outer, overlap=False, outer_dtype=dtype)
+        state = updates.init(dict(params=params))
+        for _ in range(12):
+            state, _ = updates.round(state, np.ones((2, 4), np.float32))
+        assert state.worker["params"]["a"].dtype == jnp.bfloat16
+        assert updates.params(state)["a"].dtype == jnp.bfloat16
+        assert state.begin["a"].dtype == (dtype or jnp.bfloat16)
+        assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(
+            lambda x: x.dtype, updates.abstract(dict(params=params))
+        )
+        moved[dtype] = 8 - float(np.asarray(state.begin["a"], np.float64).mean())
+    if outer.name in ("diloco", "co2"):  # whose steps are below half a last bit of 8
+        assert moved[None] == 0 < moved[jnp.float32]
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
