@@ -368,7 +368,7 @@ def averager_of(
     shared: bool = False,
 ) -> Averager:
     """Return the averager of a tree of parameters, at the default settings."""
-    matrices = layers_of(params, stacked=stacked, shared=shared)
+    matrices = layers_of(params, stacked=stacked, shared=shared, raw=sync.raw)
     layers = sync.compressed(matrices, workers)
     settings = tuple(sync.compressor.at(sync.compressor.setting, layer) for layer in layers)
     left_raw = tuple(layer for layer in matrices if workers > 1 and layer not in layers)

@@ -165,6 +165,9 @@ def in_vain(averager: Averager, params: Any) -> str:
         return ""
     leaves = jax.tree.leaves(params)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if sync.raw:  # what goes raw by name is meant to
+        named = {layer.leaf for layer in (*averager.layers, *averager.left_raw)}
+        total = sum(leaves[n].size * leaves[n].dtype.itemsize for n in named)
     compressed = sum(
         leaf.size * leaf.dtype.itemsize for leaf in map(leaves.__getitem__, averager.of_leaf)
     )

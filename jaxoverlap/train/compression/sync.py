@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxoverlap.train.arguments import number, whole
+from jaxoverlap.train.arguments import keys, number, whole
 from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting, sent
 from jaxoverlap.train.compression.layers import Layer
 
@@ -58,6 +58,7 @@ class Sync:
         by_error: whether the dynamic programme chooses.
         start: averages before the first compressed one, in which all leaves go raw.
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them are not compressed.
     """
 
     compressor: Compressor
@@ -68,6 +69,7 @@ class Sync:
     by_error: bool = False
     start: int = 0
     seed: int = 0
+    raw: tuple[str, ...] = ()
 
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return the settings that a layer may come to have, in order of bytes."""
@@ -116,7 +118,9 @@ def raw_bytes(layer: Layer, workers: int) -> float:
     return 2 * (workers - 1) / workers * layer.size * layer.itemsize
 
 
-def uniform(compressor: Compressor, *, start: int = 0, seed: int = 0) -> Sync:
+def uniform(
+    compressor: Compressor, *, start: int = 0, seed: int = 0, raw: Sequence[str] = ()
+) -> Sync:
     """Use the compressor's default setting for every layer, always.
 
     Args:
@@ -124,12 +128,13 @@ def uniform(compressor: Compressor, *, start: int = 0, seed: int = 0) -> Sync:
         start: averages before the first compressed one, as PyTorch's start_powerSGD_iter: gradients
             of the first steps change most, and go raw.
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
 
     Raises:
         ValueError: for something that is no compressor, or a negative start.
     """
     start, seed = whole("start", start, 0), whole("seed", seed, 0)
-    return Sync(compressor=_compressor(compressor), start=start, seed=seed)
+    return Sync(compressor=_compressor(compressor), start=start, seed=seed, raw=keys("raw", raw))
 
 
 def accordion(
@@ -143,6 +148,7 @@ def accordion(
     beside: int | None = None,
     start: int = 0,
     seed: int = 0,
+    raw: Sequence[str] = (),
 ) -> Sync:
     """Compress little where a layer's gradients change quickly, and much elsewhere.
 
@@ -159,6 +165,7 @@ def accordion(
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
         start: steps before the first compressed one, in which all leaves go raw.
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
 
     Raises:
         ValueError: for numbers out of range.
@@ -185,6 +192,7 @@ def accordion(
         accordion=switch,
         start=start,
         seed=seed,
+        raw=keys("raw", raw),
     )
 
 
@@ -196,6 +204,7 @@ def lgreco(
     beside: int | None = None,
     start: int = 0,
     seed: int = 0,
+    raw: Sequence[str] = (),
 ) -> Sync:
     """Choose each layer's setting: the least bytes at no more error than the uniform setting's.
 
@@ -215,6 +224,7 @@ def lgreco(
         start: steps before the first compressed one, in which all leaves go raw (the released
             code's start_powerSGD_iter).
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
 
     Raises:
         ValueError: for numbers out of range.
@@ -230,7 +240,8 @@ def lgreco(
     else:
         base = Sync(compressor=_compressor(compressor))
     changes: dict[str, Any] = dict(every=every, accumulate=accumulate, beside=beside)
-    return replace(base, by_error=True, start=start, seed=seed, **changes)
+    raw = keys("raw", raw) or base.raw
+    return replace(base, by_error=True, start=start, seed=seed, raw=raw, **changes)
 
 
 def _schedule(every: Any, accumulate: Any, beside: Any) -> tuple[int, int, int]:

@@ -251,11 +251,17 @@ class Rounds:
             whole = begin
         else:
             after = self.outer_step(*before, average)
+            whole = self._whole(after[0], take)
             if self.check:
-                fine = all_fine(average) & all_fine(after)
+                fine = self._outer_fine(whole, average, after)
                 after = kept_if(fine, after, before)
+                if not self.placement.scatter:
+                    whole = after[0]
+                elif outer.same_start:  # what was gathered is kept, as the round's start is there
+                    whole = kept_if(fine, whole, take(started))
+                else:
+                    whole = self._whole(after[0], take)
             begin, optimizer = after
-            whole = self._whole(begin, take)
         mine = take(ended)
         start = jax.tree.map(lambda b, e: _lerp(b, e, outer.keep), whole, mine)
         sent = state.sent
@@ -272,6 +278,14 @@ class Rounds:
             finite=finite,
         )
         return after, fine
+
+    def _outer_fine(self, whole: Any, average: Any, after: Any) -> jax.Array:
+        """Return whether an outer step is finite, bool [].
+
+        Scattered values are not looked at: that would take an all-reduce before the all-gather,
+        which has then less to hide behind.
+        """
+        return all_fine(whole) if self.placement.scatter else all_fine((average, after))
 
     def outer_step(self, begin: Any, optimizer: Any, average: Any) -> tuple[Any, Any]:
         """Return the parameters and the outer optimizer's state after an outer step."""

@@ -92,6 +92,22 @@ def test_what_can_choose_nothing_measures_nothing():
     assert len(step._loop.programs) == 1
 
 
+def test_layers_that_are_left_out_by_name_go_raw():
+    for make in (uniform, lgreco, accordion):
+        step = step_of(make(power_sgd(2), raw=("head",)), stacked=("layers",))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state = step.init(make_params())
+        table = step.explain(state)
+        assert "layers.up" in table and "head" not in table
+    both = lgreco(accordion(power_sgd(2), raw=("head",)))
+    assert both.raw == ("head",)
+    with pytest.raises(ValueError, match=r"raw=.*no leaf of the parameters stands below tail"):
+        step_of(uniform(power_sgd(2), raw=("tail",)), stacked=("layers",)).init(make_params())
+    with pytest.raises(ValueError, match="raw='head': expected a sequence"):
+        uniform(power_sgd(2), raw="head")
+
+
 # -- programs --------------------------------------------------------------------------------------
 
 
