@@ -38,7 +38,7 @@ def sync_of(config: Run) -> compression.Sync:
         else:
             number = float if name == "topk" else int
             compressor = COMPRESSORS[name](*map(number, setting), **feeds)  # type: ignore[operator]
-        when = dict(every=config.compress_every, seed=config.seed)
+        when: dict[str, Any] = dict(every=config.compress_every, seed=config.seed)
         switch = compression.accordion
         return {
             "uniform": lambda: compression.uniform(compressor, seed=config.seed),

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import explained, in_vain
-from jaxoverlap.train.compression.programs import Programs
 from jaxoverlap.train.compression.state import Control, SyncState, checked
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.programs import Programs
 
 
 class Turn(NamedTuple):

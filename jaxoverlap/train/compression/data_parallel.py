@@ -29,7 +29,6 @@ from jaxoverlap.train.arguments import (
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
 from jaxoverlap.train.compression.explain import Price, price
-from jaxoverlap.train.compression.programs import batch_like, key_of, like
 from jaxoverlap.train.compression.state import (
     COMES_FROM,
     Flags,
@@ -41,6 +40,7 @@ from jaxoverlap.train.compression.state import (
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.compression.worker import WorkerStep
 from jaxoverlap.train.placement import Placement, mean_of_workers
+from jaxoverlap.train.programs import batch_like, key_of, like
 
 _UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
 

@@ -28,7 +28,6 @@ from jaxoverlap.train.arguments import (
 )
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
-from jaxoverlap.train.compression.programs import Programs, batch_like, key_of, like
 from jaxoverlap.train.compression.state import Control
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates import second_device
@@ -50,6 +49,7 @@ from jaxoverlap.train.local_updates.shardings import (
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
 from jaxoverlap.train.local_updates.step_check import check_batches, check_step
 from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.programs import Programs, batch_like, key_of, like
 
 COMES_FROM = "init(), spread(), a round, or a checkpoint restored to abstract()"
 

@@ -24,7 +24,7 @@ from jaxoverlap.train.compression import (
     transform,
     uniform,
 )
-from jaxoverlap.train.compression.programs import Programs
+from jaxoverlap.train.programs import Programs
 from tests.train.compression.problem import loss, make_batch, make_params, mesh_of
 from tests.train.compression.test_local_updates import make_updates
 from tests.train.compression.test_local_updates import train as train_rounds
