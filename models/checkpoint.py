@@ -1,4 +1,8 @@
-"""Save a training state and find it again; a run only resumes what it would have computed."""
+"""Save a training state and find it again; a run only resumes what it would have computed.
+
+A checkpoint has a checksum of each of its arrays, which is looked at before a run goes on from it:
+the files have none of their own, and one flipped byte of a weight trains on.
+"""
 
 import dataclasses
 import json
@@ -6,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
+from models.checksum import checksums
 from models.config import Mistake, Run
 
 # These may change from one run to the next, as may the mesh: they say how long a run is, what it
@@ -28,8 +34,6 @@ class Checkpoints:
         if config.checkpoint is None:
             return
         directory = config.checkpoint.absolute()
-        if directory.exists() and not directory.is_dir():
-            raise Mistake(f"--checkpoint {config.checkpoint} is a file; give a directory")
         directory.mkdir(parents=True, exist_ok=True)
         check_same_run(directory / "config.json", config)
         self.every, self.steps = config.save_every, config.steps
@@ -39,15 +43,15 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(directory, options=options)
 
     def restore(self, abstract_state: Any) -> tuple[Any, int]:
-        """Return (state, steps taken) of the newest checkpoint, placed as asked, or (None, 0)."""
+        """Return (state, steps taken) of the newest checkpoint, placed as asked, or (None, 0).
+
+        Raises:
+            Mistake: if it cannot be read, or is not what was written.
+        """
         taken = self.manager.latest_step() if self.manager else None
-        if not self.manager or taken is None:
+        if taken is None:
             return None, 0
-        wanted = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state), feed=ocp.args.JsonRestore()
-        )
-        found = self.manager.restore(taken, args=wanted)
-        return found["state"], found["feed"]["next_index"]
+        return self.restore_state(taken, abstract_state), taken
 
     def newest(self) -> tuple[int, Any] | None:
         """Return the newest checkpoint's step and its state's shapes, as plain data, if any."""
@@ -59,10 +63,13 @@ class Checkpoints:
         return taken, saved.item_metadata
 
     def restore_state(self, taken: int, abstract_state: Any) -> Any:
-        """Return the state of a checkpoint that is there, placed as asked."""
+        """Return the state of a checkpoint that is there, placed as asked.
+
+        Raises:
+            Mistake: as `restore`.
+        """
         assert self.manager is not None
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self.manager.restore(taken, args=wanted)["state"]
+        return restored(self.manager, taken, abstract_state)
 
     def save(self, taken: int, state: Any, feed: dict[str, Any], span: int = 1) -> None:
         """Keep the state after `taken` steps, if one of the last `span` is due or all are taken.
@@ -73,6 +80,7 @@ class Checkpoints:
             # Orbax lets processes meet by a collective of its own. On CPUs it can wait for ever for
             # one that is still under way on another device.
             jax.block_until_ready(state)
+            feed = {**feed, "checksums": checksums(state).tolist()}
             kept = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), feed=ocp.args.JsonSave(feed)
             )
@@ -88,6 +96,44 @@ class Checkpoints:
             self.manager.close()  # waits for a save that is still being written
 
 
+def restored(manager: ocp.CheckpointManager, taken: int, abstract_state: Any) -> Any:
+    """Return the state of a checkpoint, placed as asked.
+
+    Raises:
+        Mistake: if it cannot be read, or is not what was written.
+    """
+    wanted = ocp.args.Composite(
+        state=ocp.args.StandardRestore(abstract_state), feed=ocp.args.JsonRestore()
+    )
+    try:
+        found = manager.restore(taken, args=wanted)
+        state, feed = found["state"], found["feed"]
+        same = feed["next_index"] == taken
+        kept = np.array(feed["checksums"], np.uint32)
+    except Exception as error:  # Orbax and what it reads with raise many kinds
+        raise damaged(
+            manager, taken, f"it cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
+    if len(kept) != len(names) or not same:
+        raise damaged(manager, taken, "its list of checksums is not of its arrays")
+    bad = [names[n] for n in np.flatnonzero(checksums(state) != kept)]
+    if bad:
+        raise damaged(manager, taken, f"{', '.join(bad)} is not what was written")
+    return state
+
+
+def damaged(manager: ocp.CheckpointManager, taken: int, what: str) -> Mistake:
+    """Return the error of a checkpoint that a run cannot go on from."""
+    older = [step for step in manager.all_steps() if step < taken]
+    then = (
+        f"delete that folder to go on from step {max(older)}"
+        if older
+        else "there is no older one: restore it from a copy, or begin in another directory"
+    )
+    return Mistake(f"--checkpoint {manager.directory}: step {taken} is damaged: {what}; {then}")
+
+
 def check_same_run(path: Path, config: Run) -> None:
     """Compare the configuration with the one beside the checkpoints; process 0 writes the first."""
     free = FREE | set(config.AXES)
@@ -99,7 +145,13 @@ def check_same_run(path: Path, config: Run) -> None:
             part.write_text(json.dumps(fixed, indent=1) + "\n")
             part.rename(path)  # others may be reading
         return
-    saved = json.loads(path.read_text())
+    try:
+        saved = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise Mistake(
+            f"--checkpoint {path.parent}: its config.json cannot be read ({error}); restore it "
+            "from a copy, or give another directory"
+        ) from error
     changed = [
         f"{k}: {saved.get(k)} there, {v} here" for k, v in fixed.items() if saved.get(k) != v
     ]

@@ -38,7 +38,7 @@ def sync_of(config: Run) -> compression.Sync:
         else:
             number = float if name == "topk" else int
             compressor = COMPRESSORS[name](*map(number, setting), **feeds)  # type: ignore[operator]
-        when = dict(every=config.compress_every, seed=config.seed)
+        when: dict[str, Any] = dict(every=config.compress_every, seed=config.seed)
         switch = compression.accordion
         return {
             "uniform": lambda: compression.uniform(compressor, seed=config.seed),
@@ -69,8 +69,7 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
         overlap=not (config.plain or config.ops),
     )
     with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
-        check_workers(checkpoints, config)
-        state, begin = checkpoints.restore(step.abstract(params))
+        state, begin = restored(checkpoints, step, params)
         if state is None:
             state = step.init(recipe.init_state(config, mesh, config.seed)["params"])
         else:
@@ -96,13 +95,16 @@ def placed(batch: Any, mesh: Mesh, spec: P) -> Any:
     )
 
 
-def check_workers(checkpoints: Checkpoints, config: Run) -> None:
-    """Raise if the newest checkpoint has what another number of workers have not sent yet."""
+def restored(
+    checkpoints: Checkpoints, step: compression.DataParallel, params: Any
+) -> tuple[compression.TrainState | None, int]:
+    """Return the newest checkpoint's state, also of another number of workers, and its step."""
     if (newest := checkpoints.newest()) is None:
-        return
-    errors = jax.tree.leaves(newest[1]["sync"]["error"])
-    if errors and errors[0].shape[0] != config.workers:
-        raise Mistake(
-            f"--workers {config.workers}: the checkpoint has the error feedback of "
-            f"{errors[0].shape[0]} workers; resume with as many"
-        )
+        return None, 0
+    taken, shapes = newest
+    errors = jax.tree.leaves((shapes["sync"]["error"], shapes["sync"]["accumulated"]))
+    workers = errors[0].shape[0] if errors else None
+    found = checkpoints.restore_state(taken, step.abstract(params, workers=workers))
+    if workers not in (None, step.workers):
+        found = step.spread(step.consolidate(found))
+    return found, taken

@@ -2,11 +2,16 @@
 
 import dataclasses
 import math
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 from typer import Option
+
+from jaxoverlap.train import arguments
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Mistake(ValueError):
@@ -18,6 +23,10 @@ class Run:
     """The configuration that every run has; each field is a flag of the trainer's command line."""
 
     AXES: ClassVar[tuple[str, str]]  # of the mesh, each a field of the same name
+    # Numbers that may be 0; the others are above it.
+    FROM_0: ClassVar[frozenset[str]] = frozenset(
+        ("profile", "seed", "warmup", "process", "weight_decay", "outer_momentum")
+    )
 
     steps: Annotated[int, Option(help="Train to this many steps.")] = 100
     plain: Annotated[bool, Option("--plain", help="Run the step as it is written.")] = False
@@ -32,6 +41,10 @@ class Run:
     seed: Annotated[int, Option(help="Of weights and batches.")] = 0
     local_updates: Annotated[str | None, Option(help="Train in rounds, as by co2.")] = None
     every: Annotated[int, Option(help="Steps of such a round.")] = 12
+    outer_rate: Annotated[float | None, Option(help="Of the outer optimizer.")] = None
+    outer_momentum: Annotated[float | None, Option(help="Of the outer optimizer.")] = None
+    staleness: Annotated[float | None, Option(help="CO2's penalty, 1 for none.")] = None
+    fragments: Annotated[int | None, Option(help="Of streaming_diloco.")] = None
     compress: Annotated[str | None, Option(help="Gradients, as by lgreco:powersgd:4.")] = None
     compress_every: Annotated[int, Option(help="Steps, or rounds, between settings.")] = 500
     workers: Annotated[int, Option(help="Of these two, each with the mesh below.")] = 2
@@ -56,33 +69,76 @@ class Run:
     weight_decay: float = 0.1
 
     def __post_init__(self):
+        """Check all options together.
+
+        Raises:
+            Mistake: that names every option that cannot be; first those that are out of range.
+        """
+        if found := list(self.out_of_range()) or list(self.mistakes()):
+            raise Mistake("; and ".join(found))
+
+    def out_of_range(self) -> Iterator[str]:
+        """Yield what is wrong with an option by itself."""
+        types = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            kinds = {types[field.name], *typing.get_args(types[field.name])}
+            value = getattr(self, field.name)
+            if value is None and type(None) in kinds:
+                continue
+            zero = field.name in self.FROM_0
+            try:
+                if int in kinds:
+                    arguments.whole(field.name, value, 0 if zero else 1)
+                elif float in kinds:
+                    bound: dict[str, Any] = dict(least=0) if zero else dict(above=0)
+                    arguments.number(field.name, value, **bound)
+            except ValueError as error:
+                yield str(error)
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) not in DTYPES:
+                yield f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}"
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what is wrong with options together, all being in range."""
         if self.ops and (self.plain or self.halves):
-            raise Mistake("ops with plain or halves: matmuls partition themselves, or they do not")
-        counts = ("layers", "steps", "save_every", "log_every", "timeout_s", "every", "workers")
-        for name in (*counts, "compress_every"):
-            if getattr(self, name) < 1:
-                raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
+            yield "ops with plain or halves: matmuls partition themselves, or they do not"
         if (self.coordinator is None) != (self.processes is None) or (self.processes is None) != (
             self.process is None
         ):
-            raise Mistake(
+            yield (
                 f"coordinator={self.coordinator}, processes={self.processes}, "
                 f"process={self.process}: give all three, or none; --distributed finds them where "
                 "SLURM, Kubernetes or MPI started the processes"
             )
+        if self.process is not None and self.process >= (self.processes or 0):
+            yield f"process={self.process}: expected less than processes={self.processes}"
         if self.has_workers and (self.plan or self.halves or self.profile):
-            raise Mistake(
+            yield (
                 "--plan, --halves and --profile are of the step alone: leave them out with "
                 "--compress and --local-updates"
             )
+        names = ("outer_rate", "outer_momentum", "staleness", "fragments")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given and not self.local_updates:
+            yield f"{', '.join(given)} without local_updates: these are of its outer optimizer"
         if self.plan and (self.plain or self.halves):
-            raise Mistake("--plan says what is overlapped: leave out --plain and --halves")
+            yield "--plan says what is overlapped: leave out --plain and --halves"
         for name, by, divisor in self.divisors():
-            if divisor < 1 or getattr(self, name) % divisor:
-                raise Mistake(
+            if getattr(self, name) % divisor:
+                yield (
                     f"{name}={getattr(self, name)} with {by}={divisor}: {name} must be a multiple "
                     f"of {by}; change one of them"
                 )
+        yield from self.unreadable()
+
+    def unreadable(self) -> Iterator[str]:
+        """Yield what is wrong with the files that options name, in the process that reads them."""
+        if self.plan and not self.process and not self.plan.is_file():
+            yield f"--plan {self.plan}: no such file; expected a plan that Plan.write wrote"
+        if self.checkpoint and self.checkpoint.exists() and not self.checkpoint.is_dir():
+            yield f"--checkpoint {self.checkpoint} is a file; give a directory"
+        if self.metrics and self.metrics.is_dir():
+            yield f"--metrics {self.metrics} is a directory; give a file"
 
     def divisors(self) -> Iterator[tuple[str, str, int]]:
         """(field, what must divide it, its value): each device gets an equal part of everything."""
@@ -133,12 +189,12 @@ class TextRun(Run):
     vocab: Annotated[int, Option(help="256 for bytes; more are padding.")] = 256
     sequence: Annotated[int, Option(help="Bytes.")] = 128
 
-    def __post_init__(self):
-        super().__post_init__()
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.vocab < 256:
-            raise Mistake(f"vocab={self.vocab}: expected 256 or more, one row for each byte")
+            yield f"vocab={self.vocab}: expected 256 or more, one row for each byte"
         if (getattr(self, "head_dim", None) or self.hidden // self.heads) % 2:
-            raise Mistake(
+            yield (
                 f"hidden={self.hidden} with heads={self.heads}: a head must have an even size for "
                 "rotary positions; change one of them"
             )

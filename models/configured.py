@@ -53,6 +53,7 @@ class Config(TextRun):
     """The GPT's or the mixture's sizes, on a mesh of six axes."""
 
     AXES: ClassVar[tuple[str, str]] = ("fsdp", "model")  # of weights: rows, columns
+    FROM_0: ClassVar[frozenset[str]] = TextRun.FROM_0 | {"experts", "choices", "balance"}
 
     split: Configuration = dataclasses.field(default_factory=Configuration)
     order: tuple[str, ...] = AXES  # the placement: axes over devices, slowest first

@@ -17,7 +17,7 @@ from rich.table import Table
 
 import jaxoverlap
 from jaxoverlap.hardware.pods import compiler_options
-from models.config import Config
+from models.config import Config, Mistake
 from models.gpt import RECIPE, abstract_args, make_mesh, make_step
 from models.trainer import console, train
 
@@ -159,7 +159,10 @@ def main(
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = Config.seed,
 ) -> None:
     """Train a small GPT without and with overlap from the same seed, and compare."""
-    compare(Config(steps=steps, seed=seed))
+    try:
+        compare(Config(steps=steps, seed=seed))
+    except Mistake as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,8 +27,9 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Option
 
+from jaxoverlap.train import arguments
 from jaxoverlap.train import zeroth_order as zo
-from models import gpt
+from models import checkpoint, gpt, tuned_weights
 from models.config import Config, Mistake
 from models.layers import Layout, Weight, shard
 from models.processes import console
@@ -36,6 +37,7 @@ from models.recipe import Recipe
 from models.text import load_text, make_batch, text_batches
 
 PREFIX = 5  # positions, as MeZO's
+LORA_SCALE = 2.0  # MeZO's alpha / rank = 16 / 8
 # eps and learning rate of MeZO (arXiv 2305.17333, appendix), whose full rate is for large models.
 PUBLISHED = {"full": (1e-3, 1e-6), "lora": (1e-2, 1e-4), "prefix": (1e-1, 1e-2)}
 
@@ -49,6 +51,9 @@ class FineTune:
         method: "full", "lora" or "prefix".
         text: what it learns; None for the Python manual.
         log: the file of its scalars; None for no log.
+        cut_log: whether a damaged log is cut off where the damage begins.
+        weights: the directory that the whole model's tuned parameters are written to; None for
+            nowhere.
         steps, batch, seed: of the run; the batch is over all devices.
         eps, learning_rate: of the estimator; None for the method's published ones.
         directions: of a step.
@@ -69,21 +74,49 @@ class FineTune:
     pair: bool = False
     shards: int = 1
     model: int = 1
+    cut_log: bool = False
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
+        """Check all options together.
+
+        Raises:
+            Mistake: that names every one that cannot be.
+        """
+        if found := list(self.mistakes()):
+            raise Mistake("; and ".join(found))
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield what is wrong."""
         if self.method not in PUBLISHED:
-            raise Mistake(f"method={self.method!r}: expected one of {', '.join(PUBLISHED)}")
-        for name in ("steps", "batch", "directions", "shards", "model"):
-            if getattr(self, name) < 1:
-                raise Mistake(f"{name}={getattr(self, name)}: expected 1 or more")
-        if self.batch % self.shards:
-            raise Mistake(f"batch={self.batch}: expected a multiple of shards={self.shards}")
+            yield f"method={self.method!r}: expected one of {', '.join(PUBLISHED)}"
+            return
+        fine = True
+        for name, least in dict(steps=1, batch=1, shards=1, model=1, seed=0).items():
+            try:
+                arguments.whole(name, getattr(self, name), least)
+            except ValueError as error:
+                fine = False
+                yield str(error)
+        if fine and self.batch % self.shards:
+            yield f"batch={self.batch}: expected a multiple of shards={self.shards}"
+        try:
+            self.transform()
+        except ValueError as error:
+            yield str(error)
+        if self.log and self.log.is_dir():
+            yield f"--log {self.log} is a directory; give a file"
+        if self.weights and self.weights.exists():
+            yield f"--weights {self.weights} exists; give the name of a new directory"
+        if self.cut_log and not self.log:
+            yield "--cut-log without --log: give the log that is to be cut off"
 
     def transform(self) -> zo.Mezo:
         """Return the estimator."""
         eps, rate = PUBLISHED[self.method]
-        rate = self.learning_rate or rate
-        return zo.mezo(eps=self.eps or eps, lr=rate, directions=self.directions)
+        eps = eps if self.eps is None else self.eps
+        rate = rate if self.learning_rate is None else self.learning_rate
+        return zo.mezo(eps=eps, lr=rate, directions=self.directions)
 
     def mesh(self) -> Mesh:
         """Return the devices: a pair, shards of the batch, and the model's own two axes."""
@@ -132,6 +165,9 @@ class PrefixGPT(gpt.GPT):
     block = PrefixBlock
 
 
+PREFIX_RECIPE = Recipe(Config, PrefixGPT, text_batches)
+
+
 def configuration(of: FineTune) -> Config:
     """Return the configuration of the model in a checkpoint, with this run's text and batch.
 
@@ -161,8 +197,7 @@ def restored(of: FineTune, config: Config, mesh: Mesh) -> Any:
         taken = manager.latest_step()
         if taken is None:
             raise Mistake(f"{of.checkpoint}: no finished checkpoint there; train longer first")
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(state))
-        return manager.restore(taken, args=wanted)["state"]["params"]
+        return checkpoint.restored(manager, taken, state)["params"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +217,8 @@ class Task:
 def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
     """Return what a method trains, beside a checkpoint's parameters."""
     if of.method == "prefix":
-        recipe = Recipe(Config, PrefixGPT, text_batches)
-        loss = loss_of(recipe, config, mesh)
-        with_prefix = recipe.init_state(config, mesh, of.seed)["params"]
+        loss = loss_of(PREFIX_RECIPE, config, mesh)
+        with_prefix = PREFIX_RECIPE.init_state(config, mesh, of.seed)["params"]
         trained, _ = zo.split(with_prefix, lambda path: "prefix" in path)
         _, nothing = zo.split(with_prefix, lambda path: True)
         known = {
@@ -200,8 +234,8 @@ def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
     adapters = zo.lora(
         params, rank=8, where=lambda path: "['q']" in path or "['v']" in path, inputs=2
     )
-    # a's are drawn alike everywhere; MeZO's scale is alpha / rank = 16 / 8.
-    return Task(adapters, params, zo.of_adapters(loss, scale=2.0))
+    # a's are drawn alike everywhere.
+    return Task(adapters, params, zo.of_adapters(loss, scale=LORA_SCALE))
 
 
 def loss_of(recipe: Recipe, config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
@@ -227,10 +261,10 @@ def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
         data="batch" if of.shards > 1 else None,
     )
     state = step.init(task.trained, seed=of.seed)
-    header = zo.header_of(state.params, transform, seed=of.seed)
+    header = header_of(of, config, transform, state.params, task)
     text = load_text(of.text, sequence=config.sequence)[: -held_out(of, config)]
     losses: list[float] = []
-    with zo.Log(of.log, header) if of.log else _NoLog() as log:
+    with zo.Log(of.log, header, cut=of.cut_log) if of.log else _NoLog() as log:
         if log.steps:
             console.print(f"replaying {log.steps} of {of.steps} steps")
             state = zo.replay(log.records[: of.steps], transform, state.params, seed=of.seed)
@@ -246,6 +280,37 @@ def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
                 bar.update(shown, completed=number + 1, description=words)
                 began = now
     return losses, step.params(state), task
+
+
+def header_of(of: FineTune, config: Config, transform: zo.Mezo, trained: Any, task: Task) -> Any:
+    """Return what the scalars of a run belong to; spread over other devices it is the same run."""
+    text = load_text(of.text, sequence=config.sequence)
+    run = dict(
+        method=of.method,
+        batch=of.batch,
+        sequence=config.sequence,
+        dtype=config.dtype,
+        text=zo.digest(text),
+        frozen=zo.digest(task.frozen),
+    )
+    return zo.header_of(trained, transform, seed=of.seed, run=run)
+
+
+def whole_params(of: FineTune, trained: Any, task: Task) -> Any:
+    """Return the whole model's parameters: those that were trained, in what they were tuned for.
+
+    Those of "full" and "lora" are `models.train_gpt`'s; those of "prefix" have the prefixes too.
+    """
+    if of.method == "full":
+        return trained
+    if of.method == "prefix":
+        return zo.joined(trained, task.frozen)
+    return zo.adapted(task.frozen, trained, scale=LORA_SCALE)
+
+
+def tuned_by(of: FineTune) -> dict[str, Any]:
+    """Return what is written beside the weights."""
+    return dict(method=of.method, checkpoint=str(of.checkpoint), steps=of.steps)
 
 
 def held_out(of: FineTune, config: Config) -> int:
@@ -300,17 +365,21 @@ def command(
     pair: Annotated[bool, Option("--pair", help="Two devices, one for each sign.")] = False,
     shards: Annotated[int, Option(help="Devices that share the batch.")] = 1,
     model: Annotated[int, Option(help="Devices of each forward pass.")] = 1,
+    cut_log: Annotated[bool, Option("--cut-log", help="Cut a damaged log off there.")] = False,
+    weights: Annotated[Path | None, Option(help="Write tuned weights to this directory.")] = None,
 ) -> None:
     """Fine-tune a GPT by forward passes alone."""
     try:
         of = FineTune(
             checkpoint, method, text, log, steps, batch, seed, eps, learning_rate, directions,
-            pair, shards, model,
+            pair, shards, model, cut_log, weights,
         )  # fmt: skip
         jax.config.update("jax_num_cpu_devices", max(8, 2 * shards * model))
         _, params, task = finetune(of)
+        if of.weights:
+            tuned_weights.write(of.weights, whole_params(of, params, task), tuned_by(of))
         before, after = evaluate(of, task.trained, task), evaluate(of, params, task)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     console.print(f"loss on the text's held-out end: {before:.4f} -> {after:.4f}")
 

@@ -1,12 +1,11 @@
 """Train in rounds of local updates: what `--local-updates co2 --every 12` runs."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
@@ -21,25 +20,39 @@ from models.report import Report
 
 
 def outer_of(config: Run) -> Outer:
-    """Return the outer optimizer that the flags name, with its published settings."""
-    every = config.every
-    known = {
-        "local_sgd": lambda: algorithms.local_sgd(every=every),
-        "slowmo": lambda: algorithms.slowmo(every=every, inner_learning_rate=config.learning_rate),
-        "overlap_local_sgd": lambda: algorithms.overlap_local_sgd(every=every),
-        "diloco": lambda: algorithms.diloco(every=every),
-        "eager_diloco": lambda: algorithms.eager_diloco(every=every),
-        "streaming_diloco": lambda: algorithms.streaming_diloco(
-            every=every, fragments=2, delay=every // 2
+    """Return the outer optimizer that the flags name, with its published settings or the flags'."""
+    every, rate = config.every, config.learning_rate
+    sgd = dict(learning_rate="outer_rate", momentum="outer_momentum")
+    # Of each algorithm: what makes it, what it is given here, and its arguments that are flags.
+    known: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
+        "local_sgd": (algorithms.local_sgd, {}, {}),
+        "slowmo": (algorithms.slowmo, dict(inner_learning_rate=rate), sgd),
+        "overlap_local_sgd": (algorithms.overlap_local_sgd, {}, dict(momentum="outer_momentum")),
+        "diloco": (algorithms.diloco, {}, sgd),
+        "eager_diloco": (algorithms.eager_diloco, {}, sgd),
+        "streaming_diloco": (
+            algorithms.streaming_diloco,
+            dict(fragments=2, delay=every // (config.fragments or 2)),
+            sgd | dict(fragments="fragments"),
         ),
-        "co2": lambda: algorithms.co2(every=every),
+        "co2": (algorithms.co2, {}, sgd | dict(staleness="staleness")),
     }
-    if config.local_updates not in known:
-        raise Mistake(f"--local-updates {config.local_updates}: expected one of {', '.join(known)}")
+    name = config.local_updates
+    if name not in known:
+        raise Mistake(f"--local-updates {name}: expected one of {', '.join(known)}")
+    make, given, flags = known[name]
+    for flag in ("outer_rate", "outer_momentum", "staleness", "fragments"):
+        if getattr(config, flag) is not None and flag not in flags.values():
+            raise Mistake(f"--{flag.replace('_', '-')}: {name} has no such setting; leave it out")
+    chosen = {
+        argument: getattr(config, flag)
+        for argument, flag in flags.items()
+        if getattr(config, flag) is not None
+    }
     try:
-        return known[config.local_updates]()
+        return make(every=every, **(given | chosen))
     except ValueError as error:
-        raise Mistake(f"--local-updates {config.local_updates}: {error}") from error
+        raise Mistake(f"--local-updates {name}: {error}") from error
 
 
 def train(recipe: Recipe, config: Run) -> trainer.Trained:
@@ -73,6 +86,7 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
                 state, metrics = updates.round(state, batches(recipe, config, mesh, at))
                 report.add(end - 1, jax.tree.map(jnp.mean, metrics))
                 checkpoints.save(end, state, {"next_index": end}, config.every)
+            updates.check(state)
         params = updates.params(state)
     return trainer.Trained(report.rows, step, dict(params=params))
 
@@ -91,24 +105,9 @@ def restored(
     """Return the newest checkpoint's state, also of another number of workers, and its step."""
     if (newest := checkpoints.newest()) is None:
         return None, 0
-    (taken, shapes), like = newest, updates.abstract(state)
+    taken, shapes = newest
     workers = jax.tree.leaves(shapes["worker"])[0].shape[0]
-    if workers == updates.workers:
-        return checkpoints.restore(like)
-
-    whole = NamedSharding(updates.mesh, P())
-
-    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((workers, *leaf.shape[1:]), leaf.dtype, sharding=whole)
-
-    worker, sent = jax.tree.map(resized, (like.worker, like.sent))
-    sync = like.sync
-    if sync is not None:
-        error, accumulated = jax.tree.map(resized, (sync.error, sync.accumulated))
-        sync = dataclasses.replace(sync, error=error, accumulated=accumulated)
-    begin, optimizer = like.begin, like.optimizer
-    if updates.outer.eager:
-        begin, optimizer = jax.tree.map(resized, (begin, optimizer))
-    old = LocalState(worker, begin, optimizer, sent, sync, like.control)
-    found = checkpoints.restore_state(taken, old)
-    return updates.spread(updates.consolidate(found)), taken
+    found = checkpoints.restore_state(taken, updates.abstract(state, workers=workers))
+    if workers != updates.workers:
+        found = updates.spread(updates.consolidate(found))
+    return found, taken

@@ -25,8 +25,9 @@ from jax.sharding import PartitionSpec as P
 from typer import Option
 
 import jaxoverlap
+from jaxoverlap.hardware.cluster import parse_cluster
 from models import gpt
-from models.config import Mistake, TextRun
+from models.config import TextRun
 from models.layers import Layout, shard
 from models.recipe import Recipe
 from models.text import text_batches
@@ -59,12 +60,15 @@ class Config(TextRun):
     longest: Annotated[int, Option(help="Tokens of a document of --varlen.")] = 4096
     prices: Annotated[str | None, Option(help="Cluster whose prices --varlen plans by.")] = None
 
-    def __post_init__(self):
-        super().__post_init__()
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
         if self.varlen and self.has_workers:
-            raise Mistake("--varlen with --compress or --local-updates: leave out one of them")
-        if self.varlen and min(self.longest, self.step_tokens) < 1:
-            raise Mistake("--longest and --step-tokens: expected 1 token or more")
+            yield "--varlen with --compress or --local-updates: leave out one of them"
+        if self.prices is not None:
+            try:
+                parse_cluster(self.prices)
+            except ValueError as error:
+                yield f"--prices {self.prices}: {error}"
 
     @property
     def tokens(self) -> int:

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from typer import Option
 
 from models import gpt
-from models.config import Mistake, TextRun
+from models.config import TextRun
 from models.layers import Layout, Weight, cross_entropy, einsum_of, run_stack, shard, wide
 from models.recipe import Recipe
 from models.text import text_batches
@@ -51,6 +51,7 @@ class Config(TextRun):
     """The defaults train in seconds on a CPU."""
 
     AXES = ("data", "expert")
+    FROM_0 = TextRun.FROM_0 | {"balance"}
 
     experts: int = 8
     choices: Annotated[int, Option(help="Experts a token goes to.")] = 2
@@ -64,15 +65,13 @@ class Config(TextRun):
         Path | None, Option(help="A file of `jaxoverlap configure --json`: its first mesh.")
     ] = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not 1 <= self.choices <= self.experts:
-            raise Mistake(
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        if self.choices > self.experts:
+            yield (
                 f"choices={self.choices} with experts={self.experts}: a token goes to 1 or more "
                 "different experts; change one of them"
             )
-        if self.slack <= 0:
-            raise Mistake(f"slack={self.slack}: expected more than 0, or no token finds a slot")
 
     def divisors(self) -> Iterator[tuple[str, str, int]]:
         yield from super().divisors()

@@ -33,7 +33,12 @@ class Trained(NamedTuple):
 
 
 def train(recipe: Recipe, config: Run) -> Trained:
-    """Train to `config.steps` steps, from the newest checkpoint if there is one."""
+    """Train to `config.steps` steps, from the newest checkpoint if there is one.
+
+    Raises:
+        Mistake: if options cannot be, before anything is started.
+    """
+    check_workers_options(config)
     start(config)
     if config.local_updates:
         from models import local_updates  # which imports this module
@@ -67,13 +72,39 @@ def train(recipe: Recipe, config: Run) -> Trained:
     return Trained(report.rows, step, state)
 
 
+def check_workers_options(config: Run) -> None:
+    """Check what --local-updates and --compress name, both together.
+
+    Raises:
+        Mistake: if there is no such algorithm or compressor, or not of these settings.
+    """
+    from models import compressed, local_updates  # which import this module
+
+    found = list[str]()
+    for wanted, make in (
+        (config.local_updates, local_updates.outer_of),
+        (config.compress, compressed.sync_of),
+    ):
+        try:
+            if wanted is not None:
+                make(config)
+        except Mistake as error:
+            found.append(str(error))
+    if found:
+        raise Mistake("; and ".join(found))
+
+
 def overlapped(step: Any, config: Run) -> Any:
     """Overlap a step as the configuration says; every process follows process 0's plan."""
     if config.plain or config.ops:
         return step
     if config.plan:
         path = config.plan
-        return jaxoverlap.overlap(step, plan=jaxoverlap.agreed(lambda: jaxoverlap.Plan.read(path)))
+        try:
+            plan = jaxoverlap.agreed(lambda: jaxoverlap.Plan.read(path))
+        except (OSError, ValueError) as error:
+            raise Mistake(f"--plan {path}: {error}") from error
+        return jaxoverlap.overlap(step, plan=plan)
     return jaxoverlap.overlap(step, halves=config.halves or "auto")
 
 

@@ -47,7 +47,7 @@ def syncs(steps: int) -> dict[tuple[str, str], Any]:
     """Return the synchronisations that are compared, by name and compressor."""
     every = max(steps // 6, 10)
     found: dict[tuple[str, str], Any] = {("none", "none"): c.uniform(c.none())}
-    when = dict(every=every, accumulate=10, beside=2)
+    when: dict[str, Any] = dict(every=every, accumulate=10, beside=2)
     for name, compressor in COMPRESSORS.items():
         found["uniform", name] = c.uniform(compressor)
         found["L-GreCo", name] = c.lgreco(compressor, **when)
@@ -82,7 +82,7 @@ def run(task: Task, seed: int, sync: Any) -> dict[str, Any]:
         state, _ = step(state, batch)
         sent += step.sent_bytes(state)
     step.check()
-    averager = step._averager(state.params)
+    averager = step._loop.averager(state.params)
     control = state.control.on_host()
     settings = averager.at(control.settings).settings
     layers = [layer.name for layer in averager.layers]

@@ -42,7 +42,7 @@ def host_main(host: Any, *, method: str) -> dict[str, float]:
     task = text()
     updates = LocalUpdates(
         make_step(task, mesh), mesh, axis="worker", outer=co2(every=OUTER_EVERY),
-        sync=OUTER[method], stacked=("layers",), overlap=False,
+        sync=OUTER[method], stacked=("layers",) if OUTER[method] else (), overlap=False,
     )  # fmt: skip
     state = updates.init(start(task, 0))
     counted = list[int]()

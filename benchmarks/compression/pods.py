@@ -172,7 +172,7 @@ def shares_of(path: Path) -> dict[str, float]:
 def scaled(step: Any, start: Any, shares: dict[str, float]) -> list[int]:
     """Return the candidates that are nearest to the shares of the default rank."""
     chosen = []
-    for layer in step._averager(start.params).layers:
+    for layer in step._loop.averager(start.params).layers:
         wanted = shares[layer.name] * step.sync.compressor.rank
         candidates = step.sync.candidates(layer)
         chosen.append(int(np.argmin([abs(c - wanted) for c in candidates])))

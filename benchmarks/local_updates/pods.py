@@ -43,8 +43,15 @@ def cluster_of(workers: int) -> str:
     return f"a100-sxm-80:{max(1, workers // 8)}x{min(workers, 8)}@{GBIT}"
 
 
-def of_round(workers: int, outer: Outer, *, overlap: bool = True, shard: bool = False) -> Any:
-    """Compile a round; return what compiled it, and the steps that it has."""
+def of_round(
+    workers: int,
+    outer: Outer,
+    *,
+    overlap: bool = True,
+    shard: bool = False,
+    check: bool = True,
+) -> Any:
+    """Compile a round."""
     cluster = cluster_of(workers)
     mesh = pod_mesh(cluster, {"data": workers})
     updates = LocalUpdates(
@@ -53,6 +60,7 @@ def of_round(workers: int, outer: Outer, *, overlap: bool = True, shard: bool = 
         outer=outer,
         shard_outer=shard,
         overlap={"cluster": cluster} if overlap else False,
+        check=check,
     )
     state = updates.abstract(steps.state_like(mesh, SIZE))
     lowered = updates.lower(state, steps.batch_like(mesh, SIZE, outer.every))
@@ -170,7 +178,7 @@ def scale(out: Out, workers: list[int] | None = None) -> None:
                 (
                     labels,
                     lambda count=count, every=every: measured(
-                        of_round(count, co2(every=every)), count, every
+                        of_round(count, co2(every=every), check=False), count, every
                     ),
                 )
             )

@@ -42,7 +42,7 @@ def lowered(
     mesh = mesh_of(chip, gpus)
     step = zo.step(
         opt.model(size),
-        zo.mezo(eps=1e-3, lr=1e-7),
+        zo.mezo(eps=1e-3, lr=1e-7, rounding="nearest"),  # as ZO2 rounds
         mesh,
         perturb="pair" if gpus > 1 else None,
         data="data" if gpus > 2 else None,

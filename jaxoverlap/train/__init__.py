@@ -13,6 +13,7 @@ from jaxoverlap.train.local_updates.algorithms import (
     slowmo,
     streaming_diloco,
 )
+from jaxoverlap.train.local_updates.finite import NonFiniteRoundError
 from jaxoverlap.train.local_updates.local_updates import LocalUpdates
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState
@@ -20,6 +21,7 @@ from jaxoverlap.train.local_updates.state import LocalState
 __all__ = [
     "LocalState",
     "LocalUpdates",
+    "NonFiniteRoundError",
     "Outer",
     "bmuf",
     "co2",

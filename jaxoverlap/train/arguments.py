@@ -1,11 +1,205 @@
-"""Check what all train steps here take: a mesh of automatic axes, and how to overlap."""
+"""Check what users give: numbers, rates, names, functions, meshes, and how to overlap.
+
+Each check returns the value, of Python's own type, or raises a ValueError that states its name,
+what was given and what was expected.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh
+
+from jaxoverlap.api import overlap as overlap_of
+
+# Steps at which a schedule is looked at when it is given; its other values can only be looked at
+# when their steps come.
+LOOKED_AT = (0, 1, 2, 10, 100, 1000, 10_000, 100_000, 1_000_000)
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """Return a whole number of at least so much, Python's or numpy's."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        upto = "or more" if most is None else f"to {most}"
+        raise ValueError(f"{name}={value!r}: expected a whole number, {least} {upto}")
+    return number
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    why: str = "",
+) -> float:
+    """Return a finite number within bounds: above and below are exclusive."""
+    try:
+        if isinstance(value, bool | np.bool_ | str | bytes):
+            raise TypeError
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    fits = (
+        math.isfinite(found)
+        and (above is None or found > above)
+        and (least is None or found >= least)
+        and (below is None or found < below)
+        and (most is None or found <= most)
+    )
+    if not fits:
+        bounds = {"above": above, "at least": least, "below": below, "at most": most}
+        said = " and ".join(
+            f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
+        )
+        raise ValueError(f"{name}={value!r}: expected a finite number {said}{why}".rstrip())
+    return found
+
+
+def rate(name: str, value: Any) -> Any:
+    """Return a learning rate above 0, or a schedule of finite ones that are 0 or more."""
+    if not callable(value):
+        return number(name, value, above=0)
+    for step in LOOKED_AT:
+        try:
+            found = float(np.asarray(value(np.int32(step))))
+        except TypeError as error:
+            raise ValueError(
+                f"{name}: a schedule that cannot be called with a step ({error}): expected "
+                "(number of the step) -> rate, as optax's are"
+            ) from error
+        if not (math.isfinite(found) and found >= 0):
+            raise ValueError(
+                f"{name}: a schedule that is {found} at step {step}: expected finite rates of 0 or "
+                "more"
+            )
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}={value!r}: expected True or False")
+    return bool(value)
+
+
+def floating(name: str, value: Any) -> Any:
+    """Return a dtype of floats."""
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"{name}={value!r}: expected a dtype of floats, as jnp.float32")
+    return found
+
+
+def keys(name: str, value: Any) -> tuple[str, ...]:
+    """Return keys of a tree, given as a sequence."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{name}={value!r}: expected a sequence of keys, as ({str(value)!r},)")
+    return tuple(value)
+
+
+def function(name: str, value: Any, call: str) -> Callable[..., Any]:
+    """Return a function.
+
+    Args:
+        name: of the argument.
+        value: that was given.
+        call: how it will be called, for the error.
+    """
+    if not callable(value):
+        raise ValueError(f"{name}={value!r}: expected a function, {call}")
+    return value
+
+
+def transformation(name: str, value: Any) -> optax.GradientTransformation:
+    """Return an optax transformation."""
+    if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        raise ValueError(
+            f"{name}={value!r}: expected an optax transformation, as optax.sgd(0.1) makes (with "
+            "its parentheses)"
+        )
+    return value
+
+
+def check_is(value: Any, kind: type, comes_from: str) -> None:
+    """Raise a ValueError unless a state is of its type."""
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"a state of type {type(value).__name__}: expected a {kind.__name__}; give what "
+            f"{comes_from} gives"
+        )
+
+
+def check_arrays(on_devices: Any, on_host: Any = None) -> None:
+    """Raise a ValueError for a state that is traced, or has leaves that are not on devices."""
+    for leaf in jax.tree.leaves((on_devices, on_host)):
+        if isinstance(leaf, Tracer):
+            raise ValueError(
+                "this was called inside jax.jit or another transformation: expected arrays, as it "
+                "is compiled by itself and changes its programs; call it from a Python loop"
+            )
+    for leaf in jax.tree.leaves(on_devices):
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"the state has a {type(leaf).__name__} of shape {np.shape(leaf)}: expected arrays "
+                "on the mesh; restore a checkpoint to what abstract() gives"
+            )
+
+
+def check_count(tree: Any, workers: int) -> None:
+    """Raise a ValueError for leaves whose dim of workers has another size."""
+    for leaf in jax.tree.leaves(tree):
+        if leaf.shape[0] != workers:
+            raise ValueError(
+                f"the state is of {leaf.shape[0]} workers, and the mesh has {workers}: give it to "
+                "consolidate(), and that to spread(), of what the mesh belongs to"
+            )
+
+
+def warn_of_raw_keys(state: Any) -> None:
+    """Warn of leaves that look like keys of `jax.random.PRNGKey`, which cannot be told apart."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
+        if dtype == np.uint32 and shape in ((2,), (4,)):
+            warnings.warn(
+                f"the train state has a uint32{list(shape)} at {jax.tree_util.keystr(path)}: if it "
+                "is a key of jax.random.PRNGKey, all workers get the same one and with it the "
+                "same dropout masks; use jax.random.key, whose keys differ between workers",
+                stacklevel=3,
+            )
+
+
+def check_floats(params: Any) -> None:
+    """Raise a ValueError unless all parameters are of floats, which alone can be averaged."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                f"a parameter of dtype {dtype} at {jax.tree_util.keystr(path) or 'the root'}: "
+                "only floats are averaged; keep counters, keys and the like apart from the "
+                "parameters (in a train state, beside those that params= names)"
+            )
 
 
 def check_automatic(mesh: Mesh) -> None:
@@ -31,6 +225,18 @@ def check_workers(mesh: Mesh, axis: str) -> None:
 
 def overlap_options(overlap: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the options of `jaxoverlap.overlap` that are asked for; None for no overlap."""
-    if overlap is False:
-        return None
-    return {} if overlap is True else dict(overlap)
+    if isinstance(overlap, bool):
+        return {} if overlap else None
+    if not isinstance(overlap, Mapping):
+        raise ValueError(
+            f"overlap={overlap!r}: expected True, False, or options of jaxoverlap.overlap as a "
+            'mapping, as {"halves": 2}'
+        )
+    known = inspect.signature(overlap_of).parameters.keys() - {"fn"}
+    if unknown := [name for name in overlap if name not in known]:
+        raise ValueError(
+            f"overlap={dict(overlap)!r}: jaxoverlap.overlap has no option "
+            f"{', '.join(map(str, unknown))}; it has {', '.join(sorted(known))}"
+        )
+    overlap_of(**overlap)  # checks the values
+    return dict(overlap)

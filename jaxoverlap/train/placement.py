@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,6 +54,39 @@ class Placement:
     def at(self, *spec: Any) -> NamedSharding:
         """Return the sharding of a spec."""
         return NamedSharding(self.mesh, P(*spec))
+
+    def on_mesh(self, tree: Any) -> Any:
+        """Put leaves that lie elsewhere, as committed to one device, on the mesh, whole."""
+
+        def one(leaf: Any) -> Any:
+            at = getattr(leaf, "sharding", None)
+            if at is None or (isinstance(at, NamedSharding) and at.mesh == self.mesh):
+                return leaf
+            return jax.device_put(leaf, self.at())
+
+        return jax.tree.map(one, tree)
+
+    def with_specs_of(self, tree: Any) -> Any:
+        """Put leaves that lie on another mesh on this one, with the specs that they have there."""
+
+        def one(leaf: Any) -> Any:
+            at = getattr(leaf, "sharding", None)
+            spec = at.spec if isinstance(at, NamedSharding) else P()
+            return jnp.copy(jax.device_put(leaf, self.at(*spec)))  # which may share memory
+
+        return jax.tree.map(one, tree)
+
+    def of_workers(self, workers: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
+        """Return what makes shapes of so many workers of those of this mesh's.
+
+        The dim of workers is whole on each device, other dims are sharded as they are.
+        """
+
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            at = self.at(None, *leaf.sharding.spec[1:])
+            return jax.ShapeDtypeStruct((workers, *leaf.shape[1:]), leaf.dtype, sharding=at)
+
+        return one
 
     def stacked(self, specs: Any) -> Any:
         """Return the shardings of leaves with a leading dim of workers."""
@@ -105,6 +139,13 @@ class Placement:
             if full[dim] is None and size and size % self.workers == 0:
                 return dim
         return None
+
+
+def mean_of_workers(leaf: jax.Array) -> jax.Array:
+    """Average floats over a leading dim of workers; of other leaves take worker 0's."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.astype(jnp.float32).mean(0).astype(leaf.dtype)
+    return leaf[0]
 
 
 def _masked(leaf: Any) -> bool:

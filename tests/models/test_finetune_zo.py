@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from models import finetune_zo, trainer
+from jaxoverlap.train import zeroth_order as zo
+from models import finetune_zo, trainer, tuned_weights
 from models.config import Config, Mistake
 from models.finetune_zo import FineTune
 from models.gpt import RECIPE
@@ -38,6 +39,26 @@ def test_a_run_that_was_cut_short_resumes_to_the_same_bits(checkpoint, tmp_path,
     assert np.isfinite(finetune_zo.evaluate(of, whole, task, batches=1))
 
 
+@pytest.mark.parametrize("method", ["full", "lora", "prefix"])
+def test_the_tuned_weights_are_written_and_have_the_tuned_loss(checkpoint, tmp_path, method):
+    of = FineTune(
+        checkpoint, method, steps=2, batch=4, learning_rate=1e-2, weights=tmp_path / "weights"
+    )
+    _, trained, task = finetune_zo.finetune(of)
+    params = finetune_zo.whole_params(of, trained, task)
+    tuned_weights.write(of.weights, params, finetune_zo.tuned_by(of))
+    with pytest.raises(Mistake, match="exists; give the name of a new"):
+        dataclasses.replace(of, batch=8)
+    found = tuned_weights.read(of.weights, params)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    config, mesh = finetune_zo.configuration(of), of.mesh()
+    batch = RECIPE.batches(config)(0)
+    recipe = RECIPE if method != "prefix" else finetune_zo.PREFIX_RECIPE
+    loss = finetune_zo.loss_of(recipe, config, mesh)
+    whole = jax.jit(loss)(found, batch)
+    np.testing.assert_allclose(whole, jax.jit(task.loss)(trained, batch, task.frozen), rtol=1e-6)
+
+
 def test_all_meshes_take_one_trajectory(checkpoint):
     of = FineTune(checkpoint, steps=2, batch=4)
     alone, *_ = finetune_zo.finetune(of)
@@ -56,5 +77,25 @@ def test_mistakes_are_named(checkpoint, tmp_path):
         finetune_zo.finetune(FineTune(checkpoint, pair=True, model=8))
     log = tmp_path / "log"
     finetune_zo.finetune(FineTune(checkpoint, steps=1, batch=4, log=log))
-    with pytest.raises(ValueError, match="log of another run"):
-        finetune_zo.finetune(FineTune(checkpoint, steps=2, batch=4, log=log, seed=1))
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 20)
+    for other in (
+        dict(seed=1), dict(eps=2e-3), dict(learning_rate=1e-5), dict(batch=8), dict(text=text),
+        dict(directions=2), dict(method="lora"),
+    ):  # fmt: skip
+        changed = dict(steps=2, batch=4, log=log) | other
+        with pytest.raises(ValueError, match="log of another run"):
+            finetune_zo.finetune(FineTune(checkpoint, **changed))
+    with pytest.raises(Mistake, match=r"batch=0: .*; and seed=-1: .*; and eps=0\.0"):
+        FineTune(checkpoint, eps=0.0, batch=0, seed=-1)
+    with pytest.raises(Mistake, match=r"lr=nan"):
+        FineTune(checkpoint, learning_rate=float("nan"))
+    with pytest.raises(Mistake, match=r"is a directory.* give a file"):
+        FineTune(checkpoint, log=tmp_path)
+    body = bytearray(log.read_bytes())
+    body[-3] ^= 1
+    log.write_bytes(body)
+    with pytest.raises(zo.LogDamagedError, match="--cut-log"):
+        finetune_zo.finetune(FineTune(checkpoint, steps=2, batch=4, log=log))
+    losses, *_ = finetune_zo.finetune(FineTune(checkpoint, steps=2, batch=4, log=log, cut_log=True))
+    assert len(losses) == 2

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from models import gpt, trainer, vit
+from models import gpt, local_updates, trainer, vit
 from models.config import Mistake
 
 SMALL = dict(layers=1, hidden=32, heads=2, mlp=64, warmup=2, learning_rate=1e-2, plain=True)
@@ -60,6 +60,11 @@ def test_a_vit_learns():
         (dict(local_updates="co3"), "expected one of"),
         (dict(every=0), "every=0"),
         (dict(every=1, local_updates="streaming_diloco"), "multiple of fragments"),
+        (dict(local_updates="local_sgd", outer_momentum=0.5), "--outer-momentum: local_sgd has no"),
+        (dict(local_updates="diloco", staleness=2.0), "--staleness: diloco has no such setting"),
+        (dict(fragments=2), "--fragments: co2 has no such setting"),
+        (dict(local_updates=None, outer_rate=0.5), "outer_rate without local_updates"),
+        (dict(outer_momentum=1.5), "momentum=1.5"),
     ),
 )
 def test_flags_that_do_not_fit_are_named(change, says):
@@ -76,3 +81,20 @@ def test_rounds_are_taken_whole_and_kept_when_a_checkpoint_is_due(tmp_path):
 def test_a_batch_that_workers_cannot_share_is_named():
     with pytest.raises(Mistake, match="workers x data=3"):
         dataclasses.replace(GPT, workers=3)
+
+
+def test_flags_reach_the_outer_optimizer():
+    changed = dict(
+        local_updates="streaming_diloco", fragments=4, outer_momentum=0.5, outer_rate=0.3
+    )
+    outer = local_updates.outer_of(dataclasses.replace(GPT, every=8, **changed))
+    assert (outer.fragments, outer.lag) == (4, 2)
+    with_flags = local_updates.outer_of(dataclasses.replace(GPT, staleness=1.0, outer_momentum=0.0))
+    assert with_flags.name == "co2"
+    params = {"w": np.ones(3, np.float32)}
+    state = with_flags.transform.init(params)
+    for _ in range(2):  # neither momentum nor a penalty
+        moved, state = with_flags.transform.update(
+            {"w": np.full(3, 0.25, np.float32)}, state, params
+        )
+        np.testing.assert_array_equal(moved["w"], -0.25)

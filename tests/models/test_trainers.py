@@ -146,7 +146,7 @@ def test_loss_and_gradients_do_not_depend_on_the_mesh(model):
         (moe, {"vocab": 128}, "vocab=128"),
         (vit, {"patch": 3}, "image=8 with patch=3"),
         (vit, {"patch": 8}, "patches=1 with model=4"),
-        (vit, {"model": 0}, "heads=4 with model=0"),
+        (vit, {"model": 0}, "model=0: expected a whole number"),
         (long_context, {"sequence": 34}, "sequence=34 with context=4"),
         (long_context, {"heads_at_once": 3}, "heads=4 with heads_at_once=3"),
         (long_context, {"data": 3}, "hidden=32 with data=3"),

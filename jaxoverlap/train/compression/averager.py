@@ -53,6 +53,9 @@ class Averager:
         axis: the mesh axis of the workers.
         workers: its size.
         accumulate: whether gradients are added up for a measurement.
+        left_raw: matrices that go raw, as the default setting does not halve their bytes.
+        fixed: whether `sync` was to choose settings and has nothing to choose (`Sync.is_fixed`);
+            it then never measures.
     """
 
     sync: Sync
@@ -61,6 +64,8 @@ class Averager:
     axis: str
     workers: int
     accumulate: bool = False
+    left_raw: tuple[Layer, ...] = ()
+    fixed: bool = False
 
     @cached_property
     def of_leaf(self) -> dict[int, list[int]]:
@@ -363,6 +368,11 @@ def averager_of(
     shared: bool = False,
 ) -> Averager:
     """Return the averager of a tree of parameters, at the default settings."""
-    layers = sync.compressed(layers_of(params, stacked=stacked, shared=shared), workers)
+    matrices = layers_of(params, stacked=stacked, shared=shared, raw=sync.raw)
+    layers = sync.compressed(matrices, workers)
     settings = tuple(sync.compressor.at(sync.compressor.setting, layer) for layer in layers)
-    return Averager(sync, layers, settings, axis, workers)
+    left_raw = tuple(layer for layer in matrices if workers > 1 and layer not in layers)
+    fixed = bool(layers) and sync.is_fixed(layers)
+    if fixed:
+        sync = replace(sync, every=0, accumulate=0, beside=0)
+    return Averager(sync, layers, settings, axis, workers, left_raw=left_raw, fixed=fixed)

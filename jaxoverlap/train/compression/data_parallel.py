@@ -16,22 +16,31 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.train.arguments import check_workers, overlap_options
-from jaxoverlap.train.compression import schedule
-from jaxoverlap.train.compression.averager import Averager, averager_of
-from jaxoverlap.train.compression.explain import Price, explained, price
-from jaxoverlap.train.compression.programs import Programs
+from jaxoverlap.train.arguments import (
+    check_floats,
+    check_is,
+    check_workers,
+    flag,
+    function,
+    keys,
+    overlap_options,
+    transformation,
+)
+from jaxoverlap.train.compression.averager import Averager
+from jaxoverlap.train.compression.control_loop import ControlLoop
+from jaxoverlap.train.compression.explain import Price, price
 from jaxoverlap.train.compression.state import (
-    Control,
+    COMES_FROM,
     Flags,
     SyncState,
     TrainState,
     check_placed,
-    checked,
+    kept_by_workers,
 )
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.compression.worker import WorkerStep
-from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.placement import Placement, mean_of_workers
+from jaxoverlap.train.programs import batch_like, key_of, like
 
 _UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
 
@@ -54,16 +63,18 @@ class DataParallel:
         if not isinstance(sync, Sync):
             raise ValueError(f"sync={sync!r}: expected one such as lgreco(power_sgd(4))")
         check_workers(mesh, axis)
+        function("loss_and_grads", loss_and_grads, "as jax.value_and_grad(loss) is")
+        transformation("optimizer", optimizer)
         self.mesh, self.axis, self.sync = mesh, axis, sync
         self._loss_and_grads, self._optimizer = loss_and_grads, optimizer
-        self._stacked, self._in_backward = tuple(stacked), in_backward
+        self._stacked, self._in_backward = (
+            keys("stacked", stacked),
+            flag("in_backward", in_backward),
+        )
         self._placement = Placement(mesh, axis, False)
         self._overlap = overlap_options(overlap)
-        self._programs = Programs()
-        self._flags = Flags(
-            "The step was left out: parameters, optimizer and error feedback are as before it."
-        )
-        self._averagers: dict[Hashable, Averager] = {}
+        self._loop = ControlLoop(sync, mesh, axis, self._stacked, shared=self._in_backward)
+        self._flags = Flags()
 
     @property
     def workers(self) -> int:
@@ -77,64 +88,82 @@ class DataParallel:
 
         Args:
             params: arrays, whole along the workers' axis; sharded over other axes or not.
+
+        Raises:
+            ValueError: if a parameter is not of floats, or is sharded over the workers.
         """
         params = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), params)
+        check_floats(params)
         at = self._shardings(params)
         new = jax.jit(self._new, out_shardings=(at.params, at.optimizer, at.sync))
-        params, optimizer, sync = new(params)
-        control = Control.new(self.sync, self._averager(params).layers)
-        return TrainState(params, optimizer, sync, control)
+        params, optimizer, sync = new(self._placement.on_mesh(params))
+        return TrainState(params, optimizer, sync, self._loop.new_control(params))
 
-    def abstract(self, params: Any) -> TrainState:
-        """Return what `init` would, as shapes with shardings: to restore a checkpoint, say."""
+    def abstract(self, params: Any, *, workers: int | None = None) -> TrainState:
+        """Return what `init` would, as shapes with shardings: to restore a checkpoint, say.
+
+        Args:
+            params: arrays or shapes.
+            workers: of the run that wrote the checkpoint, if others than the mesh has; what differs
+                between them is then whole on every device, for `consolidate`.
+        """
         at = self._shardings(params)
-        control = Control.new(self.sync, self._averager(params).layers)
         new, optimizer, sync = jax.eval_shape(self._new, params)
-        shapes = TrainState(new, optimizer, sync, control)
-        return jax.tree.map(
+        shapes = TrainState(new, optimizer, sync, self._loop.new_control(params))
+        like = jax.tree.map(
             lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, at
         )
+        if workers is None or workers == self.workers:
+            return like
+        return replace(like, sync=kept_by_workers(like.sync, self._placement.of_workers(workers)))
+
+    def consolidate(self, state: TrainState) -> TrainState:
+        """Return a state without workers, from that of any number of them on any mesh.
+
+        What workers have not sent yet is averaged: so much is owed to the parameters, whoever pays
+        it. All else is the same on all workers.
+        """
+        check_is(state, TrainState, COMES_FROM)
+
+        def one(leaf: jax.Array) -> jax.Array:
+            at = leaf.sharding
+            where = (
+                NamedSharding(at.mesh, P(*at.spec[1:])) if isinstance(at, NamedSharding) else None
+            )
+            return jax.jit(mean_of_workers, out_shardings=where)(leaf)
+
+        return replace(state, sync=kept_by_workers(state.sync, one))
+
+    def spread(self, state: TrainState) -> TrainState:
+        """Return the state of all workers from a consolidated one.
+
+        Raises:
+            ValueError: if other layers are compressed with this number of workers.
+        """
+        check_is(state, TrainState, "consolidate()")
+        self._loop.in_use(state.params, state.control)
+        place = self._placement
+        params, control = place.with_specs_of(state.params), state.control
+        at = self._shardings(params)
+        optimizer = jax.tree.map(jnp.copy, jax.device_put(state.optimizer, at.optimizer))
+        workers = self.workers
+
+        def copies(sync: SyncState) -> SyncState:
+            return kept_by_workers(sync, lambda x: jnp.broadcast_to(x, (workers, *x.shape)))
+
+        sync = jax.jit(copies, out_shardings=at.sync)(place.on_mesh(state.sync))
+        return TrainState(params, optimizer, sync, control)
 
     def _new(self, params: Any) -> tuple[Any, Any, SyncState]:
         params = jax.tree.map(jnp.asarray, params)
-        sync = self._averager(params).init(params)
-        copies = lambda tree: jax.tree.map(  # noqa: E731
-            lambda x: jnp.broadcast_to(x, (self.workers, *x.shape)), tree
-        )
-        sync = replace(sync, error=copies(sync.error), accumulated=copies(sync.accumulated))
-        return params, self._optimizer.init(params), sync
-
-    def _averager(self, params: Any) -> Averager:
-        leaves, treedef = jax.tree.flatten(params)
-        key = (treedef, *((leaf.shape, str(leaf.dtype)) for leaf in leaves))
-        if key not in self._averagers:
-            self._averagers[key] = averager_of(
-                self.sync,
-                params,
-                axis=self.axis,
-                workers=self.workers,
-                stacked=self._stacked,
-                shared=self._in_backward,
-            )
-        return self._averagers[key]
+        return params, self._optimizer.init(params), self._loop.new_state(params)
 
     def _shardings(self, params: Any) -> TrainState:
         place = self._placement
         specs = jax.tree.map(place.spec_of, params)
         at = jax.tree.map(lambda spec: place.at(*spec), specs)
         optimizer = place.of_optimizer(self._optimizer, params, at, others=place.at())
-        averager = self._averager(params)
-        leaf_specs = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
-        own = {str(n): place.at(self.axis, *leaf_specs[n]) for n in averager.of_leaf}
-        shapes = jax.eval_shape(averager.init, params)
-        sync = SyncState(
-            count=place.at(),
-            error=own if shapes.error else {},
-            accumulated=dict(own) if shapes.accumulated else {},
-            shared=jax.tree.map(lambda _: place.at(), shapes.shared),
-            finite=place.at(),
-        )
-        control = Control.new(self.sync, averager.layers)
+        sync, control = self._loop.shardings(params, specs), self._loop.new_control(params)
         return TrainState(at, optimizer, sync, jax.tree.map(lambda _: place.at(), control))
 
     # -- steps ------------------------------------------------------------------------------------
@@ -161,26 +190,20 @@ class DataParallel:
         """
         self._check_batch(batch)
         check_placed(state, self.workers)
-        averager = self._averager(state.params)
-        control = checked(state.control, self.sync, averager.layers)
         self.check(unread=_UNREAD)
-        count = int(control.count)
-        if averager.layers:
-            if schedule.measures(self.sync, count):
-                state, control = self._measured(state, control)
-                for accumulate in (False, True):
-                    self._compile_beside(state, batch, control.pending, accumulate)
-            if count == 0 < self.sync.start:
-                accumulate = schedule.accumulates(self.sync, self.sync.start)
-                self._compile_beside(state, batch, control.pending, accumulate)
-            control = schedule.in_use(self.sync, control)
-        accumulate = schedule.accumulates(self.sync, count) and bool(averager.layers)
-        program = self._program(state, batch, control.settings, accumulate)
+
+        def compile_beside(averager: Averager) -> None:
+            self._loop.programs.beside(*self._compiling(state, batch, averager))
+
+        turn = self._loop.turn(state.params, state.sync, state.control, compile_beside)
+        state = replace(state, sync=turn.sync)
+        program = self._loop.programs.get(*self._compiling(state, batch, turn.averager))
         (params, optimizer, sync), value, finite = program(
             (state.params, state.optimizer, state.sync), batch
         )
-        self._flags.add(count, finite, averager.layers)
-        return TrainState(params, optimizer, sync, control.stepped()), value
+        number = int(turn.control.count) - 1
+        self._flags.add(number, finite, turn.averager.layers)
+        return TrainState(params, optimizer, sync, turn.control), value
 
     def check(self, *, unread: int = 0) -> None:
         """Raise if the gradient of a step so far was not finite; wait for all but `unread` steps.
@@ -195,19 +218,17 @@ class DataParallel:
 
         Args:
             state: arrays or shapes.
-            cost: of the cluster, as `jaxoverlap.cost_model` gives, to add the price of an average.
+            cost: of the cluster, as `jaxoverlap.cost.find.cost_model` gives, to add the price of an
+                average.
         """
-        averager = self._averager(state.params)
-        control = checked(state.control, self.sync, averager.layers)
-        table = explained(averager.at(control.settings), control, state.params)
+        table = self._loop.explain(state.params, state.control)
         return table if cost is None else f"{table}\n{self.price(state, cost)}"
 
     def price(self, state: TrainState, cost: CostModel) -> Price:
         """Return the seconds of an average on a cluster: compressed, and raw."""
-        averager = self._averager(state.params)
-        control = checked(state.control, self.sync, averager.layers)
+        averager = self._loop.in_use(state.params, state.control)
         group = groups_of(self.mesh, cost.cluster)[self.axis]
-        return price(averager.at(control.settings), state.params, cost, group)
+        return price(averager, state.params, cost, group)
 
     def sent_bytes(self, state: TrainState, *, also: int = 4) -> float:
         """Return the bytes that a worker sends in a step at the state's settings.
@@ -216,9 +237,8 @@ class DataParallel:
             state: from `init` or a step.
             also: bytes of the first result of loss_and_grads; 4 for one float32.
         """
-        averager = self._averager(state.params)
-        control = checked(state.control, self.sync, averager.layers)
-        return averager.at(control.settings).sent_bytes(state.params, also=also)
+        averager = self._loop.in_use(state.params, state.control)
+        return averager.sent_bytes(state.params, also=also)
 
     def lower(self, state: TrainState, batch: Any, *, settings: Sequence[int] | None = None) -> Any:
         """Lower the step as one program, at some settings: to audit and simulate.
@@ -229,68 +249,32 @@ class DataParallel:
             settings: for each layer the place among its candidates; the default ones if None.
         """
         self._check_batch(batch)
-        layers = self._averager(state.params).layers
-        default = [self.sync.default(layer) for layer in layers]
+        averager = self._loop.averager(state.params)
+        default = [averager.sync.default(layer) for layer in averager.layers]
         chosen = np.array(default if settings is None else settings, np.int32)
         args = ((state.params, state.optimizer, state.sync), batch)
-        return self._jitted(state, chosen, False).lower(*args)
+        return self._jitted(state, averager.at(chosen)).lower(*args)
 
     # -- programs ---------------------------------------------------------------------------------
 
-    def _jitted(self, state: Any, settings: np.ndarray, accumulate: bool) -> Any:
-        averager = self._averager(state.params).at(settings, accumulate=accumulate)
+    def _jitted(self, state: Any, averager: Averager) -> Any:
         at = jax.tree.map(lambda x: x.sharding, (state.params, state.optimizer, state.sync))
         step = WorkerStep(self._loss_and_grads, self._optimizer, averager, self._in_backward)
-        return self._maybe_overlapped(
-            jax.jit(step.over(self.mesh), donate_argnums=0, out_shardings=(at, None, None))
-        )
-
-    def _maybe_overlapped(self, jitted: Any) -> Any:
+        jitted = jax.jit(step.over(self.mesh), donate_argnums=0, out_shardings=(at, None, None))
         return jitted if self._overlap is None else overlapped(jitted, **self._overlap)
 
-    def _program(self, state: Any, batch: Any, settings: np.ndarray, accumulate: bool) -> Any:
-        key, make = self._compiling(state, batch, settings, accumulate)
-        return self._programs.get(key, make)
-
-    def _compile_beside(
-        self, state: Any, batch: Any, settings: np.ndarray, accumulate: bool
-    ) -> None:
-        key, make = self._compiling(state, batch, settings, accumulate)
-        self._programs.beside(key, make)
-
     def _compiling(
-        self, state: Any, batch: Any, settings: np.ndarray, accumulate: bool
+        self, state: Any, batch: Any, averager: Averager
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a program and what compiles it, which holds shapes alone."""
         placed = jax.tree.map(self._batch_like, batch)
-        args = jax.tree.map(_like, ((state.params, state.optimizer, state.sync), placed))
-        leaves, treedef = jax.tree.flatten(args)
-        shapes = tuple((x.shape, str(x.dtype), x.sharding) for x in leaves)
-        key = ("step", tuple(settings.tolist()), accumulate, treedef, shapes)
-        like = TrainState(*args[0], control=state.control)
-
-        def make() -> Any:
-            return self._jitted(like, settings, accumulate).lower(*args).compile()
-
-        return key, make
+        args = jax.tree.map(like, ((state.params, state.optimizer, state.sync), placed))
+        shapes = TrainState(*args[0], control=state.control)
+        key = ("step", averager.settings, averager.accumulate, key_of(args))
+        return key, lambda: self._jitted(shapes, averager).lower(*args).compile()
 
     def _batch_like(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
-            sharding = self._placement.at(self.axis)
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding)
-
-    def _measured(self, state: TrainState, control: Control) -> tuple[TrainState, Control]:
-        """Measure errors on the gradients added up, and choose the settings that come next."""
-        averager = self._averager(state.params)
-        shapes = tuple(x.shape for x in jax.tree.leaves(state.sync))
-        program = self._programs.get(
-            ("measure", shapes), lambda: schedule.measuring(self.mesh, averager, state.sync)
-        )
-        errors, norms, sync = program(state.sync)
-        control = schedule.chosen(self.sync, averager.layers, self.workers, control, errors, norms)
-        return replace(state, sync=sync), control
+        return batch_like(leaf, self._placement.at(self.axis))
 
     def _check_batch(self, batch: Any) -> None:
         for leaf in jax.tree.leaves(batch):
@@ -300,10 +284,6 @@ class DataParallel:
                     f"a batch of shape {shape}: expected a first dim that is a multiple of the "
                     f"{self.workers} workers along {self.axis!r}; change either"
                 )
-
-
-def _like(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def data_parallel(

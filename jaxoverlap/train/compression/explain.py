@@ -15,8 +15,9 @@ from rich.table import Table
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.train.compression.averager import Averager
+from jaxoverlap.train.compression.compressors.no_compression import NoCompression
 from jaxoverlap.train.compression.state import Control
-from jaxoverlap.train.compression.sync import RAW, raw_bytes
+from jaxoverlap.train.compression.sync import MIN_FACTOR, RAW, raw_bytes
 from jaxoverlap.train.compression.wire import sent_bytes
 
 _HLO_KINDS = {"mean": "all-reduce", "gather": "all-gather", "exchange": "all-to-all"}
@@ -70,6 +71,10 @@ def _summary(averager: Averager, control: Control, params: Any, error: float, bu
     )
     if math.isfinite(error) and sync.by_error:
         text += f" Error {error:.4g} of a budget of {budget:.4g}."
+    if averager.left_raw:
+        text += f" Matrices among them{_left_raw(averager)}."
+    if averager.fixed:
+        text += " The default setting is every layer's largest candidate: nothing is measured."
     if int(control.guarded):
         text += " The guard 'never worse than uniform' kept the uniform settings."
     if not np.array_equal(control.pending, control.settings):
@@ -146,6 +151,56 @@ def _share(leaf: Any) -> float:
     if sharding is None or not leaf.size:
         return 1.0
     return math.prod(sharding.shard_shape(leaf.shape)) / leaf.size
+
+
+def in_vain(averager: Averager, params: Any) -> str:
+    """Return why a synchronisation does little or nothing to these parameters; empty if it does.
+
+    Args:
+        averager: at the default settings.
+        params: arrays or shapes.
+    """
+    sync, workers = averager.sync, averager.workers
+    if workers == 1 or isinstance(sync.compressor, NoCompression):
+        return ""
+    leaves = jax.tree.leaves(params)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if sync.raw:  # what goes raw by name is meant to
+        named = {layer.leaf for layer in (*averager.layers, *averager.left_raw)}
+        total = sum(leaves[n].size * leaves[n].dtype.itemsize for n in named)
+    compressed = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in map(leaves.__getitem__, averager.of_leaf)
+    )
+    if compressed < total / 2:
+        return (
+            f"{sync.compressor!r} compresses {len(averager.layers)} of "
+            f"{len(averager.layers) + len(averager.left_raw)} matrices, {compressed / 1e3:.1f} of "
+            f"{total / 1e3:.1f} kB of parameters, and the rest goes raw{_left_raw(averager)}. Take "
+            "a setting of fewer bytes, or leave compression out"
+        )
+    if averager.fixed:
+        return (
+            f"{_name(averager)} has nothing to choose: the default setting is the largest "
+            "candidate of all layers that are compressed, so none can take over another's error. "
+            "Nothing is measured; take a smaller default, or uniform(...)"
+        )
+    return ""
+
+
+def _left_raw(averager: Averager) -> str:
+    """Return the layers that the default setting does not halve, with what it divides them by."""
+    sync, workers = averager.sync, averager.workers
+    named = [
+        f"{layer.name} by {sync.factor(layer, workers):.3g}" for layer in averager.left_raw[:3]
+    ]
+    more = len(averager.left_raw) - len(named)
+    if not named:
+        return " (no other leaf is a matrix of 1024 elements or more)"
+    others = f" and {more} more" if more else ""
+    return (
+        f": with {workers} workers the default setting divides the bytes of {', '.join(named)}"
+        f"{others}, and a layer has to reach {MIN_FACTOR:g}"
+    )
 
 
 def _at(control: Control, settings: np.ndarray) -> np.ndarray:

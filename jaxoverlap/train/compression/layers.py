@@ -60,7 +60,7 @@ class Layer:
 
 
 def layers_of(
-    params: Any, *, stacked: Sequence[str] = (), shared: bool = False
+    params: Any, *, stacked: Sequence[str] = (), shared: bool = False, raw: Sequence[str] = ()
 ) -> tuple[Layer, ...]:
     """Return the layers of parameters that are large enough to compress, in the leaves' order.
 
@@ -71,19 +71,24 @@ def layers_of(
         params: arrays, or shapes.
         stacked: keys; leaves below one of them have a first dim of layers, as `lax.scan` takes.
         shared: whether the matrices of a stacked leaf share one setting, or each has its own.
+        raw: keys; leaves below one of them have no layer.
 
     Raises:
-        ValueError: if a key of `stacked` is nowhere in the tree, or a stacked leaf is a scalar.
+        ValueError: if a key of `stacked` or `raw` is nowhere in the tree, or a stacked leaf is a
+            scalar.
     """
     found = list[Layer]()
-    missing = set(stacked)
+    missing, unknown = set(stacked), set(raw)
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
         keys = {_key(entry) for entry in path}
         missing -= keys
+        unknown -= keys
         name, shape, dtype = _name(path), tuple(leaf.shape), jnp.dtype(leaf.dtype)
         is_stack = not keys.isdisjoint(stacked)
         if is_stack and not shape:
             raise ValueError(f"{name} is a scalar and stands below a key of stacked={stacked!r}")
+        if not keys.isdisjoint(raw):
+            continue
         own = shape[1:] if is_stack else shape
         if len(own) < 2 or math.prod(own) < SMALLEST or not jnp.issubdtype(dtype, jnp.floating):
             continue
@@ -97,6 +102,11 @@ def layers_of(
                 Layer(f"{name}[{i}]", number, shape, dtype, rows, cols, part=i)
                 for i in range(shape[0])
             ]
+    if unknown:
+        raise ValueError(
+            f"raw={tuple(raw)!r}: no leaf of the parameters stands below "
+            f"{', '.join(sorted(unknown))}; name keys of the tree whose leaves are not compressed"
+        )
     if missing:
         raise ValueError(
             f"stacked={tuple(stacked)!r}: no leaf of the parameters stands below "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
+from jaxoverlap.train.arguments import check_arrays, check_count, check_is
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.sync import RAW, Sync
 
@@ -88,21 +88,26 @@ class Control:
         return replace(self, count=np.asarray(self.count + 1, np.int32))
 
 
+COMES_FROM = "init(), spread(), a step, or a checkpoint restored to abstract()"
+UPDATE = "the optimizer's update"
+
+
 class NonFiniteGradientError(ValueError):
     """A gradient was infinite or not a number; it was left out, with all others of its step.
 
     Attributes:
-        step: its number, from 0; with local updates the round's.
-        layers: the names of the layers; "raw leaves" for those that are not compressed.
+        step: its number, from 0.
+        layers: the names of the layers; "raw leaves" for those that are not compressed, and
+            "the optimizer's update" where gradients were finite and that was not.
     """
 
-    def __init__(self, step: int, layers: list[str], left_out: str):
+    def __init__(self, step: int, layers: list[str]):
         self.step, self.layers = step, layers
+        gradients = f"the gradient of {', '.join(layers)}, or its average,"
         super().__init__(
-            f"step {step}: the gradient of {', '.join(layers)}, or its average, is infinite or not "
-            "a number. "
-            f"{left_out} Look at its batch or lower the learning rate, and go on from the state "
-            "you have"
+            f"step {step}: {UPDATE if layers == [UPDATE] else gradients} is infinite or not a "
+            "number. The step was left out: parameters, optimizer and error feedback are as before "
+            "it. Look at its batch or lower the learning rate, and go on from the state you have"
         )
 
 
@@ -127,12 +132,11 @@ class TrainState:
 class Flags:
     """The flags of the last averages, which the host reads some steps late, so as not to wait."""
 
-    def __init__(self, left_out: str):
-        self._left_out = left_out
+    def __init__(self) -> None:
         self._unread = deque[tuple[int, Any, Sequence[Layer]]]()
 
     def add(self, step: int, finite: jax.Array, layers: Sequence[Layer]) -> None:
-        """Keep `SyncState.finite` of a step, as an array that nobody donates."""
+        """Keep the flags of a step that `WorkerStep` gives, as an array that nobody donates."""
         self._unread.append((step, finite, layers))
 
     def check(self, unread: int) -> None:
@@ -147,7 +151,8 @@ class Flags:
             if len(bad):
                 self._unread.clear()
                 names = [*(layer.name for layer in layers), "raw leaves"]
-                raise NonFiniteGradientError(step, [names[n] for n in bad], self._left_out)
+                gradients = [names[n] for n in bad if n < len(names)]
+                raise NonFiniteGradientError(step, gradients or [UPDATE])
 
 
 def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:
@@ -182,23 +187,16 @@ def check_placed(state: TrainState, workers: int) -> None:
     """Check that a state is of arrays on devices, and of so many workers.
 
     Raises:
-        ValueError: if it is traced, not placed, or has the errors of other workers.
+        ValueError: if it is of another type, traced, not placed, or of other workers.
     """
-    for leaf in jax.tree.leaves((state.params, state.optimizer, state.sync, state.control)):
-        if isinstance(leaf, Tracer):
-            raise ValueError(
-                "the step was called inside jax.jit or another transformation: expected arrays, as "
-                "it changes its programs between steps; call it from a Python loop"
-            )
-    for leaf in jax.tree.leaves((state.params, state.optimizer, state.sync)):
-        if not isinstance(leaf, jax.Array):
-            raise ValueError(
-                f"the state has a {type(leaf).__name__} of shape {np.shape(leaf)}: expected arrays "
-                "on the mesh; restore a checkpoint to step.abstract(params)"
-            )
-    for leaf in jax.tree.leaves((state.sync.error, state.sync.accumulated)):
-        if leaf.shape[0] != workers:
-            raise ValueError(
-                f"the state has the error feedback of {leaf.shape[0]} workers, and the mesh "
-                f"{workers}: go on with as many, or start from its parameters with init()"
-            )
+    check_is(state, TrainState, COMES_FROM)
+    check_arrays((state.params, state.optimizer, state.sync), state.control)
+    check_count((state.sync.error, state.sync.accumulated), workers)
+
+
+def kept_by_workers(sync: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the leaves that differ between workers; None stays None."""
+    if sync is None:
+        return None
+    error, accumulated = jax.tree.map(change, (sync.error, sync.accumulated))
+    return replace(sync, error=error, accumulated=accumulated)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxoverlap.train.arguments import keys, number, whole
 from jaxoverlap.train.compression.compressors.compressor import Compressor, Setting, sent
 from jaxoverlap.train.compression.layers import Layer
 
@@ -35,6 +36,11 @@ class Accordion:
         known = compressor.candidates(layer)
         low = known[0] if self.low is None else compressor.at(self.low, layer)
         high = known[-1] if self.high is None else compressor.at(self.high, layer)
+        if low > high:
+            raise ValueError(
+                f"accordion with low={low} and high={high} for {layer.name}: low is the setting of "
+                "more compression, so it has to be the smaller one; change either"
+            )
         return low, high
 
 
@@ -52,6 +58,7 @@ class Sync:
         by_error: whether the dynamic programme chooses.
         start: averages before the first compressed one, in which all leaves go raw.
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them are not compressed.
     """
 
     compressor: Compressor
@@ -62,6 +69,7 @@ class Sync:
     by_error: bool = False
     start: int = 0
     seed: int = 0
+    raw: tuple[str, ...] = ()
 
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return the settings that a layer may come to have, in order of bytes."""
@@ -79,12 +87,26 @@ class Sync:
 
     def compressed(self, layers: Sequence[Layer], workers: int) -> tuple[Layer, ...]:
         """Return the layers whose bytes the default setting divides by two at least."""
+        return tuple(
+            layer for layer in layers if workers > 1 and self.factor(layer, workers) >= MIN_FACTOR
+        )
 
-        def factor(layer: Layer) -> float:
-            setting = self.compressor.at(self.compressor.setting, layer)
-            return raw_bytes(layer, workers) / sent(self.compressor, layer, setting, workers)
+    def factor(self, layer: Layer, workers: int) -> float:
+        """Return what the default setting divides a layer's bytes by; two workers or more."""
+        setting = self.compressor.at(self.compressor.setting, layer)
+        return raw_bytes(layer, workers) / sent(self.compressor, layer, setting, workers)
 
-        return tuple(layer for layer in layers if workers > 1 and factor(layer) >= MIN_FACTOR)
+    def is_fixed(self, layers: Sequence[Layer]) -> bool:
+        """Return whether the dynamic programme can never leave the default settings.
+
+        Where each layer's default is its largest candidate, another setting of one layer has more
+        error, and no other layer can have less.
+        """
+        return (
+            self.by_error
+            and self.accordion is None
+            and all(self.default(layer) == len(self.candidates(layer)) - 1 for layer in layers)
+        )
 
     def made_for(self, layers: Sequence[Layer]) -> int:
         """Return a number that tells the state of one sync and model from that of another."""
@@ -96,7 +118,9 @@ def raw_bytes(layer: Layer, workers: int) -> float:
     return 2 * (workers - 1) / workers * layer.size * layer.itemsize
 
 
-def uniform(compressor: Compressor, *, start: int = 0, seed: int = 0) -> Sync:
+def uniform(
+    compressor: Compressor, *, start: int = 0, seed: int = 0, raw: Sequence[str] = ()
+) -> Sync:
     """Use the compressor's default setting for every layer, always.
 
     Args:
@@ -104,12 +128,13 @@ def uniform(compressor: Compressor, *, start: int = 0, seed: int = 0) -> Sync:
         start: averages before the first compressed one, as PyTorch's start_powerSGD_iter: gradients
             of the first steps change most, and go raw.
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
 
     Raises:
         ValueError: for something that is no compressor, or a negative start.
     """
-    _whole("start", start, 0)
-    return Sync(compressor=_compressor(compressor), start=start, seed=seed)
+    start, seed = whole("start", start, 0), whole("seed", seed, 0)
+    return Sync(compressor=_compressor(compressor), start=start, seed=seed, raw=keys("raw", raw))
 
 
 def accordion(
@@ -123,6 +148,7 @@ def accordion(
     beside: int | None = None,
     start: int = 0,
     seed: int = 0,
+    raw: Sequence[str] = (),
 ) -> Sync:
     """Compress little where a layer's gradients change quickly, and much elsewhere.
 
@@ -139,19 +165,25 @@ def accordion(
         beside: steps from a choice to its use; by default the less of 20 and a tenth of `every`.
         start: steps before the first compressed one, in which all leaves go raw.
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
 
     Raises:
         ValueError: for numbers out of range.
     """
-    if not threshold > 0:
-        raise ValueError(f"threshold={threshold!r}: expected a share above 0")
+    threshold = number("threshold", threshold, above=0)
     compressor = _compressor(compressor)
-    for setting in (high, low):
-        if setting is not None:
-            compressor.with_setting(setting)  # raises if there is no such setting
+    high, low = (  # with_setting raises if there is no such setting
+        None if setting is None else compressor.with_setting(setting).setting
+        for setting in (high, low)
+    )
+    if high is not None and low is not None and low > high:
+        raise ValueError(
+            f"low={low} with high={high}: low is the setting of more compression, so it has to be "
+            "the smaller one; change either"
+        )
     switch = Accordion(high=high, low=low, threshold=threshold)
-    accumulate, beside = _schedule(every, accumulate, beside)
-    _whole("start", start, 0)
+    every, accumulate, beside = _schedule(every, accumulate, beside)
+    start, seed = whole("start", start, 0), whole("seed", seed, 0)
     return Sync(
         compressor=compressor,
         every=every,
@@ -160,6 +192,7 @@ def accordion(
         accordion=switch,
         start=start,
         seed=seed,
+        raw=keys("raw", raw),
     )
 
 
@@ -171,6 +204,7 @@ def lgreco(
     beside: int | None = None,
     start: int = 0,
     seed: int = 0,
+    raw: Sequence[str] = (),
 ) -> Sync:
     """Choose each layer's setting: the least bytes at no more error than the uniform setting's.
 
@@ -190,12 +224,13 @@ def lgreco(
         start: steps before the first compressed one, in which all leaves go raw (the released
             code's start_powerSGD_iter).
         seed: of what is random.
+        raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
 
     Raises:
         ValueError: for numbers out of range.
     """
-    accumulate, beside = _schedule(every, accumulate, beside)
-    _whole("start", start, 0)
+    every, accumulate, beside = _schedule(every, accumulate, beside)
+    start, seed = whole("start", start, 0), whole("seed", seed, 0)
     if isinstance(compressor, Sync):
         if compressor.by_error or compressor.accordion is None:
             raise ValueError(
@@ -205,29 +240,19 @@ def lgreco(
     else:
         base = Sync(compressor=_compressor(compressor))
     changes: dict[str, Any] = dict(every=every, accumulate=accumulate, beside=beside)
-    return replace(base, by_error=True, start=start, seed=seed, **changes)
+    raw = keys("raw", raw) or base.raw
+    return replace(base, by_error=True, start=start, seed=seed, raw=raw, **changes)
 
 
-def _schedule(every: int, accumulate: int, beside: int | None) -> tuple[int, int]:
-    if beside is None:
-        beside = min(20, every // 10)
-    for name, value, least in (
-        ("every", every, 1),
-        ("accumulate", accumulate, 1),
-        ("beside", beside, 0),
-    ):
-        _whole(name, value, least)
+def _schedule(every: Any, accumulate: Any, beside: Any) -> tuple[int, int, int]:
+    every, accumulate = whole("every", every, 1), whole("accumulate", accumulate, 1)
+    beside = min(20, every // 10) if beside is None else whole("beside", beside, 0)
     if beside >= every:
         raise ValueError(
             f"beside={beside} with every={every}: settings would come into use after the next "
             "choice; give a smaller beside"
         )
-    return min(accumulate, every), beside
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more")
+    return every, min(accumulate, every), beside
 
 
 def _compressor(value: Any) -> Compressor:

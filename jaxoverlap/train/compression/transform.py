@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import optax
 
+from jaxoverlap.train.arguments import keys, whole
 from jaxoverlap.train.compression.averager import averager_of
 from jaxoverlap.train.compression.compressors.compressor import Setting
+from jaxoverlap.train.compression.explain import in_vain
 from jaxoverlap.train.compression.sync import Sync
 
 
@@ -37,13 +40,20 @@ def transform(
         stacked: keys; leaves below one of them have a first dim of layers.
         settings: one for each layer that is compressed, in order; the default ones if None.
     """
+    if not isinstance(sync, Sync):
+        raise ValueError(f"sync={sync!r}: expected one such as uniform(power_sgd(4))")
+    workers, stacked = whole("workers", workers, 1), keys("stacked", stacked)
     averager = averager_of(sync, params, axis=axis, workers=workers, stacked=stacked)
+    if text := in_vain(averager, params):
+        warnings.warn(text, stacklevel=2)
     if settings is not None:
         if len(settings) != len(averager.layers):
             raise ValueError(
                 f"{len(settings)} settings for {len(averager.layers)} compressed layers: expected "
                 f"one for each of {', '.join(layer.name for layer in averager.layers)}"
             )
+        for setting in settings:
+            sync.compressor.with_setting(setting)  # raises if there is no such setting
         averager = replace(averager, settings=tuple(settings))
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression import backward
 from jaxoverlap.train.compression.averager import Averager, Reduced
 from jaxoverlap.train.compression.state import SyncState
+from jaxoverlap.train.finite import all_fine, kept_if
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class WorkerStep:
     def over(self, mesh: Mesh) -> Callable[[Any, Any], tuple[Any, Any, jax.Array]]:
         """Return the step of all workers.
 
-        It takes (params, optimizer, sync) and a batch, and gives the same, the value, and once more
-        what was finite, which outlives the state.
+        It takes (params, optimizer, sync) and a batch, and gives the same, the value, and
+        what was finite: the flags of the average, and whether the optimizer's update was. The
+        flags outlive the state.
         """
         axis = self.averager.axis
 
@@ -63,10 +65,12 @@ class WorkerStep:
         floats = [_as_float(v) for v in values]
         gradients, new, means = self.averager.average(gradients, sync, reduced=reduced, also=floats)
         updates, moved = self.optimizer.update(gradients, moments, params)
-        after = (optax.apply_updates(params, updates), moved)
-        (params, moments), kept = if_finite(after, (params, moments), new, sync)
+        after, before = (optax.apply_updates(params, updates), moved), (params, moments)
+        fine = all_fine(after) | ~all_fine(before)
+        (params, moments), kept = if_finite(after, before, new, sync, fine)
         state = (params, moments, with_workers(kept))
-        return state, jax.tree.unflatten(treedef, means), new.finite
+        finite = jnp.append(new.finite, fine.astype(jnp.float32))
+        return state, jax.tree.unflatten(treedef, means), finite
 
     def _gradients(
         self, params: Any, batch: Any, sync: SyncState
@@ -108,10 +112,18 @@ class WorkerStep:
         return (*tree, reduced)
 
 
-def if_finite(after: Any, before: Any, new: SyncState, old: SyncState) -> tuple[Any, SyncState]:
-    """Return what is after an average and its state; or what was before, if it is not finite."""
-    fine = jnp.all(new.finite == 1)
-    kept, state = jax.tree.map(lambda n, o: jnp.where(fine, n, o), (after, new), (before, old))
+def if_finite(
+    after: Any, before: Any, new: SyncState, old: SyncState, also: Any = True
+) -> tuple[Any, SyncState]:
+    """Return what is after an average and its state; or what was before, if it is not finite.
+
+    Args:
+        after, before: what follows from the average, and what was there before it.
+        new, old: the state of the compression.
+        also: what has to be true beside the average's flags.
+    """
+    fine = jnp.all(new.finite == 1) & also
+    kept, state = kept_if(fine, (after, new), (before, old))
     return kept, replace(state, count=new.count, finite=new.finite)
 
 

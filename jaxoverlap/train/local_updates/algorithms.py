@@ -7,7 +7,8 @@ from typing import Any, Literal, cast
 import jax.numpy as jnp
 import optax
 
-from jaxoverlap.train.local_updates.outer import Outer, momentum_in_range, positive
+from jaxoverlap.train.arguments import flag, number, rate, whole
+from jaxoverlap.train.local_updates.outer import Outer, momentum_in_range
 from jaxoverlap.train.local_updates.transforms import (
     Penalty,
     clipped_momentum,
@@ -30,7 +31,7 @@ def slowmo(
     every: int,
     inner_learning_rate: float | optax.Schedule,
     momentum: float = 0.2,
-    learning_rate: float = 1.0,
+    learning_rate: float | optax.Schedule = 1.0,
 ) -> Outer:
     """Step along a slow momentum of the outer gradient over the inner learning rate.
 
@@ -39,23 +40,27 @@ def slowmo(
 
     Args:
         every: steps of a round.
-        inner_learning_rate: γ, or a schedule of it by the number of the round.
+        inner_learning_rate: γ, or a schedule of it by the number of the round. In a round whose
+            γ is 0, as the first of a warm-up, workers do not move, and neither does this.
         momentum: in [0, 1).
-        learning_rate: the outer one, of γ · m.
+        learning_rate: the outer one, of γ · m; or a schedule of it by the number of the round.
     """
-    if not callable(inner_learning_rate):
-        positive("inner_learning_rate", inner_learning_rate)
+    inner_learning_rate = rate("inner_learning_rate", inner_learning_rate)
     transform = optax.chain(
         per_inner_rate(inner_learning_rate),
         clipped_momentum(momentum_in_range(momentum)),
         optax.scale_by_learning_rate(inner_learning_rate),
-        optax.scale(positive("learning_rate", learning_rate)),
+        scaled("learning_rate", learning_rate),
     )
     return Outer(every=every, transform=transform, name="slowmo")
 
 
 def bmuf(
-    *, every: int, momentum: float = 0.9, learning_rate: float = 1.0, nesterov: bool = False
+    *,
+    every: int,
+    momentum: float = 0.9,
+    learning_rate: float | optax.Schedule = 1.0,
+    nesterov: bool = False,
 ) -> Outer:
     """Filter the blocks' updates: Δ = momentum · Δ + learning_rate · (average - begin).
 
@@ -74,8 +79,7 @@ def overlap_local_sgd(*, every: int, pullback: float = 0.6, momentum: float = 0.
     the next anchor: v = momentum · v + (average - z); z' = z + v. Source: Wang, Liang and Joshi,
     Overlap Local-SGD (arXiv 2002.09539); the defaults are those of its code.
     """
-    if not 0 < pullback <= 1:
-        raise ValueError(f"pullback={pullback!r}: expected a share above 0 and up to 1")
+    pullback = number("pullback", pullback, above=0, most=1)
     return Outer(
         every=every,
         transform=_sgd(1.0, momentum, False),
@@ -89,7 +93,7 @@ def overlap_local_sgd(*, every: int, pullback: float = 0.6, momentum: float = 0.
 def diloco(
     *,
     every: int,
-    learning_rate: float = 0.7,
+    learning_rate: float | optax.Schedule = 0.7,
     momentum: float = 0.9,
     nesterov: bool = True,
     delay: Literal[0, 1] = 0,
@@ -105,7 +109,11 @@ def diloco(
 
 
 def eager_diloco(
-    *, every: int, learning_rate: float = 0.7, momentum: float = 0.9, nesterov: bool = True
+    *,
+    every: int,
+    learning_rate: float | optax.Schedule = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
 ) -> Outer:
     """Take an outer step with a worker's own outer gradient at once, the others' a round late.
 
@@ -122,7 +130,7 @@ def streaming_diloco(
     fragments: int,
     delay: int,
     alpha: float = 0.5,
-    learning_rate: float = 0.4,
+    learning_rate: float | optax.Schedule = 0.4,
     momentum: float = 0.9,
     nesterov: bool = True,
 ) -> Outer:
@@ -139,8 +147,16 @@ def streaming_diloco(
             paper's are layers, spread with a stride; layers stacked by a scan are one leaf.)
         delay: steps, at most every / fragments.
         alpha: the worker's own share, in [0, 1].
-        learning_rate, momentum, nesterov: of the outer SGD.
+        learning_rate, momentum, nesterov: of the outer SGD. Here and in the other algorithms a
+            rate may be an optax schedule, by the number of the round.
     """
+    alpha = number("alpha", alpha, least=0, most=1)
+    every, fragments = whole("every", every, 1), whole("fragments", fragments, 1)
+    if (delay := whole("delay", delay, 0)) > every / fragments:
+        raise ValueError(
+            f"delay={delay}: a fragment's part of the round has every / fragments = "
+            f"{every / fragments:g} steps; expected at most these"
+        )
     return Outer(
         every=every,
         transform=_sgd(learning_rate, momentum, nesterov),
@@ -155,7 +171,7 @@ def co2(
     *,
     every: int,
     momentum: float = 0.2,
-    learning_rate: float = 1.0,
+    learning_rate: float | optax.Schedule = 1.0,
     staleness: Literal["ratio"] | float | Penalty = "ratio",
     clip: float | None = 1.0,
     delay: Literal[0, 1] = 1,
@@ -173,36 +189,41 @@ def co2(
     Args:
         every: steps of a round.
         momentum: of the outer gradient, in [0, 1).
-        learning_rate: the outer one.
+        learning_rate: the outer one; or a schedule of it by the number of the round.
         staleness: "ratio"; a constant, 1 or more (1, no penalty, is what the released code has); or
             a function of the norms of the last update and of the gradient, taken as 1 where below.
         clip: the most that an element of the momentum may be, either sign; None for no clip.
         delay: 0 waits for each average, to see what the delay costs.
     """
     if clip is not None:
-        positive("clip", clip)
+        clip = number("clip", clip, above=0)
     transform = optax.chain(
         clipped_momentum(momentum_in_range(momentum), clip),
-        optax.scale(-positive("learning_rate", learning_rate)),
+        scaled("learning_rate", learning_rate, -1),
     )
-    if staleness != 1:
-        transform = penalized(transform, _penalty(staleness))
+    penalty = _penalty(staleness)
+    if callable(staleness) or staleness != 1:
+        transform = penalized(transform, penalty)
     return Outer(every=every, transform=transform, delay=delay, name="co2")
 
 
 def _penalty(staleness: Any) -> Penalty:
-    if staleness == "ratio":
-        return ratio
-    if isinstance(staleness, int | float) and staleness >= 1:
-        return lambda moved, gradient: jnp.asarray(staleness, jnp.float32)
     if callable(staleness):
         return cast(Penalty, staleness)
-    raise ValueError(
-        f"staleness={staleness!r}: expected 'ratio', a number of 1 or more, or a function of the "
-        "norms of the last update and of the outer gradient"
-    )
+    if isinstance(staleness, str) and staleness == "ratio":
+        return ratio
+    others = ", or 'ratio', or a function of the norms of the last update and of the outer gradient"
+    constant = number("staleness", staleness, least=1, why=others)
+    return lambda moved, gradient: jnp.asarray(constant, jnp.float32)
 
 
-def _sgd(learning_rate: float, momentum: float, nesterov: bool) -> optax.GradientTransformation:
+def scaled(name: str, learning_rate: Any, sign: int = 1) -> optax.GradientTransformation:
+    """Return what multiplies by a learning rate or a schedule of it, and a sign."""
+    found = rate(name, learning_rate)
+    return optax.scale_by_learning_rate(found, flip_sign=sign < 0)
+
+
+def _sgd(learning_rate: Any, momentum: Any, nesterov: Any) -> optax.GradientTransformation:
     decay = momentum_in_range(momentum)
-    return optax.sgd(positive("learning_rate", learning_rate), decay or None, nesterov=nesterov)
+    found = rate("learning_rate", learning_rate)
+    return optax.sgd(found, decay or None, nesterov=flag("nesterov", nesterov))

@@ -2,29 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxoverlap.train.compression.state import kept_by_workers
 from jaxoverlap.train.local_updates.outer import Outer
-from jaxoverlap.train.local_updates.round import Rounds
-from jaxoverlap.train.local_updates.state import LocalState
-from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.local_updates.state import LocalState, ParamsIn
+from jaxoverlap.train.placement import Placement, mean_of_workers
 
 
-def consolidated(rounds: Rounds, state: LocalState) -> LocalState:
-    """Return a state without a dim of workers; see `LocalUpdates.consolidate`."""
-    outer, params_in = rounds.outer, rounds.params_in
-    worker = jax.tree.map(_one, state.worker)
-    if outer.same_start:  # an average of equals may round
-        worker = params_in.put(worker, jax.tree.map(lambda x: x[0], params_in.get(state.worker)))
-    begin, optimizer = state.begin, state.optimizer
+def consolidated(
+    state: LocalState, outer: Outer, params_in: ParamsIn, place: Placement
+) -> LocalState:
+    """Return a state without a dim of workers; see `LocalUpdates.consolidate`.
+
+    It is computed where the state lies, which may be another mesh than `place`'s.
+    """
+    control, state = state.control, replace(state, control=None)
+
+    def one(state: LocalState) -> LocalState:
+        return _consolidated(state, outer, params_in)
+
+    shapes = jax.eval_shape(one, state)
+    at = _shardings_there(state, shapes, outer, place)
+    return replace(jax.jit(one, out_shardings=at)(state), control=control)
+
+
+def _consolidated(state: LocalState, outer: Outer, params_in: ParamsIn) -> LocalState:
+    worker = jax.tree.map(mean_of_workers, state.worker)
+    begin, optimizer, sent = state.begin, state.optimizer, state.sent
     if outer.eager:
-        begin, optimizer = jax.tree.map(_one, (begin, optimizer))
-    sync = _kept_by_workers(state.sync, _one)
-    return LocalState(worker, begin, optimizer, jax.tree.map(_one, state.sent), sync)
+        begin, optimizer = jax.tree.map(mean_of_workers, (begin, optimizer))
+        workers = len(state.finite)  # each has applied its own part of what is under way
+        sent = jax.tree.map(lambda own: own * (1 - 1 / workers), sent)
+    elif outer.same_start:  # an average of equals may round
+        worker = params_in.put(worker, jax.tree.map(lambda x: x[0], params_in.get(state.worker)))
+    sent = jax.tree.map(mean_of_workers, sent)
+    sync = kept_by_workers(state.sync, mean_of_workers)
+    return LocalState(worker, begin, optimizer, sent, state.round, jnp.ones(()), sync)
+
+
+def with_rest(state: LocalState, outer: Outer, workers: int) -> LocalState:
+    """Return a consolidated state whose `sent` is right for so many workers.
+
+    With an eager outer optimizer a worker applies its own part of what it sends at once, and what
+    is left, 1 - 1 / workers of it, with the next round. A consolidated state has what is left; so
+    that as much is left of another number of workers, it is scaled. One worker leaves nothing, and
+    for it the rest is applied here.
+    """
+    if not outer.eager:
+        return state
+    if workers > 1:
+        sent = jax.tree.map(lambda rest: rest / (1 - 1 / workers), state.sent)
+        return replace(state, sent=sent)
+    updates, moved = outer.transform.update(state.sent, state.optimizer[0], state.begin)
+    begin = optax.apply_updates(state.begin, updates)
+    sent = jax.tree.map(jnp.zeros_like, state.sent)
+    return replace(state, begin=begin, optimizer=(moved,), sent=sent)
+
+
+def _shardings_there(state: LocalState, shapes: Any, outer: Outer, place: Placement) -> Any:
+    """Return shardings of a consolidated state on the mesh where the state lies.
+
+    Leaves keep the axes inside a worker, and lose the workers'.
+    """
+
+    def one(shape: Any, leaf: jax.Array) -> Any:
+        at = leaf.sharding
+        if not isinstance(at, NamedSharding):
+            return None
+        spec = list(at.spec) + [None] * (leaf.ndim - len(at.spec))
+        spec = spec[leaf.ndim - shape.ndim :]
+        return NamedSharding(at.mesh, P(*(None if dim == place.axis else dim for dim in spec)))
+
+    return jax.tree.map(one, shapes, state)
 
 
 def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
@@ -36,29 +94,20 @@ def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
     begin, optimizer = state.begin, state.optimizer
     if outer.eager:
         begin, optimizer = copies((begin, optimizer))
-    sync = _kept_by_workers(state.sync, lambda leaf: _copies(leaf, workers))
-    return LocalState(copies(state.worker), begin, optimizer, copies(state.sent), sync)
+    sync = kept_by_workers(state.sync, lambda leaf: _copies(leaf, workers))
+    worker, sent, finite = copies((state.worker, state.sent, state.finite))
+    return LocalState(worker, begin, optimizer, sent, state.round, finite, sync)
 
 
-def optimizer_shardings(outer: Outer, place: Placement, shapes: Any, begin: Any) -> Any:
-    """Return the shardings of an outer optimizer's state: moments lie where parameters do."""
-    others = place.at(place.axis) if outer.eager else place.at()
-    return place.of_optimizer(outer.transform, shapes, begin, others=others)
-
-
-def _kept_by_workers(sync: Any, change: Any) -> Any:
-    """Change what differs between workers in the state of a compression."""
-    if sync is None:
-        return None
-    error, accumulated = jax.tree.map(change, (sync.error, sync.accumulated))
-    return replace(sync, error=error, accumulated=accumulated)
-
-
-def _one(leaf: jax.Array) -> jax.Array:
-    """Average floats over the workers, or take worker 0's."""
-    if jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf.astype(jnp.float32).mean(0).astype(leaf.dtype)
-    return leaf[0]
+def of_workers(state: LocalState, outer: Outer, change: Callable[[Any], Any]) -> LocalState:
+    """Return the shapes of a state with what differs between workers changed."""
+    worker, sent, finite = jax.tree.map(change, (state.worker, state.sent, state.finite))
+    state = replace(state, worker=worker, sent=sent, finite=finite)
+    state = replace(state, sync=kept_by_workers(state.sync, change))
+    if not outer.eager:
+        return state
+    begin, optimizer = jax.tree.map(change, (state.begin, state.optimizer))
+    return replace(state, begin=begin, optimizer=optimizer)
 
 
 def _copies(leaf: Any, workers: int) -> jax.Array:

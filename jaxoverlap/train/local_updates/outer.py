@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optax
+
+from jaxoverlap.train.arguments import flag, number, transformation, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +45,14 @@ class Outer:
     name: str = "an outer optimizer"
 
     def __post_init__(self) -> None:
-        whole("every", self.every, 1)
-        whole("fragments", self.fragments, 1)
-        whole("lag", self.lag, 0)
-        if self.delay not in (0, 1):
-            raise ValueError(f"delay={self.delay!r}: expected 0 rounds or 1")
-        if not 0 <= self.keep <= 1:
-            raise ValueError(f"keep={self.keep!r}: expected a share from 0 to 1")
+        for name, least in (("every", 1), ("fragments", 1), ("lag", 0), ("delay", 0)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        transformation("transform", self.transform)
+        if self.delay > 1:
+            raise ValueError(f"delay={self.delay}: expected 0 rounds or 1")
+        number("keep", self.keep, least=0, most=1)
+        flag("eager", self.eager)
+        flag("sends_start", self.sends_start)
         if self.every % self.fragments:
             raise ValueError(
                 f"every={self.every} with fragments={self.fragments}: every fragment gets an equal "
@@ -68,6 +71,20 @@ class Outer:
         if (self.eager or self.sends_start) and not self.delay:
             raise ValueError("eager or sends_start without delay=1: nothing is late there")
 
+    def shortened(self, steps: int) -> Outer:
+        """Return the same with fewer steps in a round.
+
+        Raises:
+            ValueError: if these are more, or fragments or a lag need whole rounds.
+        """
+        steps = whole("steps", steps, 1, self.every)
+        if steps < self.every and (self.fragments > 1 or self.lag):
+            raise ValueError(
+                f"steps={steps} with fragments={self.fragments} and lag={self.lag}: each fragment "
+                f"has its part of a whole round; give all every={self.every} steps"
+            )
+        return replace(self, every=steps)
+
     @property
     def part(self) -> int:
         """Return the steps of a fragment's part of the round."""
@@ -79,24 +96,6 @@ class Outer:
         return self.keep == 0 and not self.eager and self.fragments == 1
 
 
-def whole(name: str, value: Any, least: int) -> None:
-    """Raise unless a value is a whole number of at least so much."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more")
-
-
-def momentum_in_range(momentum: float) -> float:
-    """Return a momentum, or raise unless it is in [0, 1)."""
-    if not 0 <= momentum < 1:
-        raise ValueError(
-            f"momentum={momentum!r}: expected 0 (none) or more, and less than 1, from where on it "
-            "never forgets"
-        )
-    return momentum
-
-
-def positive(name: str, value: float) -> float:
-    """Return a value, or raise unless it is above zero."""
-    if not value > 0:
-        raise ValueError(f"{name}={value!r}: expected a number above 0")
-    return value
+def momentum_in_range(momentum: Any) -> float:
+    """Return a momentum: 0 (none) or more, and less than 1, from where on it never forgets."""
+    return number("momentum", momentum, least=0, below=1, why=", from where on it never forgets")

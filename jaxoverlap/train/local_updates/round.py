@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.worker import if_finite, specs_of, with_workers
 from jaxoverlap.train.compression.worker import of_one as of_one_worker
+from jaxoverlap.train.finite import all_fine, kept_if
+from jaxoverlap.train.local_updates.finite import Seen, each_worker, one_hot
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, joined
 from jaxoverlap.train.placement import Placement
@@ -46,6 +48,7 @@ class Rounds:
         specs: the parameters' own specs, on the axes inside a worker.
         fragments: for each fragment what takes its leaves out of a tree like the parameters.
         averager: that compresses the average, at the settings of now; None sends it as it is.
+        check: whether what is not finite is left out (`finite.py`).
     """
 
     step: Step
@@ -55,26 +58,32 @@ class Rounds:
     specs: Any
     fragments: tuple[Take, ...]
     averager: Averager | None = None
+    check: bool = True
 
-    def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+    def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, Seen]:
         """Take the steps of a round, with the average beside them, and the outer step."""
-        outer, part = self.outer, self.outer.part
-        metrics = list[Any]()
+        outer, workers = self.outer, self.placement.workers
+        part = len(jax.tree.leaves(batches)[0]) // outer.fragments  # less in a short round
+        metrics, seen = list[Any](), Seen.new(state.round, workers)
+        late, state = state.finite, replace(state, finite=jnp.ones(workers))
         for number, take in enumerate(self.fragments):
-            average, sync = None, state.sync
+            average, sync, told = None, state.sync, None
             if outer.delay:  # beside the steps below
-                average, sync = self.averaged(state.sent, sync)
+                average, sync, told = self.averaged(state.sent, sync, (late, state.finite))
             at = number * part
             launch, end = at + part - outer.lag, at + part
             started = self.params_in.get(state.worker)
             state = self._advanced(state, batches, at, launch, bool(outer.delay), metrics)
             if not outer.delay:
-                progress = self._progress(state, started, take)
-                average, sync = self.averaged(progress, sync, take)
+                progress, fine = self._progress(state, started, take), (late, state.finite)
+                average, sync, told = self.averaged(progress, sync, fine, take)
+                late, state = jnp.ones(workers), replace(state, finite=jnp.ones(workers))
             state = self._advanced(state, batches, launch, end, True, metrics)
             state = replace(state, sync=sync)
-            state = self.applied(state, started, average, number)
-        return state, jax.tree.map(lambda *m: jnp.concatenate(m), *metrics)
+            state, applied = self.applied(state, started, average, number)
+            seen = seen.joined(told, applied)
+        state = replace(state, round=state.round + 1)
+        return state, jax.tree.map(lambda *m: jnp.concatenate(m), *metrics), seen
 
     def _advanced(
         self,
@@ -90,13 +99,30 @@ class Rounds:
         Where they hide a reduce-scatter and the all-gather after it, they are two loops: no
         collective can end or begin within one.
         """
+        if begin == end:
+            return state
+        worker = state.worker
         middle = (begin + end) // 2 if hides and self.placement.scatter else begin
         for first, last in ((begin, middle), (middle, end)):
             if first < last:
-                worker, seen = self.steps(state.worker, _cut(batches, first, last))
-                state = replace(state, worker=worker)
+                worker, seen = self.steps(worker, _cut(batches, first, last))
                 metrics.append(seen)
-        return state
+        worker, fine = self.kept(state.worker, worker)
+        return replace(state, worker=worker, finite=state.finite * fine)
+
+    def kept(self, before: Any, after: Any) -> tuple[Any, jax.Array]:
+        """Return the workers after some steps, or before them where these were not finite.
+
+        Returns:
+            The workers' states, and 1 for each worker that was finite, [workers].
+        """
+        if not self.check:
+            return after, jnp.ones(self.placement.workers)
+        # Behind a barrier XLA does not join what is done with the state before the steps (how far
+        # the workers came, an average's operand) with this, which would start averages after them.
+        before, after = lax.optimization_barrier((before, after))
+        fine = each_worker(before, after)
+        return kept_if(fine, after, before), fine
 
     def steps(self, worker: Any, batches: Any) -> tuple[Any, Any]:
         """Take a step for each batch, every worker its own; metrics are [steps, workers, ...]."""
@@ -114,42 +140,63 @@ class Rounds:
     def _progress(self, state: LocalState, started: Any, take: Take) -> Any:
         """Return how far each worker came from where the round began, of a fragment."""
         begin = take(started) if self.outer.same_start else self._whole(take(state.begin), take)
-        return jax.tree.map(jnp.subtract, begin, take(self.params_in.get(state.worker)))
 
-    def averaged(self, values: Any, sync: Any, take: Take = _all) -> tuple[Any, Any]:
-        """Return the mean over the workers, and the state of its compression if there is one."""
+        def one(begin: jax.Array, end: jax.Array) -> jax.Array:
+            return (begin - end).astype(end.dtype)  # where outer state is wider, sums are not
+
+        return jax.tree.map(one, begin, take(self.params_in.get(state.worker)))
+
+    def averaged(
+        self, values: Any, sync: Any, fine: tuple[jax.Array, jax.Array], take: Take = _all
+    ) -> tuple[Any, Any, jax.Array]:
+        """Average what the workers send.
+
+        Args:
+            values: like the parameters, [workers, ...].
+            sync: the state of its compression; None without.
+            fine: which workers were finite in the last round and in this one, [workers] each.
+            take: the fragment of the parameters that values are.
+
+        Returns:
+            The mean over the workers, the compression's state, and `fine` of all workers,
+            [2, workers], on all of them.
+        """
         if self.averager is None:
-            return self.average(values, take), sync
-        axis, averager = self.placement.axis, self.averager
+            mean, told = self.average(values, fine, take)
+            return mean, sync, told
+        axis, averager, workers = self.placement.axis, self.averager, self.placement.workers
         spec = specs_of(sync, axis)
 
-        def of_one(values: Any, sync: Any) -> tuple[Any, Any]:
+        def of_one(values: Any, sync: Any, fine: Any) -> tuple[Any, Any, jax.Array]:
             own = jax.tree.map(lambda value: value.squeeze(0), values)
-            old = of_one_worker(sync)
+            old, told = of_one_worker(sync), one_hot(fine, axis, workers)
             with jax.named_scope(AVERAGE):
-                mean, new, _ = averager.average(own, old)
-            mean, new = if_finite(mean, jax.tree.map(jnp.zeros_like, mean), new, old)
-            return mean, with_workers(new)
+                mean, new, (told,) = averager.average(own, old, also=[told])
+            _, new = if_finite((), (), new, old)
+            return mean, with_workers(new), told * workers
 
         mapped = jax.shard_map(
             of_one,
             mesh=self.placement.mesh,
-            in_specs=(P(axis), spec),
-            out_specs=(P(), spec),
+            in_specs=(P(axis), spec, P(axis)),
+            out_specs=(P(), spec, P()),
             axis_names={axis},
             check_vma=False,
         )
-        return mapped(values, sync)
+        return mapped(values, sync, fine)
 
-    def average(self, values: Any, take: Take = _all) -> Any:
-        """Return the mean over the workers, placed as outer state is; values are [workers, ...]."""
+    def average(self, values: Any, fine: Any, take: Take = _all) -> tuple[Any, jax.Array]:
+        """Return the mean over the workers, placed as outer state is, and `fine` of all.
+
+        Arguments and results are `averaged`'s.
+        """
         axis, workers = self.placement.axis, self.placement.workers
         specs = take(self.specs)
         dims = jax.tree.map(
             lambda v, spec: _none_or(self.placement.scattered_dim(v.shape[1:], spec)), values, specs
         )
 
-        def of_one(values: Any) -> Any:
+        def of_one(values: Any, fine: Any) -> tuple[Any, jax.Array]:
             def one(value: jax.Array, dim: int) -> jax.Array:
                 value = value.squeeze(0)
                 if dim < 0:
@@ -157,50 +204,88 @@ class Rounds:
                 return lax.psum_scatter(value, axis, scatter_dimension=dim, tiled=True) / workers
 
             with jax.named_scope(AVERAGE):
-                return jax.tree.map(one, values, dims)
+                told = lax.psum(one_hot(fine, axis, workers), axis)
+                return jax.tree.map(one, values, dims), told
 
         # All axes are manual: XLA:CPU aborts on sums in bfloat16 where some are automatic.
         mapped = jax.shard_map(
             of_one,
             mesh=self.placement.mesh,
-            in_specs=(jax.tree.map(lambda _, spec: P(axis, *spec), values, specs),),
-            out_specs=jax.tree.map(
-                lambda v, spec: self.placement.outer_spec(v.shape[1:], spec), values, specs
+            in_specs=(jax.tree.map(lambda _, spec: P(axis, *spec), values, specs), P(axis)),
+            out_specs=(
+                jax.tree.map(
+                    lambda v, spec: self.placement.outer_spec(v.shape[1:], spec), values, specs
+                ),
+                P(),
             ),
             check_vma=False,
         )
-        return mapped(values)
+        return mapped(values, fine)
 
-    def applied(self, state: LocalState, started: Any, average: Any, number: int) -> LocalState:
-        """Return the state after an outer step on one fragment.
+    def applied(
+        self, state: LocalState, started: Any, average: Any, number: int
+    ) -> tuple[LocalState, jax.Array]:
+        """Take an outer step on one fragment.
 
         Args:
             state: after the steps.
             started: the workers' parameters before the steps.
             average: the mean of what was sent, of this fragment.
             number: the fragment's.
+
+        Returns:
+            The state after it, and whether it was finite; where it was not, `begin` and the outer
+            optimizer are as before it.
         """
         outer, take = self.outer, self.fragments[number]
         ended = self.params_in.get(state.worker)
         own = jax.tree.map(jnp.subtract, started, ended) if outer.delay else None
+        before = take(state.begin), state.optimizer[number]
+        fine, finite = jnp.ones((), bool), state.finite
         if outer.eager:
-            begin, optimizer = self._eager_step(state, own, average)
+            after = self._eager_step(state, own, average)
+            if self.check:
+                own_fine = each_worker(before, after)
+                finite, after = finite * own_fine, kept_if(own_fine, after, before)
+            begin, optimizer = after
             whole = begin
         else:
-            begin, optimizer = self.outer_step(take(state.begin), state.optimizer[number], average)
-            whole = self._whole(begin, take)
+            after = self.outer_step(*before, average)
+            whole = self._whole(after[0], take)
+            if self.check:
+                fine = self._outer_fine(whole, average, after)
+                after = kept_if(fine, after, before)
+                if not self.placement.scatter:
+                    whole = after[0]
+                elif outer.same_start:  # what was gathered is kept, as the round's start is there
+                    whole = kept_if(fine, whole, take(started))
+                else:
+                    whole = self._whole(after[0], take)
+            begin, optimizer = after
         mine = take(ended)
         start = jax.tree.map(lambda b, e: _lerp(b, e, outer.keep), whole, mine)
         sent = state.sent
         if outer.delay:
-            sent = jax.tree.map(jnp.subtract, whole, start) if outer.sends_start else own
-        return LocalState(
+            sent = own
+            if outer.sends_start:
+                sent = jax.tree.map(lambda b, s: (b - s).astype(s.dtype), whole, start)
+        after = replace(
+            state,
             worker=self.params_in.put(state.worker, joined(ended, start)),
             begin=joined(state.begin, begin),
             optimizer=_replaced(state.optimizer, number, optimizer),
             sent=sent,
-            sync=state.sync,
+            finite=finite,
         )
+        return after, fine
+
+    def _outer_fine(self, whole: Any, average: Any, after: Any) -> jax.Array:
+        """Return whether an outer step is finite, bool [].
+
+        Scattered values are not looked at: that would take an all-reduce before the all-gather,
+        which has then less to hide behind.
+        """
+        return all_fine(whole) if self.placement.scatter else all_fine((average, after))
 
     def outer_step(self, begin: Any, optimizer: Any, average: Any) -> tuple[Any, Any]:
         """Return the parameters and the outer optimizer's state after an outer step."""
@@ -227,10 +312,17 @@ class Rounds:
             )
 
     def flushed(self, state: LocalState) -> Any:
-        """Return the parameters, with what is under way applied."""
+        """Return the parameters, with what is under way applied, in their own dtypes."""
+        return jax.tree.map(
+            lambda found, own: found.astype(own.dtype),
+            self._flushed(state),
+            self.params_in.get(state.worker),
+        )
+
+    def _flushed(self, state: LocalState) -> Any:
         if not self.outer.delay:
             return state.begin
-        average, _ = self.averaged(state.sent, state.sync)
+        average, _, _ = self.averaged(state.sent, state.sync, (state.finite, state.finite))
         if not self.outer.eager:
             begin, _ = self.outer_step(state.begin, state.optimizer[0], average)
             return self._whole(begin)
@@ -242,7 +334,7 @@ class Rounds:
 def _lerp(begin: jax.Array, end: jax.Array, keep: float) -> jax.Array:
     """Return begin + keep · (end - begin), begin for every worker; ends have a dim of workers."""
     if not keep:
-        return jnp.broadcast_to(begin, end.shape)
+        return jnp.broadcast_to(begin.astype(end.dtype), end.shape)
     return (begin + keep * (end - begin)).astype(end.dtype)
 
 

@@ -13,9 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxoverlap.train.local_updates.finite import Seen
 from jaxoverlap.train.local_updates.round import Rounds
 from jaxoverlap.train.local_updates.state import LocalState
 
@@ -51,23 +54,34 @@ class Runner:
         self._back = {there: here for here, there in self._pair.items()}
         self._mesh, self._others = rounds.placement.mesh, others
         self._average = jax.jit(beside.averaged)
-        self._steps = jax.jit(rounds.steps, out_shardings=(shardings.worker, None))
+        ones = jnp.ones(rounds.placement.workers)
+        self._fine = jax.jit(lambda: ones, out_shardings=shardings.finite)()  # of steps to come
         self._params_in = rounds.params_in
 
-        def applied(state: LocalState, started: Any, average: Any) -> LocalState:
-            return rounds.applied(state, started, average, 0)
+        def steps(worker: Any, batches: Any) -> tuple[Any, Any, jax.Array]:
+            after, metrics = rounds.steps(worker, batches)
+            kept, fine = rounds.kept(worker, after)
+            return kept, metrics, fine
 
-        self._applied = jax.jit(applied, out_shardings=shardings)
+        def applied(state: LocalState, started: Any, average: Any, told: Any) -> Any:
+            seen = Seen.new(state.round, rounds.placement.workers)
+            after, fine = rounds.applied(state, started, average, 0)
+            return replace(after, round=after.round + 1), seen.joined(told, fine)
 
-    def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any]:
+        whole = NamedSharding(self._mesh, P())
+        self._steps = jax.jit(steps, out_shardings=(shardings.worker, None, shardings.finite))
+        self._applied = jax.jit(applied, out_shardings=(shardings, whole))
+
+    def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, Seen]:
         """Run a round; nothing here waits for a program."""
-        there = _moved((state.sent, state.sync), self._others, self._pair)
-        average, sync = self._average(*there)
-        sync = _moved(sync, self._mesh, self._back)
-        worker, metrics = self._steps(state.worker, batches)
+        fine = state.finite, self._fine
+        there = _moved((state.sent, state.sync, fine), self._others, self._pair)
+        average, sync, told = _moved(self._average(*there), self._mesh, self._back)
+        worker, metrics, finite = self._steps(state.worker, batches)
         started = self._params_in.get(state.worker)
-        stepped = LocalState(worker, state.begin, state.optimizer, state.sent, sync)
-        return self._applied(stepped, started, _moved(average, self._mesh, self._back)), metrics
+        stepped = replace(state, worker=worker, finite=finite, sync=sync)
+        state, seen = self._applied(stepped, started, average, told)
+        return state, metrics, seen
 
 
 def _moved(tree: Any, mesh: Mesh, pair: Mapping[Any, Any]) -> Any:

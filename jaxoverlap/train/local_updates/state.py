@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from jaxoverlap.train.arguments import check_floats
 
 
 @jax.tree_util.register_dataclass
@@ -23,6 +24,8 @@ class LocalState:
         optimizer: the outer optimizer's state, one for each fragment.
         sent: what each worker sends during the next round, a leading dim of workers; None where
             nothing is under way between rounds.
+        round: how many rounds were run, int32 [].
+        finite: 1 for each worker whose steps since it last sent were finite, float32 [workers].
         sync: what the compression of averages keeps (`compression.SyncState`); None without.
         control: its settings, on the host; None without.
     """
@@ -31,6 +34,8 @@ class LocalState:
     begin: Any
     optimizer: tuple[Any, ...]
     sent: Any
+    round: Any
+    finite: Any
     sync: Any = None
     control: Any = None
 
@@ -62,14 +67,7 @@ class ParamsIn:
 
     def check(self, state: Any) -> None:
         """Raise a ValueError unless all parameters can be averaged."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self.get(state)):
-            dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-            if not jnp.issubdtype(dtype, jnp.inexact):
-                raise ValueError(
-                    f"a parameter of dtype {dtype} at {jax.tree_util.keystr(path) or 'the root'}: "
-                    "only floats are averaged; keep counters, keys and the like in the train "
-                    "state beside the parameters that params= names"
-                )
+        check_floats(self.get(state))
 
     def put(self, state: Any, params: Any) -> Any:
         """Return a state with other parameters."""

@@ -92,8 +92,16 @@ def norm(tree: Any) -> jax.Array:
 def per_inner_rate(rate: float | optax.Schedule) -> optax.GradientTransformation:
     """Divide the outer gradient by the inner learning rate (SlowMo, arXiv 1910.00643, line 7).
 
+    With a rate of 0 workers do not move: the quotient is taken as 0.
+
     Args:
         rate: the inner learning rate, or a schedule of it by the number of the round.
     """
-    factor = (lambda n: 1 / rate(n)) if callable(rate) else 1 / rate
-    return optax.scale_by_learning_rate(factor, flip_sign=False)
+    if not callable(rate):
+        return optax.scale(1 / rate)
+
+    def inverse(count: Any) -> jax.Array:
+        found = jnp.asarray(rate(count), jnp.float32)
+        return jnp.where(found == 0, 0.0, 1 / jnp.where(found == 0, 1.0, found))
+
+    return optax.scale_by_learning_rate(inverse, flip_sign=False)

@@ -4,9 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+
+
+class Weighted(NamedTuple):
+    """A loss whose rows do not count alike: it is sum / weight, over the whole batch.
+
+    A mean over the labels of a shard is no mean over those of the batch where shards have other
+    numbers of them. Return the parts, and they are added up over the shards before one is divided
+    by the other.
+
+    Attributes:
+        sum: of the losses of the rows, a scalar.
+        weight: what they count, a scalar: the number of labels.
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+
+
+def mean_over(loss: Any, total: Callable[[jax.Array], jax.Array], mean: Callable[..., Any]) -> Any:
+    """Return the loss over all shards, float32.
+
+    Args:
+        loss: of the shards, as arrays or `Weighted`.
+        total: adds up over the shards.
+        mean: averages over them.
+    """
+    loss = jax.tree.map(lambda part: jnp.asarray(part, jnp.float32), loss)
+    if isinstance(loss, Weighted):
+        return total(loss.sum) / total(loss.weight)
+    return mean(loss)
 
 
 @dataclass(frozen=True)
@@ -19,8 +50,8 @@ class Blocks:
     Attributes:
         begin: (outer, batch) -> x, as an embedding.
         block: (one layer's part of "blocks", x) -> x.
-        end: (outer, x, batch) -> loss, a mean over the batch; it may read what `begin` does, as a
-            head that is tied to the embedding.
+        end: (outer, x, batch) -> loss, a mean over the batch, or `Weighted`; it may read what
+            `begin` does, as a head that is tied to the embedding.
     """
 
     begin: Callable[[Any, Any], Any]

@@ -8,6 +8,7 @@ is alone on the device gets what it would get in its stack.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,11 +60,52 @@ def direction(
         shape: the parameter's; without its first dim where `row` is given.
         row: draws this row alone.
     """
+    return _by_rows(lambda k, s: in_12_bits(jax.random.normal(k, s)), draw, number, shape, row)
+
+
+def chances(
+    draw: Draw, number: int, shape: tuple[int, ...], row: jax.Array | int | None = None
+) -> jax.Array:
+    """Draw numbers between 0 and 1 for one parameter, in 16 bits, float32 [*shape].
+
+    The arguments are `direction`'s.
+    """
+
+    def one(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return (jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32) + 0.5) / 2**16
+
+    return _by_rows(one, draw, number, shape, row)
+
+
+def stochastic(values: jax.Array, dtype: Any, chance: jax.Array) -> jax.Array:
+    """Round float32 values to one of the two nearest values of a dtype, right in the mean.
+
+    Args:
+        values: to be rounded.
+        dtype: of 16 bits.
+        chance: between 0 and 1 for each value.
+    """
+    nearest = values.astype(dtype)
+    left = values - nearest.astype(jnp.float32)
+    towards = jnp.where(left > 0, jnp.inf, -jnp.inf).astype(dtype)
+    other = jnp.nextafter(nearest, towards)
+    gap = jnp.abs(other.astype(jnp.float32) - nearest.astype(jnp.float32))
+    return jnp.where((jnp.abs(left) > chance * gap) & jnp.isfinite(gap), other, nearest)
+
+
+def _by_rows(
+    make: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    draw: Draw,
+    number: int,
+    shape: tuple[int, ...],
+    row: jax.Array | int | None,
+) -> jax.Array:
+    """Draw with a key of its own for each row of the first dim."""
     key = jax.random.fold_in(jax.random.fold_in(draw.key, draw.step), draw.number)
     key = jax.random.fold_in(key, number)
 
     def of_row(row: Any, shape: tuple[int, ...]) -> jax.Array:
-        return in_12_bits(jax.random.normal(jax.random.fold_in(key, row), shape, jnp.float32))
+        return make(jax.random.fold_in(key, row), shape)
 
     if row is not None:
         return of_row(row, shape)

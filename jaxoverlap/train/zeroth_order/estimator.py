@@ -5,16 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxoverlap.train.zeroth_order.directions import Draw, direction, in_12_bits, new_key, numbers
+from jaxoverlap.train.arguments import function, number, rate, whole
+from jaxoverlap.train.zeroth_order.directions import (
+    Draw,
+    chances,
+    direction,
+    in_12_bits,
+    new_key,
+    numbers,
+    stochastic,
+)
 
-_NOT_DECAYED = re.compile(r"bias|norm|scale|(?<![a-z])ln", re.IGNORECASE)
+_NOT_DECAYED = re.compile(r"(bias|scale|(layer|rms|batch|group)?norm)(e?s)?|ln")  # whole words
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+Rounding = Literal["stochastic", "nearest"]
 
 
 class MezoState(NamedTuple):
@@ -41,10 +54,12 @@ class Pending(NamedTuple):
 def decays(path: str, leaf: Any) -> bool:
     """Return whether a parameter is a matrix, by its dims and its name.
 
-    Biases and the parameters of norms are told by their names, as stacked layers give them a dim
-    more. Source: MeZO's trainer (arXiv 2305.17333), which leaves out biases and layer norms.
+    Biases and the parameters of norms are told by the words of their names (bias, scale, norm,
+    layernorm, ln), as stacked layers give them a dim more. Source: MeZO's trainer (arXiv
+    2305.17333), which leaves out biases and layer norms.
     """
-    return len(leaf.shape) > 1 and not _NOT_DECAYED.search(path)
+    words = (word.lower() for word in _WORDS.findall(path))
+    return len(leaf.shape) > 1 and not any(map(_NOT_DECAYED.fullmatch, words))
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,7 @@ class Mezo:
     directions: int = 1
     weight_decay: float = 0.0
     decays: Callable[[str, Any], bool] = decays
+    rounding: Rounding = "stochastic"
 
     def init(self, params: Any, *, seed: int = 0) -> MezoState:
         """Return the state before the first step; it does not depend on the parameters."""
@@ -127,10 +143,20 @@ class Mezo:
     def applied(
         self, pending: Pending, key: jax.Array, params: Any, *, number: Any = None, row: Any = None
     ) -> Any:
-        """Return the parameters with a pending update made."""
-        return optax.apply_updates(
-            params, self.updates(pending, key, params, number=number, row=row)
-        )
+        """Return the parameters with a pending update made, rounded as `rounding` says."""
+        updates = self.updates(pending, key, params, number=number, row=row)
+        named = numbers(params) if number is None else number
+
+        def one(leaf: jax.Array, update: jax.Array, number: int) -> jax.Array:
+            moved = leaf.astype(jnp.float32) + update
+            if self.rounding == "nearest" or leaf.dtype.itemsize != 2:
+                return moved.astype(leaf.dtype)
+            draw = Draw(key, pending.step, self.directions)  # after those of the directions
+            new = stochastic(moved, leaf.dtype, chances(draw, number, leaf.shape, row))
+            # Nothing moves where nothing is pending, as a flushed state is flushed again.
+            return jnp.where(pending.rate == 0, leaf, new)
+
+        return jax.tree.map(one, params, updates, named)
 
     def _decay(self, path: Any, leaf: Any, row: Any) -> float:
         stacked = leaf if row is None else jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype)
@@ -159,6 +185,7 @@ def mezo(
     directions: int = 1,
     weight_decay: float = 0.0,
     decays: Callable[[str, Any], bool] = decays,
+    rounding: Rounding = "stochastic",
 ) -> Mezo:
     """Estimate the gradient from two losses along a random direction (MeZO, arXiv 2305.17333).
 
@@ -175,20 +202,21 @@ def mezo(
         directions: drawn in each step; each costs two forward passes.
         weight_decay: of the parameters that `decays` says.
         decays: (a parameter's path, the parameter) -> whether it decays; matrices, by default.
+        rounding: of updated parameters in 16 bits: "stochastic", up or down by chance and right in
+            the mean, or "nearest", which loses every update below half a parameter's last bit:
+            with MeZO's rates nearly all. Parameters in float32 are always rounded to the nearest.
 
     Raises:
-        ValueError: if eps or a rate is not above 0, directions are less than 1, or the decay is
-            below 0.
+        ValueError: if eps or a rate is not above 0 and finite, a schedule has a value below 0 or
+            not finite (at the steps that are looked at), directions are less than 1, or the decay
+            is below 0.
     """
-    for name, value in dict(eps=eps, lr=lr).items():
-        if not callable(value) and not (np.isfinite(value) and value > 0):
-            raise ValueError(
-                f"{name}={value!r}: expected a finite number above 0; MeZO's are eps=1e-3, lr=1e-6"
-            )
+    eps = number("eps", eps, above=0, why=", as MeZO's 1e-3")
     if not np.isfinite(np.float32(eps)) or np.float32(eps) < np.finfo(np.float32).tiny:
         raise ValueError(f"eps={eps!r}: expected a number that float32 can hold, as 1e-3")
-    if directions != int(directions) or directions < 1:
-        raise ValueError(f"directions={directions!r}: expected a whole number of 1 or more")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay={weight_decay!r}: expected 0 or more")
-    return Mezo(eps, lr, int(directions), weight_decay, decays)
+    weight_decay = number("weight_decay", weight_decay, least=0)
+    function("decays", decays, "(a parameter's path, the parameter) -> whether it decays")
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"rounding={rounding!r}: expected 'stochastic' or 'nearest'")
+    count = whole("directions", directions, 1)
+    return Mezo(eps, rate("lr", lr), count, weight_decay, decays, rounding)

@@ -44,15 +44,18 @@ def after(state: ZOState, params: Any, pending: Pending) -> ZOState:
 
 
 def outcome(transform: Mezo, state: ZOState, losses: jax.Array) -> tuple[Pending, dict[str, Any]]:
-    """Return a step's update and its metrics; the update of losses that are not finite is nothing.
+    """Return a step's update and its metrics.
+
+    The update is nothing where losses, their difference or the rate are not finite, or the rate is
+    below 0; "made" says whether it is something.
 
     Args:
         transform: the estimator.
         state: before the step.
         losses: float32 [directions, 2].
     """
-    finite = jnp.isfinite(losses).all()
-    scalars = jnp.where(finite, transform.projected(losses), 0.0)
-    rate = jnp.where(finite, transform.rate(state.step), 0.0)
-    metrics = dict(loss=losses.mean(), losses=losses, scalars=scalars, rate=rate)
+    scalars, rate = transform.projected(losses), transform.rate(state.step)
+    finite = jnp.isfinite(losses).all() & jnp.isfinite(rate * scalars).all() & (rate >= 0)
+    scalars, rate = jnp.where(finite, scalars, 0.0), jnp.where(finite, rate, 0.0)
+    metrics = dict(loss=losses.mean(), losses=losses, scalars=scalars, rate=rate, made=finite)
     return Pending(scalars, rate, state.step), metrics

@@ -11,7 +11,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap.api import overlap as overlapped
-from jaxoverlap.train.arguments import overlap_options
+from jaxoverlap.train.arguments import (
+    check_arrays,
+    check_is,
+    flag,
+    function,
+    overlap_options,
+    whole,
+)
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import Layout
@@ -21,7 +28,7 @@ from jaxoverlap.train.zeroth_order.streamed import Streamed
 
 
 class NonFiniteLossError(ValueError):
-    """A loss of a step is infinite or not a number, so there is no gradient to estimate.
+    """A loss of a step or its learning rate is infinite or not a number, or the rate below 0.
 
     Attributes:
         state: the state after the step, whose update was left out.
@@ -38,7 +45,8 @@ class ZOStep:
 
     Calling it takes a step: (state, batch, *rest) -> (state, metrics), the state donated unless its
     blocks are in host memory. Metrics are "losses" [directions, 2], their mean "loss", the
-    projected gradients "scalars" [directions] and the learning "rate", float32 each.
+    projected gradients "scalars" [directions] and the learning "rate", float32 each, and whether
+    an update was "made".
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class ZOStep:
             ValueError: if one array is at two places of the tree, or no parameter is floating.
         """
         _check_params(params)
+        seed = whole("seed", seed, 0)
         placed = jax.tree.map(jax.device_put, params, self.shardings(params))
         if isinstance(self._made, Resident):  # steps donate what they are given
             placed = jax.tree.map(jnp.copy, placed)
@@ -103,6 +112,15 @@ class ZOStep:
             ValueError: for a state of an estimator with another number of directions, or one whose
                 update is pending given to a step that is not deferred (where losses are checked).
         """
+        check_is(state, ZOState, "init(), a step, or a checkpoint restored to abstract()")
+        if self._check:
+            check_arrays(state)
+        if rest and isinstance(self._made, Streamed):
+            raise ValueError(
+                "other arguments with host=True: blocks take parameters and the batch alone; put "
+                "what begin and end need into the batch, and keep frozen parts on the device "
+                "(host=False)"
+            )
         if (has := state.pending.scalars.shape) != (wanted := (self.transform.directions,)):
             raise ValueError(
                 f"the state has a pending update of shape {has}: expected {wanted}, one scalar for "
@@ -117,11 +135,14 @@ class ZOStep:
             )
         number = int(state.step) if self._check else 0  # of the state, which is donated
         state, metrics = self._program(state)(state, batch, *rest)
-        if self._check and not np.isfinite(losses := np.asarray(metrics["losses"])).all():
+        if self._check and not metrics["made"]:
+            losses, rate = np.asarray(metrics["losses"]), self.transform.rate(jnp.int32(number))
             raise NonFiniteLossError(
-                f"step {number}: the losses at +eps and -eps are {losses.tolist()}; expected "
-                "finite numbers. Its update was left out (go on from the error's `state`, and give "
-                "a log its `metrics`): look at that batch, or take a smaller eps or lr",
+                f"step {number}: the losses at +eps and -eps are {losses.tolist()} and the "
+                f"learning rate is {float(rate):g}; expected finite numbers whose step is finite "
+                "too, and a rate of 0 or more. Its update was left out (go on from the error's "
+                "`state`, and give a log its `metrics`): look at that batch, or take a smaller eps "
+                "or lr",
                 state,
                 metrics,
             )
@@ -182,6 +203,7 @@ def step(
     perturb: str | None = None,
     data: str | None = None,
     deferred: bool = False,
+    has_aux: bool = False,
     host: bool = False,
     sliced: bool = True,
     overlap: bool | Mapping[str, Any] = False,
@@ -193,12 +215,18 @@ def step(
     parallelism; either alone is its PertP or DDP. Other axes are the loss function's own.
 
     Args:
-        loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`.
+        loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`. Where
+            rows do not count alike (labels that are masked) and `data` spreads them, return
+            `Weighted`: a mean of the shards' means would be another loss. An object with a state
+            among `rest`, as nnx.Rngs, is made anew for each loss: both signs see the same masks,
+            and what it counts does not come back; give another one, or a key, with each step.
         transform: the estimator, as `mezo(eps=1e-3, lr=1e-6)`.
         mesh: the devices, with automatic axes; None for one device.
         perturb: the axis of a pair of devices, one for each sign.
         data: the axis over which the batch's first dim is spread.
         deferred: whether a step's update is made at the start of the next; see `ZOStep.flush`.
+        has_aux: whether loss_fn returns (loss, aux); the step's metrics then have "aux", averaged
+            over the batch's shards, the signs and the directions.
         host: keeps a model of `Blocks` in pinned host memory, one or two blocks at a time on the
             device; updates are then deferred.
         sliced: with `host`, whether each device of `perturb` and `data` keeps and uploads a slice
@@ -215,10 +243,20 @@ def step(
         raise ValueError(
             f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
         )
+    function("loss_fn", loss_fn, "(parameters, batch, *rest) -> loss")
+    given = dict(deferred=deferred, has_aux=has_aux, host=host, sliced=sliced, check=check)
+    for name, value in given.items():
+        flag(name, value)
     layout = Layout(mesh, perturb, data)
     options = overlap_options(overlap)
     if not host:
-        return ZOStep(Resident(loss_fn, transform, layout, deferred), layout, options, check)
+        resident = Resident(loss_fn, transform, layout, deferred, has_aux)
+        return ZOStep(resident, layout, options, check)
+    if has_aux:
+        raise ValueError(
+            "has_aux=True with host=True: what blocks give beside the loss is not kept; leave out "
+            "either"
+        )
     if not isinstance(loss_fn, Blocks) or mesh is None:
         raise ValueError(
             "host=True: expected a model as Blocks(begin, block, end), and a mesh (of one device, "

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
+from jaxoverlap.train.zeroth_order.blocks import Blocks, depth, mean_over
 from jaxoverlap.train.zeroth_order.directions import Draw, numbers
 from jaxoverlap.train.zeroth_order.estimator import Mezo, Pending
 from jaxoverlap.train.zeroth_order.layout import Layout
@@ -122,11 +123,16 @@ class Streamed:
         shape = (len(which), len(signs))
         return jnp.broadcast_to(which[:, None], shape), jnp.broadcast_to(signs, shape)
 
-    def _of_all(self, losses: jax.Array) -> jax.Array:
+    def _of_all(self, losses: Any) -> jax.Array:
         """Return the losses [directions, 2] of all devices from those of one."""
-        losses = losses.astype(jnp.float32)
-        if self.layout.data is not None:
-            losses = jax.lax.pmean(losses, self.layout.data)
+        data = self.layout.data
+        if data is None:
+            losses = mean_over(losses, lambda x: x, lambda x: x)
+        else:
+            over = dict(axis_name=data)
+            losses = mean_over(
+                losses, partial(jax.lax.psum, **over), partial(jax.lax.pmean, **over)
+            )
         if self.layout.perturb is None:
             return losses
         return jax.lax.all_gather(losses, self.layout.perturb, axis=1, tiled=True)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxoverlap.train.arguments import whole
+
 Where = Callable[[str], bool]  # of a parameter's path, as "['layers']['q']['weight']"
 
 
@@ -62,8 +64,7 @@ def lora(
     Raises:
         ValueError: if no parameter is taken, one has too few dims, or the rank is below 1.
     """
-    if rank < 1:
-        raise ValueError(f"rank={rank}: expected 1 or more")
+    rank, inputs, seed = whole("rank", rank, 1), whole("inputs", inputs, 1), whole("seed", seed, 0)
     taken = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree.leaves_with_path(params)
@@ -88,7 +89,17 @@ def lora(
 
 
 def adapted(params: Any, adapters: dict[str, dict[str, jax.Array]], *, scale: float = 1.0) -> Any:
-    """Return parameters with scale · a @ b added to those that have an adapter."""
+    """Return parameters with scale · a @ b added to those that have an adapter.
+
+    Raises:
+        ValueError: if an adapter is of no parameter.
+    """
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
+    if missing := [path for path in adapters if path not in paths]:
+        raise ValueError(
+            f"adapters of {', '.join(missing)}, which are no parameters: they would change "
+            f"nothing. Expected some of {_paths(params)}"
+        )
 
     def one(path: Any, leaf: jax.Array) -> jax.Array:
         adapter = adapters.get(jax.tree_util.keystr(path))

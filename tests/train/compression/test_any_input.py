@@ -83,11 +83,11 @@ def test_states_and_gradients_that_do_not_fit_are_refused():
     step, params = step_of(sync=uniform(power_sgd(2))), dict(PARAMS, scale=1.5)
     state = step.init(params)  # a number of Python's is a parameter too
     fewer = step_of(sync=uniform(power_sgd(2)), mesh=mesh_of(2))
-    with pytest.raises(ValueError, match="error feedback of 4 workers, and the mesh 2"):
+    with pytest.raises(ValueError, match="of 4 workers, and the mesh has 2"):
         fewer(state, BATCH[0])
     with pytest.raises(ValueError, match="inside"):
         jax.jit(step)(state, BATCH[0])
-    with pytest.raises(ValueError, match=r"restore a checkpoint to step.abstract"):
+    with pytest.raises(ValueError, match=r"restore a checkpoint to what abstract"):
         step(jax.tree.map(np.asarray, state), BATCH[0])
     alone = step_of(gradients=loss)
     with pytest.raises(ValueError, match="returned a"):
@@ -101,3 +101,16 @@ def test_one_bit_with_error_feedback_would_never_settle():
     with pytest.raises(ValueError, match="grow without end"):
         qsgd(1, error_feedback=True)
     assert qsgd(1).bits == 1
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_named():
+    """Gradients are finite here; a schedule's rate is not, in the second step."""
+    step = step_of(optax.adam(lambda count: jnp.where(count == 1, jnp.nan, 1e-2)))
+    state, _ = step(step.init(PARAMS), BATCH[0])
+    before = jax.device_get((state.params, state.optimizer))
+    state, _ = step(state, BATCH[1])
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get((state.params, state.optimizer)), before
+    )
+    with pytest.raises(compression.NonFiniteGradientError, match="step 1: the optimizer's update"):
+        step.check()

@@ -50,9 +50,13 @@ def compiled(outer, **options):
 
 
 def between(text: str, start: str, done: str) -> bool:
-    """Return whether every start of a kind stands before a loop of the entry, its done after it."""
+    """Return whether every start of a kind stands before a loop of the entry, its done after it.
+
+    Reports of what was finite are float32, and may be anywhere.
+    """
     entry = text[text.index("ENTRY ") :]
-    names = [line.strip().partition(" = ")[0] for line in entry.splitlines()]
+    lines = [line for line in entry.splitlines() if "while" in line or "bf16[" in line]
+    names = [line.strip().partition(" = ")[0] for line in lines]
     loops = [at for at, name in enumerate(names) if name.startswith("%while")]
     starts = [at for at, name in enumerate(names) if name.startswith(f"%{start}")]
     dones = [at for at, name in enumerate(names) if name.startswith(f"%{done}")]

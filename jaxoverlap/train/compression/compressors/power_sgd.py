@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoverlap.train.arguments import flag, whole
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.compressors.orthogonal import Method, orthonormal
 from jaxoverlap.train.compression.layers import Layer
@@ -32,8 +33,8 @@ class PowerSGD:
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank={self.rank!r}: expected a whole number, 1 or more")
+        object.__setattr__(self, "rank", whole("rank", self.rank, 1))
+        flag("error_feedback", self.error_feedback)
         if self.orthogonalize not in ("auto", "qr", "gram-schmidt"):
             raise ValueError(
                 f"orthogonalize={self.orthogonalize!r}: expected 'qr', 'gram-schmidt' or 'auto'"

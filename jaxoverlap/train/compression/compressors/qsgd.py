@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoverlap.train.arguments import flag, whole
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.compressors.packing import pack, unpack
 from jaxoverlap.train.compression.layers import Layer
@@ -29,8 +30,8 @@ class QSGD:
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
-            raise ValueError(f"bits={self.bits!r}: expected a whole number from 1 to 8")
+        object.__setattr__(self, "bits", whole("bits", self.bits, 1, 8))
+        flag("error_feedback", self.error_feedback)
         if self.error_feedback and self.bits == 1:
             raise ValueError(
                 "bits=1 with error_feedback=True: one bit of a bucket's range loses more than the "

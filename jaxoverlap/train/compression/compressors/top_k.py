@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxoverlap.train.arguments import flag, number
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.wire import Average, Kind, Request
@@ -28,9 +29,8 @@ class TopK:
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
-        if not number or not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction={self.fraction!r}: expected a number above 0 and at most 1")
+        object.__setattr__(self, "fraction", number("fraction", self.fraction, above=0, most=1))
+        flag("error_feedback", self.error_feedback)
 
     @property
     def setting(self) -> Setting:

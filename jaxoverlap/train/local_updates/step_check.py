@@ -1,0 +1,127 @@
+"""Refuse batches that workers cannot share, and train steps that cannot be mapped over workers.
+
+JAX maps a step over workers by `jax.vmap(spmd_axis_name=...)`, which adds the workers' axis to the
+step's own constraints and shard_maps. Where these name that axis themselves, or leave it automatic,
+JAX fails deep inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxoverlap._jax import compat
+
+
+def check_step(step: Callable[[Any, Any], Any], worker: Any, batches: Any, axis: str) -> None:
+    """Trace one worker's step, and raise for what cannot be mapped.
+
+    Args:
+        step: train_step(state, batch) -> (state, metrics).
+        worker: the states of all workers, arrays or shapes [workers, ...].
+        batches: arrays or shapes [steps, global batch, ...].
+        axis: the workers' mesh axis.
+
+    Raises:
+        ValueError: for a collective, a constraint, a sharding or a shard_map over the workers'
+            axis, for a shard_map that leaves it automatic, and for results that are no
+            (state, metrics) or no state like the one given.
+    """
+    workers = jax.tree.leaves(worker)[0].shape[0]
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+    def of_batch(leaf: Any) -> jax.ShapeDtypeStruct:
+        _, rows, *rest = leaf.shape
+        return jax.ShapeDtypeStruct((rows // workers, *rest), leaf.dtype)
+
+    state, batch = jax.tree.map(one, worker), jax.tree.map(of_batch, batches)
+    try:
+        closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
+    except NameError as error:
+        if axis not in str(error):
+            raise
+        raise ValueError(
+            f"the train step has a collective over {axis!r}, the workers' axis ({error}): workers "
+            "take their steps alone, and the round averages; leave it out"
+        ) from error
+    _check_result(shapes, state)
+    for eqn in _equations(closed.jaxpr):
+        if text := _refused(eqn, axis):
+            raise ValueError(f"the train step {text}")
+
+
+def check_batches(batches: Any, every: int, workers: int, axis: str) -> None:
+    """Raise a ValueError unless batches are a round's, and workers can share their rows."""
+    for leaf in jax.tree.leaves(batches):
+        shape = np.shape(leaf)
+        if len(shape) < 2 or shape[0] != every:
+            raise ValueError(
+                f"batches of shape {shape}: expected [every, global batch, ...] with "
+                f"every={every}; stack the batches of a round's steps"
+            )
+        if shape[1] % workers:
+            raise ValueError(
+                f"batches of shape {shape}: a global batch of {shape[1]} is not a multiple of "
+                f"the {workers} workers along {axis!r}; change either"
+            )
+
+
+def _check_result(result: Any, state: Any) -> None:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"the train step returned a {type(result).__name__}: expected (state, metrics)"
+        )
+    found, wanted = jax.tree.structure(result[0]), jax.tree.structure(state)
+    if found != wanted:
+        raise ValueError(
+            f"the train step returned a state of {found}: expected one like it was given, {wanted}"
+        )
+    for (path, old), new in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(result[0]), strict=True
+    ):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise ValueError(
+                f"the train step changed the state's {jax.tree_util.keystr(path)} from "
+                f"{old.dtype}{list(old.shape)} to {new.dtype}{list(new.shape)}: expected the same, "
+                "as the next step takes it; cast it back"
+            )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name != "shard_map":
+            for body in compat.jaxprs_in(eqn):
+                yield from _equations(body)
+
+
+def _refused(eqn: Any, axis: str) -> str:
+    """Return why an equation cannot be mapped over workers; empty if it can."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "shard_map":
+        if axis not in params["newly_manual_axes"]:
+            return (
+                f"has a shard_map over {sorted(params['newly_manual_axes'])} alone, which leaves "
+                f"the workers' axis {axis!r} automatic: JAX cannot map that over workers. Leave "
+                "axis_names out, so that all axes are manual"
+            )
+        if axis in jax.tree.leaves([tuple(s) for s in (*params["in_specs"], *params["out_specs"])]):
+            return (
+                f"has a shard_map whose specs name {axis!r}, the workers' axis: a worker has its "
+                "own rows and nothing of the others; name the other axes alone"
+            )
+    shardings = [params.get("sharding"), *params.get("in_shardings", ())]
+    shardings += params.get("out_shardings", ())
+    for sharding in shardings:
+        spec = getattr(sharding, "spec", None)
+        if spec is not None and axis in jax.tree.leaves(tuple(spec)):
+            return (
+                f"constrains a value to {spec}, over the workers' axis {axis!r}: a worker has its "
+                "own rows and nothing of the others; name the other axes alone"
+            )
+    return ""

@@ -1,0 +1,82 @@
+"""Compiled programs by their settings: made when first needed, or beside the one that runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+MOST = 16  # programs: a few settings, with and without sums for a measurement, and what measures
+
+
+class Programs:
+    """Keep the programs that were used last by key; compile some in a thread while others run."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._made: dict[Hashable, Any] = {}  # the one used last is last
+        self._on_the_way: dict[Hashable, Future[Any]] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return a program; wait for it, or make it, if it is not there."""
+        if key in self._on_the_way:
+            found = self._on_the_way.pop(key).result()  # raises what the thread did
+        elif key in self._made:
+            found = self._made.pop(key)
+        else:
+            found = make()
+        self._made[key] = found
+        while len(self._made) > self._most:
+            del self._made[next(iter(self._made))]
+        return found
+
+    def beside(self, key: Hashable, make: Callable[[], Any]) -> None:
+        """Make a program in a thread of its own, unless it is there or on the way.
+
+        What was on the way and has not been asked for when more than `most` are is let go.
+        """
+        if key in self._made or key in self._on_the_way:
+            return
+        future = self._on_the_way[key] = Future[Any]()
+        while len(self._on_the_way) > self._most:
+            del self._on_the_way[next(iter(self._on_the_way))]
+
+        def run() -> None:
+            try:
+                future.set_result(make())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="compile beside", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._made) + len(self._on_the_way)
+
+
+def like(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array, with its sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def batch_like(leaf: Any, default: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Return the shape of a batch's leaf, with its sharding; the default one if it has none."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        sharding = default
+    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding)
+
+
+def key_of(args: Any) -> Hashable:
+    """Return what tells arguments of one program from those of another."""
+    leaves, treedef = jax.tree.flatten(args)
+    shapes = ((np.shape(x), str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
+    return treedef, tuple(shapes)
