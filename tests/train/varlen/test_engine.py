@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxoverlap._jax import fused_attention
 from jaxoverlap.train import varlen
-from jaxoverlap.train.varlen import fused
+from jaxoverlap.train.varlen.device import fused
 from jaxoverlap.train.varlen.rings import bounds_of
 from tests.train.varlen.batches import COSTS, dense, random_plan
 
@@ -33,7 +33,9 @@ def programs(count, devices, dtype, heads=(HEADS, KV_HEADS), bounds=BOUNDS, fuse
         ("node", "device"),
         axis_types=(AxisType.Auto,) * 2,
     )
-    planner = varlen.Planner(COSTS, varlen.Nodes(count, devices), capacity=64, bounds=bounds)
+    planner = varlen.Planner(
+        COSTS, varlen.Nodes(count, devices), capacity=bounds.slots, programs=[bounds]
+    )
 
     @jax.jit
     def ours(arrays, q, k, v, to_out):
