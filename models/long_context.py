@@ -63,6 +63,8 @@ class Config(TextRun):
         super().__post_init__()
         if self.varlen and self.has_workers:
             raise Mistake("--varlen with --compress or --local-updates: leave out one of them")
+        if self.varlen and self.plan:
+            raise Mistake("--varlen with --plan: a plan is of one program; leave out one of them")
         if self.varlen and min(self.longest, self.step_tokens) < 1:
             raise Mistake("--longest and --step-tokens: expected 1 token or more")
 

@@ -110,9 +110,12 @@ def make_step(
             "in a step; change one of them"
         )
     cluster = config.prices or f"h100-sxm:{config.data}x{config.context}"
-    costs = varlen.attention_costs(
-        cluster, heads=config.heads, head_size=config.hidden // config.heads, mlp=config.mlp
-    )
+    try:
+        costs = varlen.attention_costs(
+            cluster, heads=config.heads, head_size=config.hidden // config.heads, mlp=config.mlp
+        )
+    except ValueError as error:
+        raise Mistake(f"--prices {cluster}: {error}") from error
     capacity = round(ROOM * config.step_tokens / mesh.size)
     planner = varlen.Planner(costs, varlen.Nodes(config.data, config.context), capacity=capacity)
     definition, _ = nnx.split(nnx.eval_shape(lambda: recipe.model(config, mesh, nnx.Rngs(0))))

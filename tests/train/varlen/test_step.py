@@ -1,6 +1,7 @@
 """A planned train step has the loss of one on one device; the trainer learns and resumes."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,16 @@ def test_documents_without_a_byte_to_predict_are_refused(name, tmp_path):
 def test_a_document_must_fit_in_a_step():
     with pytest.raises(Mistake, match="a document must fit"):
         trainer.train(long_context.RECIPE, dataclasses.replace(SMALL, longest=512))
+
+
+def test_prices_of_no_cluster_are_a_mistake():
+    with pytest.raises(Mistake, match="--prices nonsense"):
+        trainer.train(long_context.RECIPE, dataclasses.replace(SMALL, prices="nonsense"))
+
+
+def test_a_plan_of_one_program_is_not_for_several():
+    with pytest.raises(Mistake, match="--varlen with --plan"):
+        dataclasses.replace(SMALL, plain=False, plan=Path("plan.json"))
 
 
 def test_files_of_one_byte_are_left_out_and_lengths_are_known_without_reading(tmp_path):
