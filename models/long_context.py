@@ -64,6 +64,8 @@ class Config(TextRun):
         yield from super().mistakes()
         if self.varlen and self.has_workers:
             yield "--varlen with --compress or --local-updates: leave out one of them"
+        if self.varlen and self.plan:
+            yield "--varlen with --plan: a plan is of one program; leave out one of them"
         if self.prices is not None:
             try:
                 parse_cluster(self.prices)

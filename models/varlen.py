@@ -1,7 +1,7 @@
 """Train the long-context GPT on documents of their own lengths: what `--varlen` runs."""
 
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from models.report import Report
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 PICTURE = Path("out/varlen_plan.png")
+FIT_STEPS = 24  # of the run's own: the sample that the programs are chosen over
 ROOM = 1.25  # attention's slots of a device over its share of the tokens
 
 
@@ -78,6 +79,10 @@ def train(recipe: Recipe, config: Any) -> trainer.Trained:
         else:
             console.print(f"resuming after step {begin} of {config.steps}")
         documents, plan = Sources(config), None
+        sample = [documents.lengths(index) for index in range(FIT_STEPS)]
+        planner.fit(sample)
+        used = {planner(lengths).bounds for lengths in sample}
+        step.compile(used, state, tokens_of(documents.of_step(begin)))
         with Report(recipe, config, mesh, begin) as report:
             for index in range(begin, config.steps):
                 chosen = documents.of_step(index)
@@ -105,9 +110,12 @@ def make_step(
             "in a step; change one of them"
         )
     cluster = config.prices or f"h100-sxm:{config.data}x{config.context}"
-    costs = varlen.attention_costs(
-        cluster, heads=config.heads, head_size=config.hidden // config.heads, mlp=config.mlp
-    )
+    try:
+        costs = varlen.attention_costs(
+            cluster, heads=config.heads, head_size=config.hidden // config.heads, mlp=config.mlp
+        )
+    except ValueError as error:
+        raise Mistake(f"--prices {cluster}: {error}") from error
     capacity = round(ROOM * config.step_tokens / mesh.size)
     planner = varlen.Planner(costs, varlen.Nodes(config.data, config.context), capacity=capacity)
     definition, _ = nnx.split(nnx.eval_shape(lambda: recipe.model(config, mesh, nnx.Rngs(0))))
@@ -133,8 +141,14 @@ class Sources:
         folder = config.documents or Path(sysconfig.get_paths()["stdlib"])
         self._paths = sorted(p for p in folder.glob("**/*.py" if not config.documents else "**/*")
                              if p.is_file() and "site-packages" not in p.parts)  # fmt: skip
+        # The last byte has no successor to predict, so a file of one byte has nothing to learn.
+        self._sizes = np.array([p.stat().st_size for p in self._paths], dtype=np.int64)
+        self._paths = [p for p, size in zip(self._paths, self._sizes, strict=True) if size > 1]
+        self._sizes = self._sizes[self._sizes > 1]
         if not self._paths:
-            raise Mistake(f"--documents {folder}: no files there; expected some of text")
+            raise Mistake(
+                f"--documents {folder}: no files of two bytes or more there; expected some of text"
+            )
         self._config = config
 
     def of_step(self, index: int) -> list[np.ndarray]:
@@ -142,21 +156,27 @@ class Sources:
 
         Of the seed and the step alone, so that a run that resumes sees the same.
         """
-        chosen, left = [], self._config.step_tokens
-        for text in self._drawn(index):
-            if len(text) - 1 > left:
-                break
-            chosen.append(text)
-            left -= len(text) - 1
-        return chosen
+        most = self._config.longest + 1
+        texts = (self._paths[i].read_bytes()[:most] for i in self._chosen(index))
+        return [np.frombuffer(text, np.uint8) for text in texts]
 
-    def _drawn(self, index: int) -> Iterator[np.ndarray]:
+    def lengths(self, index: int) -> list[int]:
+        """Return the tokens of each document of a step, without reading any."""
+        return [self._tokens(i) for i in self._chosen(index)]
+
+    def _tokens(self, number: int) -> int:
+        return int(min(self._sizes[number] - 1, self._config.longest))
+
+    def _chosen(self, index: int) -> list[int]:
+        """Return the numbers of the documents of a step."""
         rng = np.random.default_rng((self._config.seed, index))
+        chosen, left = [], self._config.step_tokens
         while True:
-            path = self._paths[rng.integers(len(self._paths))]
-            text = np.frombuffer(path.read_bytes()[: self._config.longest + 1], np.uint8)
-            if len(text) > 1:
-                yield text
+            number = int(rng.integers(len(self._paths)))
+            left -= self._tokens(number)
+            if left < 0:
+                return chosen
+            chosen.append(number)
 
 
 def tokens_of(texts: list[np.ndarray]) -> dict[str, np.ndarray]:

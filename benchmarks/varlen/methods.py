@@ -11,16 +11,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jaxoverlap.train.varlen import AttentionCosts, Nodes, Planner
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE
-from jaxoverlap.train.varlen.partition import Sharing, partition, prices_of
+from jaxoverlap.train.varlen.partition import partition
 from jaxoverlap.train.varlen.rings import ring_s
+from jaxoverlap.train.varlen.sharing import Sharing, prices_of
 
+_SEARCHED = 12  # choices of degrees in which FlexSP's sequences are moved
 PHASES = ((1.0, 1.0), (BACKWARD_COMPUTE, 2.0))  # compute and bytes, forward and backward
 
 
@@ -32,16 +32,21 @@ class Place:
         nodes: the devices.
         costs: prices of a layer.
         capacity: tokens that a device holds.
+        flash: the same with a fused kernel for whole sequences and for rings on any chip: the
+            others'.
+        planner: ours, its programs chosen on other batches; None: on the batch alone.
     """
 
     nodes: Nodes
     costs: AttentionCosts
     capacity: int
+    flash: AttentionCosts
+    planner: Planner | None = None
 
     @property
     def others(self) -> AttentionCosts:
         """Return the prices for the others: one rail a hop, gradients in the keys' dtype."""
-        return replace(self.costs, rails=1, backward_bytes=2.0)
+        return replace(self.flash, rails=1, backward_bytes=2.0)
 
     @property
     def nic_share(self) -> float:
@@ -89,7 +94,7 @@ def te_ring(place: Place, lengths: np.ndarray) -> float:
 
 def routed_ring(place: Place, lengths: np.ndarray) -> float:
     """The same with each hop between nodes over all rails: our routing alone."""
-    total, costs = place.nodes.total, replace(place.costs, backward_bytes=2.0)
+    total, costs = place.nodes.total, replace(place.flash, backward_bytes=2.0)
     compute = costs.causal_s(lengths, total).sum()
     tokens = np.ceil(lengths / (2 * total)).sum() * 2
     return float(ring_s(compute, tokens, total, place.nodes, costs)) + place.linear_s(tokens)
@@ -105,10 +110,10 @@ def llama_gather(place: Place, lengths: np.ndarray) -> float:
 
 def _gathered(place: Place, lengths: np.ndarray, size: int) -> float:
     """Return the seconds of all-gather context parallelism of some sequences on one group."""
-    compute = float(place.costs.gathered_s(lengths, size).sum())
+    compute = float(place.flash.gathered_s(lengths, size).sum())
     tokens = float(np.ceil(lengths / (2 * size)).sum() * 2)
     moved_s = 2 * place.gather_s(tokens * size * place.costs.token_bytes, size)
-    launches = 2 * place.costs.launch_s
+    launches = 2 * place.flash.launch_s
     return (1 + BACKWARD_COMPUTE) * compute + launches + moved_s + place.linear_s(tokens)
 
 
@@ -163,93 +168,75 @@ def _hybrid(place: Place, lengths: np.ndarray, wanted: np.ndarray, costs: Attent
 
 
 def flexsp(place: Place, lengths: np.ndarray) -> float:
-    """FlexSP; see `flexsp_solved`."""
-    return flexsp_solved(place, lengths)[0]
+    """FlexSP (galvatron/flexsp_solver/solver.py): Ulysses groups of mixed degrees.
 
-
-def flexsp_solved(
-    place: Place, lengths: np.ndarray, *, buckets: int = 16, limit_s: float = 20.0
-) -> tuple[float, float]:
-    """Return the seconds by FlexSP's solver, and what no solver could better by its model.
-
-    As in galvatron/flexsp_solver/solver.py: Ulysses groups of mixed degrees, a MILP that begins
-    with groups of one degree. min T: each group p of d devices takes its sequences' (quadratic +
-    linear) / d and its all-to-alls; sum of the used groups' d at most all devices; tokens / d
-    within capacity. Kinder to it than its code in two ways: groups of one GPU are there, which its
-    code leaves out, and a bucket's lengths count by their mean, not by the longest. The MILP is
-    stopped after `limit_s`.
+    A group of d devices takes its sequences' (quadratic + linear) / d and its all-to-alls; the
+    groups share out all devices; tokens / d within capacity. Its MILP is solved within a time
+    limit; here its space is searched without one, so that the result does not depend on the
+    machine: every choice of degrees, sequences longest first to the group that is then done first
+    (LPT), and in the best choices single sequences are moved off the slowest group while that
+    helps. Groups of one GPU are there, which its code leaves out.
     """
-    nodes, costs = place.nodes, place.costs
-    groups = [d for d in nodes.ring_sizes for _ in range(nodes.total // d)]
-    ordered = np.sort(lengths)
-    parts = [p for p in np.array_split(ordered, min(buckets, len(ordered))) if p.size]
-    singles = [np.array([x]) for x in ordered[-8:]]  # long ones alone: they decide
-    parts = [p for p in np.array_split(ordered[:-8], buckets) if p.size] + singles
-    count = np.array([p.size for p in parts])
-    mean = np.array([p.mean() for p in parts])
-    work = np.array([((1 + BACKWARD_COMPUTE) * costs.causal_s(p)).mean() for p in parts])
-    work = work + costs.linear_s * mean
-    k, g = len(parts), len(groups)
-    objective = np.zeros(k * g + g + 1)
-    objective[-1] = 1
-    rows: list[np.ndarray] = []
-    low: list[float] = []
-    high: list[float] = []
-
-    def add(values: dict[int, float], least: float, most: float) -> None:
-        row = np.zeros(k * g + g + 1)
-        row[list(values)] = list(values.values())
-        rows.append(row)
-        low.append(least)
-        high.append(most)
-
-    for i in range(k):
-        add({i * g + p: 1.0 for p in range(g)}, count[i], count[i])
-    for p, d in enumerate(groups):
-        sent = np.zeros(k)
-        if d > 1:  # both ways of attention, forward and backward: all exposed
-            link_s = place.exchange_s(mean.mean() / d * costs.remap_bytes, d)
-            floor_s = place.exchange_s(0.0, d)
-            sent = 2 * mean * (link_s - floor_s) / mean.mean()
-        start_s = 2 * costs.launch_s + (4 * place.exchange_s(0.0, d) if d > 1 else 0.0)
-        time = {i * g + p: (work[i] / d + sent[i]) * 1e3 for i in range(k)}
-        add(time | {k * g + p: start_s * 1e3, k * g + g: -1.0}, -np.inf, 0)
-        held = {i * g + p: float(mean[i] / d) for i in range(k)}
-        add(held | {k * g + p: -float(place.capacity)}, -np.inf, 0)
-    add({k * g + p: float(d) for p, d in enumerate(groups)}, 0, nodes.total)
-    upper = np.concatenate([np.repeat(count, g), np.ones(g), [np.inf]]).astype(float)
-    whole = np.append(np.ones(k * g + g), 0)
-    least: Any = np.array(low)
-    most: Any = np.array(high)
-    limits = LinearConstraint(np.array(rows), least, most)
-    top: Any = upper
-    within = Bounds(0, top)
-    options = dict(time_limit=limit_s, mip_rel_gap=0.02)
-    found = milp(objective, constraints=limits, integrality=whole, bounds=within, options=options)
-    solved_s = float("inf") if found.x is None else float(found.x[-1]) / 1e3
-    bound_s = float(found.mip_dual_bound or 0.0) / 1e3
-    return min(solved_s, _one_degree_s(place, lengths)), bound_s
+    quick = [(_lpt(place, lengths, d), d) for d in _degrees(place.nodes.total, place.nodes)]
+    quick = sorted((seconds, d) for seconds, d in quick if np.isfinite(seconds))[:_SEARCHED]
+    return min((_lpt(place, lengths, d, moves=40) for _, d in quick), default=float("inf"))
 
 
-def _one_degree_s(place: Place, lengths: np.ndarray) -> float:
-    """Return the seconds of FlexSP's first solution: groups of one degree, longest first (LPT)."""
-    nodes, costs, best = place.nodes, place.costs, float("inf")
+def _degrees(total: int, nodes: Nodes) -> list[tuple[int, ...]]:
+    """Return every choice of group sizes that share out all devices, the largest first."""
+
+    def below(left: int, most: int) -> list[tuple[int, ...]]:
+        if not left:
+            return [()]
+        fits = [d for d in nodes.ring_sizes if d <= min(left, most)]
+        return [(d, *rest) for d in fits for rest in below(left - d, d)]
+
+    return below(total, total)
+
+
+def _lpt(place: Place, lengths: np.ndarray, degrees: tuple[int, ...], moves: int = 0) -> float:
+    """Return the seconds of the slowest group; inf where the sequences do not fit."""
+    costs, d = place.flash, np.array(degrees, float)
     work = (1 + BACKWARD_COMPUTE) * costs.causal_s(lengths) + costs.linear_s * lengths
-    for d in nodes.ring_sizes:
-        seconds, tokens = np.zeros(nodes.total // d), np.zeros(nodes.total // d)
-        for index in np.argsort(-work, kind="stable"):
-            fits = tokens + lengths[index] / d <= place.capacity
-            if not fits.any():
+    rate = {g: _exchanged_s(place, g) for g in set(degrees)}
+    each = np.array([rate[g][0] for g in degrees])
+    start = np.array([rate[g][1] for g in degrees]) + 2 * costs.launch_s
+    seconds, held = start.copy(), np.zeros(len(degrees))
+    on = np.zeros(len(lengths), int)
+    for index in np.argsort(-work, kind="stable"):
+        done = seconds + work[index] / d + each * lengths[index]
+        done[held + lengths[index] / d > place.capacity] = np.inf
+        on[index] = done.argmin()
+        if not np.isfinite(done[on[index]]):
+            return float("inf")
+        seconds[on[index]] = done[on[index]]
+        held[on[index]] += lengths[index] / d[on[index]]
+    for _ in range(moves):
+        worst = int(seconds.argmax())
+        for index in np.flatnonzero(on == worst):
+            done = seconds + work[index] / d + each * lengths[index]
+            done[held + lengths[index] / d > place.capacity] = np.inf
+            done[worst] = np.inf
+            to = int(done.argmin())
+            if done[to] < seconds[worst] * (1 - 1e-9):
+                seconds[worst] -= work[index] / d[worst] + each[worst] * lengths[index]
+                held[worst] -= lengths[index] / d[worst]
+                seconds[to], on[index] = done[to], to
+                held[to] += lengths[index] / d[to]
                 break
-            group = int(np.where(fits, seconds, np.inf).argmin())
-            seconds[group] += work[index] / d
-            tokens[group] += lengths[index] / d
         else:
-            if d > 1:
-                moved = (place.exchange_s(t * costs.remap_bytes, d) for t in tokens)
-                seconds += 2 * np.array(list(moved)) + 2 * place.exchange_s(0.0, d)
-            best = min(best, float(seconds.max()) + 2 * costs.launch_s)
-    return best
+            break
+    return float(seconds.max())
+
+
+def _exchanged_s(place: Place, d: int) -> tuple[float, float]:
+    """Return the seconds of a token's all-to-alls in a group of d, and those of none."""
+    if d == 1:
+        return 0.0, 0.0
+    floor_s = place.exchange_s(0.0, d)
+    many = 4096
+    link_s = place.exchange_s(many * place.flash.remap_bytes, d) - floor_s
+    return 2 * link_s / many / d, 4 * floor_s
 
 
 def wlb_llm(place: Place, lengths: np.ndarray) -> float:
@@ -257,13 +244,15 @@ def wlb_llm(place: Place, lengths: np.ndarray) -> float:
 
     Workload (s / b)^2 + s / b, b = 128K; longest first, to the bin of least workload if it fits
     there, else to the shortest one, leftovers to that of least workload. A bin is a group of
-    all-gather context parallelism with chunks per document: a node, or the fewest nodes that hold
-    the longest document.
+    all-gather context parallelism with chunks per document, of the size that is best.
     """
-    nodes = place.nodes
     longest = int(lengths.max())
-    sizes = [s for s in nodes.ring_sizes if s >= nodes.devices]
-    size = next((s for s in sizes if s * place.capacity >= longest), sizes[-1])
+    sizes = [s for s in place.nodes.ring_sizes if s * place.capacity >= longest]
+    return min(_wlb_llm(place, lengths, size) for size in sizes)
+
+
+def _wlb_llm(place: Place, lengths: np.ndarray, size: int) -> float:
+    nodes = place.nodes
     bins = nodes.total // size
     most = size * place.capacity
     load, tokens = np.zeros(bins), np.zeros(bins)
@@ -380,16 +369,23 @@ def _min_heap(work: np.ndarray, ranks: int, each: int) -> np.ndarray:
 
 
 def planned(place: Place, lengths: np.ndarray) -> float:
-    """Ours: partition, engine, routing, and moves for the linear layers where these pay."""
-    return Planner(place.costs, place.nodes, capacity=place.capacity)(lengths).layer_seconds
+    """Ours, at the static sizes of the program that runs the batch."""
+    planner = place.planner or Planner(place.costs, place.nodes, capacity=place.capacity)
+    return planner(lengths).layer_seconds
 
 
-def without_remap(place: Place, lengths: np.ndarray, *, routing: bool) -> float:
-    """Ours balanced by attention alone, tokens left where attention has them."""
+def ragged(place: Place, lengths: np.ndarray) -> float:
+    """Ours with sizes as the batch is: no program."""
+    planner = Planner(place.costs, place.nodes, capacity=place.capacity)
+    return planner.ragged_seconds(lengths)
+
+
+def by_attention(place: Place, lengths: np.ndarray, *, routing: bool) -> float:
+    """Groups balanced by attention alone, tokens left where attention has them; ragged."""
     costs = place.costs if routing else place.costs.without_routing()
     shared = partition(lengths, place.nodes, costs, capacity=place.capacity)
-    planner = Planner(costs, place.nodes, capacity=place.capacity)
-    return planner.plan_of(shared, remap=False).layer_seconds
+    linear_s = place.costs.linear_s * shared.device_tokens()
+    return float((shared.device_seconds() + linear_s).max())
 
 
 METHODS: dict[str, Callable[[Place, np.ndarray], float]] = {

@@ -32,8 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +40,8 @@ from benchmarks.varlen.table import first
 from jaxoverlap import parse_cluster, pod_mesh
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.train import varlen
-from jaxoverlap.train.varlen.partition import Sharing, prices_of
+from jaxoverlap.train.varlen.planner import nodes_of
+from jaxoverlap.train.varlen.rings import bounds_of
 from models import gpt
 from models.long_context import RECIPE, Config
 from models.recipe import Recipe
@@ -69,12 +68,10 @@ def plan_of(way: str, pod: str, lengths: np.ndarray) -> varlen.BatchPlan:
     if way != "ring":
         return varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))(lengths)
     costs = replace(costs.without_routing(), kv_heads=1)  # one head is not exchanged
-    planner = varlen.Planner(costs, pod, capacity=round(1.25 * TOKENS))
-    even = Sharing(lengths, planner.nodes, costs, planner.capacity)
-    everything, at = np.arange(len(lengths)), len(planner.nodes.ring_sizes) - 1
-    price = prices_of(lengths, planner.nodes, costs)
-    even.put(everything, at, np.zeros_like(everything), price)
-    return planner.plan_of(even)
+    nodes = nodes_of(pod)
+    width = 2 * int((-(-lengths // (2 * nodes.total))).sum())
+    bounds = bounds_of({nodes.total: width}, width, 0)
+    return varlen.Planner(costs, pod, capacity=width, programs=[bounds])(lengths)
 
 
 def with_rings(way: str, pod: str, lengths: np.ndarray) -> tuple[Any, varlen.BatchPlan]:
@@ -85,22 +82,8 @@ def with_rings(way: str, pod: str, lengths: np.ndarray) -> tuple[Any, varlen.Bat
     step.costs, step.fused = plan.costs, step.fused and way == "planned"
     step.transform = lambda jitted: jaxoverlap.overlap(jitted, cluster=pod)
     state = recipe.abstract_args(config, mesh)[0]
-    shape = plan.nodes.count, plan.nodes.devices * plan.bounds.tokens
-    at = NamedSharding(mesh, P("data", "context"))
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, kind, sharding=at)
-        for name, kind in dict(
-            inputs=jnp.int32, targets=jnp.int32, positions=jnp.int32, weights=jnp.float32
-        ).items()
-    }
-    whole, each = NamedSharding(mesh, P()), NamedSharding(mesh, P(("data", "context")))
-
-    def like(x: np.ndarray, at: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
-
-    made = plan.arrays
-    moves = jax.tree.map(lambda x: like(x, each), (made.to_attention, made.to_linear))
-    arrays = varlen.PlanArrays(like(made.segment, whole), like(made.position, whole), *moves)
+    tokens = {n: jax.ShapeDtypeStruct((plan.tokens,), jnp.int32) for n in ("inputs", "targets")}
+    batch, arrays = step.shapes(plan.bounds, tokens)
     lowered = step.program(plan.bounds, state).lower(state, batch, arrays)
     return lowered.compile(compiler_options()), plan
 

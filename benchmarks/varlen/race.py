@@ -150,7 +150,7 @@ def _round(mesh: Any, host: Any, runs: int, num_bytes: int) -> Any:
 
     from benchmarks.lab.timing import interleaved
     from jaxoverlap.train.varlen import Nodes
-    from jaxoverlap.train.varlen.routing import Route, send
+    from jaxoverlap.train.varlen.device.routing import Route, send
 
     axes, nodes = tuple(mesh.axis_names), Nodes(*mesh.shape.values())
     tokens = num_bytes // 4 // 256
@@ -210,7 +210,7 @@ def _step(mesh: Any, host: Any, runs: int) -> Any:
     from benchmarks.lab.timing import interleaved
     from jaxoverlap.train import varlen
     from jaxoverlap.train.varlen.costs import Hop
-    from jaxoverlap.train.varlen.partition import Sharing, prices_of
+    from jaxoverlap.train.varlen.rings import bounds_of
     from models.long_context import RECIPE, Config
     from models.recipe import Recipe
     from models.varlen import Documents, make_step, tokens_of
@@ -230,13 +230,12 @@ def _step(mesh: Any, host: Any, runs: int) -> Any:
         rails=RAILS, backward_bytes=2.0,
     )  # fmt: skip
     capacity = round(1.5 * total / mesh.size)
-    planner = varlen.Planner(costs, varlen.Nodes(*mesh.shape.values()), capacity=capacity)
-    planned = planner(lengths)
-    even = Sharing(lengths, planner.nodes, costs, planner.capacity)
-    at = len(planner.nodes.ring_sizes) - 1
-    everything = np.arange(len(lengths))
-    even.put(everything, at, np.zeros_like(everything), prices_of(lengths, planner.nodes, costs))
-    plans = {"even splitting": planner.plan_of(even), "planned": planned}
+    nodes = varlen.Nodes(*mesh.shape.values())
+    planner = varlen.Planner(costs, nodes, capacity=capacity)
+    width = 2 * int((-(-lengths // (2 * nodes.total))).sum())
+    split = bounds_of({nodes.total: width}, width, 0)
+    even = varlen.Planner(costs, nodes, capacity=max(capacity, width), programs=[split])
+    plans = {"even splitting": even(lengths), "planned": planner(lengths)}
     losses = {}
 
     def contender(name: str) -> Any:

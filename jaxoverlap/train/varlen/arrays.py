@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxoverlap.train.varlen.packing import levelled
 from jaxoverlap.train.varlen.remap import Moves
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, chunk_edges
 
@@ -49,42 +50,100 @@ class Pieces:
     late: np.ndarray
 
 
-def pieces_of(lengths: np.ndarray, size: np.ndarray, ring: np.ndarray) -> Pieces:
-    """Cut sequences into the chunks that each device has.
+def pieces_of(
+    lengths: np.ndarray, size: np.ndarray, ring: np.ndarray, nodes: Nodes, bounds: Bounds
+) -> Pieces:
+    """Cut sequences into the pieces that each device has.
+
+    Those of a ring are cut into two chunks a device. Those of a group that exchanges heads stand
+    one after the other and are cut so that its devices hold equally many tokens in all.
 
     Args:
-        lengths, size, ring: by sequence: tokens, devices of its ring, and which of these rings.
+        lengths, size, ring: by sequence: tokens, devices of its group, and which of these groups.
+        nodes, bounds: the devices, and the program's static sizes.
     """
     columns: list[list[np.ndarray]] = [[] for _ in range(6)]
-    for g in np.unique(size):
+    held, found = np.zeros(nodes.total, int), np.unique(size).tolist()
+    for g in sorted(found, key=lambda g: (g in bounds.exchanged, g)):
         which = np.flatnonzero(size == g)
-        chunks = 1 if g == 1 else 2 * g
-        edges = np.arange(chunks + 1) * lengths[which, None] // chunks
-        chunk = np.tile(np.arange(chunks), which.size)
-        rank = np.zeros_like(chunk) if g == 1 else np.minimum(chunk, 2 * g - 1 - chunk)
-        start = edges[:, :-1].ravel()
-        made = (
-            np.repeat(ring[which] * g, chunks) + rank,
-            np.repeat(which, chunks),
-            start,
-            edges[:, 1:].ravel() - start,
-            np.full(chunk.size, g),
-            (chunk >= g) & (g > 1),
-        )
+        if g in bounds.exchanged:
+            made = _levelled(lengths, which, ring[which], g, held, bounds.width(g))
+        else:
+            made = _chunks(lengths, which, ring[which], g)
+        np.add.at(held, made[0], made[3])
         for column, part in zip(columns, made, strict=True):
             column.append(part)
     joined = [np.concatenate(c).astype(int) if c else np.zeros(0, int) for c in columns]
     return Pieces(*joined)
 
 
-def widths_of(pieces: Pieces, nodes: Nodes) -> dict[int, int]:
-    """Return the slots that rings of each size need on a device: two equal halves."""
+def _chunks(
+    lengths: np.ndarray, which: np.ndarray, ring: np.ndarray, g: int
+) -> tuple[np.ndarray, ...]:
+    """Return the columns of pieces of sequences on single devices, or on rings of a size."""
+    chunks = 1 if g == 1 else 2 * g
+    edges = np.arange(chunks + 1) * lengths[which, None] // chunks
+    chunk = np.tile(np.arange(chunks), which.size)
+    rank = np.zeros_like(chunk) if g == 1 else np.minimum(chunk, 2 * g - 1 - chunk)
+    start = edges[:, :-1].ravel()
+    return (
+        np.repeat(ring * g, chunks) + rank,
+        np.repeat(which, chunks),
+        start,
+        edges[:, 1:].ravel() - start,
+        np.full(chunk.size, g),
+        (chunk >= g) & (g > 1),
+    )
+
+
+def _levelled(
+    lengths: np.ndarray, which: np.ndarray, ring: np.ndarray, g: int, held: np.ndarray, most: int
+) -> tuple[np.ndarray, ...]:
+    """Return the columns of pieces of sequences of groups that exchange heads.
+
+    Args:
+        lengths, which, ring, g: tokens of all sequences; those of these groups, and the group of
+            each; devices of a group.
+        held: i[devices], tokens that each device has already.
+        most: tokens that a device can get.
+    """
+    totals = np.bincount(ring, lengths[which], minlength=len(held) // g)
+    exact = levelled(held.reshape(-1, g).astype(float), totals, most)
+    ends = np.cumsum(_whole(exact, totals), axis=1)  # by group, tokens up to each device
+    ends[:, -1] = totals  # with what has no room, which the plan's widths then show
+    rows: list[tuple[int, int, int, int]] = []
+    for group in np.unique(ring):
+        device, before = 0, 0
+        for index in which[ring == group].tolist():
+            start, length = 0, int(lengths[index])
+            while start < length:
+                room = int(ends[group, device]) - before
+                if room <= 0 and device + 1 < g:
+                    device += 1
+                    continue
+                taken = min(room, length - start)
+                rows.append((int(group) * g + device, index, start, taken))
+                start, before = start + taken, before + taken
+    device, sequence, start, length = np.array(rows).T
+    return device, sequence, start, length, np.full(len(rows), g), np.zeros(len(rows), int)
+
+
+def _whole(exact: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Round f[groups, devices] to whole numbers with these sums, none up by one or more."""
+    floor = np.floor(exact + 1e-9).astype(int)
+    rank = np.argsort(np.argsort(floor - exact, axis=1, kind="stable"), axis=1, kind="stable")
+    return floor + (rank < (totals - floor.sum(axis=1))[:, None])
+
+
+def widths_of(pieces: Pieces, nodes: Nodes, bounds: Bounds) -> dict[int, int]:
+    """Return the slots that groups of each size need on a device: of rings, two equal halves."""
     widths = {}
     for g in np.unique(pieces.size).tolist():
         on = pieces.size == g
         held = np.zeros((nodes.total, 2), int)
         np.add.at(held, (pieces.device[on], pieces.late[on]), pieces.length[on])
-        widths[g] = int(held.max()) * (1 if g == 1 else 2)
+        halves = g > 1 and g not in bounds.exchanged
+        widths[g] = int(held.max()) * (2 if halves else 1)
     return widths
 
 

@@ -6,7 +6,6 @@ inside a node and between nodes; and what routing over all rails makes of the la
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,8 +21,10 @@ Floats = NDArray[np.float64]
 
 # FlashAttention-2 (arXiv 2307.08691, section 4.1): five matmuls backward for two forward.
 BACKWARD_COMPUTE = 2.5
-_BLOCKS = tuple(2**i for i in range(4, 13))  # tokens of a block; longer ones have the last's rate
 _LARGE = 16384  # tokens of a kernel that fills any chip
+_TRIP_S = 10e-6  # seconds of one trip of a loop that the host decides on; an assumption
+HOPPER = (9, 0)  # compute capability from which cuDNN packs sequences
+WHOLE_TILE = 512  # queries and keys of a tile of matmuls (`blocks.py`), which is skipped if empty
 _TILE = (128, 64)  # queries and keys of FlashAttention-2's tile, for heads of 128
 _TRAINING = 3.0  # matmuls of a linear layer forward and backward, over those forward
 _SMALL_BYTES, _LARGE_BYTES = 2**20, 2**26
@@ -60,6 +61,9 @@ class AttentionCosts:
             values, and the sums of their gradients in float32.
         tile: queries and keys of a kernel's tile, which is computed whole; (1, 1) has no tiles.
         kv_heads: of the attention. Groups of so many devices as divide them can exchange heads.
+        ring_times: how many times as long a pair takes in a ring, whose blocks are matmuls under a
+            mask, as in the kernel for whole sequences.
+        trip_s: seconds that a loop or a branch takes whose next step the host decides on.
         exchanged: sizes of groups that exchange heads by all-to-alls, where others pass keys round
             a ring. A `Planner` says which.
     """
@@ -76,6 +80,8 @@ class AttentionCosts:
     backward_bytes: float = 3.0
     tile: tuple[int, int] = (1, 1)
     kv_heads: int = 1
+    ring_times: float = 1.0
+    trip_s: float = 0.0
     exchanged: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -123,7 +129,15 @@ class AttentionCosts:
         own, chunk = s / devices, s / (2 * devices)
         tall, wide = self.block_pairs(own, chunk), self.block_pairs(chunk, own)
         rounds = (devices - 1) * np.maximum(tall, wide)
-        return self.pairs_s(self.triangle_pairs(own) + rounds, chunk)
+        return self.ring_times * self.pairs_s(self.triangle_pairs(own) + rounds, chunk)
+
+    def dense_ring_s(self, width: int, devices: int) -> float:
+        """Return the forward seconds of a ring's blocks on a device with so many static slots.
+
+        Three blocks of half the slots by half at first, and two in each of the other rounds.
+        """
+        blocks = 3 + 2 * (devices - 1)
+        return self.ring_times * blocks * float(self.pairs_s((width / 2) ** 2, width / 2))
 
     def gathered_s(self, lengths: ArrayLike, devices: int) -> Floats:
         """Return the same where each device has all keys: two chunks by all keys before them."""
@@ -174,22 +188,6 @@ class AttentionCosts:
         """Return these prices for nodes that send each hop over one rail."""
         return replace(self, rails=1)
 
-    def longest_hidden(self, devices: int, *, between_nodes: bool) -> float:
-        """Return the length from which a ring's hops hide under its blocks: a zone's edge.
-
-        With r seconds a pair and b bytes a second, a round of a ring of g has s^2 / (2 g^2) pairs
-        and sends s / g tokens: hops hide from s = 2 g token_bytes / (r b) on.
-        """
-        link = self.network if between_nodes else self.intra
-        low, high = 1.0, 1e9
-        for _ in range(60):  # blocks of longer sequences are cheaper a pair: no closed form
-            middle = math.sqrt(low * high)
-            round_s = self.pairs_s((middle / devices) ** 2 / 2, middle / (2 * devices))
-            sent = middle / devices * self.token_bytes
-            hop_s = self.crossing_s(sent) if between_nodes else link.seconds(sent)
-            low, high = (low, middle) if round_s >= hop_s else (middle, high)
-        return high
-
 
 def attention_costs(
     cluster: str | Cluster | CostModel,
@@ -202,6 +200,7 @@ def attention_costs(
     matrices: int = 2,
     rails: int | None = None,
     dtype: str = "bf16",
+    fused: bool | None = None,
 ) -> AttentionCosts:
     """Price one layer's attention on a cluster, by this project's cost model.
 
@@ -213,6 +212,8 @@ def attention_costs(
         matrices: weights of the MLP: 2, or 3 if it is gated.
         rails: network interfaces of a node; none: one a GPU.
         dtype: of activations, as HLO writes it.
+        fused: whether a fused kernel attends to whole sequences; none: where the engine has one
+            (`fused.py`: Hopper and later, 16 bits).
 
     Raises:
         ValueError: as `cost_model`, or for a dtype that has no prices.
@@ -220,7 +221,11 @@ def attention_costs(
     model = cluster if isinstance(cluster, CostModel) else cost_model(cluster)
     kv_heads, hidden = kv_heads or heads, hidden or heads * head_size
     itemsize = 4 if dtype == "f32" else 2
-    blocks, pair_s, launch_s, tile = _pairs(model, heads, head_size, dtype)
+    matmuls = _matmul_kernel(model, heads, head_size, dtype)
+    takes = model.cluster.chip.compute_capability >= HOPPER and dtype in ("bf16", "f16")
+    fuses = takes and model.tables.attention is not None if fused is None else fused
+    kernel = _fused_kernel(model, heads, head_size, dtype) if fuses else matmuls
+    blocks, pair_s, launch_s, tile = kernel
     tokens = 8192
     columns = (heads + 2 * kv_heads) * head_size
     linear_s = model.matmul_s(tokens, columns, hidden, dtype=dtype)
@@ -243,29 +248,50 @@ def attention_costs(
         backward_bytes=1 + 4 / itemsize,
         tile=tile,
         kv_heads=kv_heads,
+        ring_times=matmuls[1][-1] / pair_s[-1],
+        trip_s=_trip_s(model),
     )
 
 
-def _pairs(
-    model: CostModel, heads: int, head_size: int, dtype: str
-) -> tuple[tuple[int, ...], tuple[float, ...], float, tuple[int, int]]:
-    """Return sizes of blocks, seconds of a pair in blocks of each, of a launch, and the tile.
+Kernel = tuple[tuple[int, ...], tuple[float, ...], float, tuple[int, int]]
+"""Block sizes, seconds of a pair in blocks of each size, seconds of a launch, and the tile."""
 
-    A fused kernel of packed sequences fills the chip whatever their lengths, and computes whole
-    tiles: the rate is that of a large kernel. Where nothing is fused, a block takes as long as its
-    two matmuls.
+
+def _fused_kernel(model: CostModel, heads: int, head_size: int, dtype: str) -> Kernel:
+    """Price a fused kernel for packed sequences, such as cuDNN's.
+
+    The kernel fills the chip whatever the lengths are and computes whole tiles, so the rate is that
+    of a large kernel.
     """
-    if not model.tables.attention:
-        sizes = _BLOCKS
-        pair_s = (
-            model.matmul_s(b, b, head_size, batch=heads, dtype=dtype)
-            + model.matmul_s(b, head_size, b, batch=heads, dtype=dtype)
-            for b in sizes
+    if model.tables.attention is None:
+        raise ValueError(
+            f"fused=True on {model.cluster}: no fused attention was measured there; leave it out"
         )
-        return sizes, tuple(s / b**2 for s, b in zip(pair_s, sizes, strict=True)), 0.0, (1, 1)
     launch_s = model.tables.attention.launch_s
-    whole_s = model.attention_s(_LARGE, _LARGE, heads, head_size, dtype=dtype) - launch_s
-    return (_LARGE,), (whole_s / _LARGE**2,), launch_s, _TILE
+    large_s = model.attention_s(_LARGE, _LARGE, heads, head_size, dtype=dtype) - launch_s
+    return (_LARGE,), (large_s / _LARGE**2,), launch_s, _TILE
+
+
+def _matmul_kernel(model: CostModel, heads: int, head_size: int, dtype: str) -> Kernel:
+    """Price attention as XLA's matmuls under a mask, in tiles that `blocks.py` skips if empty.
+
+    The scores travel through memory: in float32 written once and read twice, for the maximum and
+    for the exponential; the probabilities written and read in the activations' dtype.
+    """
+    score_bytes = 12 + 2 * (4 if dtype == "f32" else 2)
+
+    def pair_s(block: int) -> float:
+        dots_s = model.matmul_s(block, block, head_size, batch=heads, dtype=dtype)
+        dots_s += model.matmul_s(block, head_size, block, batch=heads, dtype=dtype)
+        return (dots_s + model.memory_s(score_bytes * heads * block**2)) / block**2
+
+    each_s = pair_s(WHOLE_TILE) + _trip_s(model) / WHOLE_TILE**2
+    return (WHOLE_TILE,), (each_s,), 0.0, (WHOLE_TILE, WHOLE_TILE)
+
+
+def _trip_s(model: CostModel) -> float:
+    """Return the seconds in which a GPU's host learns whether a loop goes on."""
+    return 0.0 if model.on_cpus else _TRIP_S
 
 
 def _hop(model: CostModel, group: Group) -> Hop:

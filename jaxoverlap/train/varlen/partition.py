@@ -15,139 +15,20 @@ from __future__ import annotations
 
 import functools
 import heapq
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from jaxoverlap.train.varlen.costs import AttentionCosts, Floats
-from jaxoverlap.train.varlen.rings import Nodes, chunk_slots, ring_s
+from jaxoverlap.train.varlen.costs import AttentionCosts
+from jaxoverlap.train.varlen.improve import improve
+from jaxoverlap.train.varlen.rings import Nodes
+from jaxoverlap.train.varlen.sharing import Infeasible, Prices, Sharing, prices_of
 
 _SHARES = (1.0, 0.5, 0.25)
 _MORE_SHARES = tuple(np.geomspace(0.05, 3.0, 60).tolist())
 _FEW, _IMPROVED = 96, 320  # sequences for which all shares are tried, and improved together
 GOOD = 1.02  # of the lower bound: nothing more is tried
-_MOVES = 60
 _FEWEST, _RESIZED = 16, 6  # sequences for which all sizes are tried, and the longest of these
-
-
-class Infeasible(ValueError):
-    """A batch does not fit the devices; the message has the numbers."""
-
-
-@dataclass
-class Sharing:
-    """Sequences on rings, and what that makes of each device.
-
-    Attributes:
-        lengths: tokens of each sequence.
-        nodes, costs, capacity: where, at which prices, and the slots of a device.
-        token_s: seconds that a device takes for each of its tokens beside attention: those of the
-            linear layers, where tokens stay where attention has them.
-        size: index into `nodes.ring_sizes` of each sequence's ring; -1 if it has none yet.
-        ring: which ring of that size.
-        compute_s: by size, the forward seconds of each ring on each of its devices.
-        tokens: by size, the tokens of each ring on each of its devices.
-    """
-
-    lengths: np.ndarray
-    nodes: Nodes
-    costs: AttentionCosts
-    capacity: int
-    token_s: float = 0.0
-    size: np.ndarray = field(init=False)
-    ring: np.ndarray = field(init=False)
-    compute_s: list[Floats] = field(init=False)
-    tokens: list[Floats] = field(init=False)
-
-    def __post_init__(self) -> None:
-        n, total = len(self.lengths), self.nodes.total
-        self.size, self.ring = np.full(n, -1), np.zeros(n, int)
-        self.compute_s = [np.zeros(total // g) for g in self.nodes.ring_sizes]
-        self.tokens = [np.zeros(total // g) for g in self.nodes.ring_sizes]
-        self._seconds: dict[int, Floats] = {}
-
-    def emptied(self) -> Sharing:
-        """Return the same without any sequence on a ring."""
-        return Sharing(self.lengths, self.nodes, self.costs, self.capacity, self.token_s)
-
-    def ring_seconds(self, at: int) -> Floats:
-        """Return the seconds of each ring of a size."""
-        if at not in self._seconds:
-            self._seconds[at] = self.attention_seconds(at) + self.token_s * self.tokens[at]
-        return self._seconds[at]
-
-    def attention_seconds(self, at: int) -> Floats:
-        """Return the seconds of attention of each ring of a size."""
-        size, compute, tokens = self.nodes.ring_sizes[at], self.compute_s[at], self.tokens[at]
-        return ring_s(compute, tokens, size, self.nodes, self.costs)
-
-    def device_seconds(self) -> Floats:
-        """Return each device's seconds of attention, forward and backward."""
-        return self._of_devices([self.ring_seconds(i) for i in range(len(self.tokens))])
-
-    def device_tokens(self) -> Floats:
-        """Return the slots that each device needs."""
-        return self._of_devices(self.tokens)
-
-    def _of_devices(self, of_rings: list[Floats]) -> Floats:
-        """Return each device's sum of what its rings have."""
-        total = of_rings[0].copy()
-        for size, values in zip(self.nodes.ring_sizes[1:], of_rings[1:], strict=True):
-            total.reshape(-1, size)[:] += values[:, None]
-        return total
-
-    def makespan_s(self) -> float:
-        """Return the seconds of the slowest device."""
-        return float(self.device_seconds().max())
-
-    def put(self, index: Any, at: int, ring: Any, price: Prices) -> None:
-        """Put a sequence, or several, on rings of one size."""
-        self.size[index], self.ring[index] = at, ring
-        if isinstance(index, int):
-            self.compute_s[at][ring] += price.compute_s[at][index]
-            self.tokens[at][ring] += price.tokens[at][index]
-        else:
-            np.add.at(self.compute_s[at], ring, price.compute_s[at][index])
-            np.add.at(self.tokens[at], ring, price.tokens[at][index])
-        self._seconds.pop(at, None)
-
-    def take(self, index: int, price: Prices) -> tuple[int, int]:
-        """Take a sequence off its ring, and return where it was."""
-        at, ring = int(self.size[index]), int(self.ring[index])
-        self.compute_s[at][ring] -= price.compute_s[at][index]
-        self.tokens[at][ring] -= price.tokens[at][index]
-        self.size[index] = -1
-        self._seconds.pop(at, None)
-        return at, ring
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What each sequence costs on rings of each size.
-
-    Attributes:
-        compute_s: by size, forward seconds on a device.
-        tokens: by size, slots on a device.
-        alone_s: by size, forward and backward seconds of a ring that has this sequence alone.
-    """
-
-    compute_s: list[Floats]
-    tokens: list[np.ndarray]
-    alone_s: list[Floats]
-
-
-def prices_of(
-    lengths: np.ndarray, nodes: Nodes, costs: AttentionCosts, *, token_s: float = 0.0
-) -> Prices:
-    """Price sequences on rings of each size."""
-    compute = [costs.causal_s(lengths, g) for g in nodes.ring_sizes]
-    tokens = [chunk_slots(lengths, g) for g in nodes.ring_sizes]
-    alone = [
-        ring_s(c, t, g, nodes, costs) + token_s * t
-        for c, t, g in zip(compute, tokens, nodes.ring_sizes, strict=True)
-    ]
-    return Prices(compute, tokens, alone)
 
 
 def partition(
@@ -171,9 +52,8 @@ def partition(
     fresh = functools.partial(Sharing, lengths, nodes, costs, capacity, token_s)
     least_s = bound_s(price, nodes)
     few = len(lengths) <= _FEW
-    wanted = [
-        _wanted(price, capacity, share * least_s) for share in (_MORE_SHARES if few else _SHARES)
-    ]
+    shares = _MORE_SHARES if few else _SHARES
+    wanted = [wanted_sizes(price, capacity, share * least_s) for share in shares]
     if few:
         wanted += _alike(price, capacity)
     distinct = {sizes.tobytes(): sizes for sizes in wanted}.values()
@@ -182,12 +62,12 @@ def partition(
         return _split_all(fresh(), price)
     found.sort(key=Sharing.makespan_s)
     if not few:
-        _improve(found[0], price, moves=8, longest=6)
+        improve(found[0], price, moves=8, longest=6)
         return found[0]
     best = found[0]
     for sharing in found[: _IMPROVED // len(lengths)]:
         if best.makespan_s() > GOOD * least_s:
-            _improve(sharing, price)
+            improve(sharing, price)
             best = min(best, sharing, key=Sharing.makespan_s)
     return _resized(best, price) if len(lengths) <= _FEWEST else best
 
@@ -203,7 +83,7 @@ def _tried(sharing: Sharing, price: Prices, wanted: np.ndarray, few: bool) -> Sh
     """Put every sequence on a ring of the size wanted, and move some if there are few."""
     found = _filled(sharing, price, wanted)
     if found and few:
-        _improve(found, price)
+        improve(found, price)
     return found
 
 
@@ -236,12 +116,18 @@ def _shared_s(price: Prices, nodes: Nodes) -> float:
     return float(per_size.min(axis=0).sum()) / nodes.total if per_size.size else 0.0
 
 
-def _wanted(price: Prices, capacity: int, longest_s: float) -> np.ndarray:
+def wanted_sizes(price: Prices, limits: ArrayLike, longest_s: float) -> np.ndarray:
     """Return the smallest ring of each sequence that has room and is fast enough.
 
     Where none is fast enough, it is the fastest that has room.
+
+    Args:
+        price: of the sequences.
+        limits: slots of a device for each size, or for all.
+        longest_s: seconds of a sequence alone that are fast enough.
     """
-    alone = np.where(np.stack(price.tokens) <= capacity, np.stack(price.alone_s), np.inf)
+    room = np.broadcast_to(limits, len(price.tokens))[:, None]
+    alone = np.where(np.stack(price.tokens) <= room, np.stack(price.alone_s), np.inf)
     short = alone <= longest_s
     return np.where(short.any(axis=0), short.argmax(axis=0), alone.argmin(axis=0))
 
@@ -309,75 +195,3 @@ def _split_all(sharing: Sharing, price: Prices) -> Sharing:
     everything = np.arange(len(sharing.lengths))
     sharing.put(everything, at, np.zeros_like(everything), price)
     return sharing
-
-
-# -- moves ----------------------------------------------------------------------------------------
-
-
-def _improve(sharing: Sharing, price: Prices, *, moves: int = _MOVES, longest: int = 12) -> None:
-    """Move single sequences off the slowest device, or swap two, as long as that helps."""
-    for _ in range(moves):
-        before = _score(sharing)
-        slowest = int(sharing.device_seconds().argmax())
-        sizes = np.array(sharing.nodes.ring_sizes)
-        on = np.flatnonzero(sharing.ring == slowest // sizes[sharing.size])
-        on = on[np.argsort(-sharing.lengths[on], kind="stable")][:longest]
-        if not any(_moved(sharing, price, int(index), before) for index in on):
-            return
-
-
-def _score(sharing: Sharing) -> tuple[float, float]:
-    """Return the seconds of the slowest device, and then how uneven all are."""
-    seconds = sharing.device_seconds()
-    return float(seconds.max()), float((seconds**2).sum())
-
-
-def _moved(sharing: Sharing, price: Prices, index: int, before: tuple[float, float]) -> bool:
-    """Move a sequence to its best place, or swap it with one there; return whether it helped."""
-    at, ring = sharing.take(index, price)
-    for new_at, new_ring in _places(sharing, price, index):
-        if (new_at, new_ring) == (at, ring):
-            continue
-        sharing.put(index, new_at, new_ring, price)
-        if _score(sharing) < (before[0] * (1 - 1e-9), before[1]) and _has_room(sharing):
-            return True
-        if new_at == at and _swapped(sharing, price, index, (at, ring), before):
-            return True
-        sharing.take(index, price)
-    sharing.put(index, at, ring, price)
-    return False
-
-
-def _places(sharing: Sharing, price: Prices, index: int) -> list[tuple[int, int]]:
-    """Return the three least loaded rings of each size that have room for a sequence."""
-    seconds, found = sharing.device_seconds(), []
-    for at, size in enumerate(sharing.nodes.ring_sizes):
-        done = seconds.reshape(-1, size).max(axis=1) + price.alone_s[at][index]
-        found += [(float(done[r]), at, int(r)) for r in np.argsort(done, kind="stable")[:3]]
-    return [(at, ring) for _, at, ring in sorted(found)]
-
-
-def _has_room(sharing: Sharing) -> bool:
-    return bool(sharing.device_tokens().max() <= sharing.capacity)
-
-
-def _swapped(
-    sharing: Sharing,
-    price: Prices,
-    index: int,
-    home: tuple[int, int],
-    before: tuple[float, float],
-) -> bool:
-    """Send another sequence of the ring where one has come back to where that was."""
-    at, ring = int(sharing.size[index]), int(sharing.ring[index])
-    others = np.flatnonzero((sharing.size == at) & (sharing.ring == ring))
-    for other in others[:16]:
-        if other == index or sharing.lengths[other] >= sharing.lengths[index]:
-            continue
-        sharing.take(int(other), price)
-        sharing.put(int(other), *home, price)
-        if _score(sharing) < (before[0] * (1 - 1e-9), before[1]) and _has_room(sharing):
-            return True
-        sharing.take(int(other), price)
-        sharing.put(int(other), at, ring, price)
-    return False

@@ -27,8 +27,8 @@ def draw(plan: BatchPlan, path: str | Path) -> None:
     figure = Figure(figsize=(9, 1.6 + 0.22 * min(total, 64)), layout="constrained")
     axes = figure.subplots()
     lanes, left = np.arange(total), np.zeros(total)
-    linear = plan.tokens_of_devices * plan.costs.linear_s * 1e3
-    whole = bool(linear.any()) and not plan.remap_tokens  # devices do not wait between the two
+    linear = plan.bounds.tokens * plan.costs.linear_s * 1e3
+    whole = linear > 0 and not plan.bounds.sent  # devices do not wait between the two
     slowest = plan.layer_seconds if whole else plan.seconds
     for size in sorted(plan.ring_seconds, reverse=True):
         milliseconds = plan.ring_seconds[size] * 1e3

@@ -14,7 +14,7 @@ from rich.table import Table
 from jaxoverlap.train.varlen.arrays import Pieces, PlanArrays, layouts, pieces_of, slots_of
 from jaxoverlap.train.varlen.costs import AttentionCosts, Floats
 from jaxoverlap.train.varlen.remap import even_tokens
-from jaxoverlap.train.varlen.rings import Bounds, Nodes
+from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class BatchPlan:
     @functools.cached_property
     def pieces(self) -> Pieces:
         """The chunks of sequences on each device."""
-        return pieces_of(self.lengths, self.size, self.ring)
+        return pieces_of(self.lengths, self.size, self.ring, self.nodes, self.bounds)
 
     @functools.cached_property
     def slots(self) -> np.ndarray:
@@ -118,24 +118,9 @@ class BatchPlan:
         return held - self.flow.sum(axis=1) + self.flow.sum(axis=0)
 
     @property
-    def remap_seconds(self) -> float:
-        """Return the seconds of a layer's all-to-alls, whose parts are as long as the longest."""
-        if not self.remap_tokens:
-            return 0.0
-        num_bytes = int(self.flow.max()) * self.nodes.total * self.costs.remap_bytes
-        moved_s = self.costs.exchange_s(num_bytes, self.nodes.count, self.nodes.devices)
-        return 2 * float(moved_s)
-
-    @property
     def layer_seconds(self) -> float:
-        """Return the seconds of a layer, forward and backward: attention, moves, linear layers.
-
-        Where no token moves, no device waits for another between the two.
-        """
-        linear = self.tokens_of_devices * self.costs.linear_s
-        if not self.remap_tokens:
-            return float((self.device_seconds + linear).max())
-        return self.seconds + self.remap_seconds + float(linear.max())
+        """Return the seconds of a layer, forward and backward, at the program's static sizes."""
+        return self.seconds + beside_s(self.bounds, self.nodes, self.costs)
 
     @property
     def remap_tokens(self) -> int:

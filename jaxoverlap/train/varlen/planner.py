@@ -1,8 +1,8 @@
-"""Plan batches of sequences of any lengths."""
+"""Plan batches of sequences of any lengths, each for the cheapest of a few programs."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,37 +11,37 @@ from numpy.typing import ArrayLike
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.train.varlen.arrays import pieces_of, widths_of
 from jaxoverlap.train.varlen.costs import AttentionCosts
-from jaxoverlap.train.varlen.partition import GOOD, Sharing, bound_s, partition, prices_of
+from jaxoverlap.train.varlen.packing import Packing, packed
+from jaxoverlap.train.varlen.partition import partition
 from jaxoverlap.train.varlen.plan import BatchPlan
+from jaxoverlap.train.varlen.programs import fitted, sequences_of
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, bounds_of, exchanged_sizes
+from jaxoverlap.train.varlen.rings import Bounds, Nodes
+from jaxoverlap.train.varlen.sharing import Infeasible, Sharing
 
-_MANY = 4096  # sequences for which one kind of groups is tried alone, as planning takes its time
-_SEQUENCES = 32  # of one size on a device; a power of two from there on
-# Bounds are in sixteenths of the capacity, and those of rings, whose blocks cost their square and
-# their size, in 32nds: so often they can grow.
-_STEPS, _RING_STEPS = 16, 32
+_TRIED = 3  # programs, the cheapest at first sight, for which sequences are moved while that helps
 
 
 class Planner:
-    """Plans batches, one after the other, for one compiled step.
+    """Plans batches, one after the other, for a few compiled programs.
 
         planner = Planner(attention_costs("h100-sxm:2x8", heads=32, head_size=128), "h100-sxm:2x8",
                           capacity=10240)
+        planner.fit(sample)                       # lists of lengths, like those of the run
         plan = planner([9000, 300, 1200, 512])
 
-    The step's static sizes grow with what batches need, in sixteenths of the capacity, and never
-    shrink: after a few batches nothing is compiled any more. `bounds` has them; given at the start,
-    from the last run, nothing is compiled twice.
+    `fit` chooses the programs' static sizes, and they never change after that. A batch is priced at
+    the static sizes of each program that it fits, and planned for the cheapest. A planner that was
+    not fitted fits itself to its first batch alone.
 
     Args:
         costs: prices of one layer's attention.
         nodes: the devices, or a cluster.
-        capacity: tokens that a device can hold in attention.
-        bounds: static sizes to begin with.
+        capacity: slots that a device has for tokens in attention; every program keeps within it.
+        programs: static sizes chosen before, by `fit`.
 
     Raises:
-        ValueError: for a capacity below two.
+        ValueError: for a capacity below two, or programs with more slots.
     """
 
     def __init__(
@@ -50,23 +50,48 @@ class Planner:
         nodes: Nodes | Cluster | str,
         *,
         capacity: int,
-        bounds: Bounds | None = None,
+        programs: Sequence[Bounds] = (),
     ):
         if capacity < 2:
             raise ValueError(f"capacity={capacity}: expected 2 tokens a device or more")
-        self.nodes, self.capacity = nodes_of(nodes), capacity + capacity % 2
-        self.bounds = bounds
-        better = exchanged_sizes(self.nodes, costs, tokens=capacity)
-        if bounds:  # what is compiled already stays as it is
-            better = (*bounds.exchanged, *(g for g in better if not bounds.width(g)))
-        self.costs = replace(costs, exchanged=better)
-        self.growths = 0
+        self.nodes, self.capacity, self.costs = nodes_of(nodes), capacity + capacity % 2, costs
+        self.programs = tuple(programs)
+        for bounds in self.programs:
+            if max(bounds.slots, bounds.tokens) > self.capacity:
+                raise ValueError(
+                    f"a program of {bounds.slots} slots and {bounds.tokens} tokens with "
+                    f"capacity={capacity}: raise the capacity, or fit again"
+                )
+
+    def fit(self, batches: Iterable[ArrayLike], *, most: int = 5) -> tuple[Bounds, ...]:
+        """Choose the programs over a sample of batches, and return them.
+
+        Up to 24 batches are looked at, evenly spread. The last program runs every batch that the
+        devices can hold, at a price.
+
+        Args:
+            batches: i[sequences] each, tokens of every sequence.
+            most: programs, at least one.
+
+        Raises:
+            Infeasible: a batch of the sample does not fit the devices.
+            ValueError: for no batches, fewer than one program, or lengths that are no whole numbers
+                of one or more.
+        """
+        sample = [_checked(lengths) for lengths in batches]
+        if not sample or most < 1:
+            raise ValueError(
+                f"{len(sample)} batches for {most} programs: expected one or more of each"
+            )
+        for lengths in sample:
+            self._check_room(lengths)
+        self.programs = fitted(
+            sample, self.nodes, self.costs, capacity=self.capacity, most=most
+        )  # fmt: skip
+        return self.programs
 
     def __call__(self, lengths: ArrayLike) -> BatchPlan:
-        """Plan a batch.
-
-        Attention and linear layers balanced together, or attention alone and tokens then moved:
-        whichever layer is shorter by price. Where linear layers have no price, tokens move.
+        """Plan a batch for the program in which a layer takes least, by its static sizes.
 
         Args:
             lengths: i[sequences], tokens of each.
@@ -76,106 +101,98 @@ class Planner:
             ValueError: for lengths that are no whole numbers of one or more.
         """
         checked = _checked(lengths)
-        kinds = [self.costs]
-        if self.bounds is None and len(checked) < _MANY:  # nothing is compiled yet
-            kinds += self._other_kinds()
-        least_s = min(self._least_s(checked, costs) for costs in kinds)
-        best = self._best(checked, kinds[0])
-        for costs in kinds[1:]:
-            if best.layer_seconds > GOOD * least_s:
-                best = min(best, self._best(checked, costs), key=lambda plan: plan.layer_seconds)
-        self.costs = replace(self.costs, exchanged=self._settled(best))
-        return replace(best, bounds=self._grown(best.bounds))
-
-    def _other_kinds(self) -> list[AttentionCosts]:
-        """Return prices with other choices of the groups that exchange heads.
-
-        Once something is compiled, by the first batch, that stays as it is.
-        """
-        can = [g for g in self.nodes.ring_sizes[1:] if self.costs.kv_heads % g == 0]
-        inside = [g for g in can if not self.nodes.crosses(g)]
-        choices = {tuple(inside), tuple(can)} - {self.costs.exchanged}
-        return [replace(self.costs, exchanged=sizes) for sizes in sorted(choices)]
-
-    def _settled(self, plan: BatchPlan) -> tuple[int, ...]:
-        """Return who exchanges heads: as the plan has it, and as before where it has no group."""
-        used = {size for size, _ in plan.bounds.widths}
-        return tuple(
-            size
-            for size in self.nodes.ring_sizes
-            if size in (plan.costs if size in used else self.costs).exchanged
+        if not self.programs:
+            self.fit([checked])
+        tried = [self._packed(checked, bounds, thorough=False) for bounds in self.programs]
+        found = sorted((packing for packing in tried if packing), key=Packing.layer_s)
+        again = (self._packed(checked, p.bounds, thorough=True) for p in found[:_TRIED])
+        for packing in sorted((*(p for p in again if p), *found), key=Packing.layer_s):
+            plan = self._plan_of(packing) if packing.fits() else None
+            if plan is not None:
+                return plan
+        self._check_room(checked)
+        raise Infeasible(
+            f"{len(checked)} sequences fit none of {len(self.programs)} programs, the last with "
+            f"room for {self.programs[-1].sequences} on a group: fit on a sample with such batches"
         )
 
-    def _least_s(self, lengths: np.ndarray, costs: AttentionCosts) -> float:
-        """Return what no layer whose tokens stay is faster than."""
-        return bound_s(prices_of(lengths, self.nodes, costs, token_s=costs.linear_s), self.nodes)
+    def _packed(self, lengths: np.ndarray, bounds: Bounds, *, thorough: bool) -> Packing | None:
+        packing = packed(lengths, self.nodes, self.costs, bounds, thorough=thorough)
+        return packing if packing and sequences_of(packing) <= bounds.sequences else None
 
-    def _best(self, lengths: np.ndarray, costs: AttentionCosts) -> BatchPlan:
-        """Return the better of two plans, one that moves no token and one that evens them out."""
-        share = functools.partial(partition, lengths, self.nodes, costs, capacity=self.capacity)
-        even_s = costs.linear_s * -(-int(lengths.sum()) // self.nodes.total)
-        best: BatchPlan | None = None
-        if costs.linear_s:
-            best = self.plan_of(share(token_s=costs.linear_s), remap=False)
-        least_s = bound_s(prices_of(lengths, self.nodes, costs), self.nodes) + even_s
-        if best is None or best.layer_seconds > GOOD * least_s:
-            shared = share()
-            if best is None or shared.makespan_s() + even_s < best.layer_seconds:
-                moves = self.plan_of(shared)
-                if best is None or moves.layer_seconds < best.layer_seconds:
-                    best = moves
-        return best
+    def _check_room(self, lengths: np.ndarray) -> None:
+        """Raise if sequences split evenly over all devices need more slots than there are."""
+        size, total = self.nodes.ring_sizes[-1], int(lengths.sum())
+        if self.costs.kv_heads % size == 0:  # they exchange heads, so any token can be on any
+            needed = -(-total // size)
+        else:
+            needed = 2 * int((-(-lengths // (2 * size))).sum())
+        if needed > self.capacity:
+            raise Infeasible(
+                f"{len(lengths)} sequences of {total} tokens, the longest of {lengths.max()}, on "
+                f"{self.nodes.total} devices of {self.capacity} slots, "
+                f"{self.nodes.total * self.capacity} in all: split evenly they need {needed} slots "
+                "a device. Give fewer sequences, or a greater capacity"
+            )
 
-    def plan_of(self, shared: Sharing, *, remap: bool = True) -> BatchPlan:
-        """Return the plan of sequences that are shared out already; its bounds are its own.
+    def plan_of(self, packing: Packing) -> BatchPlan:
+        """Return the plan of sequences that are packed into a program.
 
-        Without `remap` tokens stay for the linear layers where attention has them.
+        Raises:
+            Infeasible: if they do not fit it.
         """
-        sizes, lengths, costs = self.nodes.ring_sizes, shared.lengths, shared.costs
-        size, total = np.array(sizes)[shared.size], self.nodes.total
-        pieces = pieces_of(lengths, size, shared.ring)
+        plan = self._plan_of(packing)
+        if plan is None:
+            raise Infeasible(
+                f"{len(packing.lengths)} sequences of {packing.lengths.sum()} tokens do not fit "
+                f"so into {packing.bounds}"
+            )
+        return plan
+
+    def _plan_of(self, packing: Packing) -> BatchPlan | None:
+        """Return a plan; None where the program has no room for it.
+
+        Packing counts parts of tokens, and whole tokens may need a slot more; and more tokens may
+        have to move for the linear layers than the program can send.
+        """
+        bounds, lengths, sizes = packing.bounds, packing.lengths, self.nodes.ring_sizes
+        size, total = np.array(sizes)[packing.size], self.nodes.total
+        pieces = pieces_of(lengths, size, packing.ring, self.nodes, bounds)
         held = np.zeros(total, int)
         np.add.at(held, pieces.device, pieces.length)
-        flow = self._flow(held) if remap else np.zeros((total, total), int)
+        flow = self._flow(held, bounds) if bounds.sent else np.zeros((total, total), int)
         tokens = held - flow.sum(axis=1) + flow.sum(axis=0)
-        needed = self._rounded(widths_of(pieces, self.nodes), int(tokens.max()), flow)
-        whole = [shared.ring[size == g] for g in (1, *costs.exchanged)]
-        most = max((int(np.bincount(ring).max()) for ring in whole if ring.size), default=0)
-        needed = replace(
-            needed,
-            exchanged=tuple(g for g, _ in needed.widths if g in costs.exchanged),
-            sequences=max(_SEQUENCES, 1 << (most - 1).bit_length()) if most else 0,
-        )
-        seconds = {g: np.repeat(shared.attention_seconds(i), g) for i, g in enumerate(sizes)}
-        return BatchPlan(lengths, size, shared.ring, seconds, flow, self.nodes, costs, needed)
+        wide = all(w <= bounds.width(g) for g, w in widths_of(pieces, self.nodes, bounds).items())
+        if not wide or tokens.max() > bounds.tokens or flow.max() > bounds.sent:
+            return None
+        seconds = {g: np.repeat(packing.attention_seconds(i), g) for i, g in enumerate(sizes)}
+        costs = replace(self.costs, exchanged=bounds.exchanged)
+        return BatchPlan(lengths, size, packing.ring, seconds, flow, self.nodes, costs, bounds)
 
-    def _flow(self, held: np.ndarray) -> np.ndarray:
+    def _flow(self, held: np.ndarray, bounds: Bounds) -> np.ndarray:
         """Return who sends how many tokens to whom so that all have equally many."""
         over = held - even_tokens(int(held.sum()), self.nodes.total)
         cost = token_costs(
             self.nodes, 1 / self.costs.intra.bytes_per_s, 1 / self.costs.network.bytes_per_s
         )
-        at_once = self.bounds.sent if self.bounds else 1
-        return transport(np.maximum(over, 0), np.maximum(-over, 0), cost, at_once=at_once)
+        give, want = np.maximum(over, 0), np.maximum(-over, 0)
+        return transport(give, want, cost, at_once=bounds.sent)
 
-    def _grown(self, needed: Bounds) -> Bounds:
-        """Return the step's static sizes, grown if a plan needs more."""
-        if self.bounds is None or not self.bounds.fits(needed):
-            self.bounds = self.bounds.joined(needed) if self.bounds else needed
-            self.growths += 1
-        return self.bounds
+    def ragged_seconds(self, lengths: ArrayLike) -> float:
+        """Return the seconds of a layer that no program is compiled for: sizes as the batch is.
 
-    def _rounded(self, widths: dict[int, int], tokens: int, flow: np.ndarray) -> Bounds:
-        """Round sizes up, so that they seldom grow."""
-
-        def up(need: int, steps: int = _STEPS) -> int:
-            step = max(2, 2 * -(-self.capacity // (2 * steps)))
-            return -(-need // step) * step
-
-        most = int(flow.max(initial=0))
-        sent = 1 << (most - 1).bit_length() if most else 0
-        wide = {g: up(w, _RING_STEPS if g > 1 else _STEPS) for g, w in widths.items()}
-        return bounds_of(wide, up(tokens), sent)
+        A measure of what static sizes cost. Tokens stay for the linear layers where attention has
+        them, and the groups that exchange heads are the best choice for this batch alone.
+        """
+        checked = _checked(lengths)
+        able = [g for g in self.nodes.ring_sizes[1:] if self.costs.kv_heads % g == 0]
+        inside = [g for g in able if not self.nodes.crosses(g)]
+        costs = [replace(self.costs, exchanged=tuple(sizes)) for sizes in (able, inside, [])]
+        shared = (
+            partition(checked, self.nodes, priced, capacity=self.capacity, token_s=priced.linear_s)
+            for priced in costs
+        )
+        return min(map(Sharing.makespan_s, shared))
 
 
 def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:

@@ -20,6 +20,8 @@ from jaxoverlap.train.varlen.costs import (
     Floats,
 )
 
+_PARTS = 4  # of an exchange of heads, at most: each has a latency
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -118,25 +120,74 @@ def ring_s(
     return total
 
 
-def exchanged_sizes(nodes: Nodes, costs: AttentionCosts, *, tokens: int) -> tuple[int, ...]:
-    """Return the sizes of groups that had better exchange heads than pass keys round a ring.
+def static_s(
+    compute_s: ArrayLike,
+    tokens: ArrayLike,
+    size: int,
+    bounds: Bounds,
+    nodes: Nodes,
+    costs: AttentionCosts,
+) -> Floats:
+    """Return the seconds, forward and backward, of one layer's groups of one size in a program.
 
-    Judged by a sequence that fills the group, which hides most of a ring's hops.
+    Attention of whole sequences skips empty slots, so it takes what the batch needs. An exchange of
+    heads moves as many parts of the static slots as the fullest group needs. Rings that no sequence
+    is on are skipped; else hops carry all static slots, and all blocks are computed.
 
     Args:
+        compute_s: forward seconds of each group's sequences on a device.
+        tokens: tokens of each group on a device.
+        size: devices of a group.
+        bounds: the static sizes of the program.
         nodes, costs: where, and at which prices.
-        tokens: tokens of a full device.
     """
+    compute, most = np.asarray(compute_s, float), float(np.asarray(tokens, float).max())
+    if not bounds.width(size) or (size > 1 and not most):
+        return np.zeros_like(compute)
+    if size == 1:
+        return ring_s(compute, np.ones_like(compute), size, nodes, costs)
+    if size not in bounds.exchanged:
+        priced, width = replace(costs, exchanged=()), bounds.width(size)
+        compute = np.full_like(compute, costs.dense_ring_s(width, size))
+        return 2 * costs.trip_s + ring_s(compute, np.full_like(compute, width), size, nodes, priced)
+    part = bounds.part(size)
+    moved = np.array([part * costs.remap_bytes, 0.0])  # two exchanges, each with a latency
+    inside = min(size, nodes.devices)
+    part_s = costs.exchange_s(moved, size // inside, inside).sum() + 2 * costs.trip_s
+    return (1 + BACKWARD_COMPUTE) * compute + 2 * (-(-most // part) * part_s + costs.launch_s)
 
-    def seconds(size: int, priced: AttentionCosts) -> float:
-        compute = priced.causal_s(size * tokens, size)
-        return float(ring_s(compute, tokens, size, nodes, priced))
 
-    def better(size: int) -> bool:
-        one, other = replace(costs, exchanged=()), replace(costs, exchanged=(size,))
-        return costs.kv_heads % size == 0 and seconds(size, other) < seconds(size, one)
+def beside_s(bounds: Bounds, nodes: Nodes, costs: AttentionCosts) -> float:
+    """Return the seconds of one layer beside attention in a program, on every device.
 
-    return tuple(size for size in nodes.ring_sizes[1:] if better(size))
+    The linear layers of its static tokens, and its two all-to-alls of static parts, forward and
+    backward.
+    """
+    linear_s = bounds.tokens * costs.linear_s
+    if not bounds.sent:
+        return linear_s
+    num_bytes = bounds.sent * nodes.total * costs.remap_bytes
+    return linear_s + 2 * float(costs.exchange_s(num_bytes, nodes.count, nodes.devices))
+
+
+def exchanges(size: int, width: int, nodes: Nodes, costs: AttentionCosts) -> bool:
+    """Return whether a group exchanges heads faster than it passes keys round a ring.
+
+    Judged by one sequence that fills the group, which hides most of a ring's hops.
+
+    Args:
+        size: devices of the group.
+        width: slots of each device.
+        nodes, costs: where, and at which prices.
+    """
+    if costs.kv_heads % size:
+        return False
+
+    def seconds(exchanged: tuple[int, ...]) -> float:
+        priced = replace(costs, exchanged=exchanged)
+        return float(ring_s(priced.causal_s(size * width, size), width, size, nodes, priced))
+
+    return seconds((size,)) < seconds(())
 
 
 @dataclass(frozen=True)
@@ -172,6 +223,19 @@ class Bounds:
         """Return the slots of a device in attention."""
         return sum(width for _, width in self.widths)
 
+    @property
+    def held(self) -> int:
+        """Return the tokens that a device can have in attention: those that stay fit the others."""
+        return self.slots if self.sent else min(self.slots, self.tokens)
+
+    def part(self, size: int) -> int:
+        """Return the slots of each part in which groups of a size exchange heads: an even number.
+
+        All groups skip the parts that are empty on every device.
+        """
+        width = self.width(size)
+        return width // next(n for n in range(_PARTS, 0, -1) if n == 1 or width % (2 * n) == 0)
+
     def width(self, size: int) -> int:
         """Return the slots of a device for rings of a size."""
         return dict(self.widths).get(size, 0)
@@ -188,15 +252,6 @@ class Bounds:
         )
         fewer = needed.tokens <= self.tokens and needed.sequences <= self.sequences
         return wide and fewer and needed.sent <= self.sent
-
-    def joined(self, other: Bounds) -> Bounds:
-        """Return the least bounds that what fits either fits."""
-        sizes = {size for size, _ in (*self.widths, *other.widths)}
-        widths = {size: max(self.width(size), other.width(size)) for size in sizes}
-        exchanged = {*self.exchanged, *other.exchanged}
-        tokens, sent = max(self.tokens, other.tokens), max(self.sent, other.sent)
-        sequences = max(self.sequences, other.sequences)
-        return bounds_of(widths, tokens, sent, exchanged=exchanged, sequences=sequences)
 
 
 def bounds_of(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -15,15 +16,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.train.varlen.arrays import PlanArrays
 from jaxoverlap.train.varlen.costs import AttentionCosts
-from jaxoverlap.train.varlen.engine import Engine, attend
-from jaxoverlap.train.varlen.fused import described, has_kernel
+from jaxoverlap.train.varlen.device.engine import Engine, attend
+from jaxoverlap.train.varlen.device.fused import described, has_kernel
 from jaxoverlap.train.varlen.plan import BatchPlan
-from jaxoverlap.train.varlen.remap import remap
+from jaxoverlap.train.varlen.remap import Moves, remap
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
+
+_NO_WEIGHT = 1e-9  # the least sum of weights: a batch without labels has a loss of zero
 
 Batch = dict[str, Array]
 Attend = Callable[[Array, Array, Array], Array]
-Loss = Callable[[Any, Batch, Attend], Array]
+Loss = Callable[[Any, Batch, Attend], Any]
 """loss(params, batch, attend) -> the sum of the losses of all tokens; see `train_step`."""
 
 
@@ -86,6 +89,12 @@ def attention(
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads with {k.shape[2]} kv heads: expected a multiple")
+    unequal = [size for size in bounds.exchanged if k.shape[2] % size]
+    if unequal:
+        raise ValueError(
+            f"{k.shape[2]} kv heads with groups of {unequal} devices that exchange heads: expected "
+            f"a multiple of each; make the costs with kv_heads={k.shape[2]}, and plan by them"
+        )
     head_scale = q.shape[-1] ** -0.5 if scale is None else scale
     fuses = has_kernel(mesh) if fused is None else fused
     engine = engine_of(nodes, axes, bounds, scale=head_scale, costs=costs)
@@ -139,30 +148,91 @@ class VarlenStep:
         costs: AttentionCosts | None,
         transform: Callable[[Any], Any],
         fused: bool | None = None,
+        has_aux: bool = False,
     ):
         self.fused = has_kernel(mesh) if fused is None else fused
         self.loss, self.optimizer, self.mesh, self.costs = loss, optimizer, mesh, costs
         self.nodes = nodes_of_mesh(mesh)
-        self.transform = transform
+        self.transform, self.has_aux = transform, has_aux
         self.compiled: dict[Bounds, Callable] = {}
 
     def __call__(
-        self, state: dict[str, Any], plan: BatchPlan, tokens: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Array]]:
+        self,
+        state: dict[str, Any],
+        plan: BatchPlan,
+        tokens: dict[str, Any],
+        key: Array | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Take a step.
 
         Args:
             state: {"params", "optimizer", "step"}; it is donated.
             plan: the batch's.
-            tokens: values of the batch's tokens, [tokens, ...] each, sequence after sequence.
+            tokens: values of the batch's tokens, [tokens, ...] each, sequence after sequence;
+                "weights" among them are the loss's, "positions" the model's.
+            key: of random numbers, as for dropout; the model has it as batch["key"], another in
+                each step.
 
         Returns:
-            The new state, and {"loss", "grad_norm"}: the mean loss of a token in nats.
+            The new state, and {"loss", "grad_norm"}, with "aux" if the model has it: the sum of the
+            losses over that of the weights, in nats.
+
+        Raises:
+            ValueError: for a plan of other nodes, values for another number of tokens, or a value
+                named "key".
         """
         if plan.nodes != self.nodes:
             raise ValueError(f"a plan for {plan.nodes} and a mesh of {self.nodes}: plan for it")
+        if "key" in tokens:
+            raise ValueError('values of tokens named "key": pass a key of random numbers as key=')
         program = self.program(plan.bounds, state)
-        return program(state, self.batch(plan, tokens), self.arrays(plan))
+        batch = self.batch(plan, tokens)
+        if key is not None:
+            batch["key"] = key
+        return program(state, batch, self.arrays(plan))
+
+    def compile(
+        self,
+        programs: Iterable[Bounds],
+        state: dict[str, Any],
+        tokens: dict[str, Any],
+        key: Array | None = None,
+    ) -> None:
+        """Compile programs before they are needed; a step then compiles nothing.
+
+        Args:
+            programs: a planner's.
+            state: as a step takes it, arrays or shapes with shardings.
+            tokens: values of tokens, or their shapes; how many tokens there are does not matter.
+            key: as a step takes it, if it does.
+        """
+        for bounds in programs:
+            batch, arrays = self.shapes(bounds, tokens)
+            if key is not None:
+                batch["key"] = key
+            lowered = self.program(bounds, state).lower(state, batch, arrays)
+            self.compiled[bounds] = lowered.compile()
+
+    def shapes(self, bounds: Bounds, tokens: dict[str, Any]) -> tuple[Batch, PlanArrays]:
+        """Return the shapes of the batch and of the plan's arrays that a program takes."""
+        axes, total = tuple(self.mesh.axis_names), self.nodes.total
+        rows = NamedSharding(self.mesh, P(*axes))
+        whole, each = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(axes))
+
+        def like(shape: tuple[int, ...], dtype: Any, at: NamedSharding) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+
+        lead = self.nodes.count, self.nodes.devices * bounds.tokens
+        kinds = {
+            n: (x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)) for n, x in tokens.items()
+        }
+        kinds = {"positions": ((), jnp.int32), "weights": ((), jnp.float32)} | kinds
+        batch = {n: like((*lead, *shape), dtype, rows) for n, (shape, dtype) in kinds.items()}
+        where = like((total, bounds.slots), jnp.int32, whole)
+        sent = like((total, total, bounds.sent), jnp.int32, each)
+        there = Moves(sent, like((total, bounds.slots), jnp.int32, each))
+        back = Moves(sent, like((total, bounds.tokens), jnp.int32, each))
+        return batch, PlanArrays(where, where, there, back)
 
     def program(self, bounds: Bounds, state: dict[str, Any]) -> Any:
         """Return the jitted step(state, batch, arrays) for plans that fit these bounds.
@@ -179,11 +249,12 @@ class VarlenStep:
     def batch(self, plan: BatchPlan, tokens: dict[str, Any]) -> Batch:
         """Lay the tokens' values out and place them, with "positions" and "weights" beside them.
 
-        Weights are one where there is a token and zero where there is none.
+        Unless these are given, positions are those in the sequences, and weights one. Where there
+        is no token both are zero.
         """
-        values = {name: plan.laid_out(value) for name, value in tokens.items()}
-        values["positions"] = plan.linear_positions
+        values = {"positions": plan.linear_positions}
         values["weights"] = (plan.linear >= 0).astype("float32")
+        values |= {name: plan.laid_out(np.asarray(value)) for name, value in tokens.items()}
         at = NamedSharding(self.mesh, P(*self.mesh.axis_names))
         shape = self.nodes.count, self.nodes.devices * plan.bounds.tokens
         return {n: _placed(v.reshape(*shape, *v.shape[2:]), at) for n, v in values.items()}
@@ -199,17 +270,23 @@ class VarlenStep:
     def _step(
         self, bounds: Bounds, state: dict[str, Any], batch: Batch, arrays: PlanArrays
     ) -> tuple[dict[str, Any], dict[str, Array]]:
-        def mean_loss(params: Any) -> Array:
-            attends = functools.partial(
-                attention, arrays=arrays, mesh=self.mesh, bounds=bounds, costs=self.costs,
-                fused=self.fused,
-            )  # fmt: skip
-            return self.loss(params, batch, attends) / batch["weights"].sum()
+        attends = functools.partial(
+            attention, arrays=arrays, mesh=self.mesh, bounds=bounds, costs=self.costs,
+            fused=self.fused,
+        )  # fmt: skip
+        if "key" in batch:
+            batch = batch | {"key": jax.random.fold_in(batch["key"], state["step"])}
 
-        loss, gradients = jax.value_and_grad(mean_loss)(state["params"])
+        def mean_loss(params: Any) -> tuple[Array, Any]:
+            found = self.loss(params, batch, attends)
+            total, aux = found if self.has_aux else (found, None)
+            return total / jnp.maximum(batch["weights"].sum(), _NO_WEIGHT), aux
+
+        (loss, aux), gradients = jax.value_and_grad(mean_loss, has_aux=True)(state["params"])
         updates, inner = self.optimizer.update(gradients, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         metrics = dict(loss=loss, grad_norm=optax.tree.norm(gradients))
+        metrics |= {"aux": aux} if self.has_aux else {}
         return dict(params=params, optimizer=inner, step=state["step"] + 1), metrics
 
 
@@ -221,6 +298,7 @@ def train_step(
     costs: AttentionCosts | None = None,
     transform: Callable[[Any], Any] = lambda step: step,
     fused: bool | None = None,
+    has_aux: bool = False,
 ) -> VarlenStep:
     """Return a train step for batches of any lengths.
 
@@ -230,18 +308,20 @@ def train_step(
     Args:
         model: `model(params, batch, attend)`, the sum of all tokens' losses. The batch has the
             values of tokens, f[nodes, devices of a node x tokens, ...], "positions" in their
-            sequences, and "weights", zero where there is no token. `attend(q, k, v)` is causal
-            attention within each sequence; all three have heads and head as their last dims.
+            sequences, and "weights", zero where there is no token: multiply the losses by them.
+            `attend(q, k, v)` is causal attention within each sequence; all three have heads and
+            head as their last dims.
         optimizer: an optax transformation.
         mesh: two axes, nodes and devices of a node.
         costs: prices that say over how many rails hops between nodes go; none: over one.
         transform: what is done with each jitted step before it runs, as `jaxoverlap.overlap`.
         fused: as `attention` has it.
+        has_aux: whether the model returns (sum, aux); the metrics then have "aux".
 
     Raises:
         RuntimeError: if cuDNN's kernel on this GPU computes something else than plain matmuls.
     """
-    return VarlenStep(model, optimizer, mesh, costs, transform, fused)
+    return VarlenStep(model, optimizer, mesh, costs, transform, fused, has_aux)
 
 
 def _placed(value: Any, at: NamedSharding) -> Array:

@@ -10,9 +10,7 @@ import pytest
 
 from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.costs import Hop
-from jaxoverlap.train.varlen.partition import Sharing, prices_of
-
-LENGTHS = Path(__file__).parents[4] / "shared" / "data" / "lengths"
+from jaxoverlap.train.varlen.packing import Packing, packing_prices
 
 # Numbers of about an H100's, so that few tokens are worth splitting.
 COSTS = varlen.AttentionCosts(
@@ -30,7 +28,7 @@ COSTS = varlen.AttentionCosts(
 
 def real_lengths(name: str) -> np.ndarray:
     """Return token lengths of real documents, or skip."""
-    places = [LENGTHS, *(p / "shared/data/lengths" for p in Path(__file__).parents)]
+    places = [p / "shared/data/lengths" for p in Path(__file__).parents]
     for place in places:
         if (place / f"{name}.txt").exists():
             return np.loadtxt(place / f"{name}.txt", dtype=int)
@@ -38,33 +36,33 @@ def real_lengths(name: str) -> np.ndarray:
 
 
 def random_plan(planner: varlen.Planner, rng: np.random.Generator) -> varlen.BatchPlan:
-    """Plan a random batch with rings of random sizes, full up to the planner's bounds."""
-    bounds, nodes = planner.bounds, planner.nodes
-    assert bounds is not None
-    room = {g: np.full(nodes.total // g, bounds.width(g)) for g in nodes.ring_sizes}
-    left, rows = nodes.total * bounds.tokens, []
+    """Plan a random batch with groups of random sizes, full up to the planner's only program."""
+    (bounds,), nodes = planner.programs, planner.nodes
+    costs = replace(planner.costs, exchanged=bounds.exchanged)
+    rows: list[tuple[int, int, int]] = []
+    best = None
     for _ in range(rng.integers(1, 40)):
-        at = int(rng.integers(len(nodes.ring_sizes)))
+        at = int(rng.choice([i for i, g in enumerate(nodes.ring_sizes) if bounds.width(g)]))
         g = nodes.ring_sizes[at]
-        most = min(left, g * bounds.width(g))
-        if most < 1:
-            continue
-        length = int(rng.integers(1, max(2, most // int(rng.integers(1, 6)))))
-        need = length if g == 1 else 2 * -(-length // (2 * g))
-        ring = int(rng.integers(len(room[g])))
-        if room[g][ring] >= need:
-            room[g][ring] -= need
-            left -= length
-            rows.append((length, at, ring))
-    rows = rows or [(1, 0, 0)]
+        length = int(rng.integers(1, max(2, g * bounds.width(g) // int(rng.integers(1, 6)))))
+        row = length, at, int(rng.integers(nodes.total // g))
+        plan = _plan_of(planner, costs, bounds, [*rows, row])
+        if plan is not None:
+            best = plan
+            rows.append(row)
+    return best or _plan_of(planner, costs, bounds, [(1, 0, 0)])  # type: ignore[return-value]
+
+
+def _plan_of(planner, costs, bounds, rows) -> varlen.BatchPlan | None:
     lengths = np.array([length for length, _, _ in rows])
-    shared = Sharing(lengths, nodes, planner.costs, planner.capacity)
-    price = prices_of(lengths, nodes, planner.costs)
+    packing = Packing(lengths, planner.nodes, costs, bounds.slots, bounds=bounds)
+    price = packing_prices(lengths, planner.nodes, costs)
     for index, (_, at, ring) in enumerate(rows):
-        shared.put(index, at, ring, price)
-    plan = planner.plan_of(shared)
-    assert bounds.fits(plan.bounds)
-    return replace(plan, bounds=bounds)
+        packing.put(index, at, ring, price)
+    try:
+        return planner.plan_of(packing)
+    except varlen.Infeasible:
+        return None
 
 
 def dense(lengths: np.ndarray, q, k, v, to_out) -> list[np.ndarray]:

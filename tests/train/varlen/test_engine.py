@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh
 
 from jaxoverlap._jax import fused_attention
 from jaxoverlap.train import varlen
-from jaxoverlap.train.varlen import fused
+from jaxoverlap.train.varlen.device import blocks, fused
+from jaxoverlap.train.varlen.packing import Packing, packing_prices
 from jaxoverlap.train.varlen.rings import bounds_of
 from tests.train.varlen.batches import COSTS, dense, random_plan
 
@@ -33,7 +34,9 @@ def programs(count, devices, dtype, heads=(HEADS, KV_HEADS), bounds=BOUNDS, fuse
         ("node", "device"),
         axis_types=(AxisType.Auto,) * 2,
     )
-    planner = varlen.Planner(COSTS, varlen.Nodes(count, devices), capacity=64, bounds=bounds)
+    planner = varlen.Planner(
+        COSTS, varlen.Nodes(count, devices), capacity=bounds.slots, programs=[bounds]
+    )
 
     @jax.jit
     def ours(arrays, q, k, v, to_out):
@@ -117,6 +120,34 @@ def test_groups_that_exchange_heads_beside_rings(seed):
     """Groups of 8 and of 2 exchange heads; rings of 4 do not."""
     bounds, heads = dataclasses.replace(BOUNDS, exchanged=(8, 2)), (16, 8)
     check_float32(programs(2, 4, "float32", heads, bounds), seed, heads=heads)
+
+
+@pytest.mark.parametrize("tile", (4, 7))
+def test_tiles_that_no_mask_lets_through_are_skipped_and_nothing_else(tile, monkeypatch):
+    """Whole sequences in tiles smaller than they are, the last of them not full."""
+    monkeypatch.setattr(blocks, "TILE", tile)
+    bounds, heads = dataclasses.replace(BOUNDS, exchanged=(8, 2)), (16, 8)
+    program = programs.__wrapped__(2, 4, "float32", heads, bounds)
+    for seed in range(12):
+        check_float32(program, seed, heads=heads)
+
+
+def test_a_batch_of_local_documents_makes_no_hop_and_no_exchange():
+    """What no sequence is on is skipped: counted by the trips of loops and branches."""
+    bounds = dataclasses.replace(BOUNDS, exchanged=(8,))
+    planner, ours, _, dtype = programs(2, 4, "float32", (16, 8), bounds)
+    lengths, costs = np.array([9, 30, 4]), dataclasses.replace(COSTS, exchanged=(8,))
+    packing = Packing(lengths, planner.nodes, costs, bounds.slots, bounds=bounds)
+    price = packing_prices(lengths, planner.nodes, costs)
+    packing.put(np.arange(3), 0, np.array([0, 3, 7]), price)
+    assert not packing.shares()[3].any()
+    for at, size in ((1, 2), (2, 4), (3, 8)):  # the price has no hop either
+        assert not packing.attention_seconds(at).any(), size
+    plan = planner.plan_of(packing)
+    given_values = values(plan, np.random.default_rng(0), dtype, heads=(16, 8))
+    wanted = dense(plan.lengths, *given_values)
+    for got, want in zip(on_mesh(ours, plan, given_values), wanted, strict=True):
+        assert error(got, want) < 1e-5
 
 
 def emulated(query, key, value, lengths, starts, *, scale):

@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 from scipy.optimize import linear_sum_assignment
 
 from jaxoverlap.train import varlen
-from jaxoverlap.train.varlen.partition import partition
+from jaxoverlap.train.varlen.device.routing import Route, hop_pairs, send
 from jaxoverlap.train.varlen.remap import remap, token_costs, transport
 from jaxoverlap.train.varlen.rings import Nodes
-from jaxoverlap.train.varlen.routing import Route, hop_pairs, send
 from tests.train.varlen.batches import COSTS
 
 AXES = ("node", "device")
@@ -56,10 +55,9 @@ def test_no_part_is_longer_than_it_must_be():
 
 
 def test_remap_is_undone_to_the_bit_and_its_gradient_is_its_inverse():
-    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=64)
-    lengths = np.array([60, 3, 40, 7, 9, 50, 2, 2, 31])
-    shared = partition(lengths, planner.nodes, COSTS, capacity=planner.capacity)
-    plan = planner.plan_of(shared)
+    bounds = varlen.Bounds(((1, 64),), 26, 16, sequences=32)
+    planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=64, programs=[bounds])
+    plan = planner([60, 3, 40, 7, 9, 50, 2, 2, 31])
     assert plan.remap_tokens, "this batch moves no token"
     arrays, each = plan.arrays, P(AXES)
 

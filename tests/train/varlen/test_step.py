@@ -1,6 +1,7 @@
 """A planned train step has the loss of one on one device; the trainer learns and resumes."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.rings import bounds_of
 from models import long_context, trainer
+from models import varlen as models_varlen
 from models.config import Mistake
 from tests.train.varlen.batches import COSTS, random_plan
 
@@ -70,7 +72,7 @@ def dense_batch(lengths, tokens, most):
 
 def test_the_whole_step_equals_one_on_one_device():
     bounds = bounds_of({4: 24, 2: 16, 1: 32}, tokens=40, sent=64, sequences=64)
-    planner = varlen.Planner(COSTS, varlen.Nodes(2, 2), capacity=64, bounds=bounds)
+    planner = varlen.Planner(COSTS, varlen.Nodes(2, 2), capacity=bounds.slots, programs=[bounds])
     optimizer = optax.sgd(0.1)
     step = varlen.train_step(model, optimizer, mesh_of(2, 2), costs=COSTS)
     state = jax.device_put(
@@ -116,18 +118,102 @@ def test_the_trainer_learns_and_resumes_to_the_same_losses(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    (
-        (dict(longest=512), "a document must fit"),
-        (dict(documents="nowhere-at-all"), "no files there"),
-    ),
-)
-def test_mistakes_of_the_trainer(change, says, tmp_path):
-    if "documents" in change:
-        change = dict(documents=tmp_path)
-    with pytest.raises(Mistake, match=says):
-        trainer.train(long_context.RECIPE, dataclasses.replace(SMALL, **change))
+@pytest.mark.parametrize("name", ("", "one_byte.txt"))
+def test_documents_without_a_byte_to_predict_are_refused(name, tmp_path):
+    """Files of one byte once made a step wait for ever for one of two."""
+    if name:
+        (tmp_path / name).write_text("x")
+    with pytest.raises(Mistake, match="no files of two bytes or more"):
+        trainer.train(long_context.RECIPE, dataclasses.replace(SMALL, documents=tmp_path))
+
+
+def test_a_document_must_fit_in_a_step():
+    with pytest.raises(Mistake, match="a document must fit"):
+        trainer.train(long_context.RECIPE, dataclasses.replace(SMALL, longest=512))
+
+
+def test_prices_of_no_cluster_are_a_mistake():
+    with pytest.raises(Mistake, match="--prices nonsense"):
+        trainer.train(long_context.RECIPE, dataclasses.replace(SMALL, prices="nonsense"))
+
+
+def test_a_plan_of_one_program_is_not_for_several():
+    with pytest.raises(Mistake, match="--varlen with --plan"):
+        dataclasses.replace(SMALL, plain=False, plan=Path("plan.json"))
+
+
+def test_files_of_one_byte_are_left_out_and_lengths_are_known_without_reading(tmp_path):
+    for number, size in enumerate((1, 40, 0, 300)):
+        (tmp_path / f"{number}.txt").write_bytes(b"x" * size)
+    documents = models_varlen.Sources(dataclasses.replace(SMALL, documents=tmp_path))
+    for step in range(3):
+        assert [len(t) - 1 for t in documents.of_step(step)] == documents.lengths(step)
+        assert set(documents.lengths(step)) <= {39, 200}
+
+
+def small_step(loss, **how):
+    bounds = bounds_of({1: 32}, tokens=32, sent=0, sequences=32)
+    planner = varlen.Planner(COSTS, varlen.Nodes(1, 2), capacity=32, programs=[bounds])
+    optimizer = optax.sgd(0.1)
+    step = varlen.train_step(loss, optimizer, mesh_of(1, 2), costs=COSTS, **how)
+    whole = jax.NamedSharding(step.mesh, jax.sharding.PartitionSpec())
+    return step, planner([20, 9, 5]), jax.device_put(new_state(optimizer), whole)
+
+
+def test_weights_and_positions_of_a_batch_are_its_own_and_aux_comes_back():
+    """Labels that are masked count neither in the loss nor in what it is divided by."""
+    rng = np.random.default_rng(0)
+
+    def with_aux(params, batch, attend):
+        seen = dict(positions=batch["positions"].sum(), labels=batch["weights"].sum())
+        return model(params, batch, attend), seen
+
+    step, plan, state = small_step(with_aux, has_aux=True)
+    tokens = {n: rng.integers(0, VOCAB, plan.tokens) for n in ("inputs", "targets")}
+    tokens["weights"] = (rng.random(plan.tokens) < 0.5).astype("f")
+    tokens["positions"] = rng.integers(0, 100, plan.tokens).astype(np.int32)
+    segment, batch = dense_batch(plan.lengths, tokens, plan.tokens)
+    batch |= {n: tokens[n][None] for n in ("weights", "positions")}
+    loss, _ = reference(new_state(optax.sgd(0.1))["params"], segment, batch)
+    step.compile([plan.bounds], state, tokens)
+    _, metrics = step(state, plan, tokens)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert metrics["aux"]["positions"] == tokens["positions"].sum()
+    assert metrics["aux"]["labels"] == tokens["weights"].sum()
+
+
+def test_a_batch_without_labels_changes_nothing():
+    step, plan, state = small_step(model)
+    before = jax.tree.map(np.asarray, state["params"])
+    tokens = {n: np.zeros(plan.tokens, int) for n in ("inputs", "targets")}
+    state, metrics = step(state, plan, tokens | {"weights": np.zeros(plan.tokens, "f")})
+    assert metrics["loss"] == 0
+    jax.tree.map(np.testing.assert_array_equal, before, state["params"])
+
+
+def test_a_key_is_another_in_each_step_and_no_value_of_tokens():
+    def noisy(params, batch, attend):
+        draw = jax.random.uniform(batch["key"])
+        return model(params, batch, attend) * 0 + draw * batch["weights"].sum()
+
+    step, plan, state = small_step(noisy)
+    tokens = {n: np.zeros(plan.tokens, int) for n in ("inputs", "targets")}
+    drawn = []
+    for _ in range(2):
+        state, metrics = step(state, plan, tokens, jax.random.key(3))
+        drawn.append(float(metrics["loss"]))
+    assert drawn[0] != drawn[1]
+    with pytest.raises(ValueError, match="pass a key"):
+        step(state, plan, tokens | {"key": np.zeros(plan.tokens)})
+
+
+def test_heads_that_groups_cannot_exchange_are_refused():
+    bounds = bounds_of({2: 32}, tokens=32, sent=0, sequences=32, exchanged=(2,))
+    costs = dataclasses.replace(COSTS, kv_heads=2)
+    planner = varlen.Planner(costs, varlen.Nodes(1, 2), capacity=32, programs=[bounds])
+    plan, q = planner([40]), np.zeros((1, 64, 3, 8), "f")
+    with pytest.raises(ValueError, match=r"3 kv heads with groups of \[2\] devices"):
+        varlen.attention(q, q, q, plan.arrays, mesh=mesh_of(1, 2), bounds=bounds)
 
 
 def test_a_plan_prints_and_draws_itself(tmp_path):

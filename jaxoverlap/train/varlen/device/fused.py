@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import fused_attention
-from jaxoverlap.train.varlen.blocks import Where, local_forward
+from jaxoverlap.train.varlen.costs import HOPPER
+from jaxoverlap.train.varlen.device.blocks import Where, in_float32, local_backward, local_forward
 
-_HOPPER = (9, 0)  # cuDNN packs sequences from there on
 _TYPES = ("bfloat16", "float16")
 _LARGEST_HEAD = 128
 _TOLERANCE = 0.05  # of the largest value: a mask that is off by a token errs by more
@@ -32,7 +32,7 @@ def has_kernel(mesh: Mesh) -> bool:
     Raises:
         RuntimeError: if the kernel here computes something else.
     """
-    if _capability(mesh) < _HOPPER:
+    if _capability(mesh) < HOPPER:
         return False
     if jax.default_backend() == "gpu":
         with jax.ensure_compile_time_eval():  # this may be asked while a step is traced
@@ -66,36 +66,26 @@ def forward(
     *,
     scale: float,
     most: int,
-    in_order: bool,
     chip: fused_attention.Capability | None = None,
 ) -> tuple[Array, Any]:
     """Attend causally within each sequence, f[1, slots, kv heads, group, head] by kv heads.
 
     Args:
-        where: of the slots.
+        where: of the slots; those of a sequence stand side by side in order, empty ones last.
         q, k, v: queries, and f[1, slots, kv heads, head].
         scale: the factor of scores.
         most: sequences that there can be.
-        in_order: whether each sequence's slots stand side by side already, empty ones last.
         chip: as `described` gives it.
 
     Returns:
         The output, like q, and the function from its gradient to those of q, k and v.
     """
-    segment = where.segment.astype(jnp.uint32)  # empty slots, -1, become the last of all
-    order = None
-    if not in_order:
-        index = jnp.arange(segment.size, dtype=jnp.int32)
-        segment, _, order = lax.sort((segment, where.position, index), num_keys=2)
-    lengths, starts = runs(segment, most + 1)
+    lengths, starts = runs(where.segment, most + 1)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        if order is not None:
-            q, k, v = (jnp.take(x, order, axis=1) for x in (q, k, v))
         heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
         out = fused_attention.packed_causal(heads, k, v, lengths, starts, scale=scale)
-        out = out.reshape(q.shape)
-        return out if order is None else jnp.zeros_like(out).at[:, order].set(out)
+        return out.reshape(q.shape)
 
     with fused_attention.tracing_for(chip):
         return jax.vjp(attend, q, k, v)
@@ -128,14 +118,13 @@ def check() -> None:
     shapes = (1, 512, 2, 2, 64), (1, 512, 2, 64), (1, 512, 2, 64), (1, 512, 2, 2, 64)
     q, k, v, given = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
 
-    def plain(q: Array, k: Array, v: Array) -> Array:
-        return local_forward(where, q, k, v, 0.125)[0]
-
     @jax.jit
     def both(q: Array, k: Array, v: Array) -> Any:
-        fused, back = forward(where, q, k, v, scale=0.125, most=3, in_order=True)
-        matmuls, plain_back = jax.vjp(plain, q, k, v)
-        return (fused, *back(given)), (matmuls, *plain_back(given))
+        fused, back = forward(where, q, k, v, scale=0.125, most=3)
+        out, log_sums = local_forward(where, q, k, v, 0.125)
+        delta = jnp.einsum("bskgd,bskgd->bskg", in_float32(given), in_float32(out))
+        plain_back = local_backward(where, (q, given, log_sums, delta), k, v, 0.125)
+        return (fused, *back(given)), (out, *plain_back)
 
     for name, got, want in zip(("output", "dq", "dk", "dv"), *both(q, k, v), strict=True):
         got, want = (np.asarray(x, np.float32)[:, segment >= 0] for x in (got, want))

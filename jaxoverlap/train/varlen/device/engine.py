@@ -28,8 +28,8 @@ from jax import Array, lax
 
 from jaxoverlap.passes.rings.all_gather_matmul import wide
 from jaxoverlap.passes.rings.chunks import tied
-from jaxoverlap.train.varlen import fused
-from jaxoverlap.train.varlen.blocks import (
+from jaxoverlap.train.varlen.device import fused
+from jaxoverlap.train.varlen.device.blocks import (
     Grads,
     Side,
     Where,
@@ -39,9 +39,9 @@ from jaxoverlap.train.varlen.blocks import (
     local_backward,
     local_forward,
 )
-from jaxoverlap.train.varlen.exchange import Heads
+from jaxoverlap.train.varlen.device.exchange import Heads
+from jaxoverlap.train.varlen.device.routing import Route, send
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
-from jaxoverlap.train.varlen.routing import Route, send
 
 
 class Engine(NamedTuple):
@@ -159,6 +159,12 @@ class _Set:
         """Return the part of an array that is these rings'."""
         return lax.slice_in_dim(x, self.first, self.first + self.width, axis=dim)
 
+    @property
+    def used(self) -> Array:
+        """Return how many slots of these groups the fullest device needs; alike on all devices."""
+        held = self.slots(self.arrays[0]) >= 0
+        return jnp.max(jnp.where(held, jnp.arange(1, self.width + 1, dtype=jnp.int32), 0))
+
     def source(self, hop: int) -> Where:
         """Return where the slots are that came from so many ranks back."""
         back = lax.rem(self.rank - jnp.int32(hop) + jnp.int32(self.size), jnp.int32(self.size))
@@ -183,8 +189,6 @@ class _Local(_Set):
         """Return where the slots are that this device computes with."""
         return self.source(0)
 
-    in_order = True  # a sequence's slots stand side by side, empty ones last
-
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         """Return the output, like q, and what the backward pass needs beside it.
 
@@ -193,8 +197,7 @@ class _Local(_Set):
         scale, most = self.engine.scale, self.engine.bounds.sequences
         if self.engine.fused and fused.fits(q):
             return fused.forward(
-                self.where, q, k, v, scale=scale, most=most, in_order=self.in_order,
-                chip=self.engine.chip,
+                self.where, q, k, v, scale=scale, most=most, chip=self.engine.chip
             )  # fmt: skip
         return local_forward(self.where, q, k, v, scale)
 
@@ -209,27 +212,41 @@ class _Local(_Set):
 class _Exchanged(_Local):
     """Sequences of a group whose devices have some heads of each."""
 
-    in_order = False
-
-    @property
+    @functools.cached_property
     def _heads(self) -> Heads:
-        return Heads(self.engine.nodes, self.engine.axes, self.size)
+        part = self.engine.bounds.part(self.size)
+        trips = -(-self.used // jnp.int32(part))
+        return Heads(self.engine.nodes, self.engine.axes, self.size, part, trips)
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[Where, Array]:
+        """Return where the group's slots are, sequence by sequence, and the order that it takes."""
+        first = self.device - self.rank
+        rows = (lax.dynamic_slice_in_dim(x, first, self.size) for x in self.arrays)
+        segment, position = (self._heads.arranged(self.slots(row)) for row in rows)
+        index = jnp.arange(segment.size, dtype=jnp.int32)
+        # As unsigned numbers empty slots, -1, are the last.
+        keys = segment.astype(jnp.uint32), position, index
+        segment, position, order = lax.sort(keys, num_keys=2)
+        return Where(segment.astype(jnp.int32), position), order
 
     @property
     def where(self) -> Where:
-        first = self.device - self.rank
-        rows = (lax.dynamic_slice_in_dim(x, first, self.size) for x in self.arrays)
-        return Where(*(self._heads.ordered(self.slots(row).ravel(), dim=0) for row in rows))
+        return self._sorted[0]
 
     def given(self, *values: Array) -> tuple[Array, ...]:
-        return self._heads.split(*map(self.slots, values))
+        order = self._sorted[1]
+        return tuple(
+            jnp.take(x, order, axis=1) for x in self._heads.split(*map(self.slots, values))
+        )
 
     def returned(self, *values: Array) -> tuple[Array, ...]:
-        return self._heads.joined(*values)
+        order = self._sorted[1]
+        return self._heads.joined(*(jnp.zeros_like(x).at[:, order].set(x) for x in values))
 
 
 class _Ring(_Set):
-    """Sequences of a ring round which keys and values go."""
+    """Sequences of a ring round which keys and values go; skipped where no ring has any."""
 
     def halves(self, where: Where, *arrays: Array) -> tuple[Side, Side]:
         """Return the early and the late chunks."""
@@ -243,6 +260,14 @@ class _Ring(_Set):
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Return the output, like q, and the log of the sums, f32[b, slots, kv heads, group]."""
+
+        def nothing(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            out = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+            return out, jnp.zeros(q.shape[:-1], wide(q.dtype))
+
+        return lax.cond(self.used > 0, self._forward, nothing, q, k, v)
+
+    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         scale, route = self.engine.scale, self.engine.route(self.size)
         early_q, late_q = self.halves(self.source(0), q)
         held, states = (k, v), None
@@ -272,6 +297,14 @@ class _Ring(_Set):
 
     def backward(self, own: tuple[Array, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:
         """Return the gradients of q, k and v; `own` is q, the output's gradient, statistics."""
+
+        def nothing(own: tuple[Array, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:
+            to_q, to_k, to_v = (jnp.zeros(x.shape, wide(x.dtype)) for x in (own[0], k, v))
+            return to_q, to_k, to_v
+
+        return lax.cond(self.used > 0, self._backward, nothing, own, k, v)
+
+    def _backward(self, own: tuple[Array, ...], k: Array, v: Array) -> tuple[Array, Array, Array]:
         scale, route = self.engine.scale, self.engine.route(self.size, backward=True)
         early_q, late_q = self.halves(self.source(0), *own)
         zero = jnp.zeros(early_q.arrays[0].shape, wide(k.dtype))

@@ -1,0 +1,1 @@
+"""What each device runs: groups of every size, their hops, exchanges and blocks."""
