@@ -25,8 +25,8 @@ ACTIVATIONS = {
     "inner": P(BATCH, "context", "model"),  # [batch, sequence, mlp]
     "experts": P("expert", ("data", "fsdp"), None, None),  # [expert, group, slot, hidden]
 }
-# The first pattern that a parameter's path contains gives its last dims; a stack of layers has one
-# dim more, over pipeline. Names are those of MaxText, Flax's examples and this project's models.
+# The first pattern that a parameter's path contains gives its dims. Names are those of MaxText,
+# Flax's examples and this project's models.
 RULES: tuple[tuple[str, P], ...] = (
     (r"(scale|bias|norm)", P(None)),
     (r"experts?.*(down|wo|w2)", P("expert", "model", "fsdp")),
@@ -57,18 +57,34 @@ def mesh_of(placement: Placement, devices: Sequence[Any]) -> Mesh:
     return Mesh(array.reshape(placement.sizes).transpose(axes), AXES, (AxisType.Auto,) * len(AXES))
 
 
-def spec_of(path: str, ndim: int) -> P:
+def spec_of(path: str, ndim: int, *, stacked: int = 0) -> P:
     """Return the PartitionSpec of a parameter by its path, such as "layers/mlp/up/kernel".
 
-    Dims before those that a rule names are a stack's: the first is over pipeline, others whole.
+    | kernel | shape | spec |
+    | --- | --- | --- |
+    | mlp/up | [hidden, mlp] | (fsdp, model) |
+    | attention/query, heads apart | [hidden, heads, head size] | (fsdp, model, None) |
+    | attention/out, heads apart | [heads, head size, hidden] | (model, None, fsdp) |
+    | mlp/up of all layers, stacked=1 | [layers, hidden, mlp] | (pipeline, fsdp, model) |
+
+    Args:
+        path: the names of a parameter and of what it is in.
+        ndim: its dims.
+        stacked: how many of its first dims stack layers, as of parameters that a scan runs over.
+            The first is over pipeline, the others whole.
 
     Raises:
-        ValueError: if no rule matches; it says what to add to `RULES`.
+        ValueError: if no rule matches, which says what to add to `RULES`; or if the parameter has
+            fewer dims than are stacked.
     """
+    if not 0 <= stacked <= ndim:
+        raise ValueError(f"stacked={stacked} of {path!r} with {ndim} dims: expected 0 to {ndim}")
+    own = ndim - stacked
     for pattern, spec in RULES:
         if re.search(pattern, path, re.IGNORECASE):
-            named = tuple(spec)[max(len(spec) - ndim, 0) :]
-            stacked = ndim - len(named)
+            named = tuple(spec)[max(len(spec) - own, 0) :]
+            within = named.index("model") + 1 if "model" in named else len(named)
+            named = (*named[:within], *(None,) * (own - len(named)), *named[within:])
             return P(*("pipeline",)[:stacked], *(None,) * (stacked - 1), *named)
     raise ValueError(
         f"no rule for the parameter {path!r} of {ndim} dims: rename it, or take your own spec over "

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
@@ -114,20 +115,41 @@ def test_a_mesh_puts_the_last_axis_on_neighbours():
 
 
 @pytest.mark.parametrize(
-    ("path", "ndim", "spec"),
+    ("path", "ndim", "stacked", "spec"),
     [
-        ("layers/mlp/up/kernel", 3, P("pipeline", "fsdp", "model")),
-        ("layers/attention/out/kernel", 2, P("model", "fsdp")),
-        ("layers/attention_norm/scale", 2, P("pipeline", None)),
-        ("embedding/embedding", 2, P(("fsdp", "model"), None)),
-        ("layers/experts/down", 4, P("pipeline", "expert", "model", "fsdp")),
-        ("MultiHeadDotProductAttention_0/query/kernel", 2, P("fsdp", "model")),
-        ("lm_head/kernel", 2, P(("fsdp", "model"), None)),
-        ("logit_scale", 0, P()),
+        ("layers/mlp/up/kernel", 3, 1, P("pipeline", "fsdp", "model")),
+        ("layers/mlp/up/kernel", 4, 2, P("pipeline", None, "fsdp", "model")),
+        ("layers/attention/out/kernel", 2, 0, P("model", "fsdp")),
+        ("layers/attention_norm/scale", 2, 1, P("pipeline", None)),
+        ("embedding/embedding", 2, 0, P(("fsdp", "model"), None)),
+        ("layers/experts/down", 4, 1, P("pipeline", "expert", "model", "fsdp")),
+        ("MultiHeadDotProductAttention_0/query/kernel", 2, 0, P("fsdp", "model")),
+        ("MultiHeadDotProductAttention_0/query/kernel", 3, 0, P("fsdp", "model", None)),
+        ("MultiHeadDotProductAttention_0/out/kernel", 3, 0, P("model", None, "fsdp")),
+        ("layers/attention/query/kernel", 4, 1, P("pipeline", "fsdp", "model", None)),
+        ("MultiHeadDotProductAttention_0/query/bias", 2, 0, P(None, None)),
+        ("lm_head/kernel", 2, 0, P(("fsdp", "model"), None)),
+        ("logit_scale", 0, 0, P()),
     ],
 )
-def test_rules_by_path(path, ndim, spec):
-    assert spec_of(path, ndim) == spec
+def test_rules_by_path(path, ndim, stacked, spec):
+    assert spec_of(path, ndim, stacked=stacked) == spec
+
+
+def test_kernels_of_flax_attention_are_no_stacks():
+    """Every kernel of a layer of flax's, heads apart, gets axes that its dims divide by."""
+    layer = nnx.MultiHeadAttention(8, 32, 32, rngs=nnx.Rngs(0))
+    flat = nnx.to_flat_state(nnx.state(layer, nnx.Param))
+    kernels = {
+        path[0]: spec_of("/".join(path), leaf.ndim) for path, leaf in flat if "kernel" in path
+    }
+    assert kernels.pop("out") == P("model", None, "fsdp")
+    assert set(kernels.values()) == {P("fsdp", "model", None)} and len(kernels) == 3
+
+
+def test_more_stacks_than_dims_are_refused():
+    with pytest.raises(ValueError, match="stacked=3 of 'up' with 2 dims: expected 0 to 2"):
+        spec_of("up", 2, stacked=3)
 
 
 def test_a_chip_with_facts_alone_cannot_be_compiled_for():
