@@ -23,9 +23,9 @@ PROGRAMS: tuple[tuple[Callable[[World], Program], int], ...] = (
     (models.accumulated, 2), (models.recurrent, 1), (models.branches, 3), (models.decoding, 3), (models.dropped_out, 2),
     (others.data_parallel, 3), (others.manual_mlp, 3), (others.vocabulary_parallel, 2),
     (others.zero, 2), (others.graph, 6), (others.power, 2),
-    (signals.images, 2), (signals.state_space, 2), (signals.grouped_experts, 2), (signals.mixed_tokens, 2),
 )  # fmt: skip
 GRAPHS = (others.graph,)  # of matmuls: they compile soonest
+SIGNALS = signals.PROGRAMS  # drawn apart, so that seeds of the others stay
 MAY_BE_EXPLICIT = (models.regression, models.residual_scan, others.graph)
 CALLS = 3
 
@@ -142,11 +142,11 @@ def draw(
     Args:
         seed: the seed.
         alone: whether it runs on one device, on a mesh with the same axes, all of size 1.
-        among: the programs to draw from; none for all of them, by their weights.
+        among: the programs to draw from, alike often; none for PROGRAMS by their weights.
         pod: whether its mesh is of H100s that are not there, to compile it for.
     """
     w = World(seed, alone=alone, pod=pod)
-    weighted = [(maker, n) for maker, n in PROGRAMS if maker in among] or PROGRAMS
+    weighted = [(maker, 1) for maker in among] or PROGRAMS
     makers, weights = zip(*weighted, strict=True)
     chances = [n / sum(weights) for n in weights]
     maker = makers[int(w.rng("program").choice(len(makers), p=chances))]

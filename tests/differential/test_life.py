@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential.case import draw
+from tests.differential.case import SIGNALS, draw
 from tests.differential.compare import TOGETHER, compared, differing
+from tests.differential.pods import refused_on_pods
+from tests.support.pods import needs_plugin
 
 
 @pytest.mark.parametrize("first", range(0, 150, TOGETHER))
 def test_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER)) == {}
+
+
+@pytest.mark.parametrize("first", range(0, 60, TOGETHER))
+def test_drawn_convolutions_groups_and_transforms_live_as_under_jit(first: int):
+    assert differing(range(first, first + TOGETHER), among=SIGNALS) == {}
+
+
+@pytest.mark.parametrize("first", range(60, 100, TOGETHER))
+def test_halves_of_drawn_convolutions_groups_and_transforms_change_nothing(first: int):
+    assert differing(range(first, first + TOGETHER), among=SIGNALS, halved=True) == {}
 
 
 def test_where_xla_refuses_a_step_the_error_is_xlas_own():
@@ -28,3 +40,18 @@ def test_where_xla_refuses_a_step_the_error_is_xlas_own():
 @pytest.mark.parametrize("first", range(150, 3150, TOGETHER))
 def test_three_thousand_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER), always=True) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("first", range(0, 1000, TOGETHER))
+def test_a_thousand_drawn_convolutions_groups_and_transforms(first: int, halved: bool):
+    seeds = range(first, first + TOGETHER)
+    assert differing(seeds, among=SIGNALS, always=True, halved=halved) == {}
+
+
+@pytest.mark.nightly
+@needs_plugin
+@pytest.mark.parametrize("first", range(0, 300, TOGETHER))
+def test_drawn_convolutions_groups_and_transforms_compile_for_pods(first: int):
+    assert refused_on_pods(range(first, first + TOGETHER), among=SIGNALS) == {}
