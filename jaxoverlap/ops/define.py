@@ -1,6 +1,7 @@
 """Define operations that partition themselves, and have no gradients of their own kind.
 
-Their gradients are other operations, by `jax.custom_vjp`; those of gradients are the plain ones.
+Their gradients are other operations, by `jax.custom_vjp` or by a rule for their tangents; the
+derivatives of gradients are the plain ones.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, mlir
 
 from jaxoverlap._jax.operations import lowering
 from jaxoverlap._jax.operations.question import Partition
@@ -25,6 +26,7 @@ def operation(
     rule: Callable[..., tuple[str, dict[str, Any]]],
     partition: Callable[..., Partition],
     batch: Callable[..., tuple[list[Array], list[int]]],
+    jvp: Callable[..., tuple[list[Array], list[Array]]] | None = None,
 ) -> Callable[..., list[Array]]:
     """Define an operation; return the function that binds it.
 
@@ -34,27 +36,58 @@ def operation(
         plain, rule, partition: as in `lowering.lower_as`.
         batch: makes of the function that binds it, its operands and their mapped dims (None: not
             mapped) the results and their mapped dims.
+        jvp: makes of primals and tangents (those of integers are symbolic zeros) the results and
+            their tangents; none: as of `plain`.
     """
     primitive = lowering.primitive(name)
 
-    def bind(*operands: Any, **params: Any) -> list[Array]:
-        return primitive.bind(*operands, **params)
+    _define(primitive, plain, batch, jvp)
+    places = range(num_operands)
+    lowering.lower_as(primitive, plain, rule, partition, lambda **_: places, shares=False)
+    return primitive.bind
+
+
+def linear(
+    name: str,
+    plain: Plain,
+    transpose: Callable[..., list[Any]],
+    batch: Callable[..., tuple[list[Array], list[int]]],
+) -> Callable[..., list[Array]]:
+    """Define a computation that XLA partitions, whose transpose is given; return what binds it.
+
+    Args:
+        name: its name in jaxprs.
+        plain: computes it.
+        transpose: makes of its results' cotangents and its operands those of the operands.
+        batch: as of `operation`.
+    """
+    primitive = lowering.primitive(name)
+    _define(primitive, lambda: plain, batch, None)
+    ad.primitive_transposes[primitive] = transpose
+    mlir.register_lowering(primitive, mlir.lower_fun(plain, multiple_results=True))
+    return primitive.bind
+
+
+def _define(
+    primitive: Any,
+    plain: Callable[..., Plain],
+    batch: Callable[..., tuple[list[Array], list[int]]],
+    jvp: Callable[..., tuple[list[Array], list[Array]]] | None,
+) -> None:
+    """Define a primitive's value, type, tangents and batches."""
 
     def abstract(*avals: Any, **params: Any) -> list[Any]:
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         return list(jax.make_jaxpr(plain(**params))(*structs).out_avals)
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    def plain_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         given = [ad.instantiate_zeros(t) for t in tangents]
         return jax.jvp(plain(**params), tuple(primals), tuple(given))
 
     def batched(operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
-        return batch(lambda *operands: bind(*operands, **params), operands, dims)
+        return batch(lambda *operands: primitive.bind(*operands, **params), operands, dims)
 
     primitive.def_impl(lambda *operands, **params: plain(**params)(*operands))
     primitive.def_abstract_eval(abstract)
-    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_jvps[primitive] = jvp or plain_jvp
     batching.primitive_batchers[primitive] = batched
-    places = range(num_operands)
-    lowering.lower_as(primitive, plain, rule, partition, lambda **_: places, shares=False)
-    return bind

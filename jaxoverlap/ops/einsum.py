@@ -20,6 +20,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
@@ -72,6 +73,7 @@ def einsum(
     w: Sequence[ArrayLike],
     /,
     *,
+    optimize: Any = ...,
     precision: Any = ...,
     preferred_element_type: Any = ...,
     out_sharding: Any = ...,
@@ -81,14 +83,26 @@ def einsum(
     spec: str,
     /,
     *operands: ArrayLike,
+    optimize: Any = ...,
     precision: Any = ...,
     preferred_element_type: Any = ...,
     out_sharding: Any = ...,
 ) -> Array: ...
+@overload
 def einsum(
-    spec: str,
+    x: Array | np.ndarray,
     /,
     *operands: Any,
+    optimize: Any = ...,
+    precision: Any = ...,
+    preferred_element_type: Any = ...,
+    out_sharding: Any = ...,
+) -> Any: ...
+def einsum(
+    subscripts: Any,
+    /,
+    *operands: Any,
+    optimize: Any = "auto",
     precision: Any = None,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
@@ -101,16 +115,24 @@ def einsum(
     | "bsd,dnh->bsnh" | [b, s, d] | (wq, wk, wv): [d, n, h] each | three of [b, s, n, h] |
 
     Args:
-        spec: as in `jax.numpy.einsum`.
-        operands: the operands. A tuple or list in the place of the second of two is several right
-            sides of one left side: that is gathered once for all of them, as is what their
-            gradients share, and the gradients that they send back travel as one sum.
-        precision, preferred_element_type: as in `jax.numpy.einsum`.
+        subscripts: as in `jax.numpy.einsum`: a text, or the first operand of the interleaved form,
+            `einsum(x, [0, 1], w, [1, 2], [0, 2])`.
+        operands: the operands, in the interleaved form each with its labels. A tuple or list in
+            the place of the second of two is several right sides of one left side: that is gathered
+            once for all of them, as is what their gradients share, and the gradients that they send
+            back travel as one sum.
+        optimize: the order in which three or more operands are contracted, as there.
+        precision, preferred_element_type: as there.
         out_sharding: as there; with one the operation is that function.
 
     Raises:
         ValueError: if the spec does not fit the operands.
     """
+    spec, operands = (
+        (subscripts, operands)
+        if isinstance(subscripts, str)
+        else _from_interleaved((subscripts, *operands))
+    )
     several = len(operands) == 2 and isinstance(operands[1], list | tuple)
     rights = [jnp.asarray(w) for w in operands[1]] if several else []
     given = [jnp.asarray(x) for x in ((operands[0], *rights) if several else operands)]
@@ -122,6 +144,7 @@ def einsum(
         usual = functools.partial(
             jnp.einsum,
             spec,
+            optimize=optimize,
             precision=precision,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
@@ -129,6 +152,8 @@ def einsum(
         )
         return tuple(usual(given[0], w) for w in rights) if several else usual(*given)
     lhs, rhs, out = letters
+    if optimize != "auto":  # two operands are contracted in one order; what is none is an error
+        jnp.einsum_path(spec, *given[:2], optimize=optimize)
     for w in given[1:]:
         _check_sizes(spec, lhs, given[0], rhs, w)
     numbers, made = numbers_of(lhs, rhs, out)
@@ -207,6 +232,36 @@ def _product(
     dims = tuple(tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
     made: Any = traced.out_avals[0]
     return Product(0, 1, dims, eqn.params["precision"], made.dtype)
+
+
+def _from_interleaved(given: Sequence[Any]) -> tuple[str, tuple[Any, ...]]:
+    """Return the spec and the operands of `einsum`'s interleaved form.
+
+    Args:
+        given: operands, each followed by its labels; the labels of the result may follow.
+    """
+    operands, labels = tuple(given[0 : len(given) // 2 * 2 : 2]), list(given[1::2])
+    labels += [given[-1]] if len(given) % 2 else []
+    labels = [side.tolist() if isinstance(side, np.ndarray) else side for side in labels]
+    if not operands or not all(map(_are_labels, labels)):
+        raise ValueError(
+            "einsum without a spec: expected operands that are each followed by a list of labels, "
+            "as in einsum(x, [0, 1], w, [1, 2], [0, 2])"
+        )
+    known = sorted({label for side in labels for label in side if label is not Ellipsis})
+    if len(known) > len(string.ascii_letters):
+        raise ValueError(f"einsum of {len(known)} labels: expected {len(string.ascii_letters)}")
+    names = dict(zip(known, sorted(string.ascii_letters), strict=False)) | {Ellipsis: "..."}
+    sides = ["".join(names[label] for label in side) for side in labels]
+    out = f"->{sides.pop()}" if len(given) % 2 else ""
+    return ",".join(sides) + out, operands
+
+
+def _are_labels(side: Any) -> bool:
+    """Return whether an argument of the interleaved form names the dims of an operand."""
+    return isinstance(side, Sequence) and all(
+        isinstance(label, int | str) or label is Ellipsis for label in side
+    )
 
 
 def _letters(spec: str, operands: Sequence[Array]) -> tuple[str, str, str] | None:

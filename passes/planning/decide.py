@@ -197,6 +197,9 @@ def _unfit(dot: Dot) -> str | None:
     for dtype in dtypes:
         if dtype not in _DTYPES:
             return f"dtype {dtype} is not supported (supported: {', '.join(_DTYPES)})"
+    *operands, result = (np.dtype(name).kind for name in dtypes)
+    if result in "iu" and not {*operands} <= {"i", "u"}:
+        return f"{dtypes[0]} operands give {dtypes[2]}: the sums of chunks would be rounded"
     return None
 
 

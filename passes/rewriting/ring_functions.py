@@ -226,10 +226,7 @@ def dot_on(mesh: Mesh) -> _Dot:
         params = member.dot.eqn.params
         if widens:
             inside = wide(dtype)
-            lhs, rhs = (
-                x.astype(inside) if jnp.dtype(inside).itemsize > x.dtype.itemsize else x
-                for x in (lhs, rhs)
-            )
+            lhs, rhs = (x.astype(inside) if _is_wider(inside, x.dtype) else x for x in (lhs, rhs))
         return lax.dot_general(
             lhs,
             rhs,
@@ -239,6 +236,12 @@ def dot_on(mesh: Mesh) -> _Dot:
         )
 
     return dot
+
+
+def _is_wider(dtype: Any, other: Any) -> bool:
+    """Return whether a dtype has more bytes than another, and its values: integers no fractions."""
+    keeps = not jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(other, jnp.integer)
+    return keeps and jnp.dtype(dtype).itemsize > jnp.dtype(other).itemsize
 
 
 def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:

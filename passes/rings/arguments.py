@@ -38,6 +38,11 @@ def matmul(
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {operand.dtype}: expected a floating-point one")
     dtype = jnp.result_type(x, w) if dtype is None else jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"preferred_element_type {dtype} of floating-point operands: expected a floating-point "
+            "one, as each chunk's sum would be rounded; convert the result"
+        )
     size, sent = size_of(axis_name), variant_of(variant)
     return RingMatmul(lhs, rhs, out, "", "", axis_name, size, sent, precision, dtype)
 

@@ -147,3 +147,65 @@ def test_a_step_on_an_explicit_mesh_is_overlapped(options):
     assert bool(lowered.plan.decisions) or not options
     assert compiled.speedup.plain_s is not None, str(compiled.speedup)
     assert compiled.speedup.step_s <= compiled.speedup.plain_s
+
+
+# -- one key head for all query heads -------------------------------------------------------------
+
+
+def one_key_head(mesh: Mesh, heads: str):
+    """One layer whose query heads are sharded, with one key head, and how attention meets it.
+
+    Args:
+        mesh: the mesh, of automatic axes.
+        heads: "sharded" as they come; the key head "repeated"; attention "mapped" over devices; or
+            query heads "gathered".
+    """
+
+    def at(x, *spec):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def met(q, k, v):
+        if heads == "mapped":
+            specs = P("data", None, "model"), P("data"), P("data")
+            return jax.shard_map(
+                attended, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False
+            )(q, k, v)
+        k, v = (jnp.repeat(x, 8, 2) if heads == "repeated" else x for x in (k, v))
+        if heads == "gathered":
+            return at(attended(*(at(x, "data") for x in (q, k, v))), "data")
+        q = at(q, "data", None, "model")
+        if heads == "repeated":
+            k, v = (at(x, "data", None, "model") for x in (k, v))
+        return attended(q, k, v)
+
+    def loss(w, x):
+        y = met(*(jnp.einsum("bsd,dnh->bsnh", x, w[n]) for n in "qkv"))
+        y = at(jnp.einsum("bsnh,nhd->bsd", y, w["o"]), "data", "model")
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    w = {n: shaped(mesh, (1024, 1, 128)) for n in "kv"}
+    w |= {"q": shaped(mesh, (1024, 8, 128), None, "model")}
+    w |= {"o": shaped(mesh, (8, 128, 1024), "model")}
+    return jax.jit(jax.value_and_grad(loss)), (w, shaped(mesh, (4, 1024, 1024), "data", "model"))
+
+
+def test_where_jax_refuses_sharded_heads_of_one_key_the_error_is_its_own():
+    """JAX's rule wants queries and keys sharded alike: plain does not compile either."""
+    step, args = one_key_head(
+        jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 2, "model": 4}), "sharded"
+    )
+    reason = "ValueError: Query, key and value should have same sharding."
+    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+        step.lower(*args).compile()
+    overlapped = jaxoverlap.overlap(step)
+    for call in (overlapped.explain, lambda *args: overlapped.lower(*args).compile()):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+            call(*args)
+
+
+@pytest.mark.parametrize("heads", ["repeated", "mapped", "gathered"])
+def test_one_key_head_is_explained_where_plain_compiles(heads: str):
+    step, args = one_key_head(jaxoverlap.pod_mesh("h100-sxm:1x8", {"data": 2, "model": 4}), heads)
+    step.lower(*args).compile()
+    plan = jaxoverlap.overlap(step).explain(*args)
+    assert len(plan.entries) >= 8  # four matmuls and their gradients

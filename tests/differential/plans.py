@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from jaxoverlap.api import Overlapped
 from tests.differential.case import draw
 
 _TOGETHER = 20  # steps that one process plans before another follows
+_SHARDING_TYPE_ERROR = importlib.import_module("jax._src.core").ShardingTypeError  # it has no other
 _BUDGET_S = 1.0  # of a tuning: it looks at few candidates, and compiles two
 _TUNED, _TUNES_ITSELF = 7, 13  # of so many steps for pods one is tuned by either way in
 
@@ -101,12 +103,16 @@ def planned(seed: int, folder: Path) -> None:
 
 
 def _refused(step: Drawn) -> bool:
-    """Return whether JAX refuses the plain step: its types may not fit on explicit meshes."""
+    """Return whether JAX has no program for the plain step.
+
+    Its types may not fit on explicit meshes, or JAX may have no rule for an operation (of a batch
+    of convolutions of one filter each, for example). Any other error is one of the drawn step.
+    """
     plain: Any = step.fn if hasattr(step.fn, "lower") else jax.jit(step.fn)
     try:
         with step.context():
             step.call(plain.lower)
-    except Exception:
+    except (_SHARDING_TYPE_ERROR, NotImplementedError):
         return True
     return False
 

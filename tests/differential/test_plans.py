@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+from typing import Any
 
-from tests.differential.plans import differences
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.differential.plans import Drawn, _refused, differences
 from tests.support.pods import needs_plugin
+
+
+def drawn(fn: Any, *args: Any) -> Drawn:
+    return Drawn(fn, lambda f: f(*args), contextlib.nullcontext, pod=False)
+
+
+def test_jax_refuses_steps_whose_types_do_not_fit_and_those_that_it_has_no_rule_for():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data")))
+    assert _refused(drawn(lambda x: x + x.T, x))
+    assert _refused(drawn(jax.jacfwd(jax.scipy.linalg.schur), jnp.ones((3, 3))))
+    assert not _refused(drawn(lambda x: x + x, x))
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, AttributeError, KeyError, RuntimeError])
+def test_an_error_of_the_drawn_step_is_none_of_jaxs_refusals(error: type[Exception]):
+    def step(x: Any) -> Any:
+        raise error("the step's own")
+
+    with pytest.raises(error, match="the step's own"):
+        _refused(drawn(step, jnp.ones(8)))
 
 
 @needs_plugin

@@ -390,6 +390,73 @@ def test_einsum_is_numpys(spec: str, shapes: Any):
     close(jax.jit(lambda *xs: jaxoverlap.einsum(spec, *xs))(*xs), jnp.einsum(spec, *xs))
 
 
+@pytest.mark.parametrize("optimize", [True, False, "greedy", "optimal", [(0, 1)]], ids=str)
+def test_einsum_takes_an_order_of_contractions(mesh: Mesh, optimize: Any):
+    x, w = operands(mesh)
+    v = array(mesh, P("model", None), 256, 8)
+    if isinstance(optimize, str | bool):
+        fns = [
+            jax.jit(lambda *a, f=f: f("bsd,df,fe->bse", *a, optimize=optimize))
+            for f in (jaxoverlap.einsum, jnp.einsum)
+        ]
+        close(fns[0](x, w, v), fns[1](x, w, v))
+    compiled = jax.jit(
+        pinned(mesh, lambda *a: jaxoverlap.einsum("bsd,df->bsf", *a, optimize=optimize))
+    )
+    assert hops(compiled.lower(x, w).compile())
+    close(compiled(x, w), usual(x, w))
+
+
+@pytest.mark.parametrize("optimize", [["einsum_path", (0, 1)], [(0, 3)]], ids=str)
+def test_einsum_refuses_an_order_as_numpys_does(optimize: Any):
+    x, w = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
+    raised = []
+    for fn in (jnp.einsum, jaxoverlap.einsum):
+        with pytest.raises(Exception) as info:
+            fn("ab,bc->ac", x, w, optimize=optimize)
+        raised.append((info.type, str(info.value)))
+    assert raised[0] == raised[1]
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [([0, 1, 2], [2, 3], [0, 1, 3]), ([0, 1, 2], [2, 3]), ([7, 1, 2], [2, 3]), ([..., 2], [2, 3], [..., 3]),
+     ([..., 2], [2, 3]), ((0, 1, 2), range(2, 4)), (np.arange(3), np.array([2, 3]), [3, 1, 0]),
+     ("abc", "cd", "abd"), ([30, 40, 50], [50, -1], [-1, 30, 40])],
+    ids=str,
+)  # fmt: skip
+def test_einsum_takes_the_interleaved_form(mesh: Mesh, labels: Any):
+    x, w = operands(mesh)
+
+    def of(fn: Any) -> Any:
+        def run(x: Any, w: Any) -> Any:
+            return fn(x, labels[0], w, labels[1], *labels[2:])
+
+        return jax.jit(run)
+
+    close(of(jaxoverlap.einsum)(x, w), of(jnp.einsum)(x, w))
+
+
+def test_interleaved_operands_have_a_ring_and_right_sides(mesh: Mesh):
+    x, w = operands(mesh)
+    run = jax.jit(pinned(mesh, lambda x, w: jaxoverlap.einsum(x, [0, 1, 2], w, [2, 3], [0, 1, 3])))
+    assert hops(run.lower(x, w).compile())
+    several = jaxoverlap.einsum(x, [0, 1, 2], (w, w + 1), [2, 3], [0, 1, 3])
+    close(several, (usual(x, w), usual(x, w + 1)))
+    v = array(mesh, P(), 256, 8)
+    three = jaxoverlap.einsum(
+        x, [0, 1, 2], w, [2, 3], v, [3, 4], [0, 1, 4], optimize=[(1, 2), (0, 1)]
+    )
+    close(three, jnp.einsum("bsd,df,fe->bse", x, w, v), 1e-4)
+    close(jaxoverlap.einsum(w, [0, 1], [1, 0]), w.T)
+
+
+@pytest.mark.parametrize("given", [(), ([0, 1], 2), ([[0, 1]],), ([0.5, 1],)], ids=str)
+def test_einsum_without_labels_is_refused(given: Any):
+    with pytest.raises(ValueError, match="expected operands that are each followed by a list"):
+        jaxoverlap.einsum(np.ones((2, 3), np.float32), *given)
+
+
 def test_einsum_names_what_does_not_fit():
     x, w = np.ones((2, 3), np.float32), np.ones((4, 5), np.float32)
     with pytest.raises(ValueError, match="letter b has size 3"):
