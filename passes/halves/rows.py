@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxoverlap.passes.analysis.sharding_rules import BACKWARD, FORWARD, rule_of
@@ -111,11 +112,19 @@ def _dot_general(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     for paired in (contract, batch):
         for pair in zip(*paired, strict=True):
             if all(d in (None, p) for d, p in zip(dims, pair, strict=True)):
+                if paired is contract and _rounds(eqn):
+                    return None
                 whole = "or" if eqn.outvars[0].aval.dtype == np.bool_ else "add"
                 return Followed(
                     pair, (whole,) if paired is contract else (batch[0].index(pair[0]),)
                 )
     return None
+
+
+def _rounds(eqn: Any) -> bool:
+    """Return whether fractions give whole numbers: the sum of each part would be rounded."""
+    whole = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+    return whole and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)
 
 
 def _broadcast_in_dim(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
@@ -219,13 +228,6 @@ def _pad(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return Followed(tuple(dims), (dim,))
 
 
-def _split(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
-    dim = dims[0]
-    if dim is None or dim == eqn.params["axis"]:
-        return None
-    return Followed(tuple(dims), (dim,) * len(eqn.outvars))
-
-
 def _top_k(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     dim, ndim = dims[0], eqn.invars[0].aval.ndim
     if dim is None or dim == eqn.params.get("axis", ndim - 1) % ndim:
@@ -293,7 +295,8 @@ def _convolution(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     if given == (numbers.lhs_spec[0], None) and eqn.params["batch_group_count"] == 1:
         return Followed(given, (numbers.out_spec[0],))
     if given == (numbers.lhs_spec[1], numbers.rhs_spec[1]):
-        return Followed(given, ("add",)) if eqn.params["feature_group_count"] == 1 else None
+        adds = eqn.params["feature_group_count"] == 1 and not _rounds(eqn)
+        return Followed(given, ("add",)) if adds else None
     return None
 
 
@@ -383,7 +386,7 @@ _RULES: dict[str, Callable[[Any, Dims, Cut], Followed | None]] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "pad": _pad,
-    "split": _split,
+    "split": _along("axis"),
     "stack": _stack,
     "unstack": _unstack,
     "tile": _tile,

@@ -93,6 +93,10 @@ ALIKE: dict[str, Callable] = {
     ),
 }
 MIXING: dict[str, tuple[Callable, str]] = {
+    "a sum of fractions that is a whole number": (
+        lambda x: lax.dot_general(x, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.int32),
+        "dot_general",
+    ),
     "a sum over rows before": (lambda x: jnp.cumsum(x, 0) * x, "cumsum"),
     "a sort of the rows": (lambda x: jnp.sort(x, axis=0) + 1, "sort"),
     "rows from last to first": (lambda x: x[::-1] * x, "rev"),
