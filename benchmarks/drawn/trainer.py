@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,6 @@ from benchmarks.drawn.sketch import (
 from benchmarks.drawn.step import Built
 
 Tree = Any
-Pin = Callable[[jax.Array, str], jax.Array]
 
 _REMAT = {
     "none": lambda layer: layer,
@@ -40,7 +38,7 @@ _REMAT = {
 
 def build(sketch: Sketch, mesh: Mesh) -> Built:
     """The jitted step(weights, state, inputs, targets) -> (weights, state, loss) of a sketch."""
-    optimizer, pin = optimizer_of(sketch), pin_on(mesh, sketch)
+    optimizer, pin = optimizer_of(sketch), Pin(mesh, sketch)
     args = abstract_args(sketch, mesh)
 
     def step(weights: Tree, state: Tree, inputs: jax.Array, targets: jax.Array) -> Any:
@@ -55,20 +53,26 @@ def build(sketch: Sketch, mesh: Mesh) -> Built:
     if sketch.stated == "in and out":
         stated["out_shardings"] = (*shardings[:2], NamedSharding(mesh, P()))
     donated = (0, 1) if sketch.donate else ()
-    # A shard_map without a mesh of its own takes the one around it.
-    context = partial(jax.set_mesh, mesh) if sketch.mixer == "experts" else nullcontext
-    return Built(jax.jit(step, donate_argnums=donated, **stated), args, context)
+    return Built(jax.jit(step, donate_argnums=donated, **stated), args)
 
 
-def pin_on(mesh: Mesh, sketch: Sketch) -> Pin:
-    """Constrains the activations of a place, where the sketch says so."""
+@dataclass(frozen=True)
+class Pin:
+    """Constrain the activations of a place, where the sketch says so.
 
-    def pin(x: jax.Array, place: str) -> jax.Array:
-        if place not in sketch.constrained:
+    Attributes:
+        mesh: the mesh of the step.
+        sketch: the step.
+    """
+
+    mesh: Mesh
+    sketch: Sketch
+
+    def __call__(self, x: jax.Array, place: str) -> jax.Array:
+        if place not in self.sketch.constrained:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, place_spec(sketch, place)))
-
-    return pin
+        at = NamedSharding(self.mesh, place_spec(self.sketch, place))
+        return jax.lax.with_sharding_constraint(x, at)
 
 
 def optimizer_of(sketch: Sketch) -> optax.GradientTransformation:
@@ -176,14 +180,17 @@ def block(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin)
 def mlp(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, pin: Pin) -> jax.Array:
     """Up, an activation or a gate, down."""
     if sketch.mixer == "experts":
-        return experts(x, weights, sketch)
+        return experts(x, weights, sketch, pin.mesh)
     hidden = pin(x @ weights["up"], "hidden")
     active = jax.nn.silu(x @ weights["gate"]) * hidden if sketch.gated else jax.nn.gelu(hidden)
     return pin(active, "hidden") @ weights["down"]
 
 
-def experts(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch) -> jax.Array:
-    """Multiply each token with its best expert's weights, in groups of the tokens of a device."""
+def experts(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, mesh: Mesh) -> jax.Array:
+    """Multiply each token with its best expert's weights, in groups of the tokens of a device.
+
+    All axes are manual: XLA partitions no sort or grouped matmul where some are.
+    """
 
     def local(x: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         tokens = x.reshape(-1, x.shape[-1])
@@ -195,12 +202,8 @@ def experts(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch) -> jax.
         return (made * scores.max(-1, keepdims=True).astype(made.dtype)).reshape(x.shape)
 
     given = x, weights["router"], weights["up"], weights["down"]
-    if not sketch.data:
-        return local(*given)
-    rows = P(spec(sketch, "data")[0])
-    return jax.shard_map(
-        local, in_specs=(rows, P(), P(), P()), out_specs=rows, axis_names=set(sketch.data)
-    )(*given)
+    rows = spec(sketch, "data")
+    return jax.shard_map(local, mesh=mesh, in_specs=(rows, P(), P(), P()), out_specs=rows)(*given)
 
 
 def convolved(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:

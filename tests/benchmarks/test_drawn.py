@@ -121,7 +121,7 @@ def test_a_small_model_computes_what_it_computes_on_one_device(changes: dict[str
         devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
         mesh = Mesh(devices, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
         weights, _, *batch = _values(trainer.abstract_args(sketch, mesh))
-        pin = trainer.pin_on(mesh, sketch)
+        pin = trainer.Pin(mesh, sketch)
         loss = jax.jit(functools.partial(trainer.loss_of, sketch=sketch, pin=pin))
         losses.append(float(loss(weights, *batch)))
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # matmuls are in bfloat16
@@ -171,7 +171,8 @@ def test_a_small_step_becomes_a_row(kind: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_constrained_step_has_its_constraints():
-    everywhere = dataclasses.replace(SMALL, constrained=PLACES, attention="einsum", scan=False)
+    changes = {"attention": "einsum", "scan": False, "mixer": "none"}
+    everywhere = dataclasses.replace(SMALL, constrained=PLACES, **changes)  # type: ignore[arg-type]
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2)
     for projection, extra in (("each", 2), ("headwise", 2), ("fused", 0)):
         sketch = dataclasses.replace(everywhere, projection=projection, kv_heads=4)
