@@ -118,7 +118,7 @@ def type_text(var: Any) -> str:
 
 
 def in_host_memory(atom: Any) -> bool:
-    """Return whether a value lies in the host's memory, as offloaded residuals do."""
+    """Return whether a value is in the host's memory, as offloaded residuals are."""
     space = getattr(atom.aval, "memory_space", jax.memory.Space.Device)
     return space == jax.memory.Space.Host
 
@@ -292,14 +292,20 @@ def argument_names(jaxpr: Jaxpr) -> tuple[str, ...]:
     return tuple(name or f"argument {n}" for n, name in enumerate(names))
 
 
-def lined_as(eqn: JaxprEqn, around: JaxprEqn | None) -> JaxprEqn:
-    """Return an equation with the source line of the one around it, if its own is lost.
+def lined_as(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> JaxprEqn:
+    """Return an equation with a source line of the user's: its own, or that of one around it.
 
     JAX loses the lines inside its own jits, as that of `jnp.cumsum`, which it traces once for all.
+
+    Args:
+        eqn: the equation.
+        around: those whose bodies it is in, outer ones first.
     """
-    if around is None or source_info_util.user_frame(eqn.source_info.traceback) is not None:
-        return eqn
-    return eqn.replace(source_info=eqn.source_info.replace(traceback=around.source_info.traceback))
+    for lined in (eqn, *reversed(around)):
+        traceback = lined.source_info.traceback
+        if source_info_util.user_frame(traceback) is not None:
+            return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
+    return eqn
 
 
 def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:

@@ -255,9 +255,9 @@ def examples(jaxpr: Any, dims: DimNames, names: Sequence[Name]) -> tuple[str, ..
     return tuple(largest[name][1] for name in names if name in largest)
 
 
-def described(eqn: Any) -> str:
-    """Name an equation by its primitive and its source line."""
-    file, line, _ = compat.source_line(eqn)
+def described(eqn: Any, around: Sequence[Any] = ()) -> str:
+    """Name an equation by its primitive and its source line, or that of an equation around it."""
+    file, line, _ = compat.source_line(compat.lined_as(eqn, around))
     return f"{eqn.primitive.name} ({short_source(file, line)})"
 
 

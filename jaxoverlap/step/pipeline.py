@@ -106,8 +106,8 @@ def _terms(step: StepContext, options: Options) -> Terms:
 
 def _with_price(step: StepContext, way: Way) -> Plan:
     """Add to a way's plan what it saves by price, and the operations that partition themselves."""
-    operations = filter(partitions_itself, equations(step.jaxpr))
-    partitioning = tuple(dict.fromkeys(map(described, operations)))
+    operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
+    partitioning = tuple(dict.fromkeys(described(*at) for at in operations))
     plan = msgspec.structs.replace(way.plan, partitioning=partitioning)
     if step.cost is None or way.step_s is None or way.plain is None or way.laid is None:
         return plan

@@ -147,13 +147,17 @@ def bodies(jaxpr: Any) -> tuple[Body, ...]:
     return tuple(sorted(visited, key=lambda body: body.index))
 
 
-def equations(jaxpr: Any, around: Any = None) -> Iterator[Any]:
-    """Yield every equation of a jaxpr, at any depth, with a source line of the user's."""
+def equations(jaxpr: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield every equation of a jaxpr, at any depth, with those whose bodies it is in.
+
+    Args:
+        jaxpr: the jaxpr.
+        around: the equations whose bodies it is in itself, outer ones first.
+    """
     for eqn in jaxpr.eqns:
-        lined = compat.lined_as(eqn, around)
-        yield lined
+        yield eqn, around
         for body in compat.jaxprs_in(eqn):
-            yield from equations(body, lined)
+            yield from equations(body, (*around, eqn))
 
 
 def has_matmul(eqn: Any) -> bool:

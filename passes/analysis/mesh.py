@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxoverlap._jax import compat, jits
+from jaxoverlap._jax import jits
 from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.jaxprs import equations
 
 
 class MeshError(UserError):
@@ -105,11 +106,7 @@ def _shard_maps(jaxpr: Any) -> Iterator[Any]:
 
 def _named(jaxpr: Any, primitive: str) -> Iterator[Any]:
     """Yield the equations of a primitive, at any depth."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == primitive:
-            yield eqn
-        for inner in compat.jaxprs_in(eqn):
-            yield from _named(inner, primitive)
+    return (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == primitive)
 
 
 def explicit_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.halves.body import Body
 from jaxoverlap.passes.halves.own_names import own_slices
 from jaxoverlap.passes.halves.rows import Cut, follow
@@ -184,7 +185,11 @@ class Halved:
             has_rows: of each operand that it scans over, whether it holds rows.
         """
         length, unroll, inner = (scan.params[name] for name in ("length", "unroll", "jaxpr"))
-        if unroll != 1 or length % self._unroll or _any_eqn(inner, _is_scan_or_offloads):
+        if (
+            unroll != 1
+            or length % self._unroll
+            or any(_is_scan_or_offloads(eqn) for eqn, _ in equations(inner))
+        ):
             return scan
         self.unroll = self._unroll
         apart = own_slices(inner, has_rows, scan)
@@ -228,14 +233,6 @@ class Halved:
         invars, outvars = body.flat(eqn.invars, dims, eqn), body.made(eqn.outvars, dims)
         body.eqns.append(eqn.replace(invars=invars, outvars=outvars))
         return True
-
-
-def _any_eqn(jaxpr: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Return whether an equation of a jaxpr, at any depth, is a wanted one."""
-    return any(
-        wanted(eqn) or any(_any_eqn(body, wanted) for body in compat.jaxprs_in(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _is_scan_or_offloads(eqn: Any) -> bool:

@@ -76,11 +76,11 @@ class DimNames:
 
     # -- equations ----------------------------------------------------------------------------
 
-    def _visit(self, jaxpr: Any, around: Any = None) -> None:
+    def _visit(self, jaxpr: Any, around: tuple[Any, ...] = ()) -> None:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in TRANSPARENT:
-                self._called(compat.lined_as(eqn, around))
+                self._called(eqn, around)
             elif named := rule_of(eqn):
                 self._ruled(eqn, named)
             elif rule := _RULES.get(name):
@@ -116,7 +116,7 @@ class DimNames:
                 at = first.setdefault((name, size), _Dim(var, d))
                 self._same(at.var, var, [(at.dim, d)])
 
-    def _called(self, eqn: Any) -> None:
+    def _called(self, eqn: Any, around: tuple[Any, ...]) -> None:
         """Join the operands and results of an equation with those of the bodies that it runs."""
         name, bodies = eqn.primitive.name, list(compat.jaxprs_in(eqn))
         operands = list(eqn.invars)
@@ -136,7 +136,7 @@ class DimNames:
                 if len(eqn.outvars) == len(body.outvars):
                     self._bound(eqn.outvars, body.outvars)
         for body in bodies:
-            self._visit(body, eqn)
+            self._visit(body, (*around, eqn))
 
     def _scanned(self, eqn: Any, body: Any) -> None:
         num_consts, num_carry = compat.scan_counts(eqn)
@@ -220,8 +220,9 @@ def _along(param: str) -> Callable[[Any], _Joins]:
         for operand, out in zip(eqn.invars, eqn.outvars, strict=True):
             ndim = out.aval.ndim
             along = {d % ndim for d in np.atleast_1d(eqn.params[param])}
-            yield operand, out, [(d, d) for d in range(ndim) if d not in along]
-            yield operand, eqn.outvars[0], [(d, d) for d in range(ndim) if d not in along]
+            kept = [(d, d) for d in range(ndim) if d not in along]
+            yield operand, out, kept
+            yield eqn.outvars[0], out, kept
 
     return rule
 
