@@ -29,6 +29,7 @@ from jaxoverlap.step.processes import agreed, processes_of
 from jaxoverlap.step.program import (
     StepProgram,
     agree,
+    lowered_as,
     lowered_plain,
     pass_result,
     refused,
@@ -190,22 +191,18 @@ class Overlapped:
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = self._inferred(args, kwargs)
         program = self._decided(call, args, kwargs)
-        ordering, params = program.ordering, program.params
-        if ordering:
-            params = ordering.named(params)
-        lowered = jits.traced_with(self._jitted.trace(*args, **kwargs), params).lower()
+        traced = self._jitted.trace(*args, **kwargs)
         rival = plain = None
-        traced = functools.partial(self._jitted.trace, *args, **kwargs)
         if self._options.falls_back and program.plan is not None:
-            plain = lambda: lowered_plain(traced(), call)  # noqa: E731
+            plain = functools.partial(lowered_plain, traced, call)
         if program.undecided and not any(map(jits.is_tracer, call.flat)):
             rival = rival_of(self._jitted, call, args, kwargs, program, self._options)
         return Lowered(
-            lowered,
+            lowered_as(traced, program),
             program.plan,
             self._wrapped_jit,
             program.cluster,
-            ordering,
+            program.ordering,
             rival=rival,
             speedup=program.speedup or predicted(program.plan),
             plain=plain,
@@ -288,10 +285,8 @@ class Overlapped:
 
 def _bound(call: jits.Call, program: StepProgram) -> list[Any]:
     """Compile a program, if it has not been, and run it."""
-    if program.ordering is None:
-        return jits.bind_jit(call.flat, program.params)
-    with program.ordering.compiling():
-        return jits.bind_jit(call.flat, program.ordering.named(program.params))
+    with program.compiling():
+        return jits.bind_jit(call.flat, program.named_params)
 
 
 def _key(call: jits.Call) -> Hashable:

@@ -20,6 +20,7 @@ import msgspec
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.key_value_store import Store, awaited
+from jaxoverlap._util.text import first_line
 
 _HOSTS, _FAILED = "jaxoverlap/lost/hosts", "jaxoverlap/lost/failed"
 _POLL_S = 0.1
@@ -91,7 +92,7 @@ def lost_named(within_s: float = 30.0) -> Iterator[None]:
         collective = collective_of(str(error))
         if not collective:
             raise
-        seen = _Seen(collective, str(error).splitlines()[0][:_SHOWN])
+        seen = _Seen(collective, first_line(error, _SHOWN))
         raise _Survivor(store, me, hosts, seen, within_s).verdict() from error
 
 
@@ -220,7 +221,7 @@ def _within(work: Callable[[], None], seconds: float) -> str:
         try:
             work()
         except jax.errors.JaxRuntimeError as error:
-            trouble.append(str(error).splitlines()[0][:_SHOWN])
+            trouble.append(first_line(error, _SHOWN))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,13 +9,12 @@ from typing import Any
 
 import jax
 import msgspec
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
-from jaxoverlap.passes.analysis.jaxprs import bodies, dots, has_nested_loops
+from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
 from jaxoverlap.passes.analysis.mesh import is_cpu
 from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
 from jaxoverlap.passes.halves.body import HostMemoryError
@@ -24,7 +22,8 @@ from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import Rows, rows_to_cut
-from jaxoverlap.passes.layouts.dims import DimNames, Name
+from jaxoverlap.passes.halves.windows import ShardedWindows
+from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import argument_bytes, estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import pinnable, pinned
 from jaxoverlap.passes.planning.terms import Terms
@@ -236,7 +235,7 @@ def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any
             lambda var: rows.dim(dims, var),
             rows.cut(parts),
             unroll,
-            whole=functools.partial(splits_windows, dims, sharded_names(step, dims)),
+            whole=ShardedWindows(step.jaxpr, step.arguments, dims, sizes),
         )
     except HostMemoryError as error:
         return laid.jaxpr, Halves(parts=parts, why_not=str(error))
@@ -247,36 +246,6 @@ def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any
         unroll=done.unroll,
         mixing=tuple(dict.fromkeys(map(described, done.mixing))),
     )
-
-
-def sharded_names(step: StepContext, dims: DimNames) -> set[Name]:
-    """Return the names of dims that an argument of a step, or a constraint in it, shards."""
-    named = list(zip(step.jaxpr.invars, step.arguments, strict=True))
-    for body in bodies(step.jaxpr):
-        for eqn in body.eqns:
-            sharding = eqn.params.get("sharding")
-            if eqn.primitive.name == "sharding_constraint" and isinstance(sharding, NamedSharding):
-                value = eqn.outvars[0]
-                named.append((value, compat.axes_by_dim(sharding.spec, value.aval.ndim)))
-    return {
-        name
-        for var, spec in named
-        for name, axes in zip(dims.of(var) if spec else (), spec or (), strict=True)
-        if math.prod(step.mesh.shape.get(axis, 1) for axis in axes) > 1
-    }
-
-
-def splits_windows(dims: DimNames, sharded: set[Name], eqn: Any) -> bool:
-    """Return whether a convolution's window, or what it slides over, is sharded.
-
-    XLA's partitioner multiplies wrong rows of such a convolution where its batch is small
-    (docs/upstream.md), as that of a part is.
-    """
-    if eqn.primitive.name != "conv_general_dilated":
-        return False
-    numbers = eqn.params["dimension_numbers"]
-    sides = zip(eqn.invars, (numbers.lhs_spec, numbers.rhs_spec), strict=True)
-    return any(dims.of(var)[d] in sharded for var, spec in sides for d in spec[2:])
 
 
 def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[Rows]) -> str:

@@ -116,23 +116,21 @@ class Rival:
             compiled: compiles a way here.
             options: further compiler options, for plain too.
         """
-        others = self._others()
-        children = [self._child(way, options) for way in others]
+        ways = self._others()
+        children = [self._child(way, options) for way in ways]
         with ThreadPoolExecutor(len(children)) as pool:
-            running = [pool.submit(child) for child in children]
+            results = pool.map(lambda child: child(), children)  # they run meanwhile
             rings = compiled("overlapped")
-        made = dict(zip(others, [done.result() for done in running], strict=True))
-        return choose(self, made, rings, compiled)
+        return choose(self, dict(zip(ways, results, strict=True)), rings, compiled)
 
     def decided_in_children(self) -> Speedup:
         """Choose before this process compiles anything."""
         ways: tuple[Way, ...] = (*self._others(), "overlapped")
         children = [self._child(way, None) for way in ways]
         with ThreadPoolExecutor(len(children)) as pool:
-            running = [pool.submit(child) for child in children]
-        made = dict(zip(ways, [done.result() for done in running], strict=True))
-        rings = made.pop("overlapped")
-        return choose(self, made, rings, lambda way: self._child(way, None)())
+            results = dict(zip(ways, pool.map(lambda child: child(), children), strict=True))
+        rings = results.pop("overlapped")
+        return choose(self, results, rings, lambda way: self._child(way, None)())
 
     def _others(self) -> tuple[Way, ...]:
         """Return the candidates that are compiled beside the overlapped step in any case."""

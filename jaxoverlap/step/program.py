@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -82,6 +83,15 @@ class StepProgram:
     speedup: Speedup | None = None
     compiled: bool = False
 
+    @property
+    def named_params(self) -> dict[str, Any]:
+        """The parameters, under the name that the scheduler pass looks for."""
+        return self.ordering.named(self.params) if self.ordering else self.params
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        """Return the context in which XLA compiles it: the scheduler pass is at work in it."""
+        return self.ordering.compiling() if self.ordering else contextlib.nullcontext()
+
 
 def step_program(
     jitted: Any,
@@ -134,12 +144,8 @@ def _on_no_one_mesh(call: jits.Call, error: MeshError, options: Options) -> Step
     mesh = error.meshes[0] if len(devices) == 1 else None
     program = as_it_is(call, mesh) if mesh is not None and pods.is_pod(mesh) else None
     cluster = options.cluster or (mesh and cluster_of(mesh, options.agree_within_s))
-    return replace(
-        program or _plain(call.params),
-        cluster=cluster,
-        notice=_no_mesh(call, error),
-        error=error,
-    )
+    program = program or _plain(call.params)
+    return replace(program, cluster=cluster, notice=_no_mesh(call, error), error=error)
 
 
 def following(plan: Plan, options: Options) -> Options:
@@ -278,8 +284,7 @@ def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | 
 
 def lowered_as(traced: jax.stages.Traced, new: StepProgram) -> jax.stages.Lowered:
     """Lower a rewritten step under the name that its scheduler pass looks for."""
-    params = new.ordering.named(new.params) if new.ordering else new.params
-    return jits.traced_with(traced, params).lower()
+    return jits.traced_with(traced, new.named_params).lower()
 
 
 def lowered_plain(traced: jax.stages.Traced, call: jits.Call) -> jax.stages.Lowered:
@@ -304,9 +309,8 @@ def refused(
     """
     if processes_of(mesh_of(call)):
         raise error
-    compiling = program.ordering.compiling() if program.ordering else contextlib.nullcontext()
     try:
-        with compiling:
+        with program.compiling():
             lowered_as(traced, program).compile()
     except jax.errors.JaxRuntimeError:
         text = not_compiled(call.params["name"], error)
