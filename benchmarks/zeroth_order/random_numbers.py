@@ -1,4 +1,4 @@
-"""What the random directions of a zeroth-order step cost a GPU, and steps with that price in.
+"""Estimate the GPU time of a zeroth-order step's random directions, and steps with it.
 
     python -m benchmarks.zeroth_order.random_numbers benchmarks/results/zeroth_order_pods.jsonl
 

@@ -179,7 +179,7 @@ class Configuration:
 
     @property
     def settings(self) -> str:
-        """What is not an axis, in words."""
+        """Name the choices that are not axes, in words."""
         more = [f"micro-batch {self.micro_batch}"]
         more += [f"ZeRO-{self.zero_stage}"] if self.zero_stage else []
         more += [f"{self.recompute} recompute"] if self.recompute != "none" else []

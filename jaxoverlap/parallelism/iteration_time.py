@@ -339,7 +339,7 @@ class IterationTime:
         return sum(self._sent_s(s, placement) for s in sums)
 
 
-# What no layer hides of FSDP's: (phase, kind), in the order of `_fsdp_phases`.
+# FSDP's collectives that no layer hides: (phase, kind), in the order of `_fsdp_phases`.
 _ENDS = (("forward", "all-gather"), ("backward", "reduce-scatter"))
 
 

@@ -40,7 +40,7 @@ class KindRatio:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the simulation says of one run of each instruction, by name.
+    """The simulated seconds of one run of each instruction, by name.
 
     Attributes:
         kernel_s: seconds of a kernel; kinds: its kind.

@@ -141,6 +141,11 @@ class Placement:
         return None
 
 
+def copies(leaf: Any, workers: int) -> jax.Array:
+    """Return a leaf with a leading dim of workers, each of which has the same."""
+    return jnp.broadcast_to(leaf, (workers, *leaf.shape))
+
+
 def mean_of_workers(leaf: jax.Array) -> jax.Array:
     """Average floats over a leading dim of workers; of other leaves take worker 0's."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):

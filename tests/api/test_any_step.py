@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap.step.options import Options
+from tests.support.halves import OFFLOADS_INNER
 from tests.support.pods import pytestmark as pods
 
 POD, AXES = "h100-sxm:1x8", {"data": 4, "model": 2}
@@ -111,18 +112,14 @@ class TestPods:
     @pytest.mark.parametrize("unroll", [1, 2])
     def test_residuals_that_are_offloaded_compile_in_halves(self, unroll: int):
         mesh = jaxoverlap.pod_mesh(POD, AXES)
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["inner"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
 
         def loss(params, x):
             def layer(x, w):
                 return x + checkpoint_name(jnp.tanh(x @ w["up"]), "inner") @ w["down"], None
 
-            return jnp.square(lax.scan(jax.checkpoint(layer, policy=policy), x, params)[0]).mean()
+            return jnp.square(
+                lax.scan(jax.checkpoint(layer, policy=OFFLOADS_INNER), x, params)[0]
+            ).mean()
 
         def at(shape, *spec):
             return shaped(shape, NamedSharding(mesh, P(*spec)))

@@ -32,7 +32,12 @@ from jaxoverlap.api import Overlapped
 from tests.differential.case import draw
 
 _TOGETHER = 20  # steps that one process plans before another follows
-_SHARDING_TYPE_ERROR = importlib.import_module("jax._src.core").ShardingTypeError  # it has no other
+# Errors by which JAX has no program for a plain step: its types do not fit on explicit meshes, or
+# there is no rule for an operation (of a batch of convolutions of one filter each, for example).
+REFUSALS: tuple[type[Exception], ...] = (
+    importlib.import_module("jax._src.core").ShardingTypeError,  # it has no public name
+    NotImplementedError,
+)
 _BUDGET_S = 1.0  # of a tuning: it looks at few candidates, and compiles two
 _TUNED, _TUNES_ITSELF = 7, 13  # of so many steps for pods one is tuned by either way in
 
@@ -103,16 +108,12 @@ def planned(seed: int, folder: Path) -> None:
 
 
 def _refused(step: Drawn) -> bool:
-    """Return whether JAX has no program for the plain step.
-
-    Its types may not fit on explicit meshes, or JAX may have no rule for an operation (of a batch
-    of convolutions of one filter each, for example). Any other error is one of the drawn step.
-    """
+    """Return whether JAX has no program for the plain step; any other error is the drawn step's."""
     plain: Any = step.fn if hasattr(step.fn, "lower") else jax.jit(step.fn)
     try:
         with step.context():
             step.call(plain.lower)
-    except (_SHARDING_TYPE_ERROR, NotImplementedError):
+    except REFUSALS:
         return True
     return False
 

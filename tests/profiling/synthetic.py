@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.profiler import ProfileData
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +31,14 @@ class Ran:
 
 
 Lines = Mapping[str, Sequence[Ran]]
+
+
+def assert_refused(read: Callable[[Path], object], path: Path, data: bytes, said: str) -> None:
+    """Write a file that is no profile, and check that its reader says so and names the file."""
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=said) as error:
+        read(path)
+    assert str(path) in str(error.value)
 
 
 def kernel(name: str, op: str, start: float, took: float, *, module: str = "jit_step") -> Ran:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxoverlap.profiling.formats import chrome
 from jaxoverlap.profiling.formats.events import COPY_P2P, NO_DURATION
+from tests.profiling import synthetic
 
 BASE_US = 1740461679479712  # PyTorch's times are microseconds since 1970
 
@@ -109,8 +110,4 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_file_that_is_none_is_refused(what: str, tmp_path: Path):
     data, said = WRONG[what]
-    path = tmp_path / "wrong.trace.json"
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=said) as error:
-        chrome.read(path)
-    assert str(path) in str(error.value)
+    synthetic.assert_refused(chrome.read, tmp_path / "wrong.trace.json", data, said)

@@ -67,11 +67,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_file_that_is_none_is_refused(what: str, tmp_path: Path):
     data, said = WRONG[what]
-    path = tmp_path / "wrong.xplane.pb"
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=said) as error:
-        xplane.read(path)
-    assert str(path) in str(error.value)
+    synthetic.assert_refused(xplane.read, tmp_path / "wrong.xplane.pb", data, said)
 
 
 # -- CPU devices ----------------------------------------------------------------------------------

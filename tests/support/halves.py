@@ -18,6 +18,12 @@ from jaxoverlap.passes.layouts.dims import DimNames
 
 B, S, D, V, L = 8, 4, 6, 10, 4
 CUT = Cut(2, 2)
+OFFLOADS_INNER = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["inner"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 
 
 def layer(x, weights):

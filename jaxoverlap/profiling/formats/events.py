@@ -39,7 +39,7 @@ class DeviceEvent:
         return (self.end_ns - self.start_ns) * 1e-9
 
 
-# What `detail` has, as CUPTI's activities are named; PyTorch's and ROCm's copies are renamed to it.
+# The copies that `detail` names, by CUPTI's names; PyTorch's and ROCm's are renamed to these.
 COPY_P2P, COPY_D2D, COPY_H2D, COPY_D2H = "MemcpyP2P", "MemcpyD2D", "MemcpyH2D", "MemcpyD2H"
 GRAPH = "CudaGraph"
 NO_DURATION = "events without a duration"
@@ -62,7 +62,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a profiler recorded, of one process or of several.
+    """The recording of a profiler, of one process or of several.
 
     Attributes:
         source: the file or folder, for messages.

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import explained, in_vain
-from jaxoverlap.train.compression.state import Control, SyncState, checked
+from jaxoverlap.train.compression.state import Control, SyncState, checked, kept_by_workers
 from jaxoverlap.train.compression.sync import Sync
-from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.placement import Placement, copies
 from jaxoverlap.train.programs import Programs
 
 
@@ -84,13 +84,8 @@ class ControlLoop:
 
     def new_state(self, params: Any) -> SyncState:
         """Return the state of all workers when a run begins, with a dim of workers."""
-        workers = self._placement.workers
         sync = self.averager(params).init(params)
-
-        def copies(tree: Any) -> Any:
-            return jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (workers, *x.shape)), tree)
-
-        return replace(sync, error=copies(sync.error), accumulated=copies(sync.accumulated))
+        return kept_by_workers(sync, lambda leaf: copies(leaf, self._placement.workers))
 
     def shardings(self, params: Any, specs: Any) -> SyncState:
         """Return the sharding of each leaf of the state of all workers."""

@@ -39,7 +39,7 @@ from jaxoverlap.train.compression.state import (
 )
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.compression.worker import WorkerStep
-from jaxoverlap.train.placement import Placement, mean_of_workers
+from jaxoverlap.train.placement import Placement, copies, mean_of_workers
 from jaxoverlap.train.programs import batch_like, key_of, like
 
 _UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
@@ -146,12 +146,11 @@ class DataParallel:
         params, control = place.with_specs_of(state.params), state.control
         at = self._shardings(params)
         optimizer = jax.tree.map(jnp.copy, jax.device_put(state.optimizer, at.optimizer))
-        workers = self.workers
 
-        def copies(sync: SyncState) -> SyncState:
-            return kept_by_workers(sync, lambda x: jnp.broadcast_to(x, (workers, *x.shape)))
+        def of_all(sync: SyncState) -> SyncState:
+            return kept_by_workers(sync, lambda leaf: copies(leaf, self.workers))
 
-        sync = jax.jit(copies, out_shardings=at.sync)(place.on_mesh(state.sync))
+        sync = jax.jit(of_all, out_shardings=at.sync)(place.on_mesh(state.sync))
         return TrainState(params, optimizer, sync, control)
 
     def _new(self, params: Any) -> tuple[Any, Any, SyncState]:

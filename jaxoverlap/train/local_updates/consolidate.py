@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression.state import kept_by_workers
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn
-from jaxoverlap.train.placement import Placement, mean_of_workers
+from jaxoverlap.train.placement import Placement, copies, mean_of_workers
 
 
 def consolidated(
@@ -88,14 +88,14 @@ def _shardings_there(state: LocalState, shapes: Any, outer: Outer, place: Placem
 def spread(state: LocalState, outer: Outer, workers: int) -> LocalState:
     """Return the state of so many workers, each with a copy; keys differ between them."""
 
-    def copies(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: _copies(leaf, workers), tree)
+    def of_all(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: _copies_or_keys(leaf, workers), tree)
 
     begin, optimizer = state.begin, state.optimizer
     if outer.eager:
-        begin, optimizer = copies((begin, optimizer))
-    sync = kept_by_workers(state.sync, lambda leaf: _copies(leaf, workers))
-    worker, sent, finite = copies((state.worker, state.sent, state.finite))
+        begin, optimizer = of_all((begin, optimizer))
+    sync = kept_by_workers(state.sync, lambda leaf: copies(leaf, workers))
+    worker, sent, finite = of_all((state.worker, state.sent, state.finite))
     return LocalState(worker, begin, optimizer, sent, state.round, finite, sync)
 
 
@@ -110,10 +110,10 @@ def of_workers(state: LocalState, outer: Outer, change: Callable[[Any], Any]) ->
     return replace(state, begin=begin, optimizer=optimizer)
 
 
-def _copies(leaf: Any, workers: int) -> jax.Array:
+def _copies_or_keys(leaf: Any, workers: int) -> jax.Array:
     leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(leaf, (workers, *leaf.shape))
+        return copies(leaf, workers)
 
     def folded(number: jax.Array) -> jax.Array:
         keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(leaf.reshape(-1))

@@ -117,7 +117,8 @@ class LocalUpdates:
         function("train_step", train_step, "train_step(state, batch) -> (state, metrics)")
         if sync is not None and not isinstance(sync, Sync):
             raise ValueError(f"sync={sync!r}: expected None, or one such as uniform(power_sgd(4))")
-        if sync is None and keys("stacked", stacked):
+        stacked = keys("stacked", stacked)
+        if sync is None and stacked:
             raise ValueError(f"stacked={stacked!r} without sync: it says what is compressed")
         check, shard_outer = flag("check", check), flag("shard_outer", shard_outer)
         if outer.eager and shard_outer:
@@ -137,7 +138,6 @@ class LocalUpdates:
         self._placement = Placement(mesh, axis, shard_outer)
         self._outer_dtype = None if outer_dtype is None else floating("outer_dtype", outer_dtype)
         self._overlap = overlap_options(overlap)
-        stacked = keys("stacked", stacked)
         self._loop = None if sync is None else ControlLoop(sync, mesh, axis, stacked)
         self._programs = Programs() if self._loop is None else self._loop.programs
 

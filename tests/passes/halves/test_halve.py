@@ -17,6 +17,7 @@ from jaxoverlap.passes.halves.body import HostMemoryError
 from jaxoverlap.passes.halves.halve import Halved
 from tests.support.halves import (
     CUT,
+    OFFLOADS_INNER,
     B,
     D,
     L,
@@ -165,17 +166,11 @@ def made_of(jaxpr: Any, *outvars: Any) -> set[Any]:
 
 def offloaded(weights, x):
     """Run layers whose inner values wait for the backward pass in the host's memory."""
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["inner"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
 
     def layer(x, w):
         return x + checkpoint_name(jnp.tanh(x @ w), "inner") @ w.T, None
 
-    return jnp.square(lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0]).sum()
+    return jnp.square(lax.scan(jax.checkpoint(layer, policy=OFFLOADS_INNER), x, weights)[0]).sum()
 
 
 def on_host(jaxpr: Any) -> list[Any]:
