@@ -1,27 +1,18 @@
 """Train the GPT or the mixture of experts as `jaxoverlap configure` says: one mesh of six axes.
 
-    activation              shape                             sharding
-    residual stream         [batch, sequence, hidden]         (BATCH, ("context", "model"), None)
-    q, k, v, attended       [batch, sequence, heads, size]    (BATCH, "context", "model", None)
-    scores                  [batch, heads, query, key]        (BATCH, "model", "context", None)
-    MLP inner               [batch, sequence, mlp]            (BATCH, "context", "model")
-    at the experts          [expert, group, slot, hidden]     ("expert", DATA, None, None)
-
-DATA is ("data", "fsdp"), BATCH is ("data", "fsdp", "expert"). Weights are sharded over fsdp and
-model, experts over expert too, layers over pipeline, and tables over fsdp, model and pipeline.
-Micro-batches go through `jaxoverlap.pipeline`, which computes the gradients itself; to the recipe
-that is a loss with a gradient of its own (`models.micro_batches`).
+`models.configured_model` has the models and their layout. Micro-batches go through
+`jaxoverlap.pipeline`, which computes the gradients itself; to the recipe that is a loss with a
+gradient of its own (`models.micro_batches`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,262 +23,10 @@ from jaxoverlap.parallelism.file import Chosen, read_chosen
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.sharding import mesh_of
-from models import gpt, micro_batches, moe
-from models.config import Mistake, Run, TextRun
-from models.layers import Layout, Norm, Weight, cross_entropy, shard, stack, wide, without
+from models import gpt, micro_batches
+from models.config import Mistake, Run
+from models.configured_model import GPT, GROUP, SLACK, Config, MoE
 from models.recipe import Recipe
-
-BATCH = ("data", "fsdp", "expert")
-TABLE = P(("fsdp", "model", "pipeline"), None)
-SLACK, GROUP = 1.25, 1024  # of a named model's experts, as models.moe has them for pods
-SIX_AXES = Layout(
-    stream=P(BATCH, ("context", "model"), None),
-    heads=P(BATCH, "context", "model", None),
-    scores=P(BATCH, "model", "context", None),
-    inner=P(BATCH, "context", "model"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(TextRun):
-    """The GPT's or the mixture's sizes, on a mesh of six axes."""
-
-    AXES: ClassVar[tuple[str, str]] = ("fsdp", "model")  # of weights: rows, columns
-    FROM_0: ClassVar[frozenset[str]] = TextRun.FROM_0 | {"experts", "choices", "balance"}
-
-    split: Configuration = dataclasses.field(default_factory=Configuration)
-    order: tuple[str, ...] = AXES  # the placement: axes over devices, slowest first
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    gated: bool = False
-    tied: bool = True
-    experts: int = 0
-    choices: int = 0
-    group: int = 64
-    slack: float = 2.0
-    balance: float = 1e-2
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return self.split.axes
-
-    @property
-    def micro_batches(self) -> int:
-        return self.split.micro_batches(self.batch)
-
-    @property
-    def capacity(self) -> int:
-        return moe.Config.capacity.fget(self)  # type: ignore[attr-defined]
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden // self.heads
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """Layers of each pipeline chunk."""
-        return self.split.chunk_layers(self.transformer)
-
-    @property
-    def transformer(self) -> Transformer:
-        """The sizes as `jaxoverlap.configure` takes them."""
-        return Transformer(
-            name="trained", layers=self.layers, hidden=self.hidden, heads=self.heads,
-            kv_heads=self.kv_heads, head_dim=self.head_dim, mlp=self.mlp, vocab=self.vocab,
-            sequence=self.sequence, experts=self.experts, choices=self.choices, gated=self.gated,
-            tied=self.tied, biases=False,
-        )  # fmt: skip
-
-    def divisors(self) -> Iterator[tuple[str, str, int]]:
-        split = self.split
-        if self.head_dim is None:
-            yield "hidden", "heads", self.heads
-        yield "hidden", "fsdp", split.fsdp
-        yield "batch", "micro-batches of all devices", split.batch_ways * split.micro_batch
-        yield "heads", "model", split.model
-        yield "mlp", "model", split.model
-        yield "vocab", "fsdp x model x pipeline", split.fsdp * split.model * split.pipeline
-        yield "sequence", "context x model", split.context * split.model
-
-
-class Attention(gpt.Attention):
-    """The GPT's, with fewer heads of keys, heads of any size, and cuDNN's kernel on GPUs."""
-
-    config: Config
-
-    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
-        hidden, heads, size = config.hidden, config.heads, config.head_size
-        keys = config.kv_heads or heads
-        std = hidden**-0.5
-        back = (heads * size) ** -0.5 * (2 * config.layers) ** -0.5
-        columns = "model" if keys % config.split.model == 0 else None
-        into = P("fsdp", columns, None)
-        self.q = Weight(config, mesh, rngs, P("fsdp", "model", None), (hidden, heads, size), std)
-        self.k = Weight(config, mesh, rngs, into, (hidden, keys, size), std)
-        self.v = Weight(config, mesh, rngs, into, (hidden, keys, size), std)
-        out = (heads, size, hidden)
-        self.out = Weight(config, mesh, rngs, P("model", None, "fsdp"), out, back)
-        self.config, self.mesh, self.at = config, mesh, at
-        self.einsum = gpt.einsum_of(config)
-
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        if self.config.split.recompute == "selective":
-            return jax.checkpoint(self.fused_or_not)(q, k, v)
-        return self.fused_or_not(q, k, v)
-
-    def fused_or_not(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        if uses_cudnn(self.config, self.mesh):
-            return shard(on_each_device(cudnn, self.at.heads)(q, k, v), self.mesh, self.at.heads)
-        return super().attend(q, k, v)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        mesh, heads = self.mesh, self.at.heads
-        q = shard(self.einsum("bsd,dnh->bsnh", x, self.q()), mesh, heads)
-        k, v = (self.repeated(self.einsum("bsd,dnh->bsnh", x, w())) for w in (self.k, self.v))
-        q, k = shard(gpt.rotate(q), mesh, heads), shard(gpt.rotate(k), mesh, heads)
-        attended = shard(self.attend(q, k, v), mesh, heads)
-        return shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
-
-    def repeated(self, keys: jax.Array) -> jax.Array:
-        """Keys or values, with as many heads as devices or, without cuDNN, as queries."""
-        have, want = keys.shape[2], self.config.split.model
-        if not uses_cudnn(self.config, self.mesh):
-            want = self.config.heads
-        if have % want:
-            keys = jnp.repeat(keys, want // have, axis=2)
-        return shard(keys, self.mesh, self.at.heads)
-
-
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-
-def on_each_device(attend: Callable, spec: P) -> Callable:
-    """Attention by each device on the sequences and heads that it has, inside a shard_map.
-
-    Inside one, cuDNN's attention has to be told its part: XLA cannot ask Python how to partition it
-    where some axes are manual. Elsewhere it is left to XLA, through which `overlap` cuts the batch.
-    """
-    inside = jax.sharding.get_abstract_mesh()
-    if not inside.manual_axes:
-        return attend
-    spec, rest = without(spec, inside.manual_axes), set(inside.axis_names) - set(inside.manual_axes)
-    return jax.shard_map(
-        attend, in_specs=(spec,) * 3, out_specs=spec, axis_names=rest, check_vma=False
-    )
-
-
-def uses_cudnn(config: Config, mesh: Mesh) -> bool:
-    """Whether attention is cuDNN's: on GPUs, in 16 bits, if each device has whole sequences."""
-    narrow = jnp.dtype(config.dtype).itemsize == 2
-    return mesh.devices.flat[0].platform != "cpu" and narrow and config.split.context == 1
-
-
-class MLP(gpt.MLP):
-    """The GPT's; gated: SwiGLU."""
-
-    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
-        super().__init__(config, mesh, rngs, at)
-        if config.gated:
-            shape, std = (config.hidden, config.mlp), config.hidden**-0.5
-            self.gate = Weight(config, mesh, rngs, P("fsdp", "model"), shape, std)
-        self.gated = config.gated
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if not self.gated:
-            return super().__call__(x)
-        up, gate = (
-            shard(self.einsum("bsd,df->bsf", x, w()), self.mesh, self.at.inner)
-            for w in (self.up, self.gate)
-        )
-        inner = shard(up * jax.nn.silu(gate), self.mesh, self.at.inner)
-        return shard(self.einsum("bsf,fd->bsd", inner, self.down()), self.mesh, self.at.stream)
-
-
-class Dense(gpt.Block):
-    """The GPT's block on six axes."""
-
-    attention_type, mlp_type = Attention, MLP
-
-
-class GPT(gpt.GPT):
-    """The GPT in three parts: before the layers, a run of layers, after them."""
-
-    at, block = SIX_AXES, Dense
-    config: Any
-
-    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs):
-        shape, std = (config.vocab, config.hidden), config.hidden**-0.5
-        self.embedding = Weight(config, mesh, rngs, TABLE, shape, std)
-        if not config.tied:
-            self.head = Weight(config, mesh, rngs, TABLE, shape, std)
-        self.norm = Norm(config, mesh, self.at.stream)
-        self.layers = stack(lambda r: self.block(config, mesh, r, self.at), config.layers, rngs)
-        self.config, self.mesh, self.einsum = config, mesh, gpt.einsum_of(config)
-
-    def table(self, weight: Weight) -> jax.Array:
-        """A table as each device needs it: all of it, in the dtype of activations."""
-        return shard(weight(), self.mesh, P(None, None))
-
-    def first(self, batch: dict[str, jax.Array]) -> Any:
-        rows = jnp.take(self.table(self.embedding), batch["inputs"], axis=0)
-        return shard(rows, self.mesh, self.at.stream)
-
-    def last(self, x: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        table = self.table(self.embedding if self.config.tied else self.head)
-        return cross_entropy(self.score(x, table), batch["targets"])
-
-    def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        layers = micro_batches.run_layers(self.layers, self.first(batch), self.config.split)
-        return self.last(layers, batch), {}
-
-
-class Experts(moe.Experts):
-    """The mixture's: a sequence is whole where it is routed, experts' columns lie over model."""
-
-    router_at = P("fsdp", None)
-    up_at, down_at = P("expert", "fsdp", "model"), P("expert", "model", "fsdp")
-    tokens_at, mask_at = P(BATCH, None, None), P(BATCH, None, None, None)
-    there_at = P("expert", ("data", "fsdp"), None, None)
-    inner_at = P("expert", ("data", "fsdp"), None, "model")
-
-    def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
-        super().__init__(config, mesh, rngs, at)
-        if config.gated:
-            shape, std = (config.experts, config.hidden, config.mlp), config.hidden**-0.5
-            self.gate = Weight(config, mesh, rngs, self.up_at, shape, std)
-
-    def activated(self, there: jax.Array) -> jax.Array:
-        if not self.config.gated:  # type: ignore[attr-defined]
-            return super().activated(there)
-        up, gate = (
-            shard(self.einsum("egcd,edf->egcf", there, w()), self.mesh, self.inner_at)
-            for w in (self.up, self.gate)
-        )
-        return up * jax.nn.silu(gate)
-
-
-class Block(moe.Block):
-    """The mixture's block on six axes."""
-
-    attention_type, mlp_type = Attention, Experts
-    load_at = P(BATCH)
-
-
-class MoE(GPT):
-    """The GPT with experts, and in its loss a price for using them unevenly."""
-
-    block = Block
-
-    def first(self, batch: dict[str, jax.Array]) -> Any:
-        groups = batch["inputs"].size // self.config.group
-        even = shard(jnp.zeros(groups, wide(self.config.dtype)), self.mesh, P(BATCH))
-        return super().first(batch), even
-
-    def last(self, x: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        stream, load = x
-        text = super().last(stream, batch)
-        return text + self.config.balance * jnp.mean(load) / self.config.layers
 
 
 @dataclasses.dataclass(frozen=True)
