@@ -10,11 +10,14 @@ DEMO ?= models.demo
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# The versions that everything was tested with; LOCK=/dev/null takes the newest.
+LOCK ?= requirements.lock
+
 # Compiling for a GPU that is not there needs JAX itself to run on the CPU.
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help install demo test lint format nightly lab clean FORCE
+.PHONY: help install demo test docs lint format lines nightly lab lock clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -23,11 +26,11 @@ install: $(STAMP) ## make .venv with the package, its examples and the developer
 
 # A finished environment is brought up to date in place; anything else is made anew, also one whose
 # interpreter has gone (a link to nothing is not found by realpath).
-$(STAMP): pyproject.toml $(if $(realpath $(BIN)/python),,FORCE)
+$(STAMP): pyproject.toml $(LOCK) $(if $(realpath $(BIN)/python),,FORCE)
 	@if [ -f $(STAMP) ] && $(BIN)/python -m pip --version >/dev/null 2>&1; then rm $(STAMP); \
 	else python=$$(tools/find-python) && echo "making $(VENV) with $$python" && \
 		"$$python" -m venv --clear $(VENV); fi
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint $(LOCK) --editable '.[dev]'
 	@touch $(STAMP)
 
 demo: install ## train a small model with and without overlap
@@ -35,6 +38,9 @@ demo: install ## train a small model with and without overlap
 
 test: lint ## check everything: lint, types, import order, tests
 	$(PYTEST)
+
+docs: install ## build the site in out/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lint: install ## check style, types and who imports whom
 	$(BIN)/ruff check
@@ -46,11 +52,17 @@ format: install ## fix style and layout
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+lines: install ## count the lines of code of the package
+	$(BIN)/python tools/count-lines
+
 nightly: install ## run the tests that take too long for every change
 	$(PYTEST) -m nightly
 
 lab: install ## race on hosts with slow links, on this machine (root)
 	$(BIN)/python -m benchmarks.lab
+
+lock: ## write the installed versions into requirements.lock
+	$(BIN)/python -m pip freeze --exclude-editable --exclude pip --exclude setuptools > $(LOCK)
 
 clean: ## remove .venv, downloads, caches and build outputs
 	rm -rf $(VENV) .python build dist *.egg-info out

@@ -1,34 +1,65 @@
 """Compare the cost model with what others measured: `python -m benchmarks.accuracy`.
 
-The errors of the fits come first, then points that were published and not fitted, each predicted
-beside published. Nothing here is tuned to them, but for one number of Lagom's, which is named.
-Arithmetic only: no GPU, no compile, a few seconds.
+python -m benchmarks.accuracy                        # all tables
+python -m benchmarks.accuracy --steps FILE           # predict every step of a file of such rows
+python -m benchmarks.accuracy --collectives FILE     # the curves of a file of NCCL's points
+python -m benchmarks.accuracy --page                 # benchmarks/results/published_steps.md
+python -m benchmarks.accuracy --bands                # the table in parallelism/published/bands.py
+
+The errors of the fits come first, then published values, each next to its prediction. Where a point
+had part in a fit, its table or the constant's comment says so. Arithmetic only: no GPU, no compile,
+a few seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks import lagom
+from benchmarks.chip_tables import xla_perf_table
+from benchmarks.published import collectives, steps
 from jaxoverlap._util.text import human_bytes, table
-from jaxoverlap.calibrate import fit, xla_perf_table
+from jaxoverlap.calibrate import fit
 from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.collective_tables import LAUNCH_S
+from jaxoverlap.cost.contention import together_s
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group, Share
+from jaxoverlap.cost.interpolation import FitError
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import chips
+from jaxoverlap.plan.collectives import PERMUTE
 
 Row = tuple[str, ...]
 
 
-def main() -> None:
-    """Print all tables."""
-    for make in TABLES:
-        print(make())
-        print()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print all tables, or what a file's rows come to."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy")
+    parser.add_argument("--steps", type=Path, help="a file with the columns of steps.csv")
+    parser.add_argument("--collectives", type=Path, help="a file with the columns of nccl.csv")
+    parser.add_argument("--page", action="store_true", help="each published step, as Markdown")
+    parser.add_argument("--bands", action="store_true", help="as the package keeps them")
+    options = parser.parse_args(arguments)
+    if options.collectives:
+        print(collectives.by_curve(options.collectives))
+    if options.steps:
+        print(steps.report(options.steps))
+    if options.page:
+        print(steps.page())
+    if options.bands:
+        for (chip, dtype, experts), band in steps.bands(steps.read()[0]).items():
+            errors = f"{band.rows}, {band.mean}, {band.worst}"
+            print(f'    ("{chip}", "{dtype}", {experts}): Band({errors}),')
+    if not any(vars(options).values()):
+        for make in TABLES:
+            print(make())
+            print()
 
 
 def against(predicted: float, published: float) -> Row:
@@ -68,7 +99,7 @@ def _fit_rows() -> Iterator[Row]:
             yield (chip.name, "permutes (three numbers fitted to all rows)", *_percents(error))
 
 
-def _percents(error: measured.FitError) -> Row:
+def _percents(error: FitError) -> Row:
     return (str(error.rows), *(f"{e:.1%}" for e in (error.mean, error.median, error.worst)))
 
 
@@ -97,7 +128,7 @@ def _xla_rows() -> Iterator[Row]:
             yield (name, str(size), *_percents(large), f"{small.mean:.1%}")
 
 
-def _error(model: CostModel, rows: list[fit.CollectiveRow]) -> measured.FitError:
+def _error(model: CostModel, rows: list[fit.CollectiveRow]) -> FitError:
     predicted = [model.collective_s(r.kind, int(r.bytes_moved), Group(r.size)) for r in rows]
     return fit.error(np.array(predicted), np.array([r.seconds for r in rows]))
 
@@ -106,13 +137,17 @@ def _error(model: CostModel, rows: list[fit.CollectiveRow]) -> measured.FitError
 
 
 def pallas() -> str:
-    """JAX's documentation: a gather, then a matmul, on an H100 host (Pallas collective matmul)."""
-    model, rows = cost_model("h100-sxm:1x8"), []
+    """JAX's documentation: a gather, then a matmul, on an H100 host (Pallas collective matmul).
+
+    Its profiler adds up kernels in a loop, so that neither launches nor a step's clocks are in it.
+    """
+    model, rows = cost_model("h100-sxm:1x8", loops=True), []
     m, n, k = 1024, 4096, 4096  # of a shard, f16
     for devices, published_us in ((2, 147), (4, 290), (8, 565)):
         gather_s = model.collective_s("all-gather", m * k * 2 * (devices - 1), Group(devices))
         matmul_s = model.matmul_s(m * devices, n, k, dtype="f16")
-        rows.append((str(devices), *against((gather_s + matmul_s) * 1e6, published_us)))
+        kernels_s = gather_s - LAUNCH_S + matmul_s
+        rows.append((str(devices), *against(kernels_s * 1e6, published_us)))
     return table(
         "JAX Pallas documentation, H100: NCCL all-gather + cuBLAS, µs",
         ("devices", "predicted", "published", "off"),
@@ -122,8 +157,8 @@ def pallas() -> str:
 
 
 def chunks() -> str:
-    """Rows of the H100's table: 8192 rows whole and in eight chunks; part of what was fitted."""
-    model, rows = cost_model("h100-sxm:1x8"), []
+    """Points of the H100's table: m of 8192 at once and in eight chunks; part of the fit."""
+    model, rows = cost_model("h100-sxm:1x8", loops=True), []
     for n, k, measured_more in (
         (4096, 4096, 0.056),
         (8192, 8192, 0.086),
@@ -149,7 +184,7 @@ def all_reduces() -> str:
         ("a100-sxm-80:1x8", "8 A100", (18.0, 72.3, 106, 172, 194, 229, 234)),
         ("h200:1x8", "8 H200", (39.9, 107, 220, 347, 436, 464, 473)),
         ("b200:1x8", "8 B200", (36.1, 76.5, 255, 401, 646, 723, 741)),
-        ("b200:4x8", "4 x 8 B200, 400 Gb/s EFA a GPU", (5.4, 18.9, 64.4, 157, 229, 362, 377)),
+        ("b200:4x8@efa", "4 x 8 B200, 400 Gb/s EFA a GPU", (5.4, 18.9, 64.4, 157, 229, 362, 377)),
     ):
         model = cost_model(name)
         devices = model.cluster.num_devices
@@ -160,11 +195,18 @@ def all_reduces() -> str:
             rate = moved / model.collective_s("all-reduce", moved, group) / 1e9
             rows.append((what, size, *against(rate, gigabytes)))
     return table(
-        "All-reduce bus bandwidth, GB/s (the last by NCCL's tuning model, not by rows)",
+        "All-reduce bus bandwidth, GB/s (the last by NCCL's tuning model, EFA's latency fitted)",
         ("where", "bytes", "predicted", "published", "off"),
         rows,
         right=("bytes", "predicted", "published", "off"),
     )
+
+
+def published_steps() -> str:
+    """Sum up the published steps that the form predicts."""
+    if not steps.FILE.exists():
+        return f"Published steps: {steps.FILE} is not there"
+    return steps.by_kind(steps.read()[0])
 
 
 # -- CommFuse -------------------------------------------------------------------------------------
@@ -212,7 +254,7 @@ def _commfuse_row(how: str, exposed_ms: float, total_ms: float, was: float, tota
 
 
 def userbuffers() -> str:
-    """Compare the ways that the model takes at the sites of a public preset with the preset's.
+    """Compare the model's choices at the matmuls of a public preset with the preset's.
 
     Userbuffers' preset for GPT3-175B on H100 (NVIDIA-NeMo/Megatron-Bridge): tensor parallel 4,
     sequence 2048, hidden 12288. Its rings copy on one SM (`num_sm 1`), so their hops are taken at
@@ -241,18 +283,18 @@ def userbuffers() -> str:
 
 
 def _ways(m: int, n: int, k: int, kind: str, num_bytes: int) -> dict[str, float]:
-    """Price a matmul and its collective among four: in turn, in four splits, by a ring."""
+    """Return the seconds of a matmul and its collective among four: in turn, split, as a ring."""
     model, group, parts = cost_model("h100-sxm:1x4"), Group(4), 4
     permutes = model.tables.permutes
     moved = num_bytes * 3 // 4
     split_s = model.collective_s(kind, moved // parts, group)
-    beside = Share(24, model.share(kind, moved // parts, group).memory_bytes_per_s)  # its num_sm 24
-    part_s = model.matmul_s(m // parts, n, k, beside=beside)
+    split = Share(24, model.share(kind, moved // parts, group).memory_bytes_per_s)  # its num_sm 24
+    part_s = model.matmul_s(m // parts, n, k, beside=split)
     hop_s = permutes.latency_s + num_bytes / parts / permutes.bytes_per_s
     copying = Share(1, 2 * permutes.bytes_per_s)
 
-    def ring(hop_s: float, beside: Share) -> float:
-        chunk_s = model.matmul_s(m // parts, n, k, beside=beside)
+    def ring(hop_s: float, copies: Share) -> float:
+        chunk_s = model.matmul_s(m // parts, n, k, beside=copies)
         return model.matmul_s(m // parts, n, k) + (parts - 1) * max(chunk_s, hop_s)
 
     shard = ("collective-permute", num_bytes // parts, Group(2))
@@ -264,8 +306,30 @@ def _ways(m: int, n: int, k: int, kind: str, num_bytes: int) -> dict[str, float]
     }
 
 
+def contention() -> str:
+    """A matmul during an all-gather of 64 MiB per rank, eight H100s: pytorch pull 172714."""
+    model, moved, rows = cost_model("h100-sxm:1x8"), 7 * (64 << 20), []
+    alone_s = model.matmul_s(8192, 8192, 8192, dtype="f16")
+    gather_s = model.collective_s("all-gather", moved, Group(8))
+    rows.append(("in sequence", *against((alone_s + gather_s) * 1e3, 2.96)))
+    for what, kind, group, published_ms in (
+        ("overlapped, NCCL on SMs", "all-gather", Group(8), 2.02),
+        ("overlapped, copy engines", PERMUTE, Group(2, by_copy=True), 1.77),
+    ):
+        share = model.share(kind, moved, group)
+        slowed_s = model.matmul_s(8192, 8192, 8192, dtype="f16", beside=share)
+        both_s = together_s(alone_s, slowed_s, model.collective_s(kind, moved, group))
+        rows.append((what, *against(both_s * 1e3, published_ms)))
+    return table(
+        "A matmul of 8192^3 and an all-gather of 64 MiB a rank on eight H100s, ms",
+        ("how", "predicted", "published", "off"),
+        rows,
+        right=("predicted", "published", "off"),
+    )
+
+
 def hops() -> str:
-    """Price a hop on NVLink, to which NCCL gives few of its channels."""
+    """Tabulate a hop on NVLink, to which NCCL gives few of its channels."""
     rows = []
     for name in ("h100-sxm:1x8", "b200:1x8", "gb200:18x4"):
         model = cost_model(name)
@@ -290,6 +354,9 @@ TABLES: tuple[Callable[[], str], ...] = (
     pallas,
     chunks,
     all_reduces,
+    collectives.by_curve,
+    published_steps,
+    contention,
     hops,
     commfuse,
     lagom.contention,

@@ -1,11 +1,11 @@
-"""Does overlap() find unasked what is the best of all that it can be asked for?
+"""Compare overlap()'s default with every explicit setting, by simulation.
 
-python -m benchmarks.asked                     # three steps with cuDNN's attention, nine ways each
+python -m benchmarks.asked                     # three steps with cuDNN's attention, ten settings
 python -m benchmarks.asked --only "8 hosts"    # one of them
 
-Each way is compiled for a pod by XLA's GPU compiler and its schedule simulated, beside plain's:
-nothing was timed on a GPU. A step is short where a way asked for is over 1% faster than unasked.
-Needs no GPU.
+Each setting is compiled for a pod by XLA's GPU compiler and its schedule simulated, as is the
+original step's: nothing was timed on a GPU. A step fails where a setting is over 1% faster than the
+default. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from benchmarks.drawn.step import Step
 from benchmarks.forks import import_first, in_fork
 from benchmarks.pod_step import in_ms, of_cut, provenance, write_rows
 
-UNASKED = "unasked"
-MOST_ABOVE = 0.01  # of the best way that was asked for
+DEFAULT = "unasked"  # as rows name it
+MOST_ABOVE = 0.01  # of the best setting's step
 CHILD_S = 1200
 
 _SKETCH = Sketch(
@@ -65,21 +65,21 @@ def steps() -> dict[str, Step]:
     return made
 
 
-def ways() -> dict[str, dict[str, Any]]:
-    """What overlap() is asked for: nothing, each option, each pair of options."""
+def settings() -> dict[str, dict[str, Any]]:
+    """The settings of overlap(), by name: the default, each option, each pair of options."""
     pairs = {
         f"{a}, {b}": {**_OPTIONS[a], **_OPTIONS[b]}
         for a, b in itertools.combinations(_OPTIONS, 2)
         if not _OPTIONS[a].keys() & _OPTIONS[b].keys()
     }
-    return {UNASKED: {}, **_OPTIONS, **pairs}
+    return {DEFAULT: {}, **_OPTIONS, **pairs}
 
 
-def measured(name: str, way: str) -> dict[str, Any]:
-    """Compile a step in a way, beside the step as it is, and simulate both."""
+def measured(name: str, setting: str) -> dict[str, Any]:
+    """Compile a step with a setting, and the original step, and simulate both."""
     step = steps()[name]
     built = step.build(jaxoverlap.pod_mesh(step.pod, step.axes))
-    overlapped: Any = jaxoverlap.overlap(built.function, cluster=step.pod, **ways()[way])
+    overlapped: Any = jaxoverlap.overlap(built.function, cluster=step.pod, **settings()[setting])
     compiled = overlapped.lower(*built.args).compile()
     simulation, speedup = compiled.simulate(), compiled.speedup
     return {
@@ -101,44 +101,44 @@ def _done(plan: jaxoverlap.Plan) -> dict[str, Any]:
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only these steps, by name.")] = None,
-    way: Annotated[list[str] | None, typer.Option(help="Only these ways, by name.")] = None,
+    setting: Annotated[list[str] | None, typer.Option(help="Only these settings.")] = None,
     out: Annotated[Path, typer.Option(help="Rows, as JSON lines.")] = Path("out/asked.jsonl"),
 ) -> None:
-    """Compile and simulate; exit 1 where a way asked for is over 1% faster than unasked."""
+    """Compile and simulate; exit 1 where a setting is over 1% faster than the default."""
     names = only or list(steps())
     import_first(["benchmarks.asked"])
     rows = rows_in(out)
-    for name, kind in itertools.product(names, way or ways()):
+    for name, kind in itertools.product(names, setting or settings()):
         made = in_fork(measured, name, kind, timeout_s=CHILD_S, xla_flags="")
         rows[name, kind] = {"step": name, "row": kind, **made}
         console.print(f"{name}, {kind}: {in_ms(made.get('step_s'))}{made.get('error', '')}")
         write_rows(out, rows.values())
     shown = {name: [row for (step, _), row in rows.items() if step == name] for name in names}
-    said, short = [], []
+    verdicts, short = [], []
     for name, of_step in shown.items():
         console.print(table(name, of_step))
         verdict, falls_short = judged(name, of_step)
-        said += verdict
+        verdicts += verdict
         short += falls_short
-    conclude(said, short, console)
+    conclude(verdicts, short, console)
 
 
 def judged(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Say how unasked stands to the best way, and what falls short."""
+    """Return a line that compares the default with the best setting, and what falls short."""
     known = {row["row"]: row["step_s"] for row in rows if "step_s" in row}
     short = [f"{name}, {row['row']}: {row['error']}" for row in rows if "error" in row]
     short += [f"{name}, {row['row']}: no plain" for row in rows if not row.get("plain_s", True)]
-    if UNASKED not in known:
+    if DEFAULT not in known:
         return [], short
-    best = min(known, key=lambda way: known[way])
-    above = known[UNASKED] / known[best] - 1
+    best = min(known, key=lambda setting: known[setting])
+    above = known[DEFAULT] / known[best] - 1
     if above > MOST_ABOVE:
-        short.append(f"{name}: unasked is {above:.1%} above {best}")
-    return [f"{name}: unasked {in_ms(known[UNASKED])}, best {in_ms(known[best])} ({best})"], short
+        short.append(f"{name}: the default is {above:.1%} above {best}")
+    return [f"{name}: default {in_ms(known[DEFAULT])}, best {in_ms(known[best])} ({best})"], short
 
 
 def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Make the table of a step: a row a way."""
+    """Make the table of a step, a row per setting."""
     grid = Table(title=f"{name}: by simulation of XLA's schedules")
     grid.add_column("asked for")
     for column in ("ms", "plain ms", "times", "exposed ms", "parts", "pins", "rings", "taken"):

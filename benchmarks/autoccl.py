@@ -61,7 +61,7 @@ class _Descent:
         return min(self.tried, key=lambda p: (self.tried[p], p))
 
     def sample(self) -> None:
-        """Points spread evenly over the whole space, counted through."""
+        """Points spread evenly over the space, in order."""
         size = math.prod(self.axes)
         for at in range(0, size, max(1, size // _SAMPLES)):
             self.ask(self.point(at))
@@ -75,17 +75,17 @@ class _Descent:
 
     def walk(self, point: Point, steps: int) -> int:
         """Descend from a point until every axis and direction has failed in a row."""
-        ways = list(itertools.product(range(len(self.axes)), (+1, -1)))
-        way = failed = 0
-        while failed < len(ways) and steps < _STEPS:
-            axis, by = ways[way]
-            asked = self.ahead(point, axis, by)
-            fastest = min(asked, key=self.ask, default=point)
-            steps += bool(asked)
+        moves = list(itertools.product(range(len(self.axes)), (+1, -1)))
+        move = failed = 0
+        while failed < len(moves) and steps < _STEPS:
+            axis, by = moves[move]
+            candidates = self.ahead(point, axis, by)
+            fastest = min(candidates, key=self.ask, default=point)
+            steps += bool(candidates)
             if self.ask(fastest) < self.ask(point):
                 point, failed = fastest, 0
             else:
-                way, failed = (way + 1) % len(ways), failed + 1
+                move, failed = (move + 1) % len(moves), failed + 1
         return steps
 
     def ahead(self, point: Point, axis: int, by: int) -> list[Point]:

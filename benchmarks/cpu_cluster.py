@@ -1,4 +1,4 @@
-"""Does the simulator tell what a train step takes on this machine, as a cluster of CPU devices?
+"""Compare simulated with measured train steps on this machine, as a cluster of CPU devices.
 
 python -m benchmarks.cpu_cluster                 # calibrates and times the trainers; minutes
 
@@ -87,7 +87,7 @@ class Step:
             self.taken.append(time.perf_counter() - began)
 
     def row(self, cost: CostModel) -> Row:
-        """Measured beside simulated."""
+        """Measured and simulated seconds."""
         simulation = jaxoverlap.simulate(self.compiled.as_text(), cost)
         return {
             "trainer": self.trainer,

@@ -1,4 +1,4 @@
-"""Ask the compilers which versions of jaxlib have a flag, and what it is by default.
+"""Find which versions of jaxlib have a flag, and its default.
 
 python -m benchmarks.flag_table          # writes jaxoverlap/flags/xla.json anew; downloads 1 GB
 
@@ -15,10 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.pod_audit import environment
-from jaxoverlap.flags.compiler import Answer, ask
-from jaxoverlap.flags.dead import DEAD
-from jaxoverlap.flags.xla import FLAGS, Flag
+from benchmarks.jax_versions import environment
+from jaxoverlap.flags.compiler import FlagsAnswer, ask
+from jaxoverlap.flags.xla import DEAD, FLAGS, Flag
 
 OLDER = ("0.4.30", "0.4.38", "0.5.3", "0.6.2", "0.7.2", "0.8.3", "0.9.2", "0.10.2")  # Python 3.12
 SUPPORTED = ("0.11.2", "0.12.0.1")
@@ -33,7 +32,7 @@ def main(
     older: Annotated[bool, typer.Option(help="Ask older versions of jaxlib too.")] = True,
     out: Annotated[Path, typer.Option(help="Where the table goes.")] = TABLE,
 ) -> None:
-    """Ask every version, and write down what it said."""
+    """Run every version, and write what it has."""
     table = {}
     for version in OLDER if older else ():
         with console.status(f"jaxlib {version}"):
@@ -58,7 +57,7 @@ def jaxlib_alone(version: str) -> Path:
 
 
 def asked(python: str, environment: dict[str, str] | None) -> dict[str, Any]:
-    """Ask a jaxlib which of the flags that we describe, and of the dead ones, it has."""
+    """Run a jaxlib to find which of the described and of the dead flags it has."""
     plain, *answers = ask(
         ["", *(f"--{f.name}={some_value(f)}" for f in FLAGS.values()), *(f"--{n}=1" for n in DEAD)],
         python=python,
@@ -73,11 +72,11 @@ def asked(python: str, environment: dict[str, str] | None) -> dict[str, Any]:
 
 
 def some_value(flag: Flag) -> str:
-    """Return any value, to see whether the name is known; one that does not parse tells as well."""
+    """Return any value, to find whether the name is known; it need not parse."""
     return {"bool": "true", "int": "1", "map": "gpus_per_node=8"}.get(flag.kind, "")
 
 
-def default(plain: Answer, name: str) -> str:
+def default(plain: FlagsAnswer, name: str) -> str:
     """Return an option's default, as XLA prints it where no flag is given."""
     return ",".join((plain.fields or {}).get(name, ()))
 

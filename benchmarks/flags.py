@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pod_audit import environment
+from benchmarks.jax_versions import environment
 from benchmarks.pod_step import in_child, write_rows
 
 Row = dict[str, Any]
@@ -123,10 +123,10 @@ def print_presets(rows: list[Row]) -> None:
     for row in rows:
         table.add_column(f"jax {row['jax']}")
     for name in rows[0]["presets"] if rows else ():
-        of = [row["presets"][name] for row in rows]
-        head = (name, of[0]["chip"], str(of[0]["options"]), str(of[0]["variables"]))
+        presets = [row["presets"][name] for row in rows]
+        head = (name, presets[0]["chip"], str(presets[0]["options"]), str(presets[0]["variables"]))
         table.add_row(
-            *head, *(r["refused"] or ", ".join(r["otherwise"]) or "all taken" for r in of)
+            *head, *(r["refused"] or ", ".join(r["otherwise"]) or "all taken" for r in presets)
         )
     console.print(table)
 
@@ -152,17 +152,19 @@ def told(findings: list[list[str]]) -> str:
             name = text.removeprefix("--xla_gpu_").partition("=")[0]
             by_status.setdefault(status, []).append(name)
     order = ("rejected", "bad value", "ignored", "renamed")
-    said = [f"{s}: {', '.join(by_status[s])}" for s in order if s in by_status]
-    return "\n".join(said) or "all taken"
+    parts = [f"{s}: {', '.join(by_status[s])}" for s in order if s in by_status]
+    return "\n".join(parts) or "all taken"
 
 
 def shortfalls(rows: list[Row]) -> list[str]:
     """List what is missing, a line each."""
     problems = []
     for row in rows:
-        for name, of in row["presets"].items():
-            if of["refused"] or of["otherwise"]:
-                problems.append(f"jax {row['jax']}, {name}: {of['refused'] or of['otherwise']}")
+        for name, presets in row["presets"].items():
+            if presets["refused"] or presets["otherwise"]:
+                problems.append(
+                    f"jax {row['jax']}, {name}: {presets['refused'] or presets['otherwise']}"
+                )
         missed = set(row["planted"]) - set(row["found"])
         problems += [f"jax {row['jax']}: not found: {', '.join(sorted(missed))}"] if missed else []
         problems += [f"jax {row['jax']}: {flag} is live" for flag in row["accused"]]

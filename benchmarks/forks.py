@@ -32,8 +32,8 @@ def in_fork(work: Callable[..., Row], *arguments: Any, timeout_s: float, xla_fla
     """
     mine, theirs = _FORKS.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", errors="replace") as stderr, mine:
-        given = theirs, stderr.name, xla_flags, work, arguments
-        fork = _FORKS.Process(target=_run, args=given)
+        request = theirs, stderr.name, xla_flags, work, arguments
+        fork = _FORKS.Process(target=_run, args=request)
         fork.start()
         theirs.close()
         try:

@@ -21,13 +21,13 @@ import typer
 from benchmarks.forks import import_first, in_fork
 from jaxoverlap._util.text import table
 from jaxoverlap.cli.configure_model import simulate_one
+from jaxoverlap.cost.find import cost_or_facts
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism.configuration import AXES, Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import peak
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
-from jaxoverlap.parallelism.rates import rates_of
 from jaxoverlap.parallelism.stack import JAX
 
 TRAINER = "models.configured:build"
@@ -64,7 +64,7 @@ class Case:
     def predicted(self) -> tuple[float, float]:
         """The form's seconds of a step and bytes of a device."""
         cluster, config = parse_cluster(self.pod), self.configuration
-        times = IterationTime(self.model, rates_of(cluster), JAX, global_batch=self.batch)
+        times = IterationTime(self.model, cost_or_facts(cluster), JAX, global_batch=self.batch)
         seconds = times.terms(config, place(config, cluster)).step_s
         return seconds, peak(self.model, config, JAX, self.batch).total
 
@@ -124,7 +124,7 @@ class Outcome:
 
 
 def outcome(case: Case, *, dry: bool = False) -> Outcome:
-    """Price a case, and simulate it unless `dry`."""
+    """Estimate a case, and simulate it unless `dry`."""
     seconds, size = case.predicted()
     row = {} if dry else case.simulated()
     simulated = row.get("seconds", math.nan), row.get("bytes", math.nan)
@@ -136,7 +136,7 @@ def main(
     only: Annotated[str | None, typer.Option(help="The cases of this model.")] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Compile nothing.")] = False,
 ) -> None:
-    """Print predicted beside simulated, the mean error, and what the form's choices lose."""
+    """Print predicted and simulated, the mean error, and what the form's choices lose."""
     import_first(["jax", "jaxoverlap", "models.configured"])
     found = list[Outcome]()
     for case in cases():

@@ -1,6 +1,6 @@
 """The timeline of a 7B step, plain above overlapped: python -m benchmarks.gpt7b_page.
 
-Compiles the step of benchmarks/gpt7b.py both ways, prints both simulations, and writes the page and
+Compiles the step of models/gpt.py both ways, prints both simulations, and writes the page and
 the picture that the README shows. Compiles it both ways again for hosts with a process for each
 GPU, where NCCL sends the hops. Needs no GPU.
 """
@@ -15,10 +15,12 @@ import typer
 from rich.console import Console
 
 import jaxoverlap
-from benchmarks.gpt7b import GPUS_PER_HOST, MESH, POD, SIZES
 from benchmarks.pod_step import compile_on, in_child
 from models import gpt
 from models.config import Config
+
+POD, GPUS_PER_HOST, MESH = "h100-sxm:8x8", 8, {"data": 8, "model": 8}
+SIZES = {"layers": 32, "batch": 64}
 
 app = typer.Typer(add_completion=False)
 console = Console(width=160)
@@ -26,7 +28,7 @@ console = Console(width=160)
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for gpt7b.html and gpt7b.svg.")] = Path("docs"),
+    out: Annotated[Path, typer.Option(help="Folder for gpt7b.html and gpt7b.svg.")] = Path("out"),
 ) -> None:
     """Compile, simulate, print and draw."""
     simulations = {}

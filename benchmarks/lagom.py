@@ -20,7 +20,7 @@ from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
 from jaxoverlap.cost.model import Channels, CostModel
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link
-from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space
+from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, SettingSpace
 from jaxoverlap.tuning.lagom.search import Config, search
 
 Row = tuple[str, ...]
@@ -28,7 +28,7 @@ _KB, _HIDDEN = 1 << 10, 2560
 BATCHES = (4096, 8192, 16384)  # tokens of a device
 DEFAULT = Channels(8, 2048 * _KB)  # NCCL's, by the paper
 # The paper's chunks are thirds of NCCL's 2 MB; its channels go up to AutoCCL's 61.
-SPACE = Space((1, 2, 4, 8, 16, 32, 61), (684 * _KB, 1366 * _KB, 2048 * _KB), (96, 256, 512))
+SPACE = SettingSpace((1, 2, 4, 8, 16, 32, 61), (684 * _KB, 1366 * _KB, 2048 * _KB), (96, 256, 512))
 
 
 def a40() -> CostModel:
@@ -60,13 +60,13 @@ def a40() -> CostModel:
 
 
 def first(tokens: int) -> Makespan:
-    """Pattern 1: a layer's weights are gathered beside the forward matmuls of an MLP."""
+    """Pattern 1: a layer's weights are gathered during the forward matmuls of an MLP."""
     wide = 4 * _HIDDEN
     return _problem(("all-gather",), ((tokens, wide, _HIDDEN), (tokens, _HIDDEN, wide)))
 
 
 def second(tokens: int) -> Makespan:
-    """Pattern 2: a gather and a reduce-scatter beside the backward matmuls of an MLP."""
+    """Pattern 2: a gather and a reduce-scatter during the backward matmuls of an MLP."""
     wide = 4 * _HIDDEN
     inputs = ((tokens, wide, _HIDDEN), (tokens, _HIDDEN, wide))
     weights = ((_HIDDEN, wide, tokens), (wide, _HIDDEN, tokens))
@@ -88,14 +88,14 @@ def speedup(problem: Makespan, config: Config) -> float:
 
 
 def slowdown(problem: Makespan, channels: Channels | None = None) -> float:
-    """Return how many times longer all matmuls take beside the first communication.
+    """Return how many times longer all matmuls take during the first communication.
 
     Args:
         channels: the communication's channels; None for NCCL's default.
     """
-    place = SPACE.near(channels) if channels else problem.default[0]
+    point = SPACE.near(channels) if channels else problem.default[0]
     count = range(len(problem.computations))
-    return sum(problem.slowed_s(i, 0, place) for i in count) / sum(map(problem.alone_s, count))
+    return sum(problem.slowed_s(i, 0, point) for i in count) / sum(map(problem.alone_s, count))
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -105,25 +105,25 @@ def contention() -> str:
     """Compare predicted slowdowns with measured ones, of which only the first was fitted."""
     rows = [
         (
-            "A40, NCCL's default beside a gather (fitted)",
+            "A40, NCCL's default, during a gather (fitted)",
             f"{slowdown(first(8192)) - 1:.1%}",
             "30 to 35% (Lagom)",
         )
     ]
     for name in ("a100-sxm-80:1x4", "h100-sxm:1x4"):
         slowdowns = [_full_slowdown(cost_model(name), hidden) - 1 for hidden in (2048, 4096, 5120)]
-        what = f"{name}, gathers beside all matmuls (not fitted)"
+        what = f"{name}, gathers during all matmuls (not fitted)"
         seen = f"{min(slowdowns):.1%} to {max(slowdowns):.1%}"
         rows.append((what, seen, "18.9% in the mean, 40.0% at most (2507.03114)"))
     return table(
-        "How much matmuls take longer beside communication",
+        "How much longer matmuls take during communication",
         ("where", "predicted", "measured"),
         rows,
     )
 
 
 def _full_slowdown(cost: CostModel, hidden: int) -> float:
-    """Return the slowdown of a layer's forward matmuls, 8192 tokens, beside its weights' gather."""
+    """Return the slowdown of a layer's forward matmuls, 8192 tokens, by its weights' gather."""
     pairs = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
     size = cost.cluster.num_devices
     moved = 12 * hidden**2 * 2 * (size - 1) // size
@@ -136,10 +136,10 @@ def _full_slowdown(cost: CostModel, hidden: int) -> float:
 
 
 def patterns() -> str:
-    """Tabulate the two patterns: the paper's settings priced, and what the search finds.
+    """Tabulate the two patterns: the paper's settings, estimated, and what the search finds.
 
-    The first rows leave open how long a gather takes, and have it run beside all of the compute:
-    the most that the model can give.
+    The first rows assume a gather that lasts as long as all of the compute: the most that the model
+    can give.
     """
     return table(
         "Lagom's patterns, A40: speed over NCCL's default (NC=8, C=2 MB)",
@@ -154,8 +154,8 @@ def _pattern_rows() -> Iterator[Row]:
     for channels, published in ((Channels(61, 2048 * _KB), "0.87"), (small, "1.35")):
         problem = first(8192)
         gain = f"{slowdown(problem) / slowdown(problem, channels):.2f}"
-        yield ("1", "any", "beside all", _short(channels), gain, published)
-    for name, make, given in (
+        yield ("1", "any", "full overlap", _short(channels), gain, published)
+    for name, make, settings in (
         ("1", first, (((Channels(61, 2048 * _KB),), "0.87"), ((small,), "1.35"))),
         ("2", second, (((small, scatter), "1.43"),)),
     ):
@@ -163,13 +163,13 @@ def _pattern_rows() -> Iterator[Row]:
             problem = make(tokens)
             default = problem.measure(problem.default)
             exposed = f"{default.communication_s / default.computation_s:.2f}"
-            for channels, published in given:
+            for channels, published in settings:
                 config = tuple(map(SPACE.near, channels))
                 what = ", ".join(map(_short, channels))
                 gain = f"{speedup(problem, config):.2f}"
                 yield (name, str(tokens), exposed, what, gain, published)
             searched = search(problem)
-            what = ", ".join(_short(SPACE.setting(place)[0]) for place in searched.config)
+            what = ", ".join(_short(SPACE.setting(point)[0]) for point in searched.config)
             gain = f"{speedup(problem, searched.config):.2f}"
             how = f"found in {searched.evaluations}: {what}"
             yield (name, str(tokens), exposed, how, gain, "")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import groupby
 from typing import Any
 
-from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap.hardware.cluster import parse_cluster
 
 Row = dict[str, Any]
@@ -35,14 +35,14 @@ def done(wanted: list[Job], at_once: int, work: Callable[[Job], Row]) -> Iterato
             yield pending[future], future.result()
 
 
-def kernels(lanes: list[list[Job]], pods: Mapping[str, str]) -> dict[str, Kernels]:
+def kernels(lanes: list[list[Job]], pods: Mapping[str, str]) -> dict[str, KnownKernels]:
     """Map each step to its kernels; steps for one chip share them, in each of the lanes.
 
     Args:
         lanes: lists of jobs, all of a step in one.
         pods: the pod of each step, as `parse_cluster` takes it.
     """
-    by_lane_and_chip: defaultdict[tuple[int, str], Kernels] = defaultdict(Kernels)
+    by_lane_and_chip: defaultdict[tuple[int, str], KnownKernels] = defaultdict(KnownKernels)
     return {
         step: by_lane_and_chip[lane, parse_cluster(pods[step]).chip.name]
         for lane, jobs in enumerate(lanes)

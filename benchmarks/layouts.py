@@ -1,4 +1,4 @@
-"""Compile steps whose layout is left to XLA, beside the same steps with Megatron's constraints.
+"""Compile steps whose layout is left to XLA, and the same steps with Megatron's constraints.
 
 python -m benchmarks.layouts                      # each step of benchmarks.pods, in_shardings only
 python -m benchmarks.layouts --only 7b-h100-64    # one of them; the 7B step has partial ones too
@@ -34,7 +34,7 @@ from jaxoverlap.plan.layouts import Layouts
 
 NONE, STREAM, FUSED, ALL = "none", "stream alone", "dot_product_attention", "all"
 PLAIN, LAID_OUT, CONSTRAINED = "plain", "laid out", "constrained"
-PARTIAL = {"7b-h100-64": (STREAM, FUSED)}  # what the user constrains, beside nothing at all
+PARTIAL = {"7b-h100-64": (STREAM, FUSED)}  # what the user constrains, in place of nothing at all
 MOST = 1.05  # times the constrained step, overlapped
 CHILD_S = 900
 
@@ -45,22 +45,22 @@ console = Console(width=160)
 def rows_of(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield the rows of a step: its name, what is constrained, and what is compiled."""
     yield name, ALL, CONSTRAINED
-    for said in (NONE, *PARTIAL.get(name, ())):
-        yield name, said, PLAIN
-        yield name, said, LAID_OUT
+    for constraints in (NONE, *PARTIAL.get(name, ())):
+        yield name, constraints, PLAIN
+        yield name, constraints, LAID_OUT
 
 
-def measured(name: str, said: str, row: str) -> Row:
-    """Compile a row, simulate it, and tell how long it took to decide."""
+def measured(name: str, constraints: str, row: str) -> Row:
+    """Compile a row, simulate it, and time the decision."""
     step = STEPS[name]
     mesh = jaxoverlap.pod_mesh(step.pod, step.axes)
-    with _constraints(said):
-        built, args = _built(step, said, mesh)
+    with _constraints(constraints):
+        built, args = _built(step, constraints, mesh)
         built.trace(*args)  # jit remembers the trace, and with it what is constrained
     options, decide_s, layouts = compiler_options(), 0.0, None
     function: Any = built
     if row != PLAIN:
-        mode = "repair" if said != NONE else "complete"
+        mode = "repair" if constraints != NONE else "complete"
         function = jaxoverlap.overlap(
             built,
             cluster=step.pod,
@@ -92,17 +92,17 @@ def _searched(layouts: Layouts) -> Row:
 
 
 @contextmanager
-def _constraints(said: str) -> Iterator[None]:
+def _constraints(constraints: str) -> Iterator[None]:
     """Leave out the constraints of a model that writes them everywhere, or inside attention."""
     patches: dict[str, Any] = {
         NONE: mock.patch("jax.lax.with_sharding_constraint", lambda x, *_: x),
         FUSED: mock.patch("benchmarks.plain_gpt.attention", _attention),
     }
-    with patches.get(said, nullcontext()):
+    with patches.get(constraints, nullcontext()):
         yield
 
 
-def _built(step: Step, said: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+def _built(step: Step, constraints: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     if step.gpt is None:
         module = importlib.import_module(f"models.{step.model}")
         config = module.RECIPE.config.pod(**step.axes, **step.changes)
@@ -112,7 +112,7 @@ def _built(step: Step, said: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
         STREAM: plain_gpt.STREAM,
         FUSED: plain_gpt.MEGATRON,
         ALL: plain_gpt.EVERYWHERE,
-    }[said]
+    }[constraints]
     return plain_gpt.make_step(step.gpt, mesh, pinned), plain_gpt.abstract_args(step.gpt, mesh)
 
 
@@ -131,7 +131,7 @@ def main(
         "out/layouts.jsonl"
     ),
 ) -> None:
-    """Compile and simulate; exit 1 if a laid out step is slower than it should be."""
+    """Compile and simulate; exit 1 if a step with a searched layout is too slow."""
     if unknown := set(only or ()) - set(STEPS):
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
     import_first(["benchmarks.pods.child"])
@@ -148,14 +148,14 @@ def main(
 
 
 def too_slow(rows: list[Row]) -> Iterator[str]:
-    """Yield the laid out steps that take too long beside the constrained one, or failed."""
-    whole = {row["step"]: row for row in rows if row["row"] == CONSTRAINED}
+    """Yield the steps whose searched layout is too slow, or failed."""
+    constrained = {row["step"]: row for row in rows if row["row"] == CONSTRAINED}
     for row in rows:
         named = f"{row['step']}, {row['constraints']}, {row['row']}"
         if "error" in row:
             yield f"{named}: {row['error']}"
-        elif row["row"] == LAID_OUT and "step_s" in whole[row["step"]]:
-            times = row["step_s"] / whole[row["step"]]["step_s"]
+        elif row["row"] == LAID_OUT and "step_s" in constrained[row["step"]]:
+            times = row["step_s"] / constrained[row["step"]]["step_s"]
             if times > MOST:
                 yield f"{named}: {times:.3f} times the constrained step, expected {MOST}"
 
@@ -164,8 +164,8 @@ COLUMNS = ("step ms", "exposed", "temp GB", "decide s", "pins", "asked", "price 
 
 
 def table(rows: list[Row]) -> Table:
-    """All rows, step by step; the price is the estimate before any ring, without pins and with."""
-    shown = Table(title="steps laid out by price, by simulation of XLA's schedules")
+    """All rows, by step; estimates are before any ring, without pins and with."""
+    shown = Table(title="steps with searched layouts, by simulation of XLA's schedules")
     for name in ("step", "constraints", "row"):
         shown.add_column(name)
     for name in COLUMNS:
@@ -177,9 +177,9 @@ def table(rows: list[Row]) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    price = ""
+    estimates = ""
     if "price_s" in row:
-        price = f"{row['plain_price_s'] * 1e3:.0f} -> {row['price_s'] * 1e3:.0f}"
+        estimates = f"{row['plain_price_s'] * 1e3:.0f} -> {row['price_s'] * 1e3:.0f}"
     return [
         f"{row['step_s'] * 1e3:.1f}",
         f"{row['exposed_s'] * 1e3:.1f}",
@@ -187,7 +187,7 @@ def _cells(row: Row) -> list[str]:
         str(row["decide_s"] or ""),
         str(row.get("pins", "")),
         str(row.get("questions", "")),
-        price,
+        estimates,
     ]
 
 

@@ -26,13 +26,13 @@ from benchmarks.forks import import_first, in_fork
 from benchmarks.pod_step import in_ms, write_rows
 from benchmarks.pods.child import measure
 from benchmarks.pods.suite import SCHEDULED, STEPS, Step
+from jaxoverlap.cost.find import cost_or_facts
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import peak
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
-from jaxoverlap.parallelism.rates import rates_of
 from jaxoverlap.parallelism.stack import JAX
 
 TOP = 3
@@ -94,14 +94,18 @@ def ranked(step: Step) -> list[Ranked]:
     """The meshes of a step's two axes that are legal and fit, fastest first by the form."""
     cluster = parse_cluster(step.pod)
     model, batch = described(step)
-    times = IterationTime(model, rates_of(cluster), EINSUMS, global_batch=batch)
-    room = cluster.chip.memory_bytes / EINSUMS.reserve
+    times = IterationTime(model, cost_or_facts(cluster), EINSUMS, global_batch=batch)
+    budget = cluster.chip.memory_bytes / EINSUMS.reserve
     found = []
     for axes in meshes(step, cluster.num_devices):
-        of = configuration(axes, batch)
-        if of is None or of.illegal(model, batch) or peak(model, of, EINSUMS, batch).total > room:
+        config = configuration(axes, batch)
+        if (
+            config is None
+            or config.illegal(model, batch)
+            or peak(model, config, EINSUMS, batch).total > budget
+        ):
             continue
-        found.append(Ranked(axes, times.terms(of, place(of, cluster)).step_s))
+        found.append(Ranked(axes, times.terms(config, place(config, cluster)).step_s))
     return sorted(found, key=lambda mesh: mesh.step_s)
 
 
@@ -120,12 +124,12 @@ def configuration(axes: dict[str, int], batch: int) -> Configuration | None:
     Weights lie over both axes in the suite's models; the form splits them over fsdp and model.
     """
     sizes = {_AXES[axis]: size for axis, size in axes.items()}
-    ways = sizes["fsdp"] * sizes.get("expert", 1)
-    if batch % ways:
+    shards = sizes["fsdp"] * sizes.get("expert", 1)
+    if batch % shards:
         return None
     return Configuration(
         **sizes,
-        micro_batch=batch // ways,
+        micro_batch=batch // shards,
         recompute="full",
         sequence_parallel=sizes.get("model", 1) > 1,
         overlap=True,

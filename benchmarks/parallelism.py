@@ -18,10 +18,11 @@ from rich.console import Console
 from scipy.optimize import brentq
 
 from jaxoverlap._util.text import table
-from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.find import cost_model, cost_or_facts
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Link, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration, Recompute
-from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
+from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
@@ -33,9 +34,9 @@ from jaxoverlap.parallelism.published.recipes import (
     Recipe,
     megatron_flops,
 )
-from jaxoverlap.parallelism.rates import Analytic, Rates, Tabled, rates_of
 from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_DEEPSPEED, Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
 _HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs
@@ -78,7 +79,7 @@ def _row(fields: dict[str, str]) -> Row:
         sequence=sequence,
         learned_positions=sequence,
     )
-    of = Configuration(
+    config = Configuration(
         data=number("data parallelism"),
         model=number("tensor parallelism"),
         pipeline=number("pipeline parallelism"),
@@ -86,21 +87,21 @@ def _row(fields: dict[str, str]) -> Row:
     )
     measured_s = float(fields["iteration time (ms)"]) / 1e3
     return Row(
-        fields["Parameters (billion)"], model, of, number("# GPUs"), number("global batch"),
+        fields["Parameters (billion)"], model, config, number("# GPUs"), number("global batch"),
         measured_s,
     )  # fmt: skip
 
 
-_rates: dict[int, Rates] = {}
+_costs: dict[int, CostModel] = {}
 
 
-def predicted(row: Row, stack: Stack) -> Terms:
+def predicted(row: Row, stack: Stack) -> StepTerms:
     """A row's seconds by term."""
     hosts, gpus = max(row.devices // 8, 1), min(row.devices, 8)
     cluster = replace(parse_cluster(f"a100-sxm-80:{hosts}x{gpus}"), network=_HDR)
-    if row.devices not in _rates:
-        _rates[row.devices] = Tabled(cost_model(cluster))
-    times = IterationTime(row.model, _rates[row.devices], stack, global_batch=row.global_batch)
+    if row.devices not in _costs:
+        _costs[row.devices] = cost_model(cluster)
+    times = IterationTime(row.model, _costs[row.devices], stack, global_batch=row.global_batch)
     return times.terms(row.of, place(row.of, cluster))
 
 
@@ -119,7 +120,7 @@ def by_size(rows: Sequence[Row], stack: Stack) -> str:
         )
     lines.append(("all", *_summary(off), "", ""))
     columns = ("model", "rows", "mean", "median", "worst", "slower", "first choice")
-    title = "|predicted / measured - 1| with nothing fitted, and the first choice beside the best"
+    title = "|predicted / measured - 1| with nothing fitted, and the first choice against the best"
     return table(title, columns, lines, right=columns[1:6], width=console.width)
 
 
@@ -163,14 +164,16 @@ _KORTHIKANTI = (
 _CALCULON = (1.40, 1.14, 18.03, 13.64, 49.89, 34.47, 90.08, 66.04)  # as run for ../shared/facts
 
 
-def korthikanti_rows() -> Iterator[tuple[str, str, float, Terms]]:
+def korthikanti_rows() -> Iterator[tuple[str, str, float, StepTerms]]:
     """(model, what is recomputed, measured seconds, predicted terms); nothing is fitted."""
     for name, gpus, pipeline, pieces, micro_batch, batch, full_s, selective_s in _KORTHIKANTI:
         cluster = parse_cluster(f"a100-sxm-80:{gpus // 8}x8")
-        times = IterationTime(named_model(name), rates_of(cluster), MEGATRON, global_batch=batch)
+        times = IterationTime(
+            named_model(name), cost_or_facts(cluster), MEGATRON, global_batch=batch
+        )
         both: tuple[tuple[Recompute, float], ...] = (("full", full_s), ("selective", selective_s))
         for recompute, measured_s in both:
-            of = Configuration(
+            config = Configuration(
                 model=8,
                 pipeline=pipeline,
                 interleave=pieces,
@@ -178,7 +181,7 @@ def korthikanti_rows() -> Iterator[tuple[str, str, float, Terms]]:
                 recompute=recompute,  # type: ignore[arg-type]
                 sequence_parallel=recompute == "selective",
             )
-            yield name, recompute, measured_s, times.terms(of, place(of, cluster))
+            yield name, recompute, measured_s, times.terms(config, place(config, cluster))
 
 
 def korthikanti() -> str:
@@ -213,8 +216,8 @@ def korthikanti() -> str:
 def share_of_peak(recipe: Recipe, matmul_share: float) -> float:
     """A recipe's operations per second over the peak, as the paper counts them."""
     cluster = parse_cluster(recipe.cluster)
-    rates = Analytic(cluster, matmul_share=matmul_share)
-    times = IterationTime(recipe.model, rates, FRONTIER_STACK, global_batch=recipe.global_batch)
+    cost = cost_model(cluster, matmul_share=matmul_share)
+    times = IterationTime(recipe.model, cost, FRONTIER_STACK, global_batch=recipe.global_batch)
     step_s = times.terms(recipe.configuration, place(recipe.configuration, cluster)).step_s
     peak = cluster.num_devices * cluster.chip.bf16_flops_per_s
     return megatron_flops(recipe.model, recipe.global_batch) / step_s / peak
@@ -231,11 +234,11 @@ def frontier_matmul_share() -> float:
 def scaled(name: str, devices: int, batch: int) -> Recipe:
     """A recipe with as many replicas as fit, and another batch."""
     recipe = FRONTIER[name]
-    of = recipe.configuration
-    data = devices // (of.model * of.pipeline)
+    config = recipe.configuration
+    data = devices // (config.model * config.pipeline)
     return replace(
         recipe,
-        configuration=replace(of, data=data),
+        configuration=replace(config, data=data),
         cluster=f"mi250x-gcd:{devices // 8}x8",
         global_batch=batch // data * data,
     )
@@ -322,7 +325,7 @@ def large_runs() -> str:
     lines = []
     for model, config, pod, batch, stack, published in LARGE_RUNS:
         cluster = parse_cluster(pod)
-        times = IterationTime(model, rates_of(cluster), stack, global_batch=batch)
+        times = IterationTime(model, cost_or_facts(cluster), stack, global_batch=batch)
         step_s = times.terms(config, place(config, cluster)).step_s
         tokens, passes = batch * model.sequence, 4 if config.recompute == "full" else 3
         scores = model.layers * model.query_hidden * model.sequence * (1 if stack.causal else 2)
@@ -339,7 +342,7 @@ def large_runs() -> str:
 
 
 def searched() -> str:
-    """The search beside pricing every candidate, and beside Alpa's space."""
+    """The search, against an estimate of every candidate, and against Alpa's space."""
     lines = []
     for name, pod, batch in (
         ("gpt-3.6b", "a100-sxm-80:2x8", 64),
@@ -347,7 +350,7 @@ def searched() -> str:
         ("gpt-175b", "a100-sxm-80:64x8", 1536),
     ):
         model, cluster, space = named_model(name), parse_cluster(pod), Space(axes={})
-        times = IterationTime(model, rates_of(cluster), JAX, global_batch=batch)
+        times = IterationTime(model, cost_or_facts(cluster), JAX, global_batch=batch)
         found = search(model, cluster, times, space=space, keep=1)
         candidates = 6 * sum(1 for _ in splits(model, cluster, batch, space, JAX))
         layouts = 6 * model.layers * np.log10(9)
@@ -356,29 +359,29 @@ def searched() -> str:
              f"1e{layouts:.0f}", str(found.best[0].configuration))
         )  # fmt: skip
     title = (
-        "The search. Alpa-like: each of six matmuls of each layer one of nine ways over two axes, "
-        "counted, not run"
+        "The search. Alpa-like: each of six matmuls of each layer has nine shardings over two "
+        "axes, counted, not run"
     )
     columns = ("model", "cluster", "candidates", "priced", "ms", "Alpa-like", "choice")
     return table(title, columns, lines, right=columns[2:6], width=console.width)
 
 
 def brute_force(model: Transformer, pod: str, batch: int, stack: Stack) -> float:
-    """The fastest step of every legal candidate that fits, each priced in every placement."""
+    """The fastest step of every legal candidate that fits, each in every placement."""
     from jaxoverlap.parallelism.memory import peak
 
     cluster = parse_cluster(pod)
-    times = IterationTime(model, rates_of(cluster), stack, global_batch=batch)
-    room, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
+    times = IterationTime(model, cost_or_facts(cluster), stack, global_batch=batch)
+    budget, best_s = cluster.chip.memory_bytes / stack.reserve, np.inf
     for split in splits(model, cluster, batch, Space(axes={}), stack):
         for zero_stage in (0, *stack.zero_stages):
             for recompute in RECOMPUTES:
-                of = replace(split, zero_stage=zero_stage, recompute=recompute)
-                if of.illegal(model, batch, stack):
+                config = replace(split, zero_stage=zero_stage, recompute=recompute)
+                if config.illegal(model, batch, stack):
                     continue
-                needs = peak(model, of, stack, batch)
-                if needs.total <= room:
-                    best_s = min(best_s, best_placement(of, cluster, times, needs).step_s)
+                needs = peak(model, config, stack, batch)
+                if needs.total <= budget:
+                    best_s = min(best_s, best_placement(config, cluster, times, needs).step_s)
     return float(best_s)
 
 

@@ -1,8 +1,8 @@
-"""Check the picture that decisions rest on against what XLA does.
+"""Compare the shardings that decisions are based on with XLA's partitioned program.
 
-The pass reads how each matmul's sides lie, and concludes how the devices share its work and which
-collectives it waits for (`passes/planning/splits.py`). XLA's partitioned module says what one
-device multiplies, and which collectives stand beside. Both are compared here, matmul by matmul.
+The pass reads the shardings of each matmul, and concludes how the devices divide its work and which
+collectives it waits for (`passes/planning/splits.py`). XLA's partitioned module has what one device
+multiplies, and which collectives are adjacent. Both are compared here, matmul by matmul.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxoverlap.simulation.hlo_work import work
 
 # XLA gathers along two axes in two collectives, one after the other, and slices a sum.
 _BETWEEN = (*BESIDE, *OPCODES, "dynamic-slice")
-# A scatter may be a sum of which each device cuts its part; both send sums of the same axes.
+# A scatter may be a sum that each device slices; both send sums of the same axes.
 _SENT = {"all_gather": "gather", "all_to_all": "exchange", "collective_permute": "exchange",
          "reduce_scatter": "sum", "all_reduce": "sum"}  # fmt: skip
 
@@ -43,8 +43,8 @@ class Agreement(NamedTuple):
     Attributes:
         same: matmuls whose local work and collectives are as expected.
         joined: matmuls that XLA has joined with another, which have no work of their own.
-        unread: matmuls whose shardings mesh axes do not say; the pass leaves them alone.
-        otherwise: the differences, a line a matmul.
+        unread: matmuls whose shardings mesh axes cannot express; the pass skips them.
+        otherwise: the differences, a line per matmul.
     """
 
     same: int
@@ -54,32 +54,32 @@ class Agreement(NamedTuple):
 
 
 def agreement(traced: jax.stages.Traced, mesh: Mesh) -> Agreement:
-    """Compare the pass's picture of a traced step with XLA's partitioned module.
+    """Compare what the pass concludes of a traced step with XLA's partitioned module.
 
     Args:
         traced: the step.
         mesh: of a pod: programs for CPU devices are fused before they can be read.
     """
     jaxpr = flatten(jits.traced_params(traced)["jaxpr"])
-    picture = partitioned(traced, jaxpr, mesh)
-    products = _products(picture.module)
-    sent = {(c.computation, c.name): c for c in moved(picture.module)}
-    beside = collectives_of_sites(picture.module, _BETWEEN)
+    program = partitioned(traced, jaxpr, mesh)
+    products = _products(program.module)
+    sent = {(c.computation, c.name): c for c in moved(program.module)}
+    adjacent = collectives_of_sites(program.module, _BETWEEN)
     same, joined, unread, otherwise = 0, 0, 0, []
     for dot in dots(jaxpr):
-        shardings = picture.shardings.get(dot.index)
+        shardings = program.shardings.get(dot.index)
         matmul = shardings and matmul_of(dot, shardings, dict(mesh.shape))
         if not isinstance(matmul, ShardedMatmul) or dot.inside:
             unread += 1
         elif dot.index not in products:
             joined += 1
         else:
-            sent_beside = _sent(
+            sent_adjacent = _sent(
                 (KIND_OF[c.kind], axes_of(c.groups, mesh.size, dict(mesh.shape)))
-                for place in beside.get(dot.index, ())
-                if (c := sent.get(place))
+                for index in adjacent.get(dot.index, ())
+                if (c := sent.get(index))
             )
-            if text := _difference(matmul, products[dot.index], sent_beside):
+            if text := _difference(matmul, products[dot.index], sent_adjacent):
                 otherwise.append(f"{dot.index} {compat.source_line(dot.eqn)[:2]}: {text}")
             else:
                 same += 1
@@ -96,7 +96,8 @@ def _difference(matmul: ShardedMatmul, products: int, sent: _Sent) -> str:
         return ""  # the pass has said that it does not understand the split
     wanted = _sent((s.motion.kind, (s.axis,)) for s in splits if s.motion)
     if missing := wanted - sent:
-        return f"nothing beside it sends {_said(missing)}; there is {_said(sent) or 'nothing'}"
+        there = _named(sent) or "nothing"
+        return f"no adjacent collective sends {_named(missing)}; there is {there}"
     return ""
 
 
@@ -105,7 +106,7 @@ def _sent(moves: Iterable[tuple[str, Iterable[str]]]) -> _Sent:
     return frozenset((_SENT.get(kind, kind), axis) for kind, axes in moves for axis in axes)
 
 
-def _said(sent: _Sent) -> str:
+def _named(sent: _Sent) -> str:
     return ", ".join(f"{kind}s along {axis}" for kind, axis in sorted(sent))
 
 

@@ -33,7 +33,10 @@ EVERYWHERE = MEGATRON | {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the step; the defaults are a 7B GPT's."""
+    """The sizes of the step; the defaults are a 7B GPT's.
+
+    Attention is "scores", written out, or "cudnn": the fused kernel, which needs no GPU to compile.
+    """
 
     layers: int = 32
     hidden: int = 4096
@@ -42,6 +45,7 @@ class Sizes:
     vocab: int = 32768
     batch: int = 64
     sequence: int = 4096
+    attention: str = "scores"
 
 
 WEIGHTS = {  # shardings; the first dim of those in "layers" is the scan's
@@ -141,8 +145,10 @@ def make_step(
         return optax.apply_updates(weights, updates), moments, loss
 
     at = jax.tree.map(lambda leaf: leaf.sharding, abstract_args(sizes, mesh))
-    whole = NamedSharding(mesh, P())
-    return jax.jit(step, in_shardings=at, out_shardings=(*at[:2], whole), donate_argnums=(0, 1))
+    replicated = NamedSharding(mesh, P())
+    return jax.jit(
+        step, in_shardings=at, out_shardings=(*at[:2], replicated), donate_argnums=(0, 1)
+    )
 
 
 def loss_of(
@@ -179,8 +185,12 @@ def block(
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
     y = norm(x, weights["attention_norm"])
     made = project(y, [weights[n] for n in "qkv"], einsum)
-    q, k, v = (heads(of, sizes, pin) for of in made)
-    attended = attention(q, k, v, pin, einsum).reshape(x.shape)
+    q, k, v = (heads(projected, sizes, pin) for projected in made)
+    if sizes.attention == "cudnn":
+        fused = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        attended = pin(fused, "attended").reshape(x.shape)
+    else:
+        attended = attention(q, k, v, pin, einsum).reshape(x.shape)
     x = pin(x + einsum("bse,ed->bsd", attended, weights["out"]), "stream")
     y = norm(x, weights["mlp_norm"])
     return pin(x + mlp(y, weights["up"], weights["down"], pin), "stream")

@@ -96,7 +96,7 @@ def provenance() -> dict[str, str]:
 
 
 def of_cut(plan: jaxoverlap.Plan) -> dict[str, int]:
-    """Return the parts in which a step's rows run, as a row has them; nothing where they do not."""
+    """Return a step's batch split, as a row has it; nothing if there is none."""
     return {"parts": plan.cut.parts, "unroll": plan.cut.unroll} if plan.cut else {}
 
 

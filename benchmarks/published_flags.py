@@ -1,4 +1,4 @@
-"""XLA_FLAGS as others publish them, each as it stands there."""
+"""XLA_FLAGS as others publish them, verbatim."""
 
 _AXLEARN = """
 --xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_enable_triton_gemm=false

@@ -1,10 +1,10 @@
 """Compare the search with its yardsticks, on one model: python -m benchmarks.search.
 
 Problems of one to four communications, each with 24 settings, on five clusters; what is best is
-known, as all combinations are priced. Beside the search (`jaxoverlap/tuning/lagom/search.py`) stand
-its parts, AutoCCL's descent for each communication's own time, as published, and the same descent
-on the whole step. Then evaluations for 2 to 128 communications. Arithmetic only: no GPU, no
-compile.
+known, as all combinations are evaluated. The search (`jaxoverlap/tuning/lagom/search.py`) is
+compared with its parts, with AutoCCL's descent for each communication's own time, as published, and
+with the same descent on the step's time. Then evaluations for 2 to 128 communications. Arithmetic
+only: no GPU, no compile.
 """
 
 import datetime
@@ -26,18 +26,22 @@ from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.kernels import KernelWork, MatmulKernel
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, Space, places
+from jaxoverlap.tuning.lagom.model import Communication, Computation, Makespan, SettingSpace, places
 from jaxoverlap.tuning.lagom.search import Config, ModelledStep, search
 
 RESULTS = Path(__file__).parent / "results" / "search.jsonl"
 CLUSTERS = ("h100-sxm:1x8", "h100-sxm:2x8", "a100-sxm-80:1x8", "h200:1x8", "h200:2x8")
 _KB = 1 << 10
 SPACES = {  # each of 24 settings
-    "channels x chunk": Space((1, 2, 4, 8, 16, 24), (128 * _KB, 512 * _KB, 1024 * _KB, 2048 * _KB)),
-    "channels x chunk x threads": Space(
+    "channels x chunk": SettingSpace(
+        (1, 2, 4, 8, 16, 24), (128 * _KB, 512 * _KB, 1024 * _KB, 2048 * _KB)
+    ),
+    "channels x chunk x threads": SettingSpace(
         (2, 4, 8, 24), (128 * _KB, 512 * _KB, 2048 * _KB), (96, 512)
     ),
-    "channels x chunk x pieces": Space((2, 4, 8, 24), (512 * _KB, 2048 * _KB), pieces=(1, 2, 4)),
+    "channels x chunk x pieces": SettingSpace(
+        (2, 4, 8, 24), (512 * _KB, 2048 * _KB), pieces=(1, 2, 4)
+    ),
 }
 # Each balance is the time of a problem's communications alone, by NCCL's default, over the time of
 # its computation.
@@ -64,7 +68,7 @@ def problem(cluster: str, space: str, balance: str, count: int, *, seed: int = 0
     parts = draw.dirichlet(np.full(count, 4.0)) * alone_s * BALANCES[balance]
     kinds = draw.choice(["all-gather", "reduce-scatter", "all-reduce"], count)
     in_pieces = len(SPACES[space].pieces) > 1
-    sites = [i for i, c in enumerate(computations) if c.work.matmuls]
+    with_matmuls = [i for i, c in enumerate(computations) if c.work.matmuls]
     return Makespan(
         cost,
         tuple(
@@ -72,7 +76,7 @@ def problem(cluster: str, space: str, balance: str, count: int, *, seed: int = 0
                 str(kind),
                 _bytes_for(cost, str(kind), part_s),
                 _group(cost),
-                site=sites[j] if in_pieces else None,
+                site=with_matmuls[j] if in_pieces else None,
                 space=SPACES[space],
             )
             for j, (kind, part_s) in enumerate(zip(kinds, parts, strict=True))
@@ -174,8 +178,8 @@ def own_time(p: Makespan) -> tuple[Config, int]:
     """AutoCCL as published: each communication's own time; how many were timed in all."""
     config, evaluations = [], 0
     for j, axes in enumerate(p.axes):
-        place, tried = descend(axes, lambda place, j=j: p.seconds(j, place), seed=j)
-        config.append(place)
+        point, tried = descend(axes, lambda point, j=j: p.seconds(j, point), seed=j)
+        config.append(point)
         evaluations += tried
     return tuple(config), evaluations
 
@@ -231,19 +235,19 @@ WAYS: dict[str, Way] = {
 
 
 def measure(head: Row, p: Makespan) -> Row:
-    """Measure a row: each way's step over the best there is, and how many configs it measured."""
+    """Measure a row: each method's step over the best one, and its number of evaluations."""
     best_s = exhaustive(p)
     combinations = math.prod(math.prod(axes) for axes in p.axes)
-    ways = {}
-    for name, way in WAYS.items():
-        config, evaluations = way(p)
+    results = {}
+    for name, method in WAYS.items():
+        config, evaluations = method(p)
         ratio = p.measure(config).step_s / best_s
-        ways[name] = {"ratio": round(ratio, 5), "evaluations": evaluations}
-    return {**head, "best_s": best_s, "combinations": combinations, "ways": ways}
+        results[name] = {"ratio": round(ratio, 5), "evaluations": evaluations}
+    return {**head, "best_s": best_s, "combinations": combinations, "ways": results}
 
 
 def grid_table(rows: Sequence[Row], title: str) -> str:
-    """Tabulate how close each way comes to the best, over all problems."""
+    """Tabulate how close each method comes to the best, over all problems."""
     lines = []
     for name in WAYS:
         ratios = np.array([row["ways"][name]["ratio"] for row in rows])
@@ -307,7 +311,7 @@ def growth_table(rows: Sequence[Row]) -> str:
 def main(
     save: Annotated[bool, typer.Option(help="Write the rows to benchmarks/results.")] = False,
 ) -> None:
-    """Search all problems by all ways, and print how close they come."""
+    """Search all problems by all methods, and print how close they come."""
     rows = [measure(head, p) for head, p in grid()]
     fresh = [measure(head, p) for head, p in grid(first_seed=2000)]
     more = growth()
@@ -315,8 +319,8 @@ def main(
     print(grid_table(fresh, "more, drawn after the search was done"))
     print(growth_table(more))
     if save:
-        of = {"commit": commit(), "date": datetime.date.today().isoformat()}
-        write_rows(RESULTS, [{**row, **of} for row in (*rows, *fresh, *more)])
+        provenance = {"commit": commit(), "date": datetime.date.today().isoformat()}
+        write_rows(RESULTS, [{**row, **provenance} for row in (*rows, *fresh, *more)])
 
 
 if __name__ == "__main__":

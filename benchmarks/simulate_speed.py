@@ -101,7 +101,7 @@ SHARED = (
 
 
 def piece(n: int) -> tuple[str, list[str]]:
-    """A hop under a chunk of matmul, and the update of the whole: a fusion and five lines."""
+    """A hop under a chunk of matmul, and the update of the result: a fusion and five lines."""
     meta = META.format(op="bsd,df->bsf/dot_general", name=f"custom-call.{n}")
     gemm = GEMM.format(meta=meta)
     fused = (

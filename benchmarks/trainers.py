@@ -35,7 +35,7 @@ STEPS = ("plain", "overlapped")
 # Sums in another order round differently, and training lets that grow, most where it makes a
 # choice (models/moe.py). In float64 it stays tiny, which the error of a wrong ring would not.
 MOST = {"float32": 1e-4, "float64": 1e-10}
-HALVES = (None, 2)  # parts that the rows are cut in; None: by price, and so whole on CPUs
+HALVES = (None, 2)  # parts of the batch; None: by estimate, and so one part on CPUs
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 Row = dict[str, Any]
@@ -92,7 +92,7 @@ def child(job: Row) -> Row:
 
 
 def compare(model: Any, dtype: str, steps: int, halves: int | None) -> Row:
-    """Train both ways from one seed."""
+    """Train plain and overlapped from one seed."""
     from models.trainer import train  # not where another jax is only compiled for
 
     jax.config.update("jax_enable_x64", dtype == "float64")

@@ -83,12 +83,12 @@ def tuned(step: Step, budget_s: float) -> Row:
 
 def summary(plan: jaxoverlap.Plan) -> Row:
     """Summarize the choices of a plan."""
-    ways: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for decision in plan.decisions:
         if decision.site == decision.ring:
-            ways[str(decision.variant)] = ways.get(str(decision.variant), 0) + 1
+            counts[str(decision.variant)] = counts.get(str(decision.variant), 0) + 1
     return {
-        "rings": ways,
+        "rings": counts,
         "fsdp": plan.fsdp,
         "slack": plan.schedule.slack if plan.schedule else None,
         "xla_options": len(plan.xla_options),
@@ -98,7 +98,7 @@ def summary(plan: jaxoverlap.Plan) -> Row:
 
 
 def report(rows: list[Row], suite: list[Row]) -> None:
-    """Print the table, and what is asked of it."""
+    """Print the table, and which aims it meets."""
     table = Table(title="tuned plans, by simulation; ms a step")
     table.add_column("step")
     for name in COLUMNS:
@@ -122,7 +122,7 @@ def report(rows: list[Row], suite: list[Row]) -> None:
 
 
 def compare(row: Row, suite: list[Row]) -> Row:
-    """A tuned step beside the suite's rows of it; plain counts among the presets."""
+    """A tuned step against the suite's rows of it; plain counts among the presets."""
     rows = of_step(suite, row["step"])
     plain, preset = rows[PLAIN], best_preset(rows) or rows[PLAIN]
     best = min(plain, preset, key=lambda r: r["step_s"])

@@ -1,4 +1,4 @@
-"""Save a training state and find it again; a run only resumes what it would have computed.
+"""Save and restore training states; a run resumes only checkpoints of the same configuration.
 
 A checkpoint has a checksum of each of its arrays, which is looked at before a run goes on from it:
 the files have none of their own, and one flipped byte of a weight trains on.
@@ -23,7 +23,7 @@ FREE |= {"workers", "profile", "distributed", "coordinator", "processes", "proce
 
 
 class Checkpoints:
-    """The states kept in `config.checkpoint`; keeps nothing where that is None.
+    """The checkpoints in the folder `config.checkpoint`; saves nothing if that is None.
 
     Every process writes its part while the next steps run; a checkpoint has its name only when all
     parts are there.
@@ -43,7 +43,7 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(directory, options=options)
 
     def restore(self, abstract_state: Any) -> tuple[Any, int]:
-        """Return (state, steps taken) of the newest checkpoint, placed as asked, or (None, 0).
+        """Return (state, steps taken) of the newest checkpoint, or (None, 0) if there is none.
 
         Raises:
             Mistake: if it cannot be read, or is not what was written.
@@ -63,7 +63,7 @@ class Checkpoints:
         return taken, saved.item_metadata
 
     def restore_state(self, taken: int, abstract_state: Any) -> Any:
-        """Return the state of a checkpoint that is there, placed as asked.
+        """Return the state of an existing checkpoint, with the shardings of `like`.
 
         Raises:
             Mistake: as `restore`.
@@ -72,7 +72,7 @@ class Checkpoints:
         return restored(self.manager, taken, abstract_state)
 
     def save(self, taken: int, state: Any, feed: dict[str, Any], span: int = 1) -> None:
-        """Keep the state after `taken` steps, if one of the last `span` is due or all are taken.
+        """Save the state after `taken` steps, if one of the last `span` is due or all are done.
 
         Due is each multiple of save_every.
         """
@@ -81,10 +81,10 @@ class Checkpoints:
             # one that is still under way on another device.
             jax.block_until_ready(state)
             feed = {**feed, "checksums": checksums(state).tolist()}
-            kept = ocp.args.Composite(
+            contents = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), feed=ocp.args.JsonSave(feed)
             )
-            self.manager.save(taken, args=kept)
+            self.manager.save(taken, args=contents)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -97,7 +97,7 @@ class Checkpoints:
 
 
 def restored(manager: ocp.CheckpointManager, taken: int, abstract_state: Any) -> Any:
-    """Return the state of a checkpoint, placed as asked.
+    """Return the state of a checkpoint, with the shardings of `like`.
 
     Raises:
         Mistake: if it cannot be read, or is not what was written.
@@ -109,22 +109,24 @@ def restored(manager: ocp.CheckpointManager, taken: int, abstract_state: Any) ->
         found = manager.restore(taken, args=wanted)
         state, feed = found["state"], found["feed"]
         same = feed["next_index"] == taken
-        kept = np.array(feed["checksums"], np.uint32)
+        saved = np.array(feed["checksums"], np.uint32)
     except Exception as error:  # Orbax and what it reads with raise many kinds
+        # Only the first words: TensorStore's go on for pages, and the traceback has them.
+        message = (str(error).splitlines() or [""])[0].partition(". See ")[0]
         raise damaged(
-            manager, taken, f"it cannot be read ({type(error).__name__}: {error})"
+            manager, taken, f"it cannot be read ({type(error).__name__}: {message})"
         ) from error
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
-    if len(kept) != len(names) or not same:
+    if len(saved) != len(names) or not same:
         raise damaged(manager, taken, "its list of checksums is not of its arrays")
-    bad = [names[n] for n in np.flatnonzero(checksums(state) != kept)]
+    bad = [names[n] for n in np.flatnonzero(checksums(state) != saved)]
     if bad:
         raise damaged(manager, taken, f"{', '.join(bad)} is not what was written")
     return state
 
 
 def damaged(manager: ocp.CheckpointManager, taken: int, what: str) -> Mistake:
-    """Return the error of a checkpoint that a run cannot go on from."""
+    """Return the error for a damaged checkpoint, from which a run cannot resume."""
     older = [step for step in manager.all_steps() if step < taken]
     then = (
         f"delete that folder to go on from step {max(older)}"
@@ -135,7 +137,7 @@ def damaged(manager: ocp.CheckpointManager, taken: int, what: str) -> Mistake:
 
 
 def check_same_run(path: Path, config: Run) -> None:
-    """Compare the configuration with the one beside the checkpoints; process 0 writes the first."""
+    """Check that the configuration is that of the checkpoints; process 0 writes it at first."""
     free = FREE | set(config.AXES)
     fixed = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
     fixed = json.loads(json.dumps(fixed, default=str))

@@ -1,4 +1,4 @@
-"""Checksums of arrays, whatever mesh and processes they lie on."""
+"""Checksums of arrays, independent of mesh and processes."""
 
 from typing import Any
 
@@ -32,7 +32,9 @@ def _of_one(leaf: Any) -> jax.Array:
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize]).astype(jnp.uint32)
-    place = jnp.zeros(words.shape, jnp.uint32)
+    position = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(words.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    return (words * (place * jnp.uint32(2654435769) | jnp.uint32(1))).sum(dtype=jnp.uint32)
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
+            jnp.uint32, words.shape, dim
+        )
+    return (words * (position * jnp.uint32(2654435769) | jnp.uint32(1))).sum(dtype=jnp.uint32)

@@ -88,10 +88,11 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
 
 
 def placed(batch: Any, mesh: Mesh, spec: P) -> Any:
-    """Place a batch on the mesh; every process makes it whole and keeps its part."""
-    at = NamedSharding(mesh, spec)
+    """Shard a batch over the mesh; every process makes the full batch and uses its part."""
+    sharding = NamedSharding(mesh, spec)
     return jax.tree.map(
-        lambda rows: jax.make_array_from_callback(rows.shape, at, lambda index: rows[index]), batch
+        lambda rows: jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index]),
+        batch,
     )
 
 

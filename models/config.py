@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Mistake(ValueError):
-    """An error that only the user can put right; the message says how."""
+    """An error in the user's input; the message says how to correct it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Run:
     weight_decay: float = 0.1
 
     def __post_init__(self):
-        """Check all options together.
+        """Raise `Mistake` with everything that is wrong with the options.
 
         Raises:
             Mistake: that names every option that cannot be; first those that are out of range.
@@ -78,7 +78,7 @@ class Run:
             raise Mistake("; and ".join(found))
 
     def out_of_range(self) -> Iterator[str]:
-        """Yield what is wrong with an option by itself."""
+        """Yield the errors of single options."""
         types = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             kinds = {types[field.name], *typing.get_args(types[field.name])}
@@ -99,7 +99,7 @@ class Run:
                 yield f"{name}={getattr(self, name)!r}: expected one of {', '.join(DTYPES)}"
 
     def mistakes(self) -> Iterator[str]:
-        """Yield what is wrong with options together, all being in range."""
+        """Yield the errors of combinations of options, each of which is in range."""
         if self.ops and (self.plain or self.halves):
             yield "ops with plain or halves: matmuls partition themselves, or they do not"
         if (self.coordinator is None) != (self.processes is None) or (self.processes is None) != (
@@ -118,9 +118,9 @@ class Run:
                 "--compress and --local-updates"
             )
         names = ("outer_rate", "outer_momentum", "staleness", "fragments")
-        given = [name for name in names if getattr(self, name) is not None]
-        if given and not self.local_updates:
-            yield f"{', '.join(given)} without local_updates: these are of its outer optimizer"
+        stated = [name for name in names if getattr(self, name) is not None]
+        if stated and not self.local_updates:
+            yield f"{', '.join(stated)} without local_updates: these are of its outer optimizer"
         if self.plan and (self.plain or self.halves):
             yield "--plan says what is overlapped: leave out --plain and --halves"
         for name, by, divisor in self.divisors():
@@ -132,7 +132,7 @@ class Run:
         yield from self.unreadable()
 
     def unreadable(self) -> Iterator[str]:
-        """Yield what is wrong with the files that options name, in the process that reads them."""
+        """Yield the errors of files that options name, in the process that reads them."""
         if self.plan and not self.process and not self.plan.is_file():
             yield f"--plan {self.plan}: no such file; expected a plan that Plan.write wrote"
         if self.checkpoint and self.checkpoint.exists() and not self.checkpoint.is_dir():
@@ -141,7 +141,7 @@ class Run:
             yield f"--metrics {self.metrics} is a directory; give a file"
 
     def divisors(self) -> Iterator[tuple[str, str, int]]:
-        """(field, what must divide it, its value): each device gets an equal part of everything."""
+        """Yield (field, its required divisor, the divisor's value), for equal device shards."""
         first, second = self.AXES
         yield "hidden", "heads", self.heads
         if self.has_workers:
@@ -153,17 +153,17 @@ class Run:
 
     @property
     def has_workers(self) -> bool:
-        """Return whether there are workers, each with a mesh of its own."""
+        """Return whether the run has several workers, each with its own mesh."""
         return bool(self.local_updates or self.compress)
 
     @property
     def devices(self) -> int:
-        """Return how many devices all workers take."""
+        """Return the number of devices of all workers."""
         return (self.workers if self.has_workers else 1) * math.prod(self.mesh.values())
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens a step takes, over all devices."""
+        """Return the number of tokens in a step, over all devices."""
         raise NotImplementedError
 
     def used(self, path: str) -> float:
@@ -177,7 +177,7 @@ class Run:
 
     @classmethod
     def sized(cls, sizes: dict[str, Any], changes: dict[str, Any]) -> Self:
-        """Return a configuration of a pod's sizes, in the dtype that a pod computes in."""
+        """Return a configuration with sizes for a pod, in bfloat16."""
         return cls(**{"layers": 4, "dtype": "bfloat16", **sizes, **changes})
 
 

@@ -31,13 +31,13 @@ from models.recipe import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Configured(Recipe):
-    """A recipe on six axes, whose loss goes in micro-batches and through a pipeline."""
+    """A recipe on six axes, with micro-batches and pipeline stages."""
 
     def make_mesh(self, config: Run) -> Mesh:
         return mesh_on(jax.devices(), config)
 
     def new_params(self, config: Any, mesh: Mesh, seed: int) -> dict[str, Any]:
-        """The model's, with layers that do nothing where pipeline chunks have one fewer."""
+        """Return new parameters; shorter pipeline chunks are padded by identity layers."""
         params = super().new_params(config, mesh, seed)
         real = micro_batches.real_layers(config)
         if real.all():
@@ -50,12 +50,12 @@ class Configured(Recipe):
         return {**params, "layers": jax.tree.map(padded, params["layers"])}
 
     def state_shardings(self, config: Any, mesh: Mesh) -> dict[str, Any]:
-        """The recipe's, layers over the stages, and under ZeRO-1 moments over the replicas."""
+        """Return the state's shardings: layers over stages; under ZeRO-1 moments over replicas."""
 
-        def over_stages(path: Any, at: NamedSharding) -> NamedSharding:
+        def over_stages(path: Any, sharding: NamedSharding) -> NamedSharding:
             if not any(getattr(key, "key", None) == "layers" for key in path):
-                return at
-            return NamedSharding(mesh, P("pipeline", *at.spec[1:]))
+                return sharding
+            return NamedSharding(mesh, P("pipeline", *sharding.spec[1:]))
 
         state = jax.tree_util.tree_map_with_path(over_stages, super().state_shardings(config, mesh))
         if not config.split.zero_stage:
@@ -65,12 +65,12 @@ class Configured(Recipe):
         return {**state, "optimizer": moments}
 
     def placed_gradients(self, config: Any, mesh: Mesh, gradients: Any) -> Any:
-        """Gradients as moments are sharded: under ZeRO-1 a device updates its share alone."""
+        """Return gradients sharded as the moments: under ZeRO-1 a device updates its shard only."""
         if not config.split.zero_stage:
             return gradients
         at = self.state_shardings(config, mesh)["params"]
-        places = jax.tree.map(zero_sharding, at, gradients)
-        return jax.lax.with_sharding_constraint(gradients, places)
+        shardings = jax.tree.map(zero_sharding, at, gradients)
+        return jax.lax.with_sharding_constraint(gradients, shardings)
 
     def make_loss(self, config: Any, mesh: Mesh) -> Callable:
         if config.split.pipeline > 1:
@@ -80,13 +80,13 @@ class Configured(Recipe):
         return super().make_loss(config, mesh)
 
 
-def zero_sharding(at: NamedSharding, like: Any) -> NamedSharding:
-    """A moment's sharding under ZeRO-1: one of its dims over the axes that replicate it, too.
+def zero_sharding(sharding: NamedSharding, like: Any) -> NamedSharding:
+    """Return a moment's sharding under ZeRO-1: one dim is also sharded over the replicating axes.
 
     The dim that `fsdp` splits where it can be divided so, else the first that can; none: as it is.
     """
-    mesh = at.mesh
-    spec = [*at.spec, *[None] * (like.ndim - len(at.spec))]
+    mesh = sharding.mesh
+    spec = [*sharding.spec, *[None] * (like.ndim - len(sharding.spec))]
     entries = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
     used = {name for entry in entries for name in entry}
     free = tuple(a for a in ("data", "context", "expert") if a not in used and mesh.shape[a] > 1)
@@ -96,11 +96,11 @@ def zero_sharding(at: NamedSharding, like: Any) -> NamedSharding:
         if free and like.shape[dim] % shards == 0:
             spec[dim] = (*entries[dim], *free)
             return NamedSharding(mesh, P(*spec))
-    return at
+    return sharding
 
 
 def mesh_on(devices: Any, config: Any) -> Mesh:
-    """The mesh of a configuration in its placement."""
+    """Return the mesh of a configuration, with its axes in the placement's order."""
     split = config.split
     if len(devices) < split.devices:
         raise Mistake(
@@ -118,7 +118,7 @@ MIXTURE = Configured(Config, MoE, gpt.RECIPE.batches)
 def configured(
     run: Run, split: Configuration, order: tuple[str, ...] = AXES
 ) -> tuple[Recipe, Config]:
-    """The recipe and the configuration of a run on a mesh of six axes.
+    """Return the recipe and the configuration of a run on a mesh of six axes.
 
     A vocabulary that the axes do not divide is padded.
 
@@ -126,15 +126,15 @@ def configured(
         Mistake: if the run's sizes do not divide; it says which.
     """
     fields = {field.name for field in dataclasses.fields(Config)} - {"split", "order"}
-    kept = {name: getattr(run, name) for name in fields if hasattr(run, name)}
-    ways = split.fsdp * split.model * split.pipeline
-    kept["vocab"] = -(-kept["vocab"] // ways) * ways
-    config = Config(split=split, order=order, **kept)
+    values = {name: getattr(run, name) for name in fields if hasattr(run, name)}
+    shards = split.fsdp * split.model * split.pipeline
+    values["vocab"] = -(-values["vocab"] // shards) * shards
+    config = Config(split=split, order=order, **values)
     return (MIXTURE if config.experts else DENSE), config
 
 
 def chosen(recipe: Recipe, run: Run) -> tuple[Recipe, Run]:
-    """What `--configuration` chooses: the file's first mesh, in its placement.
+    """Return the recipe and run of the file of `--configuration`; without one, the given ones.
 
     Raises:
         Mistake: if the file is not one of `jaxoverlap configure --json`, or sizes do not divide.
@@ -156,7 +156,7 @@ def chosen(recipe: Recipe, run: Run) -> tuple[Recipe, Run]:
 
 
 def same_batch(run: Run, found: Chosen) -> None:
-    """Refuse a file that was made for another batch: micro-batches would not be those priced."""
+    """Raise `Mistake` if a file was made for another batch: its micro-batches would differ."""
     if found.global_batch not in (None, run.batch):
         raise Mistake(
             f"made for a batch of {found.global_batch}, and --batch is {run.batch}: give "
@@ -167,7 +167,7 @@ def same_batch(run: Run, found: Chosen) -> None:
 def build(
     model: Transformer, split: Configuration, order: tuple[str, ...], global_batch: int, pod: str
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The trainer's own step for a named model on a pod, and its arguments as shapes.
+    """Return the trainer's step for a named model on a pod, and its arguments as shapes.
 
     Biases and learned positions, which this trainer has not, are left out.
 

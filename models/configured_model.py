@@ -70,12 +70,12 @@ class Config(TextRun):
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Layers of each pipeline chunk."""
+        """Return the number of layers of each pipeline chunk."""
         return self.split.chunk_layers(self.transformer)
 
     @property
     def transformer(self) -> Transformer:
-        """The sizes as `jaxoverlap.configure` takes them."""
+        """Return the sizes as a `jaxoverlap.Transformer`."""
         return Transformer(
             name="trained", layers=self.layers, hidden=self.hidden, heads=self.heads,
             kv_heads=self.kv_heads, head_dim=self.head_dim, mlp=self.mlp, vocab=self.vocab,
@@ -96,11 +96,11 @@ class Config(TextRun):
 
 
 class Attention(gpt.Attention):
-    """The GPT's, with fewer heads of keys, heads of any size, and cuDNN's kernel on GPUs."""
+    """Grouped-query attention with heads of any size, and cuDNN's kernel on GPUs."""
 
     config: Config
 
-    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
         hidden, heads, size = config.hidden, config.heads, config.head_size
         keys = config.kv_heads or heads
         std = hidden**-0.5
@@ -112,7 +112,7 @@ class Attention(gpt.Attention):
         self.v = Weight(config, mesh, rngs, into, (hidden, keys, size), std)
         out = (heads, size, hidden)
         self.out = Weight(config, mesh, rngs, P("model", None, "fsdp"), out, back)
-        self.config, self.mesh, self.at = config, mesh, at
+        self.config, self.mesh, self.at = config, mesh, layout
         self.einsum = gpt.einsum_of(config)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ class Attention(gpt.Attention):
         return shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
 
     def repeated(self, keys: jax.Array) -> jax.Array:
-        """Keys or values, with as many heads as devices or, without cuDNN, as queries."""
+        """Return keys or values with repeated heads: one per device or, without cuDNN, query."""
         have, want = keys.shape[2], self.config.split.model
         if not uses_cudnn(self.config, self.mesh):
             want = self.config.heads
@@ -148,7 +148,7 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def on_each_device(attend: Callable, spec: P) -> Callable:
-    """Attention by each device on the sequences and heads that it has, inside a shard_map.
+    """Run attention on each device's sequences and heads, inside a shard_map.
 
     Inside one, cuDNN's attention has to be told its part: XLA cannot ask Python how to partition it
     where some axes are manual. Elsewhere it is left to XLA, through which `overlap` cuts the batch.
@@ -156,23 +156,26 @@ def on_each_device(attend: Callable, spec: P) -> Callable:
     inside = jax.sharding.get_abstract_mesh()
     if not inside.manual_axes:
         return attend
-    spec, rest = without(spec, inside.manual_axes), set(inside.axis_names) - set(inside.manual_axes)
+    spec, automatic = (
+        without(spec, inside.manual_axes),
+        set(inside.axis_names) - set(inside.manual_axes),
+    )
     return jax.shard_map(
-        attend, in_specs=(spec,) * 3, out_specs=spec, axis_names=rest, check_vma=False
+        attend, in_specs=(spec,) * 3, out_specs=spec, axis_names=automatic, check_vma=False
     )
 
 
 def uses_cudnn(config: Config, mesh: Mesh) -> bool:
-    """Whether attention is cuDNN's: on GPUs, in 16 bits, if each device has whole sequences."""
+    """Return whether attention uses cuDNN: on GPUs, in 16 bits, if sequences are not sharded."""
     narrow = jnp.dtype(config.dtype).itemsize == 2
     return mesh.devices.flat[0].platform != "cpu" and narrow and config.split.context == 1
 
 
 class MLP(gpt.MLP):
-    """The GPT's; gated: SwiGLU."""
+    """The GPT's MLP; if `gated`, SwiGLU."""
 
-    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
-        super().__init__(config, mesh, rngs, at)
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
+        super().__init__(config, mesh, rngs, layout)
         if config.gated:
             shape, std = (config.hidden, config.mlp), config.hidden**-0.5
             self.gate = Weight(config, mesh, rngs, P("fsdp", "model"), shape, std)
@@ -211,7 +214,7 @@ class GPT(gpt.GPT):
         self.config, self.mesh, self.einsum = config, mesh, gpt.einsum_of(config)
 
     def table(self, weight: Weight) -> jax.Array:
-        """A table as each device needs it: all of it, in the dtype of activations."""
+        """Return an embedding table replicated, in the dtype of activations."""
         return shard(weight(), self.mesh, P(None, None))
 
     def first(self, batch: dict[str, jax.Array]) -> Any:
@@ -228,7 +231,7 @@ class GPT(gpt.GPT):
 
 
 class Experts(moe.Experts):
-    """The mixture's: a sequence is whole where it is routed, experts' columns lie over model."""
+    """The mixture's layer: sequences replicated for routing, experts sharded over model."""
 
     router_at = P("fsdp", None)
     up_at, down_at = P("expert", "fsdp", "model"), P("expert", "model", "fsdp")
@@ -236,8 +239,8 @@ class Experts(moe.Experts):
     there_at = P("expert", ("data", "fsdp"), None, None)
     inner_at = P("expert", ("data", "fsdp"), None, "model")
 
-    def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
-        super().__init__(config, mesh, rngs, at)
+    def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
+        super().__init__(config, mesh, rngs, layout)
         if config.gated:
             shape, std = (config.experts, config.hidden, config.mlp), config.hidden**-0.5
             self.gate = Weight(config, mesh, rngs, self.up_at, shape, std)
@@ -260,7 +263,7 @@ class Block(moe.Block):
 
 
 class MoE(GPT):
-    """The GPT with experts, and in its loss a price for using them unevenly."""
+    """The GPT with experts, with a load-balancing loss."""
 
     block = Block
 

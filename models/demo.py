@@ -1,50 +1,60 @@
-"""The same training run without and with overlap: do the losses agree, and what was done?
+"""Simulate the gain of overlap() on 64 GPUs, and compare the losses of training with and without.
 
 python -m models.demo
 """
 
-import dataclasses
+import contextlib
+import io
 import itertools
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import typer
 from matplotlib.figure import Figure
 from rich.panel import Panel
 from rich.table import Table
 
 import jaxoverlap
+from jaxoverlap.cli.targets.plain import build
 from jaxoverlap.hardware.pods import compiler_options
 from models.config import Config, Mistake
-from models.gpt import RECIPE, abstract_args, make_mesh, make_step
+from models.gpt import RECIPE
+from models.processes import start
 from models.trainer import console, train
 
 OUT = Path("out/demo")
 EPSILON = 2.0**-23  # the spacing of float32 numbers, relative to their size
-POD, POD_MESH = "h100-sxm:1x8", {"data": 2, "model": 4}
+POD, POD_MESH = "h100-sxm:8x8", {"data": 8, "model": 8}
+STEPS = 40
 
 Rows = list[dict[str, float]]
 
 
 def compare(config: Config) -> None:
-    """Train both ways from one seed; print and draw the losses, the plan and a pod's audit."""
-    config = dataclasses.replace(config, checkpoint=None)
-    plain, *_ = train(RECIPE, dataclasses.replace(config, plain=True, metrics=OUT / "plain.jsonl"))
-    overlapped, step, _ = train(
-        RECIPE, dataclasses.replace(config, plain=False, metrics=OUT / "overlapped.jsonl")
-    )
-
+    """Train plain and overlapped from one seed; print and draw the losses."""
+    console.rule("a small GPT on 8 simulated devices, trained plain and overlapped")
+    config = replace(config, checkpoint=None)
+    plain, overlapped = trained(config, "plain"), trained(config, "overlapped")
     print_losses(plain, overlapped)
     draw_losses(plain, overlapped, OUT / "losses.svg")
-    print(step.explain(*abstract_args(config, make_mesh(config))))
-    print_audit()
-    print_summary(plain, overlapped)
+    largest = max(differences(plain, overlapped))
+    print(f"largest relative difference of the losses: {largest:.1e}")
+    print(f"drawn: {OUT / 'losses.svg'}")
+
+
+def trained(config: Config, name: str) -> Rows:
+    """Train without printing the trainer's lines: seconds on a CPU say nothing about a GPU."""
+    print(f"training {config.steps} steps, {name}", flush=True)
+    config = replace(config, plain=name == "plain", metrics=OUT / f"{name}.jsonl")
+    with contextlib.redirect_stdout(io.StringIO()):
+        rows, *_ = train(RECIPE, config)
+    return rows
 
 
 def differences(plain: Rows, overlapped: Rows) -> list[float]:
-    """|overlapped - plain| / |plain| of the loss, a step at a time."""
+    """Return |overlapped - plain| / |plain| of each step's loss."""
     pairs = zip(plain, overlapped, strict=True)
     return [abs(b["loss"] - a["loss"]) / abs(a["loss"]) for a, b in pairs]
 
@@ -69,7 +79,7 @@ def print_losses(plain: Rows, overlapped: Rows) -> None:
 
 
 def picture(values: list[float], *, width: int = 28, height: int = 9) -> str:
-    """A curve as filled columns of characters, the range of its columns at the left."""
+    """Return a curve as columns of block characters, with its range at the left."""
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)]
     columns = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
@@ -85,7 +95,7 @@ def picture(values: list[float], *, width: int = 28, height: int = 9) -> str:
 
 
 def draw_losses(plain: Rows, overlapped: Rows, path: Path) -> None:
-    """Both curves above; below, their relative difference on a logarithmic scale."""
+    """Draw both loss curves, and below them their relative difference on a logarithmic scale."""
     steps = [row["step"] + 1 for row in plain]
     figure = Figure(figsize=(7.6, 5.2), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(5, 3))
@@ -116,38 +126,28 @@ def draw_losses(plain: Rows, overlapped: Rows, path: Path) -> None:
     figure.savefig(path)
 
 
-def print_audit() -> None:
-    """Print what the compiler's schedule for a pod hides, for the same model at a pod's size."""
-    config = Config.pod(**POD_MESH)
-    print(f"\nThe same model at hidden {config.hidden}, compiled for {POD} (no GPU is needed):")
+def simulate() -> None:
+    """Compile a step for 64 GPUs, plain and overlapped; print and draw its simulated time."""
+    console.rule(f"four layers on 64 GPUs ({POD}), simulated")
     try:
         mesh = jaxoverlap.pod_mesh(POD, POD_MESH)
-    except ImportError as error:  # its message says what to install
-        print(f"left out: {error}")
+    except jaxoverlap.PodsUnavailableError as error:  # its message says what to install
+        console.print(f"left out: {error}")
         return
-    step, args = make_step(config, mesh), abstract_args(config, mesh)
-    overlapped = jaxoverlap.overlap(step).lower(*args).compile().audit()
-    print(overlapped)
-    plain = jaxoverlap.audit(step.lower(*args).compile(compiler_options=compiler_options()))
-    print(f"the plain step's:  {plain.total}")
-
-
-def print_summary(plain: Rows, overlapped: Rows) -> None:
-    print()
-    table = Table(title="summary")
-    for name in ("", "first step, with compiling", "later steps, median", "last loss"):
-        table.add_column(name, justify="right")
-    for name, rows in (("plain", plain), ("overlapped", overlapped)):
-        later = statistics.median(row["seconds"] for row in rows[1:] or rows)
-        first, last = rows[0]["seconds"], rows[-1]["loss"]
-        table.add_row(name, f"{first:.1f} s", f"{later:.3f} s", f"{last:.4f}")
-    console.print(table)
-    console.print(
-        f"largest relative difference of the losses: {max(differences(plain, overlapped)):.1e}"
-    )
-    if jax.default_backend() == "cpu":
-        console.print("seconds are of devices simulated on a CPU: they say nothing about a GPU")
-    console.print(f"curves: {OUT / 'losses.svg'}")
+    step, args = build(mesh)
+    with console.status("compiling for 64 GPUs that are not here"):
+        compiled = jaxoverlap.overlap(step, cluster=POD).lower(*args).compile()
+        overlapped = compiled.simulate()
+        original = step.lower(*args).compile(compiler_options=compiler_options())
+        plain = jaxoverlap.simulate(original, POD)
+    OUT.mkdir(parents=True, exist_ok=True)
+    overlapped.to_svg(OUT / "step.svg", plain=plain)
+    overlapped.to_html(OUT / "step.html", plain=plain)
+    print(compiled)
+    for name, step_s in (("plain", plain), ("overlapped", overlapped)):
+        line = f"{name:>10}: {step_s.step_s * 1e3:5.1f} ms, of which {step_s.exposed_s * 1e3:4.1f}"
+        print(f"{line} waiting for communication")
+    print(f"drawn: {OUT / 'step.svg'}; to zoom into: {OUT / 'step.html'}\n")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -155,12 +155,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command()
 def main(
-    steps: Annotated[int, typer.Option(help="Train to this many steps.")] = Config.steps,
+    steps: Annotated[int, typer.Option(help="Train to this many steps.")] = STEPS,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = Config.seed,
 ) -> None:
-    """Train a small GPT without and with overlap from the same seed, and compare."""
+    """Simulate a step on 64 GPUs, then train a small GPT plain and overlapped, and compare."""
     try:
-        compare(Config(steps=steps, seed=seed))
+        config = Config(steps=steps, seed=seed)
+        start(config)  # before JAX counts its devices
+        simulate()
+        compare(config)
     except Mistake as error:
         raise typer.BadParameter(str(error)) from error
 

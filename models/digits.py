@@ -1,4 +1,4 @@
-"""Images of handwritten digits, cut into patches, and the batches that a training run takes."""
+"""Load images of handwritten digits as patches, and make the batches of a training run."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,7 +12,7 @@ HELD_OUT = 297  # of 1797, the last: most of their writers wrote none of the oth
 
 
 class Wanted(Protocol):
-    """The settings of images that a configuration has."""
+    """The fields of a configuration that describe images."""
 
     @property
     def image(self) -> int: ...
@@ -29,7 +29,7 @@ class Wanted(Protocol):
 
 
 def load_digits(config: Wanted) -> dict[str, np.ndarray]:
-    """All 1797 images: {"patches": float32 [image, patch, pixel] of -1 to 1, "labels": int32}.
+    """Return all 1797 images: {"patches": f32 [image, patch, pixel] in -1 to 1, "labels": int32}.
 
     Raises:
         Mistake: if `config` wants other images, or scikit-learn, which ships these, is missing.
@@ -52,14 +52,14 @@ def load_digits(config: Wanted) -> dict[str, np.ndarray]:
 
 
 def cut(images: np.ndarray, patch: int) -> np.ndarray:
-    """Cut images [image, row, column, channel] into square patches [image, patch, pixel]."""
+    """Divide images [image, row, column, channel] into square patches [image, patch, pixel]."""
     count, rows, columns, channels = images.shape
     apart = images.reshape(count, rows // patch, patch, columns // patch, patch, channels)
     return apart.swapaxes(2, 3).reshape(count, -1, patch * patch * channels)
 
 
 def digit_batches(config: Wanted) -> Callable[..., dict[str, np.ndarray]]:
-    """The batch of each step, or some rows of it; a function of seed and step, none held out."""
+    """Return a function that makes a step's batch, or a slice of it, without held-out images."""
     digits = load_digits(config)
 
     def batch_of(step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -71,6 +71,6 @@ def digit_batches(config: Wanted) -> Callable[..., dict[str, np.ndarray]]:
 
 
 def held_out(config: Wanted, multiple: int) -> dict[str, np.ndarray]:
-    """The digits that no batch has, as many of them as a multiple of `multiple`."""
+    """Return the held-out digits; their number is a multiple of `multiple`."""
     count = HELD_OUT // multiple * multiple
     return {name: array[-count:] for name, array in load_digits(config).items()}

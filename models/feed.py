@@ -1,4 +1,4 @@
-"""Feed a step its batches: each process makes its own part, ahead of time, and says where it is."""
+"""Prefetch sharded batches; each process makes its own part."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ AHEAD = 2  # batches that are made before the step that takes them
 
 
 class Feed:
-    """An iterator over the batches of a run from some step on, placed on the mesh.
+    """An iterator over a run's batches from a given step on, sharded over the mesh.
 
     A batch is a function of seed and step, so the state of all processes is the step: a checkpoint
     of four processes is a checkpoint for two.
@@ -33,12 +33,12 @@ class Feed:
         return self._iterator
 
     def state(self) -> dict[str, Any]:
-        """Return what the checkpoint keeps: the step whose batch comes next."""
+        """Return the iterator's state for a checkpoint: the step of the next batch."""
         return self._iterator.get_state()
 
 
 class _Batches:
-    """The batches of a run by step: of each array the rows from `low` on that this process has."""
+    """A run's batches by step: this process's slice of dim 0 of each array, from `low` on."""
 
     def __init__(self, recipe: Recipe, config: Run, like: Batch):
         self._batch_of, self._steps, self._like = recipe.batches(config), config.steps, like
@@ -54,10 +54,10 @@ class _Batches:
 
 
 def _rows(like: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Return the first and the last row, exclusive, that this process's devices have."""
+    """Return the range [first, last) of batch elements on this process's devices."""
     assert like.sharding is not None
-    places = like.sharding.addressable_devices_indices_map(like.shape).values()
-    spans = [place[0].indices(like.shape[0]) for place in places if place is not None]
+    indices = like.sharding.addressable_devices_indices_map(like.shape).values()
+    spans = [index[0].indices(like.shape[0]) for index in indices if index is not None]
     return min(low for low, _, _ in spans), max(high for _, high, _ in spans)
 
 

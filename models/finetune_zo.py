@@ -44,7 +44,7 @@ PUBLISHED = {"full": (1e-3, 1e-6), "lora": (1e-2, 1e-4), "prefix": (1e-1, 1e-2)}
 
 @dataclasses.dataclass(frozen=True)
 class FineTune:
-    """A run of zeroth-order fine-tuning.
+    """The configuration of a run of zeroth-order fine-tuning.
 
     Attributes:
         checkpoint: the directory that `models.train_gpt --checkpoint` wrote.
@@ -87,7 +87,7 @@ class FineTune:
             raise Mistake("; and ".join(found))
 
     def mistakes(self) -> Iterator[str]:
-        """Yield what is wrong."""
+        """Yield the errors of the options."""
         if self.method not in PUBLISHED:
             yield f"method={self.method!r}: expected one of {', '.join(PUBLISHED)}"
             return
@@ -133,10 +133,10 @@ class FineTune:
 
 
 class PrefixAttention(gpt.Attention):
-    """Attention that also sees PREFIX keys and values of its own, which all positions may see."""
+    """Attention with PREFIX trainable keys and values, which all positions attend to."""
 
-    def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
-        super().__init__(config, mesh, rngs, at)
+    def __init__(self, config: Any, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
+        super().__init__(config, mesh, rngs, layout)
         shape = (PREFIX, config.heads, config.hidden // config.heads)
         spec = P(None, config.AXES[1], None)
         self.prefix_k = Weight(config, mesh, rngs, spec, shape, 1.0)
@@ -145,10 +145,10 @@ class PrefixAttention(gpt.Attention):
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         batch, length = q.shape[0], q.shape[1]
 
-        def with_prefix(prefix: jax.Array, rest: jax.Array) -> jax.Array:
+        def with_prefix(prefix: jax.Array, suffix: jax.Array) -> jax.Array:
             shape = (batch, *prefix.shape)
-            whole = jnp.concatenate([jnp.broadcast_to(prefix, shape), rest], axis=1)
-            return shard(whole, self.mesh, self.at.heads)
+            prefixed = jnp.concatenate([jnp.broadcast_to(prefix, shape), suffix], axis=1)
+            return shard(prefixed, self.mesh, self.at.heads)
 
         k, v = with_prefix(self.prefix_k(), k), with_prefix(self.prefix_v(), v)
         scores = jnp.einsum("bqnh,bknh->bnqk", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
@@ -168,41 +168,43 @@ class PrefixGPT(gpt.GPT):
 PREFIX_RECIPE = Recipe(Config, PrefixGPT, text_batches)
 
 
-def configuration(of: FineTune) -> Config:
+def configuration(options: FineTune) -> Config:
     """Return the configuration of the model in a checkpoint, with this run's text and batch.
 
     Raises:
         Mistake: if there is no checkpoint, or not of the GPT.
     """
-    path = of.checkpoint / "config.json"
+    path = options.checkpoint / "config.json"
     if not path.exists():
         raise Mistake(
-            f"{of.checkpoint}: no checkpoint of models.train_gpt there (no config.json); write one "
-            "with `python -m models.train_gpt --checkpoint DIR`"
+            f"{options.checkpoint}: no checkpoint of models.train_gpt there (no config.json); "
+            "write one with `python -m models.train_gpt --checkpoint DIR`"
         )
     saved = json.loads(path.read_text())
     names = {field.name for field in dataclasses.fields(Config)}
     shape = ("layers", "hidden", "heads", "mlp", "vocab", "sequence", "dtype", "param_dtype")
     if not set(shape) <= saved.keys() & names:
         raise Mistake(f"{path}: not of the GPT of models.train_gpt, as it lacks some of {shape}")
-    kept = {name: saved[name] for name in shape}
-    own: dict[str, Any] = dict(batch=of.batch, seed=of.seed, text=of.text, data=1, model=of.model)
-    return Config(**kept, **own, steps=of.steps, plain=True)
+    fields = {name: saved[name] for name in shape}
+    changes: dict[str, Any] = dict(
+        batch=options.batch, seed=options.seed, text=options.text, data=1, model=options.model
+    )
+    return Config(**fields, **changes, steps=options.steps, plain=True)
 
 
-def restored(of: FineTune, config: Config, mesh: Mesh) -> Any:
+def restored(options: FineTune, config: Config, mesh: Mesh) -> Any:
     """Return the newest checkpoint's parameters, placed on the mesh."""
     state, _ = gpt.RECIPE.abstract_args(config, mesh)
-    with ocp.CheckpointManager(of.checkpoint.absolute()) as manager:
+    with ocp.CheckpointManager(options.checkpoint.absolute()) as manager:
         taken = manager.latest_step()
         if taken is None:
-            raise Mistake(f"{of.checkpoint}: no finished checkpoint there; train longer first")
+            raise Mistake(f"{options.checkpoint}: no finished checkpoint there; train longer first")
         return checkpoint.restored(manager, taken, state)["params"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained: parameters, their loss, and how they make a whole model's.
+    """A training target: parameters, their loss, and how they make a full model's.
 
     Attributes:
         trained, frozen: the parameters that move, and what the loss takes beside.
@@ -214,11 +216,11 @@ class Task:
     loss: Callable[..., jax.Array]
 
 
-def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
-    """Return what a method trains, beside a checkpoint's parameters."""
-    if of.method == "prefix":
+def task_of(options: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
+    """Return the training target of a method, given a checkpoint's parameters."""
+    if options.method == "prefix":
         loss = loss_of(PREFIX_RECIPE, config, mesh)
-        with_prefix = PREFIX_RECIPE.init_state(config, mesh, of.seed)["params"]
+        with_prefix = PREFIX_RECIPE.init_state(config, mesh, options.seed)["params"]
         trained, _ = zo.split(with_prefix, lambda path: "prefix" in path)
         _, nothing = zo.split(with_prefix, lambda path: True)
         known = {
@@ -229,7 +231,7 @@ def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
         )
         return Task(trained, frozen, zo.of_part(loss))
     loss = loss_of(gpt.RECIPE, config, mesh)
-    if of.method == "full":
+    if options.method == "full":
         return Task(params, None, lambda params, batch, _: loss(params, batch))
     adapters = zo.lora(
         params, rank=8, where=lambda path: "['q']" in path or "['v']" in path, inputs=2
@@ -239,7 +241,7 @@ def task_of(of: FineTune, config: Config, mesh: Mesh, params: Any) -> Task:
 
 
 def loss_of(recipe: Recipe, config: Config, mesh: Mesh) -> Callable[..., jax.Array]:
-    """Return a model's loss alone."""
+    """Return a model's loss as a function of its parameters, without other metrics."""
     both = recipe.make_loss(config, mesh)
     return lambda params, batch: both(params, batch)[0]
 
@@ -248,30 +250,32 @@ def _is_none(leaf: Any) -> bool:
     return leaf is None
 
 
-def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
+def finetune(options: FineTune) -> tuple[list[float], Any, Any]:
     """Fine-tune; return each step's loss, the trained parameters, and the frozen ones."""
-    mesh, config = of.mesh(), configuration(of)
-    task = task_of(of, config, mesh, restored(of, config, mesh))
-    transform = of.transform()
+    mesh, config = options.mesh(), configuration(options)
+    task = task_of(options, config, mesh, restored(options, config, mesh))
+    transform = options.transform()
     step = zo.step(
         task.loss,
         transform,
         mesh,
-        perturb="pair" if of.pair else None,
-        data="batch" if of.shards > 1 else None,
+        perturb="pair" if options.pair else None,
+        data="batch" if options.shards > 1 else None,
     )
-    state = step.init(task.trained, seed=of.seed)
-    header = header_of(of, config, transform, state.params, task)
-    text = load_text(of.text, sequence=config.sequence)[: -held_out(of, config)]
+    state = step.init(task.trained, seed=options.seed)
+    header = header_of(options, config, transform, state.params, task)
+    text = load_text(options.text, sequence=config.sequence)[: -held_out(options, config)]
     losses: list[float] = []
-    with zo.Log(of.log, header, cut=of.cut_log) if of.log else _NoLog() as log:
+    with zo.Log(options.log, header, cut=options.cut_log) if options.log else _NoLog() as log:
         if log.steps:
-            console.print(f"replaying {log.steps} of {of.steps} steps")
-            state = zo.replay(log.records[: of.steps], transform, state.params, seed=of.seed)
+            console.print(f"replaying {log.steps} of {options.steps} steps")
+            state = zo.replay(
+                log.records[: options.steps], transform, state.params, seed=options.seed
+            )
         with _progress() as bar:
-            shown = bar.add_task("compiling", total=of.steps, completed=int(state.step))
+            shown = bar.add_task("compiling", total=options.steps, completed=int(state.step))
             began = time.perf_counter()
-            for number in range(int(state.step), of.steps):
+            for number in range(int(state.step), options.steps):
                 state, metrics = step(state, make_batch(text, config, number), task.frozen)
                 log.add(metrics)
                 losses.append(float(metrics["loss"]))
@@ -282,47 +286,49 @@ def finetune(of: FineTune) -> tuple[list[float], Any, Any]:
     return losses, step.params(state), task
 
 
-def header_of(of: FineTune, config: Config, transform: zo.Mezo, trained: Any, task: Task) -> Any:
-    """Return what the scalars of a run belong to; spread over other devices it is the same run."""
-    text = load_text(of.text, sequence=config.sequence)
+def header_of(
+    options: FineTune, config: Config, transform: zo.Mezo, trained: Any, task: Task
+) -> Any:
+    """Return the header of a run's log: everything that its scalars depend on, except the mesh."""
+    text = load_text(options.text, sequence=config.sequence)
     run = dict(
-        method=of.method,
-        batch=of.batch,
+        method=options.method,
+        batch=options.batch,
         sequence=config.sequence,
         dtype=config.dtype,
         text=zo.digest(text),
         frozen=zo.digest(task.frozen),
     )
-    return zo.header_of(trained, transform, seed=of.seed, run=run)
+    return zo.header_of(trained, transform, seed=options.seed, run=run)
 
 
-def whole_params(of: FineTune, trained: Any, task: Task) -> Any:
-    """Return the whole model's parameters: those that were trained, in what they were tuned for.
+def whole_params(options: FineTune, trained: Any, task: Task) -> Any:
+    """Return the full model's parameters, with the trained ones in them.
 
     Those of "full" and "lora" are `models.train_gpt`'s; those of "prefix" have the prefixes too.
     """
-    if of.method == "full":
+    if options.method == "full":
         return trained
-    if of.method == "prefix":
+    if options.method == "prefix":
         return zo.joined(trained, task.frozen)
     return zo.adapted(task.frozen, trained, scale=LORA_SCALE)
 
 
-def tuned_by(of: FineTune) -> dict[str, Any]:
-    """Return what is written beside the weights."""
-    return dict(method=of.method, checkpoint=str(of.checkpoint), steps=of.steps)
+def tuned_by(options: FineTune) -> dict[str, Any]:
+    """Return the metadata that is written with the weights."""
+    return dict(method=options.method, checkpoint=str(options.checkpoint), steps=options.steps)
 
 
-def held_out(of: FineTune, config: Config) -> int:
-    """Return how many bytes at the text's end are not trained on: a tenth, a sequence at least."""
-    length = len(load_text(of.text, sequence=config.sequence))
+def held_out(options: FineTune, config: Config) -> int:
+    """Return the number of held-out bytes at the text's end: a tenth, at least a sequence."""
+    length = len(load_text(options.text, sequence=config.sequence))
     return max(length // 10, config.sequence + 1)
 
 
-def evaluate(of: FineTune, trained: Any, task: Task, batches: int = 8) -> float:
-    """Return the loss on what was held out of the text."""
-    mesh, config = of.mesh(), configuration(of)
-    text = load_text(of.text, sequence=config.sequence)[-held_out(of, config) :]
+def evaluate(options: FineTune, trained: Any, task: Task, batches: int = 8) -> float:
+    """Return the loss on the held-out end of the text."""
+    mesh, config = options.mesh(), configuration(options)
+    text = load_text(options.text, sequence=config.sequence)[-held_out(options, config) :]
     config = dataclasses.replace(config, seed=10**6)
     loss = jax.jit(task.loss)
     at = NamedSharding(mesh, P())
@@ -334,7 +340,7 @@ def evaluate(of: FineTune, trained: Any, task: Task, batches: int = 8) -> float:
 
 
 class _NoLog:
-    """A log that keeps nothing."""
+    """A log that discards its entries."""
 
     steps, records = 0, np.zeros((0, 2), np.float32)
 

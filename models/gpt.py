@@ -1,4 +1,4 @@
-"""A GPT sharded the Megatron + FSDP way.
+"""A GPT with Megatron's and FSDP's shardings.
 
 The mesh has two axes. "data" splits the batch, and the hidden dim of every weight (FSDP).
 "model" splits heads and the MLP's inner dim (tensor parallelism), and between blocks the sequence
@@ -49,11 +49,11 @@ MEGATRON = Layout(
 
 
 class Attention(nnx.Module):
-    """Multi-head attention; where `ordered`, positions are told apart and none sees a later one."""
+    """Multi-head attention; if `ordered`, with positions and a causal mask."""
 
     ordered = True
 
-    def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+    def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
         hidden, heads, size = config.hidden, config.heads, config.hidden // config.heads
         first, second = config.AXES
         std = hidden**-0.5
@@ -63,7 +63,7 @@ class Attention(nnx.Module):
         self.k = Weight(config, mesh, rngs, into, shape, std)
         self.v = Weight(config, mesh, rngs, into, shape, std)
         self.out = Weight(config, mesh, rngs, P(second, None, first), (heads, size, hidden), back)
-        self.config, self.mesh, self.at = config, mesh, at
+        self.config, self.mesh, self.at = config, mesh, layout
         self.einsum = einsum_of(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -80,7 +80,7 @@ class Attention(nnx.Module):
         return shard(self.einsum("bsnh,nhd->bsd", attended, self.out()), mesh, self.at.stream)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """The values, weighted by how well their keys fit each query."""
+        """Return softmax(queries @ keys) @ values of each head."""
         mesh, at, dtype = self.mesh, self.at, q.dtype
         scores = self.einsum("bqnh,bknh->bnqk", q, k)
         scores = scores.astype(wide(dtype)) / math.sqrt(q.shape[-1])
@@ -95,12 +95,12 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Up, GELU, down."""
 
-    def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+    def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
         hidden, mlp, (first, second) = config.hidden, config.mlp, config.AXES
         back = (2 * config.layers * mlp) ** -0.5
         self.up = Weight(config, mesh, rngs, P(first, second), (hidden, mlp), hidden**-0.5)
         self.down = Weight(config, mesh, rngs, P(second, first), (mlp, hidden), back)
-        self.mesh, self.at, self.einsum = mesh, at, einsum_of(config)
+        self.mesh, self.at, self.einsum = mesh, layout, einsum_of(config)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         inner = shard(self.einsum("bsd,df->bsf", x, self.up()), self.mesh, self.at.inner)
@@ -114,12 +114,12 @@ class Block(nnx.Module):
     attention_type: ClassVar[type[Attention]] = Attention
     mlp_type: ClassVar[type[Any]] = MLP
 
-    def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
-        self.attention_norm = Norm(config, mesh, at.stream)
-        self.attention = self.attention_type(config, mesh, rngs, at)
-        self.mlp_norm = Norm(config, mesh, at.stream)
-        self.mlp = self.mlp_type(config, mesh, rngs, at)
-        self.mesh, self.at = mesh, at
+    def __init__(self, config: Run, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
+        self.attention_norm = Norm(config, mesh, layout.stream)
+        self.attention = self.attention_type(config, mesh, rngs, layout)
+        self.mlp_norm = Norm(config, mesh, layout.stream)
+        self.mlp = self.mlp_type(config, mesh, rngs, layout)
+        self.mesh, self.at = mesh, layout
 
     def __call__(self, x: Any) -> Any:
         x = shard(x + self.attention(self.attention_norm(x)), self.mesh, self.at.stream)
@@ -149,24 +149,24 @@ class GPT(nnx.Module):
     # score its own part of the sequence, and no logits ever move.
 
     def embed(self, tokens: jax.Array, table: jax.Array) -> jax.Array:
-        """The rows of tokens, found by a matmul: its gradient is one too, and ends in a scatter."""
+        """Return the embeddings of tokens by a one-hot matmul, whose gradient is a matmul too."""
         rows = jax.nn.one_hot(tokens, self.config.vocab, dtype=table.dtype)
         rows = shard(rows, self.mesh, self.at.stream)
         return shard(self.einsum("bsv,vd->bsd", rows, table), self.mesh, self.at.stream)
 
     def score(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """The logits of the next token."""
+        """Return the logits of the next token."""
         x, dtype = self.norm(x), wide(x.dtype)
         logits = self.einsum("bsd,vd->bsv", x, table, preferred_element_type=dtype)
         return shard(logits, self.mesh, self.at.stream)
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The mean cross-entropy of the next byte, in nats, and no other metrics."""
+        """Return the mean cross-entropy of the next byte, in nats, and no other metrics."""
         return cross_entropy(self(batch["inputs"]), batch["targets"]), {}
 
     @classmethod
     def batch_like(cls, config: TextRun, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch as shapes with shardings: bytes lie where their vectors will."""
+        """Return a batch as shapes, with the shardings of its embeddings."""
         return text_like(config, mesh, P(*cls.at.stream[:2]))
 
 

@@ -1,4 +1,4 @@
-"""The parts of the models that hold no decision of a layout: pinning, weights, norms, the scan."""
+"""Parts that all models share: sharding constraints, weights, norms, the scan over layers."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Layout:
 
 
 def shard(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """Pin `x`, and in the backward pass its cotangent, to `spec`.
+    """Constrain the sharding of `x`, and in the backward pass of its cotangent, to `spec`.
 
     Inside a shard_map, as a pipeline has, the mesh is the context's, and nothing can be pinned over
     its manual axes: there `x` is a device's part already.
@@ -52,12 +52,12 @@ def without(spec: P, axes: Collection[str]) -> P:
 
 
 def wide(dtype: Any) -> jnp.dtype:
-    """The type for sums over many elements: float32, or `dtype` where that is wider."""
+    """Return the dtype for sums over many elements: float32, or `dtype` if that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def einsum_of(config: Run) -> Callable[..., Any]:
-    """The einsum that a model's matmuls are: JAX's own, or one that partitions itself."""
+    """Return the einsum for a model's matmuls: JAX's, or `jaxoverlap.einsum`."""
     return jaxoverlap.einsum if config.ops else jnp.einsum
 
 
@@ -76,7 +76,7 @@ class Weight(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm of the residual stream at `spec`: each device normalizes the part that it has."""
+    """RMSNorm of the residual stream, sharded as `spec`."""
 
     def __init__(self, config: Run, mesh: Mesh, spec: P):
         self.scale = nnx.Param(jnp.ones(config.hidden, config.param_dtype), spec=P(None))
@@ -89,7 +89,7 @@ class Norm(nnx.Module):
 
 
 def rotate(x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-    """Rotary positions for x [batch, sequence, heads, size] (Su et al., arXiv:2104.09864).
+    """Apply rotary positions to x [batch, sequence, heads, size] (Su et al., arXiv:2104.09864).
 
     `positions` [batch, sequence]; none: each row begins at zero.
     """
@@ -104,25 +104,25 @@ def rotate(x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
 
 
 def stack(new_layer: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
-    """`count` layers as one, each of its weights with a first dim more."""
+    """Return `count` layers as one, whose weights have an additional first dim."""
     return nnx.split_rngs(splits=count)(nnx.vmap(new_layer))(rngs)
 
 
-def run_stack(layers: Any, x: Any, *given: Any) -> Any:
-    """Run stacked layers, one after the other, in one scan; `x` is what one hands to the next.
+def run_stack(layers: Any, x: Any, *arguments: Any) -> Any:
+    """Run stacked layers in one scan; `x` is the scan's carry.
 
     Each layer is called with `x` and what else is given to all of them alike.
     """
     definition, weights = nnx.split(layers)
 
     def layer(x, weights):
-        return nnx.merge(definition, weights)(x, *given), None
+        return nnx.merge(definition, weights)(x, *arguments), None
 
     # Remat: the backward pass keeps only each layer's input and computes the rest again.
     return jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, weights)[0]
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean of -log p(target), in nats."""
+    """Return the mean of -log p(target), in nats."""
     at_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * at_target, axis=-1))

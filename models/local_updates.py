@@ -91,10 +91,10 @@ def train(recipe: Recipe, config: Run) -> trainer.Trained:
     return trainer.Trained(report.rows, step, dict(params=params))
 
 
-def batches(recipe: Recipe, config: Run, mesh: Mesh, at: int) -> Any:
-    """Return the batches of the round that begins with step `at`, each worker's rows in place."""
+def batches(recipe: Recipe, config: Run, mesh: Mesh, begin: int) -> Any:
+    """Return the batches of the round that begins with step `at`, sharded by worker."""
     batch_of = recipe.batches(config)
-    every = [batch_of(i, slice(0, config.batch)) for i in range(at, at + config.every)]
+    every = [batch_of(i, slice(0, config.batch)) for i in range(begin, begin + config.every)]
     stacked = jax.tree.map(lambda *b: np.stack(b), *every)
     return compressed.placed(stacked, mesh, P(None, "worker"))
 

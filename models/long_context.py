@@ -43,7 +43,7 @@ GROUPS = P(None, *BY_SEQUENCE.heads)  # the heads in groups: [group, batch, sequ
 
 @dataclass(frozen=True)
 class Config(TextRun):
-    """The defaults train in seconds on a CPU."""
+    """The long-context GPT's configuration; the defaults train in seconds on a CPU."""
 
     AXES = ("data", "context")
 
@@ -90,7 +90,7 @@ class Config(TextRun):
 
 
 class Attention(gpt.Attention):
-    """The GPT's, a few heads at a time: the scores of all of them would not fit in memory.
+    """The GPT's attention, a few heads at a time: the scores of all would not fit in memory.
 
     Heads, not queries: each device gathers the keys and values of these heads only, so that all
     groups together gather them once. Blocks of queries would gather all of them for every block.
@@ -120,13 +120,13 @@ class Attention(gpt.Attention):
 
 
 class Block(gpt.Block):
-    """The GPT's, with that attention."""
+    """The GPT's layer, with this attention."""
 
     attention_type = Attention
 
 
 class LongContext(gpt.GPT):
-    """The GPT with its sequence split."""
+    """The GPT with a sharded sequence."""
 
     block, at = Block, BY_SEQUENCE
 

@@ -23,8 +23,8 @@ def run_layers(layers: Any, x: Any, split: Configuration, real: Any = None) -> A
     """
     definition, weights = nnx.split(layers)
 
-    def layer(x: Any, given: tuple[Any, Any]) -> tuple[Any, None]:
-        weights, real = given
+    def layer(x: Any, sliced: tuple[Any, Any]) -> tuple[Any, None]:
+        weights, real = sliced
         y = nnx.merge(definition, weights)(x)
         if real is None:
             return y, None
@@ -36,7 +36,7 @@ def run_layers(layers: Any, x: Any, split: Configuration, real: Any = None) -> A
 
 
 def real_layers(config: Any) -> np.ndarray:
-    """Which of the stored layers are layers [chunk x layers of the largest], as float32.
+    """Return 1 for each stored layer that is no padding, float32 [chunks x layers of the largest].
 
     Chunks are of equal size in one program; those with a layer fewer end in one that does nothing.
     """
@@ -47,12 +47,12 @@ def real_layers(config: Any) -> np.ndarray:
 
 
 def micro_batched(batch: Any, count: int) -> Any:
-    """A batch's arrays [rows, ...] as [micro-batch, rows, ...]."""
+    """Return a batch's arrays [batch, ...] reshaped to [micro-batch, sequence, ...]."""
     return jax.tree.map(lambda a: jnp.swapaxes(a.reshape(-1, count, *a.shape[1:]), 0, 1), batch)
 
 
 def with_gradients(value: Callable[[Any, Any], tuple[jax.Array, Any]]) -> Callable:
-    """loss(params, batch) -> (the loss, {}) of a function that gives the loss and its gradients."""
+    """Return loss(params, batch) -> (loss, {}) from a function that returns loss and gradients."""
 
     @jax.custom_vjp
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -66,7 +66,7 @@ def with_gradients(value: Callable[[Any, Any], tuple[jax.Array, Any]]) -> Callab
 
 
 def accumulated(loss: Callable, config: Any, mesh: Mesh) -> Callable:
-    """loss(params, batch) -> (the loss, {}), its gradients added up over micro-batches."""
+    """Return loss(params, batch) -> (loss, {}), whose gradients are summed over micro-batches."""
     add_up = pipeline.accumulated(
         lambda params, batch: loss(params, batch)[0], mesh=mesh, data=DATA
     )
@@ -76,7 +76,7 @@ def accumulated(loss: Callable, config: Any, mesh: Mesh) -> Callable:
 
 
 def pipelined(recipe: Recipe, config: Any, mesh: Mesh) -> Callable:
-    """loss(params, batch) -> (the loss, {}), its gradients computed by the pipeline."""
+    """Return loss(params, batch) -> (loss, {}), whose gradients the pipeline computes."""
     model: Any = nnx.eval_shape(lambda: recipe.model(config, mesh, nnx.Rngs(0)))
     definition, state = nnx.split(model)
     layers_definition, _ = nnx.split(model.layers)
@@ -111,7 +111,7 @@ def pipelined(recipe: Recipe, config: Any, mesh: Mesh) -> Callable:
         return a.reshape(-1, *a.shape[2:])
 
     def value(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        shared = {name: of for name, of in params.items() if name != "layers"}
+        shared = {name: weights for name, weights in params.items() if name != "layers"}
         stages = {"layers": jax.tree.map(to_chunks, params["layers"])}
         if not real.all():
             stages["real"] = to_chunks(jnp.asarray(real))

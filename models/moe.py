@@ -48,7 +48,7 @@ AT_EXPERTS = P("expert", "data", None, None)
 
 @dataclass(frozen=True)
 class Config(TextRun):
-    """The defaults train in seconds on a CPU."""
+    """The mixture's configuration; the defaults train in seconds on a CPU."""
 
     AXES = ("data", "expert")
     FROM_0 = TextRun.FROM_0 | {"balance"}
@@ -80,13 +80,13 @@ class Config(TextRun):
         yield "sequence", "group", self.group
 
     def used(self, path: str) -> float:
-        """Return what a token uses of a weight: of those of the experts, its choices'."""
+        """Return the share of a weight that a token uses: choices/experts for experts, else 1."""
         of_experts = "mlp" in path and ("up" in path or "down" in path)
         return self.choices / self.experts if of_experts else 1.0
 
     @property
     def capacity(self) -> int:
-        """Slots that an expert has for each group."""
+        """Return the number of slots of an expert for each group."""
         return math.ceil(self.slack * self.choices * self.group / self.experts)
 
     @classmethod
@@ -99,7 +99,7 @@ class Config(TextRun):
 
 
 def route(probabilities: jax.Array, choices: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Give every token a slot at each of its best experts, while slots last.
+    """Assign every token to a slot of each of its best experts, up to the experts' capacity.
 
     Args:
         probabilities: [group, token, expert].
@@ -125,7 +125,7 @@ def route(probabilities: jax.Array, choices: int, capacity: int) -> tuple[jax.Ar
 
 
 class Experts(nnx.Module):
-    """Many MLPs, and the router that picks a few for each token."""
+    """A mixture of MLPs, with the router that chooses a few for each token."""
 
     router_at, up_at, down_at = (
         P("data", "expert"),
@@ -135,7 +135,7 @@ class Experts(nnx.Module):
     tokens_at, mask_at = BY_BATCH.stream, ROWS  # [group, token, ...], and with experts and slots
     there_at = inner_at = AT_EXPERTS
 
-    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, at: Layout):
+    def __init__(self, config: Config, mesh: Mesh, rngs: nnx.Rngs, layout: Layout):
         experts, hidden, mlp = config.experts, config.hidden, config.mlp
         back = (2 * config.layers * mlp) ** -0.5
 
@@ -145,10 +145,10 @@ class Experts(nnx.Module):
         self.router = weight(self.router_at, hidden, experts, std=hidden**-0.5)
         self.up = weight(self.up_at, experts, hidden, mlp, std=hidden**-0.5)
         self.down = weight(self.down_at, experts, mlp, hidden, std=back)
-        self.config, self.mesh, self.at, self.einsum = config, mesh, at, einsum_of(config)
+        self.config, self.mesh, self.at, self.einsum = config, mesh, layout, einsum_of(config)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [batch, sequence, hidden] -> the same shape, and how uneven each group is."""
+        """x [batch, sequence, hidden] -> the same shape, and each group's load-balancing loss."""
         config, mesh = self.config, self.mesh
         tokens = shard(x.reshape(-1, config.group, config.hidden), mesh, self.tokens_at)
         dtype = wide(x.dtype)
@@ -161,25 +161,25 @@ class Experts(nnx.Module):
 
         there = shard(self.einsum("gsec,gsd->egcd", dispatch, tokens), mesh, self.there_at)
         inner = shard(self.activated(there), mesh, self.inner_at)
-        said = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, self.there_at)
-        y = shard(self.einsum("gsec,egcd->gsd", combine, said), mesh, self.tokens_at)
+        answer = shard(self.einsum("egcf,efd->egcd", inner, self.down()), mesh, self.there_at)
+        y = shard(self.einsum("gsec,egcd->gsd", combine, answer), mesh, self.tokens_at)
         return shard(y.reshape(x.shape), mesh, self.at.stream), uneven(probabilities)
 
     def activated(self, there: jax.Array) -> jax.Array:
-        """The experts' inner values [expert, group, slot, mlp] of their tokens."""
+        """Return the experts' hidden activations [expert, group, slot, mlp] of their tokens."""
         inner = self.einsum("egcd,edf->egcf", there, self.up())
         return jax.nn.gelu(shard(inner, self.mesh, self.inner_at))
 
 
 def uneven(probabilities: jax.Array) -> jax.Array:
-    """1 for each group whose first choices are spread evenly, more otherwise (arXiv:2101.03961)."""
+    """Return each group's load-balancing loss: 1 if first choices are even (arXiv:2101.03961)."""
     experts = probabilities.shape[-1]
     first = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts, dtype=probabilities.dtype)
     return experts * jnp.sum(jnp.mean(first, axis=1) * jnp.mean(probabilities, axis=1), axis=-1)
 
 
 class Block(gpt.Block):
-    """The GPT's, with experts for its MLP; it hands on the stream and the unevenness so far."""
+    """The GPT's layer with a mixture of experts; it carries the load-balancing loss along."""
 
     mlp_type = Experts
     load_at = P(BOTH)
@@ -188,13 +188,13 @@ class Block(gpt.Block):
         stream, load = x
         attended = self.attention(self.attention_norm(stream))
         stream = shard(stream + attended, self.mesh, self.at.stream)
-        said, more = self.mlp(self.mlp_norm(stream))
-        stream = shard(stream + said, self.mesh, self.at.stream)
+        answer, more = self.mlp(self.mlp_norm(stream))
+        stream = shard(stream + answer, self.mesh, self.at.stream)
         return stream, shard(load + more, self.mesh, self.load_at)
 
 
 class MoE(gpt.GPT):
-    """The GPT with experts, and in its loss a price for using them unevenly."""
+    """The GPT with experts, with a load-balancing loss."""
 
     block, at = Block, BY_BATCH
     config: Config

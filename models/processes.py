@@ -1,4 +1,4 @@
-"""Start JAX in one process or in many, and let only the first of them speak."""
+"""Start JAX in one process or several; only the first prints."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ console = Console()
 
 
 def start(config: Run) -> None:
-    """Join the other processes of the job, if there are some, and give JAX's CPU backend devices.
+    """Initialize jax.distributed if the job has several processes, and set the CPU's device count.
 
     A collective on CPUs waits `timeout_s` for the others. The coordinator gives up processes it
     has not heard of for three times as long: the step's own error, which says more, comes first.
@@ -31,15 +31,16 @@ def start(config: Run) -> None:
             shutdown_timeout_seconds=config.timeout_s,
         )
     many = jax.distributed.is_initialized()
-    needed = config.devices
-    wanted = math.ceil(needed / (config.processes or needed)) if many else max(8, needed)
-    with contextlib.suppress(RuntimeError):  # JAX has started: it keeps the devices it has
-        jax.config.update("jax_num_cpu_devices", wanted)
+    needed, processes = config.devices, config.processes
+    wanted = math.ceil(needed / processes) if many and processes else max(8, needed)
+    if processes or not many:  # else the job's manager knows how many there are, and we do not
+        with contextlib.suppress(RuntimeError):  # JAX has started: it keeps the devices it has
+            jax.config.update("jax_num_cpu_devices", wanted)
     console.quiet = jax.process_index() != 0
 
 
 def within_s(config: Run) -> float:
-    """Return how long a process that failed waits for the others to fail: as collectives do.
+    """Return how long a failed process waits for the others: the timeout of collectives.
 
     Those of XLA:CPU wait `timeout_s`, its reduce-scatters 30 s whatever was asked for.
     """

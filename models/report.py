@@ -1,4 +1,4 @@
-"""Report a run's steps: a bar or lines on the terminal, and lines of JSON, from process 0 alone."""
+"""Report a run's steps on the terminal and as lines of JSON, from process 0 only."""
 
 import json
 import math
@@ -19,7 +19,7 @@ Row = dict[str, float]
 
 
 class Report:
-    """The metrics of a run's steps, each fetched while the next step runs.
+    """The report of a run: each step's metrics are fetched while the next step runs.
 
     A row has the step, its metrics, the seconds since the step before was done, the tokens a
     second, and, where the chip is known, the share of its peak in bfloat16 that the model's own
@@ -41,7 +41,7 @@ class Report:
         self._file, self._bar, self._since = None, None, time.perf_counter()
 
     def add(self, index: int, metrics: Any) -> None:
-        """Take the metrics of a step that was started, and report the one before."""
+        """Add the metrics of a step that has started, and report the step before."""
         waiting, self._waiting = self._waiting, (index, metrics)
         if waiting:
             self._tell(*waiting)
@@ -86,7 +86,7 @@ class Report:
 
 
 def opened(path: Path | None, begin: int) -> Any:
-    """Open the file of metrics to add lines to; lines of steps that are taken again go first."""
+    """Open the metrics' file to append to, after removing lines of steps that will be repeated."""
     if path is None:
         return None
     lines = path.read_text().splitlines() if begin and path.exists() else []
@@ -97,7 +97,7 @@ def opened(path: Path | None, begin: int) -> Any:
 
 
 def speed(row: Row) -> list[str]:
-    """Return how fast a step was, in words."""
+    """Return a step's speed as text."""
     share = row.get("share_of_peak")
     return [f"{row['tokens_per_s']:,.0f} tokens/s", *([f"{share:.1%} of peak"] if share else [])]
 

@@ -1,4 +1,4 @@
-"""Bytes of real text, and the batches that a training run cuts from them."""
+"""Load text as bytes, and make the batches of a training run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from models.config import Mistake, TextRun
 
 
 def load_text(path: Path | None = None, *, sequence: int) -> np.ndarray:
-    """The bytes of a file, or of the Python manual's help topics, as uint8 [length].
+    """Return the bytes of a file, or of the Python manual's help topics, as uint8 [length].
 
     Raises:
         Mistake: if the file cannot be read, or is shorter than a sequence and the byte after it.
@@ -40,7 +40,7 @@ def load_text(path: Path | None = None, *, sequence: int) -> np.ndarray:
 def make_batch(
     text: np.ndarray, config: TextRun, step: int, rows: slice = slice(None)
 ) -> dict[str, np.ndarray]:
-    """Inputs and targets, int32 [batch, sequence] each: the targets are the inputs one byte on.
+    """Return inputs and targets, int32 [batch, sequence] each; targets are shifted by one byte.
 
     A function of the seed and the step alone, so a run that resumes sees the batches it would have
     seen without the interruption, in however many processes. Each makes its own rows.
@@ -52,13 +52,13 @@ def make_batch(
 
 
 def text_batches(config: TextRun) -> Callable[..., dict[str, np.ndarray]]:
-    """The batch of each step, or some rows of it, from the text that `config` names."""
+    """Return a function that makes a step's batch, or a slice of it, from the text of `config`."""
     text = load_text(config.text, sequence=config.sequence)
     return lambda step, rows=slice(None): make_batch(text, config, step, rows)
 
 
 def text_like(config: TextRun, mesh: Mesh, spec: PartitionSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch as shapes, each sharded as `spec` says."""
-    at = NamedSharding(mesh, spec)
-    like = jax.ShapeDtypeStruct((config.batch, config.sequence), jnp.int32, sharding=at)
+    """Return a batch as shapes, each sharded as `spec`."""
+    sharding = NamedSharding(mesh, spec)
+    like = jax.ShapeDtypeStruct((config.batch, config.sequence), jnp.int32, sharding=sharding)
     return dict(inputs=like, targets=like)

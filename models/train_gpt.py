@@ -1,4 +1,4 @@
-"""Train a small GPT on bytes of text, its step overlapped.
+"""Train a small GPT on bytes of text, with an overlapped step.
 
 python -m models.train_gpt                 # 100 steps on 8 devices, simulated on a CPU
 python -m models.train_gpt --plain         # the same without overlap

@@ -1,4 +1,4 @@
-"""Train a small GPT whose sequence is split over devices, its step overlapped.
+"""Train a small GPT with a sharded sequence and an overlapped step.
 
 python -m models.train_long                 # 100 steps on 8 devices, simulated on a CPU
 python -m models.train_long --plain         # the same without overlap

@@ -1,4 +1,4 @@
-"""Train a small mixture-of-experts GPT on bytes of text, its step overlapped.
+"""Train a small mixture-of-experts GPT on bytes of text, with an overlapped step.
 
 python -m models.train_moe                 # 100 steps on 8 devices, simulated on a CPU
 python -m models.train_moe --plain         # the same without overlap

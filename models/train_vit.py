@@ -1,4 +1,4 @@
-"""Train a small vision transformer to read digits, its step overlapped.
+"""Train a small vision transformer to read digits, with an overlapped step.
 
 python -m models.train_vit                 # 100 steps on 8 devices, simulated on a CPU
 python -m models.train_vit --plain         # the same without overlap

@@ -73,7 +73,7 @@ def train(recipe: Recipe, config: Run) -> Trained:
 
 
 def check_workers_options(config: Run) -> None:
-    """Check what --local-updates and --compress name, both together.
+    """Check the values of --local-updates and --compress, and their combination.
 
     Raises:
         Mistake: if there is no such algorithm or compressor, or not of these settings.
@@ -95,7 +95,7 @@ def check_workers_options(config: Run) -> None:
 
 
 def overlapped(step: Any, config: Run) -> Any:
-    """Overlap a step as the configuration says; every process follows process 0's plan."""
+    """Overlap a step with the configuration's options; every process follows process 0's plan."""
     if config.plain or config.ops:
         return step
     if config.plan:
@@ -109,7 +109,7 @@ def overlapped(step: Any, config: Run) -> Any:
 
 
 def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
-    """Train, then say how well, and what became of the step's collectives."""
+    """Train, then print the losses and what was done with the step's collectives."""
     rows, step, state = train(recipe, config)
     mesh = recipe.make_mesh(config)
     if recipe.report and jax.process_count() == 1:
@@ -126,7 +126,7 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
 
 @contextlib.contextmanager
 def profiled(index: int, config: Run) -> Iterator[None]:
-    """Trace the steps of a run that `config.profile` asks for, from the second on, in order."""
+    """Profile the number of steps in `config.profile`, from the second step on."""
     if not 1 <= index <= config.profile:
         yield
         return
@@ -142,7 +142,7 @@ def profiled(index: int, config: Run) -> Iterator[None]:
 
 
 def command_line(recipe: Recipe, about: str) -> typer.Typer:
-    """A command that trains; its flags are the fields of the recipe's configuration."""
+    """Return a command that trains; its flags are the fields of the recipe's configuration."""
 
     def command(**options: Any) -> None:
         try:

@@ -10,19 +10,19 @@ from models.config import Mistake
 
 
 def write(path: Path, params: Any, run: dict[str, Any]) -> None:
-    """Write parameters with their checksums; the directory is there whole or not at all.
+    """Write parameters with their checksums; the directory is written atomically.
 
     Args:
         path: of the directory, which is not there yet.
         params: a tree of arrays.
         run: what made them, as plain data.
     """
-    kept = ocp.args.Composite(
+    contents = ocp.args.Composite(
         params=ocp.args.StandardSave(params),
         run=ocp.args.JsonSave({**run, "checksums": checksums(params).tolist()}),
     )
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
-        writer.save(path.absolute(), args=kept)
+        writer.save(path.absolute(), args=contents)
 
 
 def read(path: Path, like: Any) -> Any:

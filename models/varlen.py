@@ -29,7 +29,7 @@ ROOM = 1.25  # attention's slots of a device over its share of the tokens
 
 
 class Attention(gpt.Attention):
-    """The GPT's, of documents: positions are theirs, and each sees itself alone."""
+    """The GPT's attention within documents, with positions that start at 0 in each."""
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:  # type: ignore[override]
         mesh, heads = self.mesh, self.at.heads
@@ -41,7 +41,7 @@ class Attention(gpt.Attention):
 
 
 class Block(gpt.Block):
-    """The GPT's, with that attention."""
+    """The GPT's layer, with this attention."""
 
     attention_type = Attention
 
@@ -53,7 +53,7 @@ class Block(gpt.Block):
 
 
 class Documents(gpt.GPT):
-    """The GPT on tokens that lie as a plan says, a row a node."""
+    """The GPT on tokens in a plan's order, [node, token]."""
 
     block, at = Block, BY_SEQUENCE
 
@@ -68,7 +68,7 @@ class Documents(gpt.GPT):
 
 
 def train(recipe: Recipe, config: Any) -> trainer.Trained:
-    """Train to `config.steps` steps, on as many documents a step as fill `step_tokens`."""
+    """Train to `config.steps` steps; a step has as many documents as fit in `step_tokens`."""
     recipe = Recipe(Config, Documents, recipe.batches)
     mesh = recipe.make_mesh(config)
     step, planner = make_step(recipe, config, mesh)
@@ -135,7 +135,7 @@ def make_step(
 
 
 class Sources:
-    """Documents in an order drawn from the seed: files under a folder, as bytes."""
+    """Documents in a random order from the seed: the files under a folder, as bytes."""
 
     def __init__(self, config: Config):
         folder = config.documents or Path(sysconfig.get_paths()["stdlib"])
@@ -152,7 +152,7 @@ class Sources:
         self._config = config
 
     def of_step(self, index: int) -> list[np.ndarray]:
-        """Return the documents of a step, u8[bytes] each, at least two bytes, cut to `longest`.
+        """Return the documents of a step, u8[bytes] each, from two bytes to `longest`.
 
         Of the seed and the step alone, so that a run that resumes sees the same.
         """
@@ -168,7 +168,7 @@ class Sources:
         return int(min(self._sizes[number] - 1, self._config.longest))
 
     def _chosen(self, index: int) -> list[int]:
-        """Return the numbers of the documents of a step."""
+        """Return the indices of a step's documents."""
         rng = np.random.default_rng((self._config.seed, index))
         chosen, left = [], self._config.step_tokens
         while True:
@@ -180,7 +180,7 @@ class Sources:
 
 
 def tokens_of(texts: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the inputs and the targets of documents, one after the other."""
+    """Return the concatenated inputs and targets of documents."""
     return dict(
         inputs=np.concatenate([text[:-1] for text in texts]).astype(np.int32),
         targets=np.concatenate([text[1:] for text in texts]).astype(np.int32),

@@ -32,7 +32,7 @@ AT = gpt.MEGATRON
 
 @dataclass(frozen=True)
 class Config(Run):
-    """The defaults train in seconds on a CPU, and suit the images of models/digits.py."""
+    """The vision transformer's configuration; the defaults suit the images of models/digits.py."""
 
     AXES = ("data", "model")
 
@@ -56,12 +56,12 @@ class Config(Run):
 
     @property
     def patches(self) -> int:
-        """The number of patches of an image, which is the length of the sequence."""
+        """Return the number of patches of an image: the sequence's length."""
         return (self.image // self.patch) ** 2
 
     @property
     def pixels(self) -> int:
-        """The count of numbers in a patch."""
+        """Return the number of values in a patch."""
         return self.channels * self.patch**2
 
     @classmethod
@@ -73,13 +73,13 @@ class Config(Run):
 
 
 class Attention(gpt.Attention):
-    """Every patch sees every other one."""
+    """Bidirectional attention among patches."""
 
     ordered = False
 
 
 class Block(gpt.Block):
-    """The GPT's, with an attention that looks both ways."""
+    """The GPT's layer, with bidirectional attention."""
 
     attention_type = Attention
 
@@ -112,14 +112,14 @@ class ViT(nnx.Module):
         return shard(logits, mesh, P("data", None))
 
     def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The mean cross-entropy in nats, and the part of the batch that is classified right."""
+        """Return the mean cross-entropy in nats, and the batch's accuracy."""
         logits = self(batch["patches"])
         right = jnp.argmax(logits, -1) == batch["labels"]
         return cross_entropy(logits, batch["labels"]), {"accuracy": jnp.mean(right)}
 
     @classmethod
     def batch_like(cls, config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch as shapes with shardings: patches lie where their vectors will."""
+        """Return a batch as shapes, with the shardings of its embeddings."""
 
         def like(shape, dtype, spec):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -132,7 +132,7 @@ class ViT(nnx.Module):
 
 
 def accuracy(config: Config, mesh: Mesh, params: Any) -> str:
-    """Say how many of the images that no batch had are classified right."""
+    """Return the accuracy on the held-out images, as text."""
     images, loss = held_out(config, multiple=config.data), RECIPE.make_loss(config, mesh)
     right = jax.jit(lambda params, batch: loss(params, batch)[1]["accuracy"])(params, images)
     return f"right on {float(right):.1%} of {len(images['labels'])} images held out"

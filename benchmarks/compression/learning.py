@@ -75,7 +75,7 @@ def run(task: Task, seed: int, sync: Any) -> dict[str, Any]:
         stacked=("layers",) if task.name == "text" else (),
     )
     state, sent = step.init(task.new_params(seed)), 0.0
-    raw = c.data_parallel(
+    uncompressed = c.data_parallel(
         jax.value_and_grad(loss), task.optimizer(), mesh, axis="worker", sync=c.uniform(c.none())
     )
     for batch in islice(task.batches(seed), task.steps):
@@ -89,7 +89,7 @@ def run(task: Task, seed: int, sync: Any) -> dict[str, Any]:
     return dict(
         loss=held_out_loss(task, jax.device_get(state.params)),
         sent_bytes=sent,
-        raw_bytes=raw.sent_bytes(raw.init(task.new_params(seed))) * task.steps,
+        raw_bytes=uncompressed.sent_bytes(uncompressed.init(task.new_params(seed))) * task.steps,
         settings=dict(zip(layers, settings, strict=True)),
         default=sync.compressor.setting,
         layer_bytes=sum(map(averager.at(control.settings).layer_bytes, range(len(layers)))),
@@ -115,8 +115,10 @@ def run_outer(task: Task, seed: int, sync: Any) -> dict[str, Any]:
         sent, taken = sent + (updates.sent_bytes(state) if sync else 0.0), taken + 1
     params = jax.device_get(updates.params(state))
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    raw = 2 * (WORKERS - 1) / WORKERS * 4 * size * taken
-    return dict(loss=held_out_loss(task, params), sent_bytes=sent or raw, raw_bytes=raw)
+    uncompressed = 2 * (WORKERS - 1) / WORKERS * 4 * size * taken
+    return dict(
+        loss=held_out_loss(task, params), sent_bytes=sent or uncompressed, raw_bytes=uncompressed
+    )
 
 
 def main(
@@ -164,11 +166,11 @@ def show(path: Path) -> None:
             "", "held-out loss", "over none", "bytes: raw / sent", "uniform / these",
             title=f"{name}, {steps} steps, {WORKERS} workers",
         )  # fmt: skip
-        own = [r for r in found if (r["task"], r["steps"]) == (name, steps)]
-        for sync, compressor in dict.fromkeys((r["sync"], r["compressor"]) for r in own):
+        matching = [r for r in found if (r["task"], r["steps"]) == (name, steps)]
+        for sync, compressor in dict.fromkeys((r["sync"], r["compressor"]) for r in matching):
             base_of = ("co2", "none") if sync == "co2" else ("none", "none")
             these, base, uniform = (
-                [r for r in own if (r["sync"], r["compressor"]) == which]
+                [r for r in matching if (r["sync"], r["compressor"]) == which]
                 for which in ((sync, compressor), base_of, ("uniform", compressor))
             )
             losses = [r["loss"] for r in these]

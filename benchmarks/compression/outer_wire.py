@@ -1,4 +1,4 @@
-"""Count the bytes that compressed outer gradients take on the lab's links, beside the closed form.
+"""Count the bytes that compressed outer gradients take on the lab's links, against the closed form.
 
     python -m benchmarks.compression.outer_wire --out rows.jsonl     # in the lab; as root
 

@@ -20,7 +20,7 @@ COLORS = {"PowerSGD": "#08519c", "QSGD": "#a63603", "TopK": "#006d2c"}
 
 
 def main(race: Path, out: Path) -> None:
-    """Draw a line a method; L-GreCo's are whole, uniform ones dashed, PyTorch's dotted."""
+    """Draw a line per method, each with a look of its own: L-GreCo's solid, others dashed."""
     rows = [json.loads(line) for line in race.read_text().splitlines()]
     found = {(r["framework"], r["method"], r["rate_mbit"]): r["step_s"] for r in rows}
     rates = sorted({r["rate_mbit"] for r in rows})
@@ -34,11 +34,14 @@ def main(race: Path, out: Path) -> None:
             for rate in rates
             if (framework, method, rate) in found
         ]
-        style: Any = "dotted" if framework == "PyTorch" else "-" if "L-GreCo" in method else "--"
+        style: Any = {"ls": "--", "marker": "^", "mfc": "white"}
+        if framework == "PyTorch":
+            style = {"ls": ":", "marker": "s", "color": "0.4"}
+        elif "L-GreCo" in method:
+            style = {"ls": "-", "marker": "o"}
         name = f"PyTorch DDP, {method}" if framework == "PyTorch" else method
-        axes.plot(
-            *zip(*line, strict=True), marker="o", ms=4, ls=style, color=COLORS[kind], label=name
-        )
+        style = {"color": COLORS[kind], **style}
+        axes.plot(*zip(*line, strict=True), ms=5, label=name, **style)
     axes.axhline(1, color="0.6", lw=1)
     axes.set(xscale="log", yscale="log", xlabel="rate of every link, Mbit/s")
     axes.set(ylabel="times as fast as no compression", title="four hosts, a step")
@@ -46,7 +49,7 @@ def main(race: Path, out: Path) -> None:
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     ticks = (0.5, 1, 2, 5, 10, 20)
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=9, handlelength=3.5)
     figure.savefig(out, metadata={"Date": None})
 
 

@@ -74,8 +74,8 @@ def compiled(config: Config, sync: Any, *, in_backward: bool, settings: Any = No
         in_backward=in_backward,
         overlap={"cluster": CLUSTER},
     )
-    at = NamedSharding(mesh, P("worker"))
-    like = jax.ShapeDtypeStruct((config.batch, config.sequence), jnp.int32, sharding=at)
+    sharding = NamedSharding(mesh, P("worker"))
+    like = jax.ShapeDtypeStruct((config.batch, config.sequence), jnp.int32, sharding=sharding)
     start = step.abstract(state["params"])
     chosen = None if settings is None else settings(step, start)
     lowered = step.lower(start, dict(inputs=like, targets=like), settings=chosen)
@@ -88,7 +88,7 @@ def row_of(config: Config, sync: Any, **options: Any) -> dict[str, Any]:
     cluster = parse_cluster(CLUSTER)
     simulation = jaxoverlap.simulate(made.as_text(), cluster)
     groups = [c for c in jaxoverlap.audit(made).collectives if "compressed_average" in c.op_name]
-    price = step.price(start, cost_model(CLUSTER))
+    estimate = step.price(start, cost_model(CLUSTER))
     memory = made.memory_analysis()
     return dict(
         seconds=simulation.step_s,
@@ -98,8 +98,8 @@ def row_of(config: Config, sync: Any, **options: Any) -> dict[str, Any]:
         sent_bytes=sum(c.runs * c.bytes_moved for c in groups),
         covered_bytes=sum(c.runs * c.bytes_moved for c in groups if c.covered),
         peak_bytes=memory.temp_size_in_bytes + memory.argument_size_in_bytes,
-        priced_raw_s=price.raw_s,
-        priced_s=price.wire_s + price.arithmetic_s,
+        priced_raw_s=estimate.raw_s,
+        priced_s=estimate.wire_s + estimate.arithmetic_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""Race compressed gradients on hosts with slow links, beside PyTorch's DDP with its powerSGD_hook.
+"""Race compressed gradients on hosts with slow links, against PyTorch's DDP with powerSGD_hook.
 
     python -m benchmarks.compression.race --out race.jsonl                       # as root
     python -m benchmarks.compression.race --out race.jsonl --rate 100 --runs 3   # a part of it
@@ -87,8 +87,8 @@ def _set_up(host: Any) -> Any:
         method = compression.data_parallel(
             jax.value_and_grad(loss), optax.sgd(1e-3), mesh, sync=sync
         )
-        whole = jax.device_put(params, NamedSharding(mesh, P()))
-        states[name], methods[name] = method.init(whole), method
+        replicated = jax.device_put(params, NamedSharding(mesh, P()))
+        states[name], methods[name] = method.init(replicated), method
 
         def step(name: str = name, method: Any = method) -> None:
             state = states[name]
@@ -160,7 +160,7 @@ def main(
 
 
 def show(path: Path) -> None:
-    """Print seconds of a step by rate, as times of none's, and the bytes beside the closed form."""
+    """Print seconds of a step by rate, as times of none's, and bytes against the closed form."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rates = sorted({r["rate_mbit"] for r in rows}, reverse=True)
     found = {(r["framework"], r["method"], r["rate_mbit"]): r for r in rows}  # the last one counts

@@ -18,7 +18,7 @@ _HERE: dict[str, Any] = {}
 
 
 def set_up(host: Host, *, width: int, layers: int, rows: int, rank_of: int) -> dict[str, float]:
-    """Join the others, and set up the stack of layers with each way to average; take some steps."""
+    """Join the others, set up the layers with each method of averaging, and take some steps."""
     import numpy as np
     import torch
     import torch.distributed as dist

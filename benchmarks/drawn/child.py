@@ -72,9 +72,9 @@ def seconds(step: Simulation) -> Row:
     for s in step.spent:
         c = s.collective
         sent[s.lane] += s.runs * c.bytes_moved
-        of = waited[c.kind, c.ring or "", c.source, s.lane]
+        values = waited[c.kind, c.ring or "", c.source, s.lane]
         for i, more in enumerate((s.runs, s.runs * c.bytes_moved, s.seconds, s.exposed_s)):
-            of[i] += more
+            values[i] += more
     kernels: dict[tuple[str, str], float] = defaultdict(float)
     for e in step.events:
         if e.kind not in ("wait", "collective"):
@@ -86,10 +86,11 @@ def seconds(step: Simulation) -> Row:
         "link_bytes": dict(sent),
         "unknown": step.unknown,
         "collectives": [
-            [*which, *of] for which, of in sorted(waited.items(), key=lambda item: -item[1][2])
+            [*which, *values]
+            for which, values in sorted(waited.items(), key=lambda item: -item[1][2])
         ][:LONGEST],
         "kernels": [
-            [*which, of] for which, of in sorted(kernels.items(), key=lambda item: -item[1])
+            [*which, values] for which, values in sorted(kernels.items(), key=lambda item: -item[1])
         ][:LONGEST],
     }
 
@@ -98,7 +99,7 @@ def decided(plan: Plan) -> Row:
     """Count a step's rings, its collectives in slices, and its matmuls left plain or skipped."""
     rings = [d for d in plan.decisions if d.site == d.ring]
     sliced = [d for d in rings if d.variant.style == "sliced"]
-    none = [s for s in plan.skips if s.reason.startswith("no collective")]
+    none = [s for s in plan.skips if s.idle]
     left = [s for s in plan.skips if s.left_plain]
     return {
         **of_cut(plan),
@@ -115,7 +116,7 @@ def decided(plan: Plan) -> Row:
 
 
 def held_against_plain(speedup: Speedup) -> Row:
-    """Record which way of compiling the step was taken, and what the rings lost."""
+    """Record how the step was compiled, and what the rings lost."""
     return {"taken": speedup.name, "speedup": str(speedup), "lost": speedup.lost}
 
 

@@ -1,4 +1,4 @@
-"""Train steps drawn at random."""
+"""Random train steps."""
 
 from __future__ import annotations
 
@@ -111,24 +111,24 @@ def _axes(rng: random.Random, hosts: int) -> dict[str, int]:
     if "tp" in names:
         most = GPUS_PER_HOST if names == ("tp",) else devices // 2 ** (len(names) - 1)
         axes["tp"] = most if names == ("tp",) else rng.choice([n for n in (2, 4, 8) if n <= most])
-    rest = devices // axes.get("tp", 1)
+    others = devices // axes.get("tp", 1)
     if "dp" in names and "fsdp" in names:
-        axes["dp"] = rng.choice([n for n in (2, 4, 8) if n < rest])
-        axes["fsdp"] = rest // axes["dp"]
+        axes["dp"] = rng.choice([n for n in (2, 4, 8) if n < others])
+        axes["fsdp"] = others // axes["dp"]
     elif names != ("tp",):
-        axes[names[0]] = rest
+        axes[names[0]] = others
     return axes
 
 
 def _constrained(rng: random.Random, attention: bool, vocab: bool) -> tuple[str, ...]:
-    """The places that are constrained: none, the stream, some or all."""
+    """The positions that are constrained: none, the stream, some or all."""
     there = [
-        place
-        for place in PLACES
-        if (attention or place not in ("qkv", "attended")) and (vocab or place != "logits")
+        position
+        for position in PLACES
+        if (attention or position not in ("qkv", "attended")) and (vocab or position != "logits")
     ]
     kind = rng.choice(("nowhere", "stream", "stream", "some", "some", "everywhere"))
-    some = [place for place in there if rng.random() < 0.5]
+    some = [position for position in there if rng.random() < 0.5]
     return tuple({"nowhere": [], "stream": ["stream"], "some": some, "everywhere": there}[kind])
 
 

@@ -1,4 +1,4 @@
-"""Measure rows of steps in child processes, with a bar that tells how far they are."""
+"""Measure rows of steps in child processes, with a progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.lanes import Job, Row, dealt, done, kernels
 from benchmarks.pod_step import in_child, read_rows, write_rows
 from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.environments import environment
-from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._jax.kernel_cache import KnownKernels
 
 CHILD_S = 1200  # the longest that one row may take
 
@@ -55,9 +55,9 @@ def measure_all(
     return compared([row for (name, _), row in row_of.items() if name in steps])
 
 
-def conclude(said: Sequence[str], short: Sequence[str], console: Console) -> None:
+def conclude(verdicts: Sequence[str], short: Sequence[str], console: Console) -> None:
     """Print the verdicts on a benchmark's rows; exit 1 if anything falls short."""
-    console.print("\n".join(said))
+    console.print("\n".join(verdicts))
     if short:
         console.print("\nfalls short:\n" + "\n".join(short), markup=False)
         raise typer.Exit(1)
@@ -68,7 +68,7 @@ def rows_in(file: Path) -> dict[Job, Row]:
     return {(row["step"], row["row"]): row for row in read_rows(file)}
 
 
-def compile_in_child(known: dict[str, Kernels], pythons: dict[str, str], job: Job) -> Row:
+def compile_in_child(known: dict[str, KnownKernels], pythons: dict[str, str], job: Job) -> Row:
     """One row, in a fork; in a process of its own where the step has its own Python."""
     if job[0] in pythons:
         return in_child("benchmarks.drawn.child", *job, python=pythons[job[0]])

@@ -1,4 +1,4 @@
-"""Report the rows of drawn steps: the table, and what they fall short of."""
+"""Report the rows of random steps: the table, and which aims they miss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Compared:
 
     @cached_property
     def known(self) -> dict[str, Row]:
-        """The rows that have seconds of a whole step."""
+        """The rows that have seconds of a complete step."""
         return {name: row for name, row in self.rows.items() if not unfinished(row)}
 
     def ratio(self, row: str) -> float | None:
@@ -67,7 +67,7 @@ def compared(rows: Sequence[Row]) -> list[Compared]:
 
 def verdicts(steps: Sequence[Compared]) -> tuple[list[str], list[str]]:
     """(what the steps come to, what falls short), a line each."""
-    said, short = [], []
+    verdicts, short = [], []
     for step in steps:
         short += [
             f"{step.name}, {n}: {why}" for n, r in step.rows.items() if (why := unfinished(r))
@@ -77,7 +77,7 @@ def verdicts(steps: Sequence[Compared]) -> tuple[list[str], list[str]]:
         if not ratios:
             continue
         slower = {name: ratio for name, ratio in ratios.items() if ratio > 1 + SAME}
-        said.append(_summary(row, ratios, slower))
+        verdicts.append(_summary(row, ratios, slower))
         short += [
             f"{name}, {row}: {ratio:.3f} times plain's time"
             for name, ratio in slower.items()
@@ -86,7 +86,7 @@ def verdicts(steps: Sequence[Compared]) -> tuple[list[str], list[str]]:
         if len(slower) > share * len(ratios):
             short.append(f"{row}: {len(slower)} of {len(ratios)} steps are slower than plain")
     large = (line for step in steps if step.name == LARGE for line in _large(step))
-    return said, short + list(large)
+    return verdicts, short + list(large)
 
 
 def _summary(row: str, ratios: dict[str, float], slower: dict[str, float]) -> str:

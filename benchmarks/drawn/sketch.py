@@ -1,4 +1,4 @@
-"""A train step as data: what it is made of, and where its values lie."""
+"""A train step as data: its parts, and the shardings of its values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sketch:
         mixed: by weight, where layout is "mixed".
         donate: whether the step donates its state.
         stated: what the jit states: nothing, in_shardings, or both in_shardings and out_shardings.
-        mixer: what a layer has beside attention and MLP, or in the MLP's place: nothing; a causal
+        mixer: what a layer has besides attention and MLP, or instead of the MLP: nothing; a causal
             depthwise convolution; a cumulative sum or an FFT over the sequence; patches of images,
             convolved before the first layer; experts that multiply their tokens in groups.
     """
@@ -124,8 +124,8 @@ def spec(sketch: Sketch, *dims: str) -> P:
     return P(*(axes[0] if len(axes) == 1 else axes or None for axes in axes_of_dims))
 
 
-def place_spec(sketch: Sketch, place: str) -> P:
-    """Return the sharding to which the activations of a place are constrained."""
+def place_spec(sketch: Sketch, position: str) -> P:
+    """Return the sharding to which the activations at a position are constrained."""
     return {
         "stream": spec(
             sketch,
@@ -137,7 +137,7 @@ def place_spec(sketch: Sketch, place: str) -> P:
         "qkv": spec(sketch, "data", "", "tp", *[""] * (sketch.projection != "fused")),
         "attended": spec(sketch, "data", "", "tp", ""),
         "logits": spec(sketch, "data", "", "tp"),
-    }[place]
+    }[position]
 
 
 def layer_shapes(sketch: Sketch) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ def drawn_name(seed: int) -> str:
 
 
 def step_of(name: str) -> Step:
-    """A named or published step, or the one drawn with the seed in the name, as in "drawn-7".
+    """A named or published step, or the random one of the seed in the name, as in "drawn-7".
 
     Raises:
         ValueError: if there is no such step.

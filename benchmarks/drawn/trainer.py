@@ -58,7 +58,7 @@ def build(sketch: Sketch, mesh: Mesh) -> Built:
 
 @dataclass(frozen=True)
 class Pin:
-    """Constrain the activations of a place, where the sketch says so.
+    """Constrain the activations at a position, if the sketch has a constraint there.
 
     Attributes:
         mesh: the mesh of the step.
@@ -68,11 +68,11 @@ class Pin:
     mesh: Mesh
     sketch: Sketch
 
-    def __call__(self, x: jax.Array, place: str) -> jax.Array:
-        if place not in self.sketch.constrained:
+    def __call__(self, x: jax.Array, position: str) -> jax.Array:
+        if position not in self.sketch.constrained:
             return x
-        at = NamedSharding(self.mesh, place_spec(self.sketch, place))
-        return jax.lax.with_sharding_constraint(x, at)
+        sharding = NamedSharding(self.mesh, place_spec(self.sketch, position))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def optimizer_of(sketch: Sketch) -> optax.GradientTransformation:
@@ -120,13 +120,13 @@ def abstract_args(sketch: Sketch, mesh: Mesh) -> tuple[Tree, Tree, Tree, Tree]:
 
 
 def _moments(sketch: Sketch, weights: Tree, mesh: Mesh) -> Tree:
-    """The optimizer's state: moments lie as their weights do, counts whole."""
+    """The optimizer's state: moments sharded as their weights, counts replicated."""
     optimizer = optimizer_of(sketch)
     state = jax.eval_shape(optimizer.init, weights)
     like = optax.tree.map_params(optimizer, lambda _, w: w, state, weights)
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     return jax.tree.map(
-        lambda x: x if x.ndim else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), like
+        lambda x: x if x.ndim else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), like
     )
 
 
@@ -201,9 +201,11 @@ def experts(x: jax.Array, weights: dict[str, jax.Array], sketch: Sketch, mesh: M
         made = jnp.zeros_like(tokens).at[order].set(jax.lax.ragged_dot(hidden, down, sizes))
         return (made * scores.max(-1, keepdims=True).astype(made.dtype)).reshape(x.shape)
 
-    given = x, weights["router"], weights["up"], weights["down"]
+    operands = x, weights["router"], weights["up"], weights["down"]
     rows = spec(sketch, "data")
-    return jax.shard_map(local, mesh=mesh, in_specs=(rows, P(), P(), P()), out_specs=rows)(*given)
+    return jax.shard_map(local, mesh=mesh, in_specs=(rows, P(), P(), P()), out_specs=rows)(
+        *operands
+    )
 
 
 def convolved(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
@@ -288,7 +290,7 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, sketch: Sketch) -> jax.Array:
-    """Return the cross-entropy of each token in nats, in one of three ways that people write it."""
+    """Return the cross-entropy of each token in nats, in one of three common forms."""
     if sketch.loss == "labels":
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     if sketch.loss == "one hot":

@@ -117,7 +117,7 @@ class _Race:
                     yield from rows_of(case, rate, timed([a["rows"] for a in answers]), more)
 
     def pytorch(self, python: str) -> Iterator[Row]:
-        """Race PyTorch's DDP and FSDP2, each beside its own compute and communication."""
+        """Race PyTorch's DDP and FSDP2, each against its own compute and communication."""
         ways = [case for case in self._cases if case in ("data", "fsdp")]
         if not ways:
             return

@@ -14,14 +14,16 @@ def all_reduce(host: Host, *, megabytes: float, runs: int = 3) -> dict[str, Any]
     from jax.sharding import NamedSharding, PartitionSpec
 
     host.start_jax()
-    mesh, whole = host.mesh(hosts=host.count), PartitionSpec()
+    mesh, replicated = host.mesh(hosts=host.count), PartitionSpec()
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
+    )
     def add(x):
         return jax.lax.psum(x, "hosts")
 
-    x = jax.device_put(jnp.ones(round(megabytes * 2**18)), NamedSharding(mesh, whole))
+    x = jax.device_put(jnp.ones(round(megabytes * 2**18)), NamedSharding(mesh, replicated))
     total = jax.block_until_ready(add(x))
     seconds, before = [], host.sent_bytes()
     for _ in range(runs):

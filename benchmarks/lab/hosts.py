@@ -1,4 +1,4 @@
-"""One host's side of the lab: its process, which calls functions by name as it is told.
+"""One host's side of the lab: its process, which calls functions by name on request.
 
     python -m benchmarks.lab.hosts REQUESTS RESULTS     # started by the lab, in a host's namespace
 
@@ -45,7 +45,7 @@ class Host:
 
     @classmethod
     def here(cls) -> Host:
-        """Return the host that this process runs on, as the lab told it.
+        """Return the host that this process runs on, from the lab's variables.
 
         Raises:
             RuntimeError: outside a lab.
@@ -57,7 +57,7 @@ class Host:
         return cls(**fields | {"addresses": tuple(fields["addresses"])})
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that tell a process where it runs."""
+        """Return the variables that identify a process's host."""
         return {"JAXOVERLAP_LAB_HOST": json.dumps(asdict(self))}
 
     def start_jax(self, *, devices: int = 1, **options: Any) -> None:
@@ -102,15 +102,15 @@ def main() -> None:
     host = Host.here()
     with os.fdopen(requests) as lines, os.fdopen(results, "w") as answers:
         for line in lines:
-            asked = json.loads(line)
+            request = json.loads(line)
             try:
-                module, _, name = asked["function"].partition(":")
+                module, _, name = request["function"].partition(":")
                 function = getattr(importlib.import_module(module), name)
-                answer = {"value": function(host, **asked["arguments"])}
+                answer = {"value": function(host, **request["arguments"])}
                 text = json.dumps(answer)
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                text = json.dumps({"error": said, "trace": traceback.format_exc()})
+                message = f"{type(error).__name__}: {error}"
+                text = json.dumps({"error": message, "trace": traceback.format_exc()})
             print(text, file=answers, flush=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -63,7 +63,7 @@ class Lab:
 
     Args:
         network: hosts and links.
-        environment: variables for all processes on hosts, beside this process's own.
+        environment: variables for all processes on hosts, besides this process's own.
         folder: where logs go, and what hosts share; by default one that goes with the lab.
 
     Raises:
@@ -131,7 +131,7 @@ class Lab:
     # -- processes --------------------------------------------------------------------------------
 
     def host(self, rank: int) -> Host:
-        """Return what a process on a host is told."""
+        """Return the environment of a process on a host."""
         return Host(
             rank=rank,
             count=self.network.hosts,
@@ -226,7 +226,7 @@ class Lab:
 
 
 class Processes:
-    """A process on every host, each of which calls what it is told."""
+    """A process on every host, each of which calls functions on request."""
 
     def __init__(self, lab: Lab, python: str, environment: Mapping[str, str]):
         self._lab = lab
@@ -261,7 +261,7 @@ class Processes:
         stop_at_first: bool = False,
         **arguments: Any,
     ) -> list[Outcome]:
-        """Call a function on every host, and tell how it ended on each, also where it failed.
+        """Call a function on every host, and return how it ended on each, also if it failed.
 
         Args:
             stop_at_first: return when one has failed, without the hosts that still run.

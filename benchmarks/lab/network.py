@@ -260,8 +260,8 @@ def _shape(namespace: str, interface: str, rate_mbit: float | None) -> None:
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise LabError(f"`{' '.join(command)}` ended with {done.returncode}: {said}")
+        message = (done.stderr or done.stdout).strip()
+        raise LabError(f"`{' '.join(command)}` ended with {done.returncode}: {message}")
     return done.stdout
 
 

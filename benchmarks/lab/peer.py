@@ -1,4 +1,4 @@
-"""Find PyTorch for the race: a virtual environment of its own, made once and kept."""
+"""Find PyTorch for the race: a virtual environment of its own, made once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Show what a race measured: tables by rate, and speed-up by rate beside the prediction."""
+"""Show what a race measured: tables by rate, and speed-up by rate against the prediction."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,9 +91,13 @@ def prediction_error(rows: Sequence[Row]) -> float:
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw each case: how many times as fast as plain, against the rate of links."""
     cases = list(dict.fromkeys(r["case"] for r in rows if r["contender"] == "jaxoverlap"))
-    figure = Figure(figsize=(3.6 * len(cases) + 0.6, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(cases), squeeze=False, sharey=True)[0]
-    for ax, case in zip(axes, cases, strict=True):
+    lines = math.ceil(len(cases) / 2)
+    # 8.6 inches are the width of a page, where 10 points are as tall as the page's letters.
+    figure = Figure(figsize=(8.6, 3.2 * lines), layout="constrained")
+    axes = list(figure.subplots(lines, 2, squeeze=False, sharey=True).flat)
+    for ax in axes[len(cases) :]:
+        ax.remove()
+    for ax, case in zip(axes, cases, strict=False):
         ours = [r for r in rows if r["case"] == case and r.get("framework") != "PyTorch"]
         for name in dict.fromkeys(r["contender"] for r in ours):
             if name == "plain" or name in ALONE:
@@ -116,8 +121,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
         ax.grid(axis="y", color="0.92")
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("times as fast as plain jit")
-    axes[0].legend(frameon=False, fontsize=8)
+    figure.supylabel("times as fast as plain jit", fontsize=10)
+    axes[0].legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     figure.savefig(path.with_suffix(".png"), dpi=110)

@@ -1,10 +1,13 @@
 """Compare what local updates learn: final losses on real data, several seeds.
 
     python -m benchmarks.local_updates.learning --task images --out images.jsonl
+    python -m benchmarks.local_updates.learning --task text --out text.jsonl --only CO2 --every 12
+    python -m benchmarks.local_updates.learning --task images --out images.jsonl --length 4
     python -m benchmarks.local_updates.learning --table images.jsonl
 
-A row is a run: the loss on what was held out, after as many samples as every other run. Rows that
-the file has already are not run again.
+A row is a run: the loss on what was held out and on what was trained on, after as many samples as
+every other run of its length, and the bytes that a worker sent. Rows that the file has already are
+not run again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,43 +29,85 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.local_updates.tasks import FASHION, Task, images, mesh_of, text
+from benchmarks.local_updates.tasks import FASHION, Inner, Task, images, mesh_of, text
 from benchmarks.pod_step import read_rows
 from jaxoverlap.train import LocalUpdates, Outer, co2, diloco, local_sgd, slowmo
+from jaxoverlap.train import compression as c
 
 WORKERS = 4
 EVERY = (4, 12, 48)
 SEEDS = 3
+BASE = "AdamW, synchronous"
+RATES = (2, 4)  # of the task's own rate, which AdamW was tuned to
 
 
-def outers(every: int, task: Task) -> dict[str, Outer]:
-    """Return the algorithms that are compared.
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm that is compared.
 
-    Settings are published ones, but for tight clips and for the last, the best of a dozen that were
-    tried on the pictures: rates of 0.25 to 1, with and without momentum and penalty.
+    Attributes:
+        outer: the outer optimizer; None for synchronous steps.
+        sync: how averages are compressed; None for as they are.
+        inner: the inner optimizer.
+        rate: of the task's learning rate.
+        warmup: of the inner rate, as a share of the steps.
     """
-    return {
-        "LocalSGD": local_sgd(every=every),
-        "SlowMo": slowmo(every=every, inner_learning_rate=task.learning_rate, momentum=0.2),
-        "DiLoCo": diloco(every=every),
-        "DiLoCo, a round late": diloco(every=every, delay=1),
-        "CO2": co2(every=every),
-        "CO2, no penalty": co2(every=every, staleness=1),
-        "CO2, no clip": co2(every=every, clip=None),
-        "CO2, clip 0.02": co2(every=every, clip=0.02),
-        "CO2, neither": co2(every=every, staleness=1, clip=None),
-        "CO2, tuned": co2(every=every, staleness=1, momentum=0.0, learning_rate=0.7),
+
+    outer: Outer | None = None
+    sync: Any = None
+    inner: Inner = "adamw"
+    rate: float = 1.0
+    warmup: float = 0.05
+
+
+def algorithms(every: int, task: Task) -> dict[str, Algorithm]:
+    """Return the algorithms that are compared, by name.
+
+    Settings are published ones, but for tight clips and for "tuned", the best of a dozen that were
+    tried on the pictures: rates of 0.25 to 1, with and without momentum and penalty. MuLoCo and
+    SparseLoCo are reconstructions: their code books of 2 bits were not found.
+    """
+    means = c.uniform(c.qsgd(2, error_feedback=True, levels="means"))
+    sparse = c.uniform(c.top_k(0.03, bits=2), error_decay=0.95)
+    adam, muon = diloco(every=every), diloco(every=every)
+    slow = slowmo(every=every, inner_learning_rate=task.learning_rate, momentum=0.2)
+    found = {
+        BASE: Algorithm(),
+        "Muon, synchronous": Algorithm(inner="muon"),
+        "LocalSGD": Algorithm(local_sgd(every=every)),
+        "SlowMo": Algorithm(slow),
+        "DiLoCo": Algorithm(adam),
+        "DiLoCo, a round late": Algorithm(diloco(every=every, delay=1)),
+        "CO2": Algorithm(co2(every=every)),
+        "CO2, no delay": Algorithm(co2(every=every, delay=0)),
+        "CO2, no penalty": Algorithm(co2(every=every, staleness=1)),
+        "CO2, no clip": Algorithm(co2(every=every, clip=None)),
+        "CO2, clip 0.02": Algorithm(co2(every=every, clip=0.02)),
+        "CO2, neither": Algorithm(co2(every=every, staleness=1, clip=None)),
+        "CO2, tuned": Algorithm(co2(every=every, staleness=1, momentum=0.0, learning_rate=0.7)),
+        "CO2, warm-up of a quarter": Algorithm(co2(every=every), warmup=0.25),
+        "CO2, Muon": Algorithm(co2(every=every), inner="muon"),
+        "DiLoCo, 2 bits": Algorithm(adam, means),
+        "DiLoCo, Muon": Algorithm(muon, inner="muon"),
+        "MuLoCo (Muon, 2 bits)": Algorithm(muon, means, inner="muon"),
+        "SparseLoCo (3%, 2 bits)": Algorithm(local_sgd(every=every), sparse),
+        "LocalSGD, Muon": Algorithm(local_sgd(every=every), inner="muon"),
     }
+    for rate in RATES:
+        for name in (BASE, "LocalSGD", "CO2", "CO2, no delay"):
+            found[f"{name}, rate x{rate}"] = replace(found[name], rate=rate)
+    return found
 
 
-def make_step(task: Task, mesh: Any) -> Any:
-    """Return the ordinary train step."""
-    loss, optimizer = task.loss(mesh), task.optimizer()
+def make_step(task: Task, mesh: Any, optimizer: Any = None) -> Any:
+    """Return the ordinary train step; of the task's own optimizer, if none is given."""
+    loss = task.loss(mesh)
+    transform: Any = optimizer or task.optimizer()
 
     @jax.jit
     def train_step(state, batch):
         value, gradients = jax.value_and_grad(loss)(state["params"], batch)
-        updates, inner = optimizer.update(gradients, state["optimizer"], state["params"])
+        updates, inner = transform.update(gradients, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return dict(params=params, optimizer=inner), value
 
@@ -75,27 +121,62 @@ def rounds(task: Task, seed: int, every: int) -> Iterator[Any]:
         yield jax.tree.map(lambda *b: np.stack(b), *islice(batches, every))
 
 
-def start(task: Task, seed: int) -> dict[str, Any]:
+def start(task: Task, seed: int, optimizer: Any = None) -> dict[str, Any]:
     params = task.new_params(seed)
-    return dict(params=params, optimizer=task.optimizer().init(params))
+    return dict(params=params, optimizer=(optimizer or task.optimizer()).init(params))
 
 
-def synchronous(task: Task, seed: int) -> Any:
-    """Train by AdamW on the global batch, on one device."""
-    step, state = make_step(task, mesh_of(1)), start(task, seed)
+def run(task: Task, seed: int, algorithm: Algorithm) -> dict[str, Any]:
+    """Train; return the losses, and the bytes that a worker sent."""
+    task = replace(task, learning_rate=task.learning_rate * algorithm.rate)
+    optimizer = task.optimizer(algorithm.inner, algorithm.warmup)
+    state = start(task, seed, optimizer)
+    if algorithm.outer is None:
+        params, times, sent = synchronous(task, seed, optimizer, state), task.steps, None
+    else:
+        params, times, sent = local(task, seed, optimizer, state, algorithm)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    raw = 2 * (WORKERS - 1) / WORKERS * size * times
+    seen = tuple(islice(task.batches(seed), 40))  # of the first epoch
+    return dict(
+        loss=held_out_loss(task, params),
+        train_loss=held_out_loss(replace(task, held_out=seen), params),
+        sent_bytes=raw if sent is None else sent,
+    )
+
+
+def synchronous(task: Task, seed: int, optimizer: Any, state: Any) -> Any:
+    """Train on the global batch, on one device."""
+    step = make_step(task, mesh_of(1), optimizer)
     for batch in islice(task.batches(seed), task.steps):
         state, _ = step(state, batch)
-    return state["params"]
+    return jax.device_get(state["params"])
 
 
-def local(task: Task, seed: int, outer: Outer) -> Any:
-    """Train by local updates, on a device for each worker."""
-    mesh = mesh_of(WORKERS)
-    updates = LocalUpdates(make_step(task, mesh), mesh, axis="worker", outer=outer, overlap=False)
-    state = updates.init(start(task, seed))
+def local(
+    task: Task, seed: int, optimizer: Any, state: Any, algorithm: Algorithm
+) -> tuple[Any, int, float | None]:
+    """Train by local updates, on a device for each worker.
+
+    Returns:
+        The parameters, the rounds, and the bytes that a worker sent if they were compressed.
+    """
+    mesh, outer, sync = mesh_of(WORKERS), algorithm.outer, algorithm.sync
+    assert outer is not None
+    updates = LocalUpdates(
+        make_step(task, mesh, optimizer),
+        mesh,
+        axis="worker",
+        outer=outer,
+        overlap=False,
+        sync=sync,
+        stacked=("layers",) if sync and task.name == "text" else (),
+    )
+    state, sent, taken = updates.init(state), 0.0, 0
     for batches in rounds(task, seed, outer.every):
         state, _ = updates.round(state, batches)
-    return jax.device_get(updates.params(state))
+        sent, taken = sent + (updates.sent_bytes(state) if sync else 0.0), taken + 1
+    return jax.device_get(updates.params(state)), taken, sent if sync else None
 
 
 def held_out_loss(task: Task, params: Any) -> float:
@@ -106,9 +187,11 @@ def held_out_loss(task: Task, params: Any) -> float:
 def main(
     task: Annotated[str, typer.Option(help="images or text.")] = "images",
     out: Annotated[Path | None, typer.Option(help="Add rows to this file.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Algorithms, by name.")] = None,
-    every: Annotated[list[int] | None, typer.Option(help="Steps of a round.")] = None,
     folder: Annotated[Path, typer.Option(help="Where Fashion-MNIST lies.")] = FASHION,
+    only: Annotated[list[str] | None, typer.Option(help="Names of algorithms.")] = None,
+    every: Annotated[list[int] | None, typer.Option(help="Steps of a round.")] = None,
+    length: Annotated[float, typer.Option(help="Of a run, over the task's own steps.")] = 1.0,
+    seeds: int = SEEDS,
     table: Annotated[Path | None, typer.Option(help="Print the rows of a file instead.")] = None,
 ) -> None:
     if table:
@@ -118,54 +201,63 @@ def main(
         raise typer.BadParameter("give --out, a file for the rows")
     jax.config.update("jax_num_cpu_devices", WORKERS)
     what = images(folder) if task == "images" else text()
-    names = [name for name in outers(EVERY[0], what) if not only or name in only]
-    known = {(r["name"], r["every"], r["seed"]) for r in read_rows(out)}
+    what = replace(what, steps=round(what.steps * length))
+    known = algorithms(EVERY[0], what)
+    if unknown := set(only or ()) - known.keys():
+        raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(known)}")
+    found = {(r["name"], r["every"], r["seed"], r["steps"]) for r in read_rows(out)}
+    wanted = [name for name in known if not only or name in only]
+    alone = [name for name in wanted if known[name].outer is None]
     runs = [
-        run
-        for seed in range(SEEDS)
-        for run in [
-            ("AdamW, synchronous", 1, seed),
-            *((name, steps, seed) for steps in every or EVERY for name in names),
+        (name, steps, seed)
+        for seed in range(seeds)
+        for name, steps in [
+            *((name, 1) for name in alone),
+            *((name, steps) for steps in every or EVERY for name in wanted if name not in alone),
         ]
-        if run not in known
+        if (name, steps, seed, what.steps) not in found
     ]
     with out.open("a", buffering=1) as file:
         for name, steps, seed in track(runs, "runs"):
             began = time.perf_counter()
-            if steps == 1:
-                params = synchronous(what, seed)
-            else:
-                params = local(what, seed, outers(steps, what)[name])
             row = dict(task=what.name, name=name, every=steps, seed=seed, steps=what.steps)
-            row |= dict(loss=held_out_loss(what, params), seconds=time.perf_counter() - began)
+            row |= run(what, seed, algorithms(steps, what)[name])
+            row |= dict(seconds=time.perf_counter() - began)
             print(json.dumps(row), file=file)
     show(out)
 
 
 def show(path: Path) -> None:
-    """Print mean and spread of the seeds, and the mean over that of synchronous AdamW."""
+    """Print mean and spread of the seeds, the mean over that of synchronous AdamW, and bytes."""
     found = read_rows(path)
     if not found:
         raise typer.BadParameter(f"no rows in {path}")
+    for steps in sorted({r["steps"] for r in found}):
+        these = [r for r in found if r["steps"] == steps]
+        rounds = sorted({r["every"] for r in these} - {1}) or [1]
+        titles = ("algorithm", *(f"every {every}" for every in rounds))
+        what = f"{found[0]['task']}, {steps} steps, {WORKERS} workers"
+        sheet = Table(*titles, title=f"{what}: held-out loss, over AdamW's; bytes, fewer by")
+        base = [r for r in these if r["name"] == BASE]
+        for name in dict.fromkeys(r["name"] for r in these):
+            of_name = [r for r in these if r["name"] == name]
+            cells = [[r for r in of_name if r["every"] in (every, 1)] for every in rounds]
+            sheet.add_row(name, *(cell(c, base) for c in cells))
+        Console().print(sheet)
 
-    def losses(name: str, every: int) -> list[float]:
-        return [r["loss"] for r in found if (r["name"], r["every"]) == (name, every)]
 
-    base = statistics.mean(losses("AdamW, synchronous", 1))
-    titles = ("algorithm", *(f"every {every}" for every in EVERY))
-    sheet = Table(*titles, title=f"{found[0]['task']}: held-out loss, {WORKERS} workers")
-    for name in dict.fromkeys(r["name"] for r in found):
-        cells = [losses(name, every) or losses(name, 1) for every in EVERY]
-        sheet.add_row(name, *(cell(c, base) for c in cells))
-    Console().print(sheet)
-
-
-def cell(losses: list[float], base: float) -> str:
-    if not losses:
+def cell(rows: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
+    if not rows:
         return "-"
+    losses = [r["loss"] for r in rows]
     mean = statistics.mean(losses)
     spread = statistics.stdev(losses) if len(losses) > 1 else float("nan")
-    return f"{mean:.4f} ± {spread:.4f} ({mean / base:.3f} x)"
+    text = f"{mean:.4f} ± {spread:.4f}"
+    if base:
+        text += f" ({mean / statistics.mean(r['loss'] for r in base):.3f} x)"
+        if "sent_bytes" in rows[0] and "sent_bytes" in base[0]:
+            text += f", {base[0]['sent_bytes'] / rows[0]['sent_bytes']:.0f} x"
+    return text
 
 
 if __name__ == "__main__":

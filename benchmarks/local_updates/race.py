@@ -62,8 +62,8 @@ def _mesh() -> Mesh:
 def _together() -> None:
     """Wait for all hosts."""
     one = jnp.ones(())
-    at = NamedSharding(_mesh(), P())
-    total = jax.jit(lambda x: x + 1, out_shardings=at)(jax.device_put(one, at))
+    sharding = NamedSharding(_mesh(), P())
+    total = jax.jit(lambda x: x + 1, out_shardings=sharding)(jax.device_put(one, sharding))
     jax.block_until_ready(total)
 
 
@@ -92,13 +92,13 @@ def _runner(method: str, rows: int) -> Any:
     mesh = _mesh()
     rng = np.random.default_rng(0)
     params = [rng.normal(size=(WIDTH, WIDTH)).astype("f") / WIDTH for _ in range(LAYERS)]
-    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
-    start = dict(params=jax.device_put(params, whole), optimizer=OPTIMIZER.init(params))
+    replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
+    start = dict(params=jax.device_put(params, replicated), optimizer=OPTIMIZER.init(params))
     own = rng.normal(size=(EVERY, rows, WIDTH)).astype("f")
     batches = jax.make_array_from_process_local_data(split, own)
     if method == "synchronous":
 
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(whole, whole))
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(replicated, replicated))
         def several(state: Any, batches: Any) -> Any:
             return jax.lax.scan(train_step, state, batches)
 
@@ -170,7 +170,7 @@ def main(
 
 
 def table(path: Path) -> None:
-    """Print medians: samples a second beside those of steps alone, at each rate."""
+    """Print medians: samples a second against those of steps alone, at each rate."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     sheet = Table("Mbit/s", *METHODS, "all-reduce / steps", title="share of `alone`")
     for rate in sorted({r["rate_mbit"] for r in rows}):

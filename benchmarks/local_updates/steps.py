@@ -59,15 +59,15 @@ def train_step(state: Any, x: jax.Array) -> tuple[Any, Any]:
 
 def state_like(mesh: Mesh, size: Size) -> Any:
     """Return the state of one worker as shapes."""
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
 
     def like(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=replicated)
 
     up = (size.layers, size.hidden, size.mlp)
     params = dict(up=like(*up), down=like(up[0], up[2], up[1]))
     optimizer = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole),
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated),
         jax.eval_shape(INNER.init, params),
     )
     return dict(params=params, optimizer=optimizer)
@@ -82,8 +82,8 @@ def batch_like(mesh: Mesh, size: Size, *steps: int) -> jax.ShapeDtypeStruct:
 
 def synchronous(mesh: Mesh) -> jax.stages.Wrapped:
     """Return AdamW on the global batch: gradients are all-reduced in every step."""
-    at = NamedSharding(mesh, P())
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(at, at))
+    sharding = NamedSharding(mesh, P())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(sharding, sharding))
 
 
 # -- as MaxText writes it -------------------------------------------------------------------------
@@ -95,8 +95,8 @@ def maxtext_like(mesh: Mesh, size: Size, fragments: int = 1) -> Any:
     workers = mesh.shape["data"]
 
     def copies(leaf: Any) -> Any:
-        at = NamedSharding(mesh, P("data", *leaf.sharding.spec))
-        return jax.ShapeDtypeStruct((workers, *leaf.shape), leaf.dtype, sharding=at)
+        sharding = NamedSharding(mesh, P("data", *leaf.sharding.spec))
+        return jax.ShapeDtypeStruct((workers, *leaf.shape), leaf.dtype, sharding=sharding)
 
     whole = state["params"]
     outer = dict(params=whole, momentum=whole)

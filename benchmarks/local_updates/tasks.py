@@ -7,18 +7,20 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
+from optax.contrib import MuonDimensionNumbers
 
 from models.config import Config
 from models.gpt import RECIPE
 from models.text import load_text, make_batch
 
+Inner = Literal["adamw", "muon"]
 Loss = Callable[[Any, Any], jax.Array]
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 
@@ -34,6 +36,7 @@ class Task:
         batches: training batches of a seed, without end, [global batch, ...].
         held_out: batches that are never trained on.
         steps, batch, learning_rate: of a run; AdamW's peak rate.
+        matrices: for parameters, what Muon takes as a matrix of each, and None for AdamW's.
     """
 
     name: str
@@ -44,13 +47,30 @@ class Task:
     steps: int
     batch: int
     learning_rate: float
+    matrices: Callable[[Any], Any]
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """Return the inner AdamW: warm-up, then a cosine down to a hundredth."""
+    def optimizer(self, inner: Inner = "adamw", warmup: float = 0.05) -> Any:
+        """Return the inner optimizer: warm-up, then a cosine down to a hundredth.
+
+        Muon's updates are scaled to AdamW's size (arXiv 2502.16982), so that it has AdamW's rate.
+
+        Args:
+            inner: its name; "muon" takes AdamW for vectors, embeddings and the last layer.
+            warmup: steps of it, as a share of all.
+        """
         rate = optax.warmup_cosine_decay_schedule(
-            0.0, self.learning_rate, self.steps // 20, self.steps, self.learning_rate / 100
+            0.0, self.learning_rate, int(self.steps * warmup), self.steps, self.learning_rate / 100
         )
-        return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
+        if inner == "adamw":
+            return optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
+        return optax.contrib.muon(
+            rate,
+            weight_decay=0.1,
+            adam_weight_decay=0.1,
+            adam_b2=0.95,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=self.matrices,
+        )
 
 
 def images(folder: Path = FASHION) -> Task:
@@ -84,14 +104,18 @@ def images(folder: Path = FASHION) -> Task:
             for at in range(0, len(y) - 255, 256):
                 yield x[order[at : at + 256]], y[order[at : at + 256]]
 
-    return Task("images", new_params, lambda mesh: of, batches, (test,), 1152, 256, 1e-3)
+    def matrices(params: list[Any]) -> list[Any]:
+        hidden, matrix = len(params) - 1, MuonDimensionNumbers(0, 1)
+        return [dict(w=matrix if n < hidden else None, b=None) for n in range(len(params))]
+
+    return Task("images", new_params, lambda mesh: of, batches, (test,), 1152, 256, 1e-3, matrices)
 
 
 def text() -> Task:
     """Bytes of Python's manual for a GPT of two layers; its last tenth is held out."""
     config = Config(data=1, model=1, hidden=64, heads=4, mlp=256, sequence=64, batch=32)
     data = load_text(sequence=config.sequence)
-    cut = len(data) * 9 // 10
+    held_from = len(data) * 9 // 10
 
     def new_params(seed: int) -> Any:
         return RECIPE.new_state(config, mesh_of(1), seed)["params"]
@@ -101,12 +125,25 @@ def text() -> Task:
         return lambda params, batch: of(params, batch)[0]
 
     def batches(seed: int) -> Iterator[Any]:
-        own = replace(config, seed=seed)
-        yield from (make_batch(data[:cut], own, step) for step in itertools.count())
+        seeded = replace(config, seed=seed)
+        yield from (make_batch(data[:held_from], seeded, step) for step in itertools.count())
 
     tests = replace(config, seed=10**6, batch=256)
-    held_out = tuple(make_batch(data[cut:], tests, step) for step in range(4))
-    return Task("text", new_params, loss, batches, held_out, 576, 32, 3e-3)
+    held_out = tuple(make_batch(data[held_from:], tests, step) for step in range(4))
+    return Task("text", new_params, loss, batches, held_out, 576, 32, 3e-3, _matrices_of_gpt)
+
+
+def _matrices_of_gpt(params: Any) -> Any:
+    """Return which dims of a stacked layer's weights a matrix reduces, and which it gives."""
+    dims = dict(
+        q=(1, (2, 3)), k=(1, (2, 3)), v=(1, (2, 3)), out=((1, 2), 3), up=(1, 2), down=(1, 2)
+    )
+
+    def one(path: Any, _: Any) -> MuonDimensionNumbers | None:
+        (*_, name, leaf) = [getattr(key, "key", None) for key in path]
+        return MuonDimensionNumbers(*dims[name]) if leaf == "weight" and name in dims else None
+
+    return jax.tree.map_with_path(one, params)
 
 
 def mesh_of(workers: int) -> Mesh:

@@ -11,6 +11,7 @@ does not end, is a row and not the end. Compile times are with the kernels of ea
 (jaxoverlap/_jax/kernel_cache.py). Needs no GPU.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from itertools import zip_longest
@@ -23,13 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.forks import import_first, in_fork
 from benchmarks.lanes import Job, Row, dealt, done, kernels
-from benchmarks.pod_step import write_rows
+from benchmarks.pod_step import read_rows, write_rows
 from benchmarks.pods.child import measured
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import ALL, BY_PROCESS, STEPS, Step
-from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._jax.kernel_cache import KnownKernels
 
-CHILD_S = 300  # the longest that one compile may take
+CHILD_S = 900  # the longest that one row may take: overlap() compiles up to six programs
 
 console = Console(width=200)
 
@@ -67,27 +68,36 @@ def main(
         raise typer.BadParameter(f"--only {', '.join(unknown)}: expected {', '.join(STEPS)}")
     steps = [n for n in layout.steps if not only or n.partition(",")[0] in only]
     wanted = [(step, name) for step in steps for name in ALL[step].rows if not row or name in row]
-    lanes = dealt(wanted, jobs)
-    known = kernels(lanes, {name: step.pod for name, step in ALL.items()})
-    turns = [job for together in zip_longest(*lanes) for job in together if job]
-    import_first(["benchmarks.pods.__main__"])
-    row_of: dict[Job, Row] = {}
-    with _progress() as progress:
-        bar = progress.add_task("compiling", total=len(wanted))
-        for job, result in done(turns, jobs, partial(compile_in_child, known)):
-            row_of[job] = {"step": job[0], "row": job[1], "pod": ALL[job[0]].pod, **result}
-            progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
-            write_rows(out, [row_of[job] for job in wanted if job in row_of])
-    rows = [row_of[job] for job in wanted]
+    rows = compile_all(ALL, wanted, jobs, out)
     console.print(table(rows))
-    said, short = verdicts(rows)
-    console.print("\n".join([*refused(rows), *said]))
+    lines, short = verdicts(rows)
+    console.print("\n".join([*refused(rows), *lines]))
     if short:
         console.print("\nfalls short:\n" + "\n".join(short))
         raise typer.Exit(1)
 
 
-def compile_in_child(known: dict[str, Kernels], job: Job) -> Row:
+def compile_all(steps: Mapping[str, Step], wanted: list[Job], jobs: int, out: Path) -> list[Row]:
+    """Compile rows of steps in children, and write those that are done to a file.
+
+    Rows that the file has of other steps stay there.
+    """
+    lanes = dealt(wanted, jobs)
+    known = kernels(lanes, {name: step.pod for name, step in steps.items()})
+    turns = [job for together in zip_longest(*lanes) for job in together if job]
+    import_first(["benchmarks.pods.__main__"])
+    others = [row for row in read_rows(out) if (row["step"], row["row"]) not in wanted]
+    row_of: dict[Job, Row] = {}
+    with _progress() as progress:
+        bar = progress.add_task("compiling", total=len(wanted))
+        for job, result in done(turns, jobs, partial(compile_in_child, known)):
+            row_of[job] = {"step": job[0], "row": job[1], "pod": steps[job[0]].pod, **result}
+            progress.update(bar, advance=1, description=f"{job[0]}, {job[1]}")
+            write_rows(out, [*others, *(row_of[job] for job in wanted if job in row_of)])
+    return [row_of[job] for job in wanted]
+
+
+def compile_in_child(known: dict[str, KnownKernels], job: Job) -> Row:
     with known[job[0]].lent() as loan:
         flag = f"--xla_gpu_kernel_cache_file={loan.file}"
         row = in_fork(measured, *job, timeout_s=CHILD_S, xla_flags=flag)

@@ -7,9 +7,10 @@ from typing import Any
 
 import jaxoverlap
 from benchmarks.pod_step import of_cut, provenance
-from benchmarks.pods.presets import accepted
+from benchmarks.pods.questions import MESH_STEPS
 from benchmarks.pods.suite import (
     ALL,
+    DEFAULT,
     HALVES,
     HALVES_RINGS,
     OVERLAPPED,
@@ -20,22 +21,24 @@ from benchmarks.pods.suite import (
 )
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap.flags import options_for
+from jaxoverlap.flags.published import accepted
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.simulation.simulation import Simulation
 
 Row = dict[str, Any]
 
-ASKED: dict[str, dict[str, Any]] = {  # of overlap(), beside the scheduler pass
+SETTINGS: dict[str, dict[str, Any]] = {  # of overlap(), besides the scheduler pass
     OVERLAPPED: {"schedule": None},
     SCHEDULED: {},
     HALVES: {"halves": 2, "granularity": "plain"},
     HALVES_RINGS: {"halves": 2},
+    DEFAULT: {"never_slower": True},
 }
 
 
 def measured(step: str, row: str) -> Row:
     """Measure a row of a step of the suite, by `measure`."""
-    return measure(ALL[step], row)
+    return measure({**ALL, **MESH_STEPS}[step], row)
 
 
 def measure(step: Step, row: str) -> Row:
@@ -45,11 +48,12 @@ def measure(step: Step, row: str) -> Row:
     function: Any = plain
     refused: tuple[str, ...] = ()
     options = None  # overlap() has its own
-    if row in ASKED:
-        asked = {"schedule": jaxoverlap.Scheduler(), **ASKED[row]}
-        function = jaxoverlap.overlap(plain, cluster=step.pod, never_slower=False, **asked)
+    if row in SETTINGS:
+        asked = {"schedule": jaxoverlap.Scheduler(), "never_slower": False, **SETTINGS[row]}
+        function = jaxoverlap.overlap(plain, cluster=step.pod, **asked)
     elif row in PRESET_ROWS:
-        options, refused = accepted(row.removeprefix("plain, "))
+        options, refused = accepted(row.removeprefix("plain, "), mesh.devices.flat[0])
+        options |= compiler_options()
     elif row == RULES:
         options = options_for(mesh)
     else:
@@ -64,21 +68,26 @@ def measure(step: Step, row: str) -> Row:
         **provenance(),
         **({"flags": options} if options else {}),
         **({"refused": refused} if refused else {}),
-        **seconds(jaxoverlap.simulate(compiled, step.pod), lines=row not in ASKED),
+        **seconds(jaxoverlap.simulate(compiled, step.pod), lines=row not in SETTINGS),
         "peak_bytes": peak_bytes(memory),
         "temp_bytes": memory.temp_size_in_bytes,
         "chip_bytes": jaxoverlap.parse_cluster(step.pod).chip.memory_bytes,
         "compile_s": round(compile_s, 2),
         "compile_cpu_s": round(cpu_s, 2),
-        **(_of_pass(compiled.schedule) if row in ASKED and compiled.schedule else {}),
-        **(of_cut(compiled.plan) | {"rings": len(compiled.plan.choices)} if row in ASKED else {}),
+        **(_of_pass(compiled.schedule) if row in SETTINGS and compiled.schedule else {}),
+        **({"taken": compiled.speedup.taken} if row in SETTINGS and compiled.speedup else {}),
+        **(
+            of_cut(compiled.plan) | {"rings": len(compiled.plan.choices)}
+            if row in SETTINGS and compiled.plan
+            else {}
+        ),
     }
 
 
 def seconds(step: Simulation, *, lines: bool) -> Row:
     """Return a simulated step's seconds, in all and by source line, as JSON.
 
-    By line: of its kernels, each alone; what these take longer beside collectives; and how long
+    By line: of its kernels, each alone; what these take longer during collectives; and how long
     kernels wait for its collectives. Those that come to less than a thousandth are left out.
 
     Args:
@@ -87,19 +96,27 @@ def seconds(step: Simulation, *, lines: bool) -> Row:
     """
     by_line: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for e in step.events if lines else ():
-        of = by_line[e.source]
+        seconds_of = by_line[e.source]
         if e.kind == "wait":
-            of[2] += e.seconds
+            seconds_of[2] += e.seconds
         elif e.kind != "collective":
-            of[0] += e.alone_s * e.runs
-            of[1] += e.seconds - e.alone_s * e.runs
+            seconds_of[0] += e.alone_s * e.runs
+            seconds_of[1] += e.seconds - e.alone_s * e.runs
     names = ("step_s", "compute_s", "slowdown_s", "communication_s", "exposed_s", "bound_s")
     return {
         **{name: getattr(step, name) for name in names},
         "link_s": step.link_s,
         "unknown": step.unknown,
-        "by_line": {at: of for at, of in by_line.items() if sum(of) > 1e-3 * step.step_s},
+        "by_line": {
+            line: seconds_of
+            for line, seconds_of in by_line.items()
+            if sum(seconds_of) > 1e-3 * step.step_s
+        },
     }
+
+
+def _of_plan(plan: jaxoverlap.Plan) -> Row:
+    return of_cut(plan) | {"rings": len(plan.choices)}
 
 
 def _of_pass(report: Any) -> Row:

@@ -54,8 +54,8 @@ def scatter_ring(x: jax.Array, weight: jax.Array) -> jax.Array:
     size, index = lax.axis_size(AXIS), lax.axis_index(AXIS)
     rows = x.shape[1] // size
 
-    def part(of: jax.Array) -> jax.Array:
-        chunk = lax.dynamic_slice_in_dim(x, of % size * rows, rows, axis=1)
+    def part(value: jax.Array) -> jax.Array:
+        chunk = lax.dynamic_slice_in_dim(x, value % size * rows, rows, axis=1)
         return jnp.einsum("bsf,fd->bsd", chunk, weight)
 
     total = part(index + 1)

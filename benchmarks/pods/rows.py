@@ -37,7 +37,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def cells(row: Row, plain_bound_s: float | None = None) -> tuple[str, ...]:
-    """A row under COLUMNS; its bound grows with what a way to overlap adds, plain's does not."""
+    """A row under COLUMNS; its bound includes what overlap adds, plain's does not."""
     if why := unfinished(row):
         return ("",) * (len(COLUMNS) - 1) + (why,)
     ms = ("step_s", "compute_s", "communication_s", "exposed_s", "bound_s")
@@ -53,7 +53,7 @@ def cells(row: Row, plain_bound_s: float | None = None) -> tuple[str, ...]:
 
 
 def notes(row: Row) -> list[str]:
-    """List what a reader has to know of a row beside its numbers."""
+    """List the remarks that belong to a row's numbers."""
     remarks = [row["preset"]] if "preset" in row else []
     if row["peak_bytes"] > row["chip_bytes"]:
         remarks.append(f"does not fit in {row['chip_bytes'] / 1e9:.0f} GB")
@@ -74,7 +74,7 @@ def of_step(rows: Iterable[Row], step: str) -> dict[str, Row]:
 
 
 def shown(rows: dict[str, Row]) -> list[Row]:
-    """A step's rows, with the best preset in place of all that have seconds."""
+    """A step's rows, with the best preset instead of all that have seconds."""
     listed = [row for name, row in rows.items() if name not in PRESET_ROWS or unfinished(row)]
     if best := best_preset(rows):
         name = best["row"].removeprefix("plain, ")
@@ -89,12 +89,12 @@ def best_preset(rows: dict[str, Row]) -> Row | None:
 
 
 def known(rows: dict[str, Row]) -> dict[str, Row]:
-    """The rows that have seconds of a whole step, by name."""
+    """The rows that have seconds of a complete step, by name."""
     return {name: row for name, row in rows.items() if not unfinished(row)}
 
 
 def unfinished(row: Row) -> str:
-    """Say why a row has no seconds of a whole step; empty if it has them."""
+    """Return why a row has no seconds of a complete step; empty if it has them."""
     if UNKNOWN_TRIPS in row.get("unknown", ()):
         return f"{UNKNOWN_TRIPS}: the simulation ran one turn of its layers"
     return row.get("error", "")
@@ -105,30 +105,30 @@ def unfinished(row: Row) -> str:
 
 def refused(rows: Iterable[Row]) -> list[str]:
     """List the flags that XLA refuses, a line for each preset."""
-    of = {row["row"]: row["refused"] for row in rows if row.get("refused")}
-    return [f"{name}: this XLA refuses {', '.join(flags)}" for name, flags in of.items()]
+    refused = {row["row"]: row["refused"] for row in rows if row.get("refused")}
+    return [f"{name}: this XLA refuses {', '.join(flags)}" for name, flags in refused.items()]
 
 
 def verdicts(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """(what holds and what each part adds, what falls short), a line each."""
-    said, short = [], []
+    lines, short = [], []
     for step in steps(rows):
         mine = of_step(rows, step)
         for name, row in mine.items():
             if why := unfinished(row):  # an opponent that XLA fails on is no fault of the step
-                (short if name in NEEDED else said).append(f"{step}, {name}: {why}")
+                (short if name in NEEDED else lines).append(f"{step}, {name}: {why}")
         good = known(mine)
         if SCHEDULED not in good:
             continue
         for line, holds in _held(good):
-            (said if holds else short).append(f"{step}: {line}")
+            (lines if holds else short).append(f"{step}: {line}")
         if OVERLAPPED in good:
-            said.append(f"{step}: {what_the_pass_adds(good[OVERLAPPED], good[SCHEDULED])}")
-    return said, short
+            lines.append(f"{step}: {what_the_pass_adds(good[OVERLAPPED], good[SCHEDULED])}")
+    return lines, short
 
 
 def _held(rows: dict[str, Row]) -> Iterable[tuple[str, bool]]:
-    """Yield what is asked of overlapped + pass, and whether it holds."""
+    """Yield each aim for overlapped + pass, and whether it holds."""
     mine = rows[SCHEDULED]
     others = [row for name, row in rows.items() if name != SCHEDULED]
     if others:

@@ -8,14 +8,15 @@ from typing import Any
 import jaxoverlap
 from benchmarks.plain_gpt import EVERYWHERE, Sizes, abstract_args, make_step, plain_mlp, rules_mlp
 from benchmarks.pods.hand_ring import hand_mlp
-from benchmarks.pods.presets import PRESETS
+from jaxoverlap.flags.published import PUBLISHED
 from jaxoverlap.hardware.cluster import parse_cluster
 
 PLAIN, HAND, IN_SHARDINGS = "plain", "hand ring", "in_shardings only"
 RULES = "by rules"  # matmuls partition themselves, and there is no overlap()
 OVERLAPPED, SCHEDULED = "overlapped", "overlapped + pass"
-PRESET_ROWS = tuple(f"plain, {name}" for name in PRESETS)
-HALVES, HALVES_RINGS = "halves", "halves + rings"  # whether or not that is faster by price
+DEFAULT = "overlap()"  # by default, so compared with the original step and published options
+PRESET_ROWS = tuple(f"plain, {name}" for name in PUBLISHED)
+HALVES, HALVES_RINGS = "halves", "halves + rings"  # whether or not that is estimated to be faster
 ROWS = (PLAIN, *PRESET_ROWS, RULES, OVERLAPPED, SCHEDULED, HALVES, HALVES_RINGS)  # of every step
 
 # 7B as in benchmarks/plain_gpt.py. 70B class: layers, hidden size and heads of LLaMA-65B
@@ -34,7 +35,7 @@ class Step:
         gpt: sizes of benchmarks/plain_gpt.py's; None: another model.
         model: a module of models/, at `RECIPE.config.pod(**axes, **changes)`.
         presets: whether it is compiled with them too.
-        more: rows of this step beside ROWS.
+        more: rows of this step besides ROWS.
     """
 
     pod: str

@@ -31,9 +31,9 @@ from benchmarks.strangers.rows import (
     Row,
     by_rules,
     error_of,
-    left_alone,
     markdown,
     shortfalls,
+    skipped_lines,
     table_cells,
 )
 from benchmarks.strangers.stranger import Case
@@ -100,7 +100,7 @@ def print_rows(rows: list[Row]) -> None:
     for cells in table_cells(rows):
         table.add_row(*cells)
     console.print(table)
-    for line in (*left_alone(rows), *by_rules(rows)):
+    for line in (*skipped_lines(rows), *by_rules(rows)):
         console.print(line, markup=False)
 
 

@@ -1,4 +1,4 @@
-"""One stranger in a process of its own: python -m benchmarks.strangers.child CASE WHAT.
+"""One third-party trainer in a process of its own: python -m benchmarks.strangers.child CASE WHAT.
 
 WHAT: numbers or halves compare plain with overlapped, on 8 CPU devices, by the
 rules or with the rows in two parts; by_rules compares plain there with layers that are given

@@ -1,7 +1,7 @@
 """The gemma package's transformer, trained by kauldron's TrainStep, as its examples do.
 
 The step is a bound method of a jitted function, with the trainer as a static argument. kauldron
-has one mesh axis, "devices", and one rule beside replication: FSDP over every weight's largest dim.
+has one mesh axis, "devices", and, besides replication, one rule: FSDP over a weight's largest dim.
 """
 # pyright: reportMissingImports=false
 
@@ -76,8 +76,8 @@ def _config(config: Any, options: dict[str, Any], real: bool) -> Any:
 
 def _state_shardings(state: Any, strategy: Any, mesh: Mesh) -> Any:
     """Shard parameters by the strategy's rule, and the optimizer's state like them, as jit does."""
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     rule = strategy.params(state.params)
     pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(rule), strict=True)
     by_shape = {x.shape: sharding for x, sharding in pairs}
-    return jax.tree.map(lambda x: by_shape.get(x.shape, whole), state)
+    return jax.tree.map(lambda x: by_shape.get(x.shape, replicated), state)

@@ -49,7 +49,7 @@ def main(
         Path, typer.Option(help="Where rows go, as JSON lines; others there stay.")
     ] = Path("out/strangers_pods.jsonl"),
 ) -> None:
-    """Compile and simulate; exit 1 if a step falls short of what is asked, or a compile fails."""
+    """Compile and simulate; exit 1 if a step misses its aim, or a compile fails."""
     steps = {n: s for n, s in POD_STEPS.items() if not only or any(o in n for o in only)}
     if not steps:
         raise typer.BadParameter(f"no step has {only} in its name: {', '.join(POD_STEPS)}")
@@ -81,12 +81,12 @@ def verdicts(steps: Sequence[Compared]) -> tuple[list[str], list[str]]:
 
 def _too_much(plain: Row, mine: Row) -> list[str]:
     """List what the overlapped step takes more of than it may."""
-    asked = (
+    aims = (
         ("plain's bound", mine["step_s"] / plain["bound_s"], MOST_OF_BOUND),
         ("plain's peak memory", mine["peak_bytes"] / plain["peak_bytes"], MAX_MEMORY_RATIO),
         ("plain's compile time", mine["compile_s"] / plain["compile_s"], MOST_COMPILE),
     )
-    return [f"{ratio:.3f} times {what}" for what, ratio, most in asked if ratio > most]
+    return [f"{ratio:.3f} times {what}" for what, ratio, most in aims if ratio > most]
 
 
 def table(steps: Sequence[Compared]) -> Table:

@@ -1,4 +1,4 @@
-"""Compare two runs of a stranger, check its rows, and tabulate them."""
+"""Compare two runs of a third-party trainer, check its rows, and tabulate them."""
 
 from __future__ import annotations
 
@@ -59,12 +59,11 @@ def difference(plain: Any, other: Any) -> float:
 
 def summary(plan: Plan) -> Row:
     """Count the matmuls with rings, those without a collective, and the reasons for skips."""
-    reasons = Counter(skip.reason for skip in plan.skips)
-    none = sum(reasons.pop(r) for r in list(reasons) if r.startswith("no collective"))
+    reasons = Counter(skip.reason for skip in plan.skips if not skip.idle)
     return {
         "sites": len(plan.entries),
         "ringed": len(plan.decisions),
-        "no_collective": none,
+        "no_collective": sum(skip.idle for skip in plan.skips),
         "skips": dict(reasons.most_common()),
         "parts": plan.cut.parts if plan.cut else 0,
         "planned_bytes": sum(d.bytes_moved for d in plan.decisions),
@@ -135,7 +134,7 @@ def _cells(numbers: Row, plain: Row, ringed: Row, picture: Row, halves: Row) -> 
 
 
 def _told(picture: Row) -> int:
-    """The matmuls of which XLA's partitioned program tells what one device does."""
+    """The matmuls whose work on one device XLA's partitioned program shows."""
     return picture["same"] + len(picture["otherwise"])
 
 
@@ -146,11 +145,11 @@ def _gigabytes(row: Row) -> str:
     return f"{total['bytes_covered'] / 1e9:.2f} of {total['bytes_moved'] / 1e9:.2f}"
 
 
-def left_alone(rows: list[Row]) -> list[str]:
-    """Say why matmuls with a collective were left alone, a line for each case and reason."""
+def skipped_lines(rows: list[Row]) -> list[str]:
+    """Yield why matmuls with a collective were skipped, a line for each case and reason."""
     plans = {row["case"]: row["skips"] for row in rows if row.get("skips")}
     return [
-        f"{name}: {count} left alone: {reason}"
+        f"{name}: {count} skipped: {reason}"
         for name, skips in plans.items()
         for reason, count in skips.items()
     ]
@@ -173,10 +172,10 @@ def by_rules(rows: list[Row]) -> list[str]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The table and the reasons, as docs/results.md shows them."""
+    """The table, as docs/results.md shows it, and the reasons of skipped matmuls."""
     rules = [" --- "] * WORDS + [" ---: "] * (len(COLUMNS) - WORDS)
     lines = [COLUMNS, *table_cells(rows)]
     table = ["| " + " | ".join(line) + " |" for line in lines]
     table.insert(1, "|" + "|".join(rules) + "|")
-    reasons = [f"- {line}" for line in left_alone(rows)]
+    reasons = [f"- {line}" for line in skipped_lines(rows)]
     return "\n".join([*table, *([""] if reasons else []), *reasons]) + "\n"

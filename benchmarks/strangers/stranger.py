@@ -46,7 +46,7 @@ class Case:
 
     Attributes:
         name: shown in the table.
-        module: beside this one; has `build(case, mesh, real)`.
+        module: in this folder; has `build(case, mesh, real)`.
         axes: of the mesh.
         packages: what the environment needs.
         options: for the module.

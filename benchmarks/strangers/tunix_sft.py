@@ -109,7 +109,7 @@ def _model_input(example: Any) -> dict[str, Any]:
 def _context(mesh: Mesh, constraints: bool) -> Any:
     """The mesh as their loop has it; with the constraints that they leave out where JAX has no GPU.
 
-    Their `shard` looks at jax.devices()[0]: on a CPU, or compiling for GPUs beside one, a step
+    Their `shard` looks at jax.devices()[0]: on a CPU, or compiling for GPUs from one, a step
     would have none.
     """
     import contextlib

@@ -1,7 +1,7 @@
-"""Seconds of one layer, forward and backward, of a batch by each published way to share it out.
+"""Seconds of one layer, forward and backward, by each published method to distribute a batch.
 
-Each way is made again here from its published formula or released scheduler, and named so; none is
-the authors' code. All are priced by the same `AttentionCosts`: blocks of attention, hops, the
+Each method is rebuilt here from its published formula or released scheduler, and named so; none is
+the authors' code. All are estimated by the same `AttentionCosts`: blocks of attention, hops, the
 linear layers of the device that has most tokens. Sums of gradients travel in the keys' dtype with
 the others, and in float32 with ours.
 """
@@ -18,14 +18,14 @@ from jaxoverlap.train.varlen import AttentionCosts, Nodes, Planner
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE
 from jaxoverlap.train.varlen.partition import partition
 from jaxoverlap.train.varlen.rings import ring_s
-from jaxoverlap.train.varlen.sharing import Sharing, prices_of
+from jaxoverlap.train.varlen.sharing import SequenceSharing, prices_of
 
 _SEARCHED = 12  # choices of degrees in which FlexSP's sequences are moved
 PHASES = ((1.0, 1.0), (BACKWARD_COMPUTE, 2.0))  # compute and bytes, forward and backward
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """Where a batch runs.
 
     Attributes:
@@ -79,95 +79,98 @@ class Place:
         return float(self.costs.exchange_s(num_bytes, count, devices // count))
 
 
-def te_ring(place: Place, lengths: np.ndarray) -> float:
+def te_ring(setup: Setup, lengths: np.ndarray) -> float:
     """Transformer Engine's ring, `cp_comm_type="p2p"` (context_parallel.py at d0067d0d).
 
     Every sequence has 2 D chunks, padded to equal ones. Forward a round's keys and values travel
     under its attention; backward they and the sums of their gradients do, in their own dtype. Each
     send is between one pair of GPUs, so it has one network interface.
     """
-    total = place.nodes.total
-    compute = place.others.causal_s(lengths, total).sum()
+    total = setup.nodes.total
+    compute = setup.others.causal_s(lengths, total).sum()
     tokens = np.ceil(lengths / (2 * total)).sum() * 2
-    return float(ring_s(compute, tokens, total, place.nodes, place.others)) + place.linear_s(tokens)
+    return float(ring_s(compute, tokens, total, setup.nodes, setup.others)) + setup.linear_s(tokens)
 
 
-def routed_ring(place: Place, lengths: np.ndarray) -> float:
+def routed_ring(setup: Setup, lengths: np.ndarray) -> float:
     """The same with each hop between nodes over all rails: our routing alone."""
-    total, costs = place.nodes.total, replace(place.flash, backward_bytes=2.0)
+    total, costs = setup.nodes.total, replace(setup.flash, backward_bytes=2.0)
     compute = costs.causal_s(lengths, total).sum()
     tokens = np.ceil(lengths / (2 * total)).sum() * 2
-    return float(ring_s(compute, tokens, total, place.nodes, costs)) + place.linear_s(tokens)
+    return float(ring_s(compute, tokens, total, setup.nodes, costs)) + setup.linear_s(tokens)
 
 
-def llama_gather(place: Place, lengths: np.ndarray) -> float:
+def llama_gather(setup: Setup, lengths: np.ndarray) -> float:
     """Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2): keys are gathered first.
 
     Forward one gather, backward one reduce-scatter of the same bytes: keys are kept.
     """
-    return _gathered(place, lengths, place.nodes.total)
+    return _gathered(setup, lengths, setup.nodes.total)
 
 
-def _gathered(place: Place, lengths: np.ndarray, size: int) -> float:
+def _gathered(setup: Setup, lengths: np.ndarray, size: int) -> float:
     """Return the seconds of all-gather context parallelism of some sequences on one group."""
-    compute = float(place.flash.gathered_s(lengths, size).sum())
+    compute = float(setup.flash.gathered_s(lengths, size).sum())
     tokens = float(np.ceil(lengths / (2 * size)).sum() * 2)
-    moved_s = 2 * place.gather_s(tokens * size * place.costs.token_bytes, size)
-    launches = 2 * place.flash.launch_s
-    return (1 + BACKWARD_COMPUTE) * compute + launches + moved_s + place.linear_s(tokens)
+    moved_s = 2 * setup.gather_s(tokens * size * setup.costs.token_bytes, size)
+    launches = 2 * setup.flash.launch_s
+    return (1 + BACKWARD_COMPUTE) * compute + launches + moved_s + setup.linear_s(tokens)
 
 
-def usp(place: Place, lengths: np.ndarray) -> float:
+def usp(setup: Setup, lengths: np.ndarray) -> float:
     """USP (arXiv 2405.07719), which Transformer Engine calls "a2a+p2p".
 
     Heads are split inside a node by all-to-alls, and a ring joins the nodes, on which each GPU
     sends over its own network interface. Every sequence is split over all.
     """
-    nodes, costs = place.nodes, place.others
+    nodes, costs = setup.nodes, setup.others
     tokens = float(np.ceil(lengths / (2 * nodes.total)).sum() * 2)
     compute = costs.causal_s(lengths, nodes.count).sum() / nodes.devices
-    moved_s = 2 * place.exchange_s(tokens * costs.remap_bytes, nodes.devices)
+    moved_s = 2 * setup.exchange_s(tokens * costs.remap_bytes, nodes.devices)
     lanes = Nodes(nodes.count, 1)  # as many rings as a node has devices, at once
-    link = replace(costs.network, bytes_per_s=place.nic_share)
+    link = replace(costs.network, bytes_per_s=setup.nic_share)
     ring = ring_s(compute, tokens, nodes.count, lanes, replace(costs, network=link))
-    return float(ring) + moved_s + place.linear_s(tokens)
+    return float(ring) + moved_s + setup.linear_s(tokens)
 
 
-def hybrid_data(place: Place, lengths: np.ndarray) -> float:
+def hybrid_data(setup: Setup, lengths: np.ndarray) -> float:
     """Megatron's hybrid context parallelism (hybrid_cp_schedule.py): data parallel where short.
 
     A sequence has 2^ceil(log2(length / most of a rank)) ranks, and goes to the group of that size
     with the least work, s^2 / ranks. Then groups grow while devices would idle: sequences of the
     slowest group double their ranks as long as that is faster. Tokens are not evened out.
     """
-    nodes, costs = place.nodes, place.others
+    nodes, costs = setup.nodes, setup.others
     sizes = np.array(nodes.ring_sizes)
-    wanted = np.searchsorted(sizes, np.minimum(lengths / place.capacity, sizes[-1]))
-    best = _hybrid(place, lengths, wanted, costs)
+    wanted = np.searchsorted(sizes, np.minimum(lengths / setup.capacity, sizes[-1]))
+    best = _hybrid(setup, lengths, wanted, costs)
     for _ in range(len(sizes) * 4):
         longest = np.argmax(np.where(wanted < len(sizes) - 1, lengths / sizes[wanted], -1.0))
         if wanted[longest] == len(sizes) - 1:
             break
         wanted = wanted.copy()
         wanted[longest] += 1
-        best = min(best, _hybrid(place, lengths, wanted, costs))
+        best = min(best, _hybrid(setup, lengths, wanted, costs))
     return best
 
 
-def _hybrid(place: Place, lengths: np.ndarray, wanted: np.ndarray, costs: AttentionCosts) -> float:
-    nodes = place.nodes
-    shared, price = Sharing(lengths, nodes, costs, place.capacity), prices_of(lengths, nodes, costs)
+def _hybrid(setup: Setup, lengths: np.ndarray, wanted: np.ndarray, costs: AttentionCosts) -> float:
+    nodes = setup.nodes
+    shared, prices = (
+        SequenceSharing(lengths, nodes, costs, setup.capacity),
+        prices_of(lengths, nodes, costs),
+    )
     work = np.zeros(nodes.total)
     for index in np.lexsort((-lengths, -wanted)):
         size = nodes.ring_sizes[wanted[index]]
         ring = int(work.reshape(-1, size).max(axis=1).argmin())
         work.reshape(-1, size)[ring] += float(lengths[index]) ** 2 / size
-        shared.put(index, int(wanted[index]), ring, price)
-    linear = place.costs.linear_s * shared.device_tokens()
+        shared.put(index, int(wanted[index]), ring, prices)
+    linear = setup.costs.linear_s * shared.device_tokens()
     return float((shared.device_seconds() + linear).max())
 
 
-def flexsp(place: Place, lengths: np.ndarray) -> float:
+def flexsp(setup: Setup, lengths: np.ndarray) -> float:
     """FlexSP (galvatron/flexsp_solver/solver.py): Ulysses groups of mixed degrees.
 
     A group of d devices takes its sequences' (quadratic + linear) / d and its all-to-alls; the
@@ -177,9 +180,9 @@ def flexsp(place: Place, lengths: np.ndarray) -> float:
     (LPT), and in the best choices single sequences are moved off the slowest group while that
     helps. Groups of one GPU are there, which its code leaves out.
     """
-    quick = [(_lpt(place, lengths, d), d) for d in _degrees(place.nodes.total, place.nodes)]
+    quick = [(_lpt(setup, lengths, d), d) for d in _degrees(setup.nodes.total, setup.nodes)]
     quick = sorted((seconds, d) for seconds, d in quick if np.isfinite(seconds))[:_SEARCHED]
-    return min((_lpt(place, lengths, d, moves=40) for _, d in quick), default=float("inf"))
+    return min((_lpt(setup, lengths, d, moves=40) for _, d in quick), default=float("inf"))
 
 
 def _degrees(total: int, nodes: Nodes) -> list[tuple[int, ...]]:
@@ -189,23 +192,23 @@ def _degrees(total: int, nodes: Nodes) -> list[tuple[int, ...]]:
         if not left:
             return [()]
         fits = [d for d in nodes.ring_sizes if d <= min(left, most)]
-        return [(d, *rest) for d in fits for rest in below(left - d, d)]
+        return [(d, *smaller) for d in fits for smaller in below(left - d, d)]
 
     return below(total, total)
 
 
-def _lpt(place: Place, lengths: np.ndarray, degrees: tuple[int, ...], moves: int = 0) -> float:
+def _lpt(setup: Setup, lengths: np.ndarray, degrees: tuple[int, ...], moves: int = 0) -> float:
     """Return the seconds of the slowest group; inf where the sequences do not fit."""
-    costs, d = place.flash, np.array(degrees, float)
+    costs, d = setup.flash, np.array(degrees, float)
     work = (1 + BACKWARD_COMPUTE) * costs.causal_s(lengths) + costs.linear_s * lengths
-    rate = {g: _exchanged_s(place, g) for g in set(degrees)}
+    rate = {g: _exchanged_s(setup, g) for g in set(degrees)}
     each = np.array([rate[g][0] for g in degrees])
     start = np.array([rate[g][1] for g in degrees]) + 2 * costs.launch_s
     seconds, held = start.copy(), np.zeros(len(degrees))
     on = np.zeros(len(lengths), int)
     for index in np.argsort(-work, kind="stable"):
         done = seconds + work[index] / d + each * lengths[index]
-        done[held + lengths[index] / d > place.capacity] = np.inf
+        done[held + lengths[index] / d > setup.capacity] = np.inf
         on[index] = done.argmin()
         if not np.isfinite(done[on[index]]):
             return float("inf")
@@ -215,7 +218,7 @@ def _lpt(place: Place, lengths: np.ndarray, degrees: tuple[int, ...], moves: int
         worst = int(seconds.argmax())
         for index in np.flatnonzero(on == worst):
             done = seconds + work[index] / d + each * lengths[index]
-            done[held + lengths[index] / d > place.capacity] = np.inf
+            done[held + lengths[index] / d > setup.capacity] = np.inf
             done[worst] = np.inf
             to = int(done.argmin())
             if done[to] < seconds[worst] * (1 - 1e-9):
@@ -229,17 +232,17 @@ def _lpt(place: Place, lengths: np.ndarray, degrees: tuple[int, ...], moves: int
     return float(seconds.max())
 
 
-def _exchanged_s(place: Place, d: int) -> tuple[float, float]:
+def _exchanged_s(setup: Setup, d: int) -> tuple[float, float]:
     """Return the seconds of a token's all-to-alls in a group of d, and those of none."""
     if d == 1:
         return 0.0, 0.0
-    floor_s = place.exchange_s(0.0, d)
+    floor_s = setup.exchange_s(0.0, d)
     many = 4096
-    link_s = place.exchange_s(many * place.flash.remap_bytes, d) - floor_s
+    link_s = setup.exchange_s(many * setup.flash.remap_bytes, d) - floor_s
     return 2 * link_s / many / d, 4 * floor_s
 
 
-def wlb_llm(place: Place, lengths: np.ndarray) -> float:
+def wlb_llm(setup: Setup, lengths: np.ndarray) -> float:
     """WLB-LLM's greedy packing (arXiv 2503.17924; as in distca/planner/wlb_planner.py).
 
     Workload (s / b)^2 + s / b, b = 128K; longest first, to the bin of least workload if it fits
@@ -247,14 +250,14 @@ def wlb_llm(place: Place, lengths: np.ndarray) -> float:
     all-gather context parallelism with chunks per document, of the size that is best.
     """
     longest = int(lengths.max())
-    sizes = [s for s in place.nodes.ring_sizes if s * place.capacity >= longest]
-    return min(_wlb_llm(place, lengths, size) for size in sizes)
+    sizes = [s for s in setup.nodes.ring_sizes if s * setup.capacity >= longest]
+    return min(_wlb_llm(setup, lengths, size) for size in sizes)
 
 
-def _wlb_llm(place: Place, lengths: np.ndarray, size: int) -> float:
-    nodes = place.nodes
+def _wlb_llm(setup: Setup, lengths: np.ndarray, size: int) -> float:
+    nodes = setup.nodes
     bins = nodes.total // size
-    most = size * place.capacity
+    most = size * setup.capacity
     load, tokens = np.zeros(bins), np.zeros(bins)
     held: list[list[int]] = [[] for _ in range(bins)]
     leftovers = []
@@ -274,10 +277,10 @@ def _wlb_llm(place: Place, lengths: np.ndarray, size: int) -> float:
             leftovers.append(length)
     for length in leftovers:
         put(int(load.argmin()), length)
-    return max(_gathered(place, np.array(h), size) for h in held if h)
+    return max(_gathered(setup, np.array(h), size) for h in held if h)
 
 
-def magi(place: Place, lengths: np.ndarray) -> float:
+def magi(setup: Setup, lengths: np.ndarray) -> float:
     """MagiAttention's dispatch: equal chunks, as many a rank, areas evened by a min-heap.
 
     The best of 2 to 16 chunks a rank: fewer even out less, and more fetch more.
@@ -285,11 +288,11 @@ def magi(place: Place, lengths: np.ndarray) -> float:
     Keys are fetched only where a mask needs them, in 1 to 4 stages under attention (the best is
     taken), over all rails; the sums of their gradients return the same way.
     """
-    return min(_magi(place, lengths, chunks) for chunks in (2, 4, 8, 16))
+    return min(_magi(setup, lengths, chunks) for chunks in (2, 4, 8, 16))
 
 
-def _magi(place: Place, lengths: np.ndarray, chunks_a_rank: int) -> float:
-    nodes, costs, total = place.nodes, place.costs, place.nodes.total
+def _magi(setup: Setup, lengths: np.ndarray, chunks_a_rank: int) -> float:
+    nodes, costs, total = setup.nodes, setup.costs, setup.nodes.total
     tokens = int(lengths.sum())
     size = max(1, -(-tokens // (total * chunks_a_rank)))
     number = total * chunks_a_rank
@@ -321,7 +324,7 @@ def _magi(place: Place, lengths: np.ndarray, chunks_a_rank: int) -> float:
     )
     comm = np.maximum(
         np.maximum(inside, sent_inside) / costs.intra.bytes_per_s,
-        np.maximum(between, sent_between) / place.nic_share,
+        np.maximum(between, sent_between) / setup.nic_share,
     )
     compute = np.bincount(rank, weights=seconds_of, minlength=total)
     latency = costs.network.latency_s if nodes.count > 1 else costs.intra.latency_s
@@ -333,7 +336,7 @@ def _magi(place: Place, lengths: np.ndarray, chunks_a_rank: int) -> float:
             fetch, block = comm * moved / stages + latency, work * local
             seconds += block + stages * np.maximum(block, fetch) + costs.launch_s * (stages + 1)
         worst.append(seconds.max())
-    return float(min(worst)) + place.linear_s(size * chunks_a_rank)
+    return float(min(worst)) + setup.linear_s(size * chunks_a_rank)
 
 
 def _chunk_work(
@@ -368,27 +371,27 @@ def _min_heap(work: np.ndarray, ranks: int, each: int) -> np.ndarray:
 # -- ours -----------------------------------------------------------------------------------------
 
 
-def planned(place: Place, lengths: np.ndarray) -> float:
+def planned(setup: Setup, lengths: np.ndarray) -> float:
     """Ours, at the static sizes of the program that runs the batch."""
-    planner = place.planner or Planner(place.costs, place.nodes, capacity=place.capacity)
+    planner = setup.planner or Planner(setup.costs, setup.nodes, capacity=setup.capacity)
     return planner(lengths).layer_seconds
 
 
-def ragged(place: Place, lengths: np.ndarray) -> float:
+def ragged(setup: Setup, lengths: np.ndarray) -> float:
     """Ours with sizes as the batch is: no program."""
-    planner = Planner(place.costs, place.nodes, capacity=place.capacity)
+    planner = Planner(setup.costs, setup.nodes, capacity=setup.capacity)
     return planner.ragged_seconds(lengths)
 
 
-def by_attention(place: Place, lengths: np.ndarray, *, routing: bool) -> float:
+def by_attention(setup: Setup, lengths: np.ndarray, *, routing: bool) -> float:
     """Groups balanced by attention alone, tokens left where attention has them; ragged."""
-    costs = place.costs if routing else place.costs.without_routing()
-    shared = partition(lengths, place.nodes, costs, capacity=place.capacity)
-    linear_s = place.costs.linear_s * shared.device_tokens()
+    costs = setup.costs if routing else setup.costs.without_routing()
+    shared = partition(lengths, setup.nodes, costs, capacity=setup.capacity)
+    linear_s = setup.costs.linear_s * shared.device_tokens()
     return float((shared.device_seconds() + linear_s).max())
 
 
-METHODS: dict[str, Callable[[Place, np.ndarray], float]] = {
+METHODS: dict[str, Callable[[Setup, np.ndarray], float]] = {
     "TE ring": te_ring,
     "USP": usp,
     "Llama all-gather": llama_gather,

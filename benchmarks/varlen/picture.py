@@ -9,15 +9,15 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.varlen.table import first, place_of
+from benchmarks.varlen.table import first, setup_of
 from jaxoverlap.train.varlen import Planner
 
 
 def main(out: Path, lengths: Annotated[Path, typer.Option(help="Folder of lists.")]) -> None:
     """Plan batches of 128K tokens, no document above a quarter; draw the one of most ring sizes."""
     known = np.loadtxt(lengths / "wlbllm.txt", dtype=int)
-    place = place_of("C", 2, 8192)
-    planner = Planner(place.costs, place.nodes, capacity=place.capacity)
+    setup = setup_of("C", 2, 8192)
+    planner = Planner(setup.costs, setup.nodes, capacity=setup.capacity)
     sample = first(known, 16 * 8192, 60, seed=1, share=0.25)
     planner.fit(sample)
     plans = map(planner, sample)

@@ -161,13 +161,15 @@ def main(
         name, number = BATCHES[which]
         known = np.loadtxt(lengths / f"{name}.txt", dtype=int)
         documents = first(known, 16 * TOKENS, number + 1, seed=0)[number]
-        for place, how in itertools.product(pod or PODS, way or WAYS):
+        for cluster, how in itertools.product(pod or PODS, way or WAYS):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                row = dict(batch=which, **measured(how, place, documents))
+                row = dict(batch=which, **measured(how, cluster, documents))
             cells = (f"{row[c]:.1f}" if isinstance(row[c], float) else str(row[c]) for c in columns)
-            table.add_row(place, which, how, *cells)
-            print(place, which, how, "covered of all:", row["kinds"], row["others"], row["bounds"])
+            table.add_row(cluster, which, how, *cells)
+            print(
+                cluster, which, how, "covered of all:", row["kinds"], row["others"], row["bounds"]
+            )
             if out:
                 with out.open("a") as file:
                     print(json.dumps(row), file=file)

@@ -68,13 +68,21 @@ def run(
                 names.write_text(f"127.0.0.1 localhost\n{address} {name}\n")
                 here = [sys.executable, "-m", "benchmarks.varlen.race", "process"]
                 coordinator = f"{lab.wires.address(0, 0)}:{PORT}"
-                asked = [number, coordinator, lab.folder, hosts, runs, megabytes, *(only or RACES)]
-                command = ["sh", "-c", _NAMED, "sh", name, str(names), *here, *map(str, asked)]
+                arguments = [
+                    number,
+                    coordinator,
+                    lab.folder,
+                    hosts,
+                    runs,
+                    megabytes,
+                    *(only or RACES),
+                ]
+                command = ["sh", "-c", _NAMED, "sh", name, str(names), *here, *map(str, arguments)]
                 started.append(lab.spawn(host, command, log=f"process{number}.log"))
         for number, process in enumerate(started):
             if process.wait(within_s):
-                said = (lab.folder / f"process{number}.log").read_text()[-3000:]
-                raise SystemExit(f"process {number} failed:\n{said}")
+                log = (lab.folder / f"process{number}.log").read_text()[-3000:]
+                raise SystemExit(f"process {number} failed:\n{log}")
         found = [json.loads((lab.folder / f"rows{n}").read_text()) for n in range(len(started))]
     table = Table("race", "way", "ms, median", "spread", "MB sent by a host", "times as fast")
     for race in only or RACES:
@@ -112,9 +120,9 @@ def process(
     jax.distributed.initialize(coordinator, hosts * RAILS, number)
     host = Host.here()
     devices = sorted(jax.devices(), key=lambda device: device.process_index)
-    places = np.array(devices, dtype=object).reshape(hosts, RAILS)
+    grid = np.array(devices, dtype=object).reshape(hosts, RAILS)
     kinds = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.sharding.Mesh(places, ("data", "context"), axis_types=kinds)
+    mesh = jax.sharding.Mesh(grid, ("data", "context"), axis_types=kinds)
     num_bytes = round(megabytes * 1e6)
     race: dict[str, Callable[[], Any]] = {
         "round": lambda: _round(mesh, host, runs, num_bytes),
@@ -131,8 +139,8 @@ def _barrier(mesh: Any) -> Any:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    axes, at = tuple(mesh.axis_names), NamedSharding(mesh, P(tuple(mesh.axis_names)))
-    one = jax.make_array_from_callback((mesh.size,), at, lambda index: np.ones(1, np.float32))
+    axes, sharding = tuple(mesh.axis_names), NamedSharding(mesh, P(tuple(mesh.axis_names)))
+    one = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.ones(1, np.float32))
     add = jax.jit(
         jax.shard_map(
             lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P(),
@@ -155,8 +163,11 @@ def _round(mesh: Any, host: Any, runs: int, num_bytes: int) -> Any:
     axes, nodes = tuple(mesh.axis_names), Nodes(*mesh.shape.values())
     tokens = num_bytes // 4 // 256
     numbers = np.arange(nodes.total, dtype=np.float32)[:, None, None]
-    whole, at = np.broadcast_to(numbers, (nodes.total, tokens, 256)), NamedSharding(mesh, P(axes))
-    x = jax.make_array_from_callback(whole.shape, at, lambda index: whole[index])
+    full, sharding = (
+        np.broadcast_to(numbers, (nodes.total, tokens, 256)),
+        NamedSharding(mesh, P(axes)),
+    )
+    x = jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
 
     def contender(proxies: int) -> Any:
         route = Route(nodes, axes, nodes.total, proxies)
@@ -182,9 +193,9 @@ def _permute(mesh: Any, host: Any, runs: int, num_bytes: int) -> Any:
 
     from benchmarks.lab.timing import interleaved
 
-    axes, at = tuple(mesh.axis_names), NamedSharding(mesh, P(tuple(mesh.axis_names)))
+    axes, sharding = tuple(mesh.axis_names), NamedSharding(mesh, P(tuple(mesh.axis_names)))
     shape = mesh.size, num_bytes // 4
-    x = jax.make_array_from_callback(shape, at, lambda index: np.ones((1, shape[1]), "f"))
+    x = jax.make_array_from_callback(shape, sharding, lambda index: np.ones((1, shape[1]), "f"))
 
     def contender(*pairs: tuple[int, int]) -> Any:
         permute = jax.jit(

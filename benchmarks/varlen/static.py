@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.varlen.table import CLUSTERS, batches, first, place_of
+from benchmarks.varlen.table import CLUSTERS, batches, first, setup_of
 from jaxoverlap.train.varlen import Planner
 
 FITTED = 16  # batches that programs are fitted on
@@ -38,10 +38,10 @@ def main(
     columns = ("static/ragged", "worst", "programs", "used", "slots/capacity")
     table = Table("cluster", "fitted on", "batches of", *columns)
     for name in cluster or CLUSTERS:
-        place = place_of(name, nodes, tokens)
+        setup = setup_of(name, nodes, tokens)
         total = nodes * 8 * tokens
         held = {n: _held(x[len(x) // 2 :], total, count) for n, x in known.items()}
-        planner = Planner(place.costs, place.nodes, capacity=place.capacity)
+        planner = Planner(setup.costs, setup.nodes, capacity=setup.capacity)
         ragged = {n: np.array([planner.ragged_seconds(x) for x in b]) for n, b in held.items()}
         for fitted, half in known.items():
             planner.fit(first(half[: len(half) // 2], total, FITTED, seed=0))
@@ -65,7 +65,7 @@ def main(
 
 
 def _held(lengths: np.ndarray, total: int, count: int) -> list[np.ndarray]:
-    """Return so many batches, drawn anew once the list is through."""
+    """Return so many batches, shuffled again at the end of the list."""
     made: list[np.ndarray] = []
     seed = 1
     while len(made) < count:

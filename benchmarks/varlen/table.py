@@ -1,8 +1,8 @@
-"""Compare ways to share batches of real lengths out, by simulation from one cost model.
+"""Compare methods to distribute batches of real lengths, by one cost model.
 
     python -m benchmarks.varlen.table lists          # eight ways on the real lists, three clusters
     python -m benchmarks.varlen.table apart          # what the gain over TE's ring is made of
-    python -m benchmarks.varlen.table ablation       # ours part by part, beside the paper's
+    python -m benchmarks.varlen.table ablation       # ours part by part, against the paper's
     python -m benchmarks.varlen.table magi           # in MagiAttention's own setting
     python -m benchmarks.varlen.table planner        # milliseconds of planning
 
@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.varlen.methods import (
     METHODS,
-    Place,
+    Setup,
     by_attention,
     ragged,
     routed_ring,
@@ -66,12 +66,12 @@ def cluster_of(name: str, count: int) -> tuple[Cluster, int]:
     return replace(usual, **links), rails
 
 
-def place_of(name: str, count: int, tokens: int, model: dict[str, Any] | None = None) -> Place:
+def setup_of(name: str, count: int, tokens: int, model: dict[str, Any] | None = None) -> Setup:
     cluster, rails = cluster_of(name, count)
     sizes = model or MODEL_7B
     costs = attention_costs(cluster, rails=rails, **sizes)
     flash = flash_costs(cluster, rails=rails, **sizes)
-    return Place(Nodes(count, 8), costs, round(ROOM * tokens), flash)
+    return Setup(Nodes(count, 8), costs, round(ROOM * tokens), flash)
 
 
 def flash_costs(cluster: Cluster | str, **sizes: Any) -> AttentionCosts:
@@ -79,23 +79,23 @@ def flash_costs(cluster: Cluster | str, **sizes: Any) -> AttentionCosts:
     return replace(attention_costs(cluster, fused=True, **sizes), ring_times=1.0, trip_s=0.0)
 
 
-def with_programs(place: Place, sample: list[np.ndarray]) -> Place:
-    """Return a place with our programs chosen on a sample."""
-    planner = Planner(place.costs, place.nodes, capacity=place.capacity)
+def with_programs(setup: Setup, sample: list[np.ndarray]) -> Setup:
+    """Return a setup with our programs chosen on a sample."""
+    planner = Planner(setup.costs, setup.nodes, capacity=setup.capacity)
     planner.fit(sample)
-    return replace(place, planner=planner)
+    return replace(setup, planner=planner)
 
 
 def batches(
     lengths: np.ndarray, total: int, *, seed: int, share: float = 1.0
 ) -> Iterator[np.ndarray]:
-    """Yield batches of documents in a drawn order, cut to a share of the batch, filled whole."""
+    """Yield full batches of documents in a random order, truncated to a share of the batch."""
     order = np.random.default_rng(seed).permutation(np.minimum(lengths, int(share * total)))
     batch: list[int] = []
     for length in order.tolist():
-        room = total - sum(batch)
-        batch.append(min(length, room))
-        if length >= room:
+        free = total - sum(batch)
+        batch.append(min(length, free))
+        if length >= free:
             yield np.array(batch)
             batch = []
 
@@ -123,7 +123,7 @@ def lists(
     seed: int = 0,
     settings: Annotated[int, typer.Option(help="How many of SETTINGS.")] = 4,
 ) -> None:
-    """Compare all ways: how many times as fast as Transformer Engine's best each is."""
+    """Compare all methods: how many times as fast as Transformer Engine's best each is."""
     rows: list[dict[str, Any]] = []
     for path in sorted(lengths.glob("*.txt")):
         if path.name == "README.md":
@@ -133,25 +133,27 @@ def lists(
             for count, tokens in SETTINGS[:settings]:
                 total = count * 8 * tokens
                 sample = first(known, total, 16, seed=seed + 1000)
-                place = with_programs(place_of(cluster, count, tokens), sample)
+                setup = with_programs(setup_of(cluster, count, tokens), sample)
                 for index, batch in enumerate(first(known, total, batches_each, seed=seed)):
-                    took = {n: way(place, batch) for n, way in METHODS.items()}
-                    took["ragged"] = ragged(place, batch)
-                    at = dict(list=path.stem, cluster=cluster, nodes=count, tokens=tokens)
-                    row = at | dict(batch=index, longest=int(batch.max()), seconds=took)
+                    took = {n: method(setup, batch) for n, method in METHODS.items()}
+                    took["ragged"] = ragged(setup, batch)
+                    fields = dict(list=path.stem, cluster=cluster, nodes=count, tokens=tokens)
+                    row = fields | dict(batch=index, longest=int(batch.max()), seconds=took)
                     rows.append(row)
     write(out, rows)
     _lists(rows)
 
 
 def _lists(rows: list[dict[str, Any]]) -> None:
-    ways = [*METHODS, "ragged"]
-    table = Table("list", "cluster", *ways, title=f"times as fast as {HEADLINE}, geometric means")
+    methods = [*METHODS, "ragged"]
+    table = Table(
+        "list", "cluster", *methods, title=f"times as fast as {HEADLINE}, geometric means"
+    )
     kinds = sorted({(r["list"], r["cluster"]) for r in rows})
     for kind in [*kinds, ("all", "all")]:
         on = [r for r in rows if kind[0] in (r["list"], "all") and kind[1] in (r["cluster"], "all")]
         cells = (
-            geometric(r["seconds"][HEADLINE] / r["seconds"][name] for r in on) for name in ways
+            geometric(r["seconds"][HEADLINE] / r["seconds"][name] for r in on) for name in methods
         )
         table.add_row(*kind, *(f"{cell:.2f}" for cell in cells))
     Console(width=120).print(table)
@@ -168,28 +170,28 @@ def apart(lengths: Lengths) -> None:
     for cluster in CLUSTERS:
         rows = []
         for one, (count, tokens) in itertools.product(known, SETTINGS):
-            place = place_of(cluster, count, tokens)
+            setup = setup_of(cluster, count, tokens)
             (batch,) = first(one, count * 8 * tokens, 1, seed=0)
-            rows.append((f"{count * 8} GPUs, {tokens} tokens each", *_apart(place, batch)))
+            rows.append((f"{count * 8} GPUs, {tokens} tokens each", *_apart(setup, batch)))
         means = (geometric(row[i] for row in rows) for i in range(1, 5))
         table.add_row(cluster, "drawn from the lists", *(f"{x:.2f}" for x in means))
         for length in (2048, 8192, 32768, 65536):
-            place = place_of(cluster, 2, 4096)
+            setup = setup_of(cluster, 2, 4096)
             batch = np.full(16 * 4096 // length, length)
-            cells = (f"{x:.2f}" for x in _apart(place, batch))
+            cells = (f"{x:.2f}" for x in _apart(setup, batch))
             table.add_row(cluster, f"documents of {length}, 16 GPUs", *cells)
     Console(width=110).print(table)
 
 
-def _apart(place: Place, batch: np.ndarray) -> tuple[float, float, float, float]:
-    """Return TE's seconds over ours: as priced, without tiles, without hops; and hops' share."""
-    even = {n: replace(getattr(place, n), tile=(1, 1)) for n in ("costs", "flash")}
-    even = replace(place, **even)
+def _apart(setup: Setup, batch: np.ndarray) -> tuple[float, float, float, float]:
+    """Return TE's seconds over ours: estimated, without tiles, without hops; and hops' share."""
+    even = {n: replace(getattr(setup, n), tile=(1, 1)) for n in ("costs", "flash")}
+    even = replace(setup, **even)
     fast = Hop(0.0, 1e18)
-    free = {n: replace(getattr(place, n), intra=fast, network=fast) for n in ("costs", "flash")}
-    free = replace(place, **free)
-    gain, no_tiles, no_hops = (te_ring(p, batch) / ragged(p, batch) for p in (place, even, free))
-    return gain, no_tiles, no_hops, 1 - te_ring(free, batch) / te_ring(place, batch)
+    free = {n: replace(getattr(setup, n), intra=fast, network=fast) for n in ("costs", "flash")}
+    free = replace(setup, **free)
+    gain, no_tiles, no_hops = (te_ring(p, batch) / ragged(p, batch) for p in (setup, even, free))
+    return gain, no_tiles, no_hops, 1 - te_ring(free, batch) / te_ring(setup, batch)
 
 
 @app.command()
@@ -205,19 +207,19 @@ def ablation(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
     for path in sorted(lengths.glob("*.txt")):
         known = np.loadtxt(path, dtype=int)
         for count, tokens in SETTINGS:
-            place = place_of("A", count, tokens)
+            setup = setup_of("A", count, tokens)
             for batch in first(known, count * 8 * tokens, batches_each, seed=0):
-                base = te_ring(place, batch)
-                gains = {name: base / way(place, batch) for name, way in parts.items()}
+                base = te_ring(setup, batch)
+                gains = {name: base / method(setup, batch) for name, method in parts.items()}
                 rows.append(dict(list=path.stem, nodes=count, tokens=tokens, gains=gains))
     write(out, rows)
     names = sorted({r["list"] for r in rows})
     table = Table("part", *names, "all lists", "greatest", "paper (ArXiv)")
     for part in parts:
         each = [geometric(r["gains"][part] for r in rows if r["list"] == n) for n in names]
-        whole = geometric(r["gains"][part] for r in rows)
+        all_parts = geometric(r["gains"][part] for r in rows)
         most = max(r["gains"][part] for r in rows)
-        cells = (f"{x:.2f}" for x in (*each, whole, most, PAPER[part]))
+        cells = (f"{x:.2f}" for x in (*each, all_parts, most, PAPER[part]))
         table.add_row(part, *cells)
     Console(width=100).print(table)
 
@@ -233,14 +235,14 @@ def magi(lengths: Lengths, batches_each: int = 3, out: Out = None) -> None:
         cluster = f"h100-sxm:{count}x8"
         costs = replace(attention_costs(cluster, **model), linear_s=0.0)
         flash = replace(flash_costs(cluster, **model), linear_s=0.0)
-        place = Place(Nodes(count, 8), costs, round(ROOM * 8192), flash)
+        setup = Setup(Nodes(count, 8), costs, round(ROOM * 8192), flash)
         total = count * 8 * 8192
-        place = with_programs(place, first(known, total, 16, seed=1000, share=0.25))
+        setup = with_programs(setup, first(known, total, 16, seed=1000, share=0.25))
         for batch in first(known, total, batches_each, seed=0, share=0.25):
             # Forward and backward, seven matmuls of the unmasked scores.
             flops = 7 * 2 * 64 * 128 * float((batch * (batch + 1) / 2).sum())
             for name in names:
-                rate = flops / METHODS[name](place, batch) / (count * 8) / 1e12
+                rate = flops / METHODS[name](setup, batch) / (count * 8) / 1e12
                 rows.append(dict(way=name, gpus=count * 8, tflops=rate))
     write(out, rows)
     for name in names:
@@ -260,10 +262,10 @@ def planning(lengths: Lengths, runs: int = 7) -> None:
         known = np.loadtxt(path, dtype=int)
         for number, count in ((10_000, 16), (1_000, 16), (100, 2)):
             batch = known[:number]
-            place = place_of("C", count, 1)
+            setup = setup_of("C", count, 1)
             capacity = round(ROOM * batch.sum() / (count * 8)) + 2
             took = []
-            planner = Planner(place.costs, place.nodes, capacity=capacity)
+            planner = Planner(setup.costs, setup.nodes, capacity=capacity)
             planner.fit([batch])
             for _ in range(runs):
                 began = time.perf_counter(), time.process_time()

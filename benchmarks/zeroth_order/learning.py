@@ -76,12 +76,14 @@ def pretrained(folder: Path, seed: int) -> Path:
     return path
 
 
-def first_order(of: FineTune, rate: float) -> tuple[Any, Any]:
+def first_order(options: FineTune, rate: float) -> tuple[Any, Any]:
     """Fine-tune by AdamW on the same parameters; return what was trained and its task."""
-    mesh, config = of.mesh(), finetune_zo.configuration(of)
-    task = finetune_zo.task_of(of, config, mesh, finetune_zo.restored(of, config, mesh))
-    optimizer = optax.adamw(optax.cosine_decay_schedule(rate, of.steps), weight_decay=0.0)
-    text = load_text(of.text, sequence=config.sequence)[: -finetune_zo.held_out(of, config)]
+    mesh, config = options.mesh(), finetune_zo.configuration(options)
+    task = finetune_zo.task_of(options, config, mesh, finetune_zo.restored(options, config, mesh))
+    optimizer = optax.adamw(optax.cosine_decay_schedule(rate, options.steps), weight_decay=0.0)
+    text = load_text(options.text, sequence=config.sequence)[
+        : -finetune_zo.held_out(options, config)
+    ]
 
     @jax.jit
     def step(trained: Any, state: Any, batch: Any) -> Any:
@@ -90,7 +92,7 @@ def first_order(of: FineTune, rate: float) -> tuple[Any, Any]:
         return optax.apply_updates(trained, updates), state
 
     trained, state = task.trained, optimizer.init(task.trained)
-    for number in range(of.steps):
+    for number in range(options.steps):
         trained, state = step(trained, state, make_batch(text, config, number))
     return trained, task
 
@@ -98,17 +100,19 @@ def first_order(of: FineTune, rate: float) -> tuple[Any, Any]:
 def run(name: str, checkpoint: Path, text: Path, seed: int, rate: float, steps: int) -> Any:
     """Run one method; return its row."""
     order, method = name.split(": ")
-    of = FineTune(checkpoint, method, text, steps=steps, batch=32, seed=seed, learning_rate=rate)
+    options = FineTune(
+        checkpoint, method, text, steps=steps, batch=32, seed=seed, learning_rate=rate
+    )
     began = time.perf_counter()
     if order == "zeroth":
-        _, trained, task = finetune_zo.finetune(of)
+        _, trained, task = finetune_zo.finetune(options)
     else:
-        trained, task = first_order(of, rate)
+        trained, task = first_order(options, rate)
     seconds = time.perf_counter() - began
-    before, after = (finetune_zo.evaluate(of, p, task) for p in (task.trained, trained))
+    before, after = (finetune_zo.evaluate(options, p, task) for p in (task.trained, trained))
     moved = sum(leaf.size for leaf in jax.tree.leaves(trained))
     return dict(
-        method=name, seed=seed, steps=steps, rate=rate, eps=of.transform().eps,
+        method=name, seed=seed, steps=steps, rate=rate, eps=options.transform().eps,
         before=before, after=after, parameters=moved, seconds=seconds,
     )  # fmt: skip
 
@@ -146,15 +150,15 @@ def table(path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     sheet = Table("method", "rate", "steps", "parameters", "before", "after", "seeds that fell")
     for key in dict.fromkeys((r["method"], r["rate"], r["steps"]) for r in rows):
-        at = [r for r in rows if (r["method"], r["rate"], r["steps"]) == key]
+        matching = [r for r in rows if (r["method"], r["rate"], r["steps"]) == key]
         cells = []
         for name in ("before", "after"):
-            values = [r[name] for r in at]
+            values = [r[name] for r in matching]
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             cells.append(f"{np.mean(values):.3f} ± {spread:.3f}")
-        fell = sum(r["after"] < r["before"] for r in at)
-        words = (key[0], f"{key[1]:g}", str(key[2]), f"{at[0]['parameters']:,}", *cells)
-        sheet.add_row(*words, f"{fell} of {len(at)}")
+        fell = sum(r["after"] < r["before"] for r in matching)
+        words = (key[0], f"{key[1]:g}", str(key[2]), f"{matching[0]['parameters']:,}", *cells)
+        sheet.add_row(*words, f"{fell} of {len(matching)}")
     Console().print(sheet)
 
 

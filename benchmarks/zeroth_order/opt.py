@@ -87,15 +87,15 @@ def model(size: Size) -> Blocks:
     return Blocks(begin, block, end)
 
 
-def linear(of: Any, x: jax.Array) -> jax.Array:
-    return x @ of["weight"] + of["bias"]
+def linear(weights: Any, x: jax.Array) -> jax.Array:
+    return x @ weights["weight"] + weights["bias"]
 
 
-def normed(of: Any, x: jax.Array) -> jax.Array:
+def normed(weights: Any, x: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
-    return (wide * of["scale"] + of["bias"]).astype(x.dtype)
+    return (wide * weights["scale"] + weights["bias"]).astype(x.dtype)
 
 
 def attention(layer: Any, x: jax.Array, heads: int) -> jax.Array:

@@ -21,7 +21,7 @@ CHIP = "a100-sxm-80"
 
 
 def main(pods: Path, out: Path) -> None:
-    """Draw tokens a second against GPUs, sliced and whole, and compiled bytes beside ZO2's."""
+    """Draw tokens per second against GPUs, sliced and not, and compiled bytes against ZO2's."""
     rows = [json.loads(line) for line in pods.read_text().splitlines()]
     rows = [r for r in rows if r["chip"] == CHIP]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.zeroth_order.race --out race.jsonl      # in the lab; as root
 
-Four hosts of one device: a pair, twice (2D), beside data parallelism that all-reduces gradients.
+Four hosts of one device: a pair, twice (2D), against data parallelism that all-reduces gradients.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _runner(method: str, width: int) -> Any:
     mesh, rng = _mesh(), np.random.default_rng(0)
     params = [rng.normal(size=(width, width)).astype("f") / width for _ in range(LAYERS)]
     zeroth = method == "zeroth-order"
-    at = NamedSharding(mesh, P("data") if zeroth else P(("pair", "data")))
+    sharding = NamedSharding(mesh, P("data") if zeroth else P(("pair", "data")))
     rows = rng.normal(size=(ROWS, width)).astype("f")
-    batch = jax.make_array_from_callback(rows.shape, at, lambda index: rows[index])
+    batch = jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
     if zeroth:
         made = zo.step(
             loss, zo.mezo(eps=1e-3, lr=1e-5), mesh, perturb="pair", data="data", check=False
@@ -75,14 +75,14 @@ def _runner(method: str, width: int) -> Any:
         step: Any = made
         held: list[Any] = [made.init(params)]
     else:
-        whole = NamedSharding(mesh, P())
+        replicated = NamedSharding(mesh, P())
 
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(whole, whole))
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(replicated, replicated))
         def first_order(params: Any, x: jax.Array) -> Any:
             value, gradients = jax.value_and_grad(loss)(params, x)
             return jax.tree.map(lambda p, g: p - 1e-2 * g, params, gradients), value
 
-        step, held = first_order, [jax.device_put(params, whole)]
+        step, held = first_order, [jax.device_put(params, replicated)]
 
     def run(steps: int) -> None:
         for _ in range(steps):

@@ -39,15 +39,20 @@ def instructions() -> dict[str, float]:
 
     A rotation is two shifts and an `or` in XLA's program and one instruction (SHF) on the GPU.
     """
-    at = NamedSharding(steps.mesh_of("a100-sxm-80", 1), P())
+    sharding = NamedSharding(steps.mesh_of("a100-sxm-80", 1), P())
 
     def draw(seed: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return direction(Draw(key, step), 0, (ROWS, COLUMNS))
 
-    given = (jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=at),
-             jax.ShapeDtypeStruct((), jnp.int32, sharding=at))  # fmt: skip
-    text = jax.jit(draw, out_shardings=at).lower(*given).compile(compiler_options()).as_text()
+    arguments = (jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=sharding),
+             jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))  # fmt: skip
+    text = (
+        jax.jit(draw, out_shardings=sharding)
+        .lower(*arguments)
+        .compile(compiler_options())
+        .as_text()
+    )
     assert text is not None
     counts = dict.fromkeys(("integer", "float", "or", "shift"), 0.0)
     for kind, dims, name in _LINE.findall(text):
@@ -81,7 +86,7 @@ def with_random(row: dict[str, Any], integer: float) -> dict[str, float]:
 
 
 def main(path: Path) -> None:
-    """Print the rows with the price of their random numbers."""
+    """Print the rows with the cost of their random numbers."""
     count = instructions()
     console = Console()
     console.print({name: round(value, 1) for name, value in count.items()}, "an element")
@@ -94,15 +99,15 @@ def main(path: Path) -> None:
         return row["tokens_per_s"] * row["step_s"] / step_s
 
     alone = {(r["model"], r["chip"]): tokens(r, p["step_s"]) for r, p in rows if r["gpus"] == 1}
-    for r, priced in rows:
-        found = tokens(r, priced["step_s"])
+    for r, costs in rows:
+        found = tokens(r, costs["step_s"])
         table.add_row(
             r["model"],
             f"{r['gpus']} {r['chip'].split('-')[0]}",
             "slices" if r["sliced"] and r["gpus"] > 1 else "blocks",
             f"{r['step_s']:.2f}",
-            f"{priced['random_s']:.2f}",
-            f"{priced['step_s']:.2f}",
+            f"{costs['random_s']:.2f}",
+            f"{costs['step_s']:.2f}",
             f"{found:.0f}",
             f"{found / alone[r['model'], r['chip']]:.2f}",
         )

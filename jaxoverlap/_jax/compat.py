@@ -6,7 +6,10 @@ Written against jax 0.11.2 and 0.12.0; `tests/_jax/test_compat.py` pins each beh
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import operator
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +24,7 @@ from jax._src import (
     source_info_util,
 )
 from jax._src import shard_map as shard_maps
+from jax._src.mesh import empty_abstract_mesh, use_abstract_mesh
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -40,6 +44,12 @@ def is_jaxpr(value: Any) -> bool:
 def is_literal(atom: Any) -> bool:
     """Return whether an equation's operand is a literal: a number written into it."""
     return isinstance(atom, core.Literal)
+
+
+def jaxpr_texts(jaxprs: Sequence[Any]) -> list[str]:
+    """Print some jaxprs; a variable that several of them have gets one name in all."""
+    context, settings = core.JaxprPpContext(), core.JaxprPpSettings()
+    return [core.pp_jaxpr(jaxpr, context, settings).format(use_color=False) for jaxpr in jaxprs]
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:
@@ -281,7 +291,8 @@ def with_tag(eqn: JaxprEqn, **metadata: str) -> JaxprEqn:
 
 def in_no_context(eqn: JaxprEqn) -> JaxprEqn:
     """`eqn` as it would be outside `explicit_axes`, `compute_on` and the like around it."""
-    return eqn.replace(ctx=core.JaxprEqnContext())
+    with use_abstract_mesh(empty_abstract_mesh):  # the caller may be in jax.set_mesh
+        return eqn.replace(ctx=core.JaxprEqnContext())
 
 
 def argument_names(jaxpr: Jaxpr) -> tuple[str, ...]:
@@ -306,6 +317,28 @@ def lined_as(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> JaxprEqn:
         if source_info_util.user_frame(traceback) is not None:
             return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
     return eqn
+
+
+# Layers of these libraries write matmuls for the user, whose line is the one that calls the layer.
+_LIBRARIES = ("flax", "optax", "equinox", "haiku")
+for _library in map(importlib.util.find_spec, _LIBRARIES):
+    for _folder in (_library and _library.submodule_search_locations) or ():
+        source_info_util.register_exclusion(f"{_folder}{os.sep}")
+# Scopes that JAX's tracing names, and this package where it inlines a call.
+_OF_TRACING = re.compile(r"rematted_computation|checkpoint|.*[^\w\[\]./-].*")
+
+
+def module_path(eqns: Sequence[JaxprEqn]) -> str:
+    """The named scopes around an equation, as in "GPT.layers_0.mlp.up"; "" for none.
+
+    flax's linen names a scope for each module, and flax's nnx does not.
+
+    Args:
+        eqns: those whose bodies it is in, outer ones first, and the equation itself.
+    """
+    scopes = (scope for eqn in eqns for scope in eqn.source_info.name_stack.stack)
+    names = (scope.name for scope in scopes if isinstance(scope, source_info_util.Scope))
+    return ".".join(n.replace("/", ".") for n in names if not _OF_TRACING.fullmatch(n))
 
 
 def source_line(eqn: JaxprEqn) -> tuple[str, int, str]:

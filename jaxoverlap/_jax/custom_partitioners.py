@@ -29,7 +29,7 @@ _TARGET = custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME
 BATCHING = custom_partitioning_sharding_rule.BATCHING  # begins the name of leading dims
 
 
-class Answer(NamedTuple):
+class PartitionerAnswer(NamedTuple):
     """An operation's answer to one question of the partitioner's.
 
     Attributes:
@@ -42,11 +42,13 @@ class Answer(NamedTuple):
     result: bytes
 
 
-Answers = Mapping[str, Mapping[str, Answer]]
+Answers = Mapping[str, Mapping[str, PartitionerAnswer]]
 """The answers of operations, by their key and by what was asked."""
 
-_recorded: weakref.WeakKeyDictionary[Any, dict[str, Answer]] = weakref.WeakKeyDictionary()
-_given: dict[str, Mapping[str, Answer]] = {}
+_recorded: weakref.WeakKeyDictionary[Any, dict[str, PartitionerAnswer]] = (
+    weakref.WeakKeyDictionary()
+)
+_given: dict[str, Mapping[str, PartitionerAnswer]] = {}
 
 
 def keys_of(lowering: Any) -> list[str]:
@@ -58,7 +60,7 @@ def keys_of(lowering: Any) -> list[str]:
 _Info = custom_partitioning._ShardingCallbackInfo
 
 
-def recorded(keys: Sequence[str]) -> dict[str, dict[str, Answer]]:
+def recorded(keys: Sequence[str]) -> dict[str, dict[str, PartitionerAnswer]]:
     """Return what operations have answered so far; XLA must have partitioned them."""
     infos = custom_partitioning._sharding_callbacks
     return {key: dict(_recorded.get(infos[key.encode()], {})) for key in keys}
@@ -98,7 +100,7 @@ def partition(*asked: Any) -> tuple[bytes, list[Any], Any]:
         operands = list(map(_sharding, answer.operands))
         return answer.module, operands, _sharding(answer.result)
     module, operands, result = _own(*asked)
-    answer = Answer(module, tuple(map(_bytes, operands)), _bytes(result))
+    answer = PartitionerAnswer(module, tuple(map(_bytes, operands)), _bytes(result))
     _recorded.setdefault(custom_partitioning._sharding_callbacks[key], {})[question] = answer
     return module, operands, result
 

@@ -9,7 +9,8 @@ import functools
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,25 +37,40 @@ def stated_shardings(jitted: Any) -> tuple[Any, ...]:
     return tuple(jitted._jit_info.in_shardings_leaves)
 
 
-class Call(NamedTuple):
-    """A jit's own view of a call.
+@dataclass(frozen=True)
+class Call:
+    """A call of a jitted function, and the jit's own view of it.
 
     Attributes:
+        jitted: the function.
+        args, kwargs: its arguments.
         params: the jit equation's parameters; under "jaxpr" the traced jaxpr, the same object for
             each call of a signature.
         flat: the dynamic arguments, flat; static ones are gone.
         out_tree: the tree of the results.
     """
 
+    jitted: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     params: dict[str, Any]
     flat: list[Any]
     out_tree: Any
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.params["name"]
+
+    def traced(self) -> jax.stages.Traced:
+        """Return the traced function, as `trace` of a jit does."""
+        return self.jitted.trace(*self.args, **self.kwargs)
 
 
 def infer(jitted: Any, args: tuple, kwargs: dict) -> Call:
     """Infer the call of a jitted function with these arguments; it traces once per signature."""
     params, flat = pjit._infer_params(jitted._fun, jitted._jit_info, args, kwargs)
-    return Call(params.params, flat, params.out_tree)
+    return Call(jitted, args, kwargs, params.params, flat, params.out_tree)
 
 
 class Cache[V]:

@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledJob:
     """A compiled job: its scheduled module and its memory need.
 
     Attributes:
@@ -101,7 +101,7 @@ def _module_of(lowered: jax.stages.Lowered) -> tuple[bytes, Answers]:
     return custom_partitioners.renamed(lowering._hlo, names), answers
 
 
-def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> Compiled:
+def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> CompiledJob:
     """Compile a job for devices of its platform, whose ids count from 0.
 
     Args:
@@ -119,7 +119,7 @@ def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> Compiled:
             devices[0].client, module, xla_client.DeviceList(tuple(devices)), options, []
         )
     text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
-    return Compiled(text, peak_bytes(executable.get_compiled_memory_stats()))
+    return CompiledJob(text, peak_bytes(executable.get_compiled_memory_stats()))
 
 
 def peak_bytes(memory: Any) -> int:

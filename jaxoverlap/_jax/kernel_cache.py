@@ -29,7 +29,7 @@ class Loan:
     ended_well: bool = False
 
 
-class Kernels:
+class KnownKernels:
     """The known kernels of one chip and one XLA version, as XLA's keys name neither."""
 
     def __init__(self) -> None:

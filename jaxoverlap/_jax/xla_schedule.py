@@ -19,7 +19,7 @@ from jaxlib import _hlo  # type: ignore[attr-defined]
 from jaxoverlap._jax.partitioner import module_name
 
 
-class Scheduler(Protocol):
+class ModuleScheduler(Protocol):
     """A scheduler that gives the modules of one compilation another order."""
 
     def orders(self, text: str) -> Mapping[str, Sequence[str]]:
@@ -34,12 +34,12 @@ class Scheduler(Protocol):
 _NAME = "jaxoverlap-schedule"
 _AT = {"stage": xla.PipelineStage.POST_SCHEDULER, "platforms": "cuda"}
 _lock = threading.Lock()
-_wanted: list[tuple[str, Scheduler]] = []
+_wanted: list[tuple[str, ModuleScheduler]] = []
 _registered: list[str] = []
 
 
 @contextmanager
-def reordering(name: str, scheduler: Scheduler) -> Iterator[None]:
+def reordering(name: str, scheduler: ModuleScheduler) -> Iterator[None]:
     """Have modules of a name, after "jit_", compiled in a scheduler's order while this lasts.
 
     The scheduler is called on a thread of the compiler. If it fails, or what it gives is no order,

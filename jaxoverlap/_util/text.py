@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path, PurePath
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 160
+WIDTH = 160  # columns of a table, where nothing else is set
+_width = ContextVar("table width", default=WIDTH)
+
+
+@contextlib.contextmanager
+def tables_of_width(columns: int) -> Iterator[None]:
+    """Make tables at most so many columns wide."""
+    token = _width.set(columns)
+    try:
+        yield
+    finally:
+        _width.reset(token)
+
+
+def table_width() -> int:
+    """Return the columns that a table may have."""
+    return _width.get()
 
 
 def table(
@@ -20,9 +38,13 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     right: Sequence[str] = (),
-    width: int = WIDTH,
+    width: int | None = None,
 ) -> str:
-    """A table as plain text; the columns named in `right` are right-aligned."""
+    """A table as plain text; the columns named in `right` are right-aligned.
+
+    Args:
+        width: columns at most; None: as `tables_of_width` set it, else `WIDTH`.
+    """
     grid = Table(
         title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -32,7 +54,12 @@ def table(
         grid.add_row(*row)
     out = io.StringIO()
     console = Console(
-        file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False
+        file=out,
+        width=width or table_width(),
+        color_system=None,
+        markup=False,
+        highlight=False,
+        emoji=False,
     )
     console.print(grid)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -13,7 +13,7 @@ from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.plan import FSDP, Plan, Variant
-from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Operations, Options
+from jaxoverlap.step.options import HalvesMode, LayoutMode, OnError, Operations, Options, StreamMode
 from jaxoverlap.tuning.tune import Tuning
 
 Granularity = str | Variant | Mapping[str, str | Variant] | None
@@ -31,6 +31,7 @@ def overlap(
     fsdp: FSDP | None = ...,
     layouts: LayoutMode | None = ...,
     halves: HalvesMode = ...,
+    streams: StreamMode = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
@@ -50,6 +51,7 @@ def overlap(
     fsdp: FSDP | None = ...,
     layouts: LayoutMode | None = ...,
     halves: HalvesMode = ...,
+    streams: StreamMode = ...,
     schedule: Scheduler | None = ...,
     plan: str | os.PathLike[str] | Plan | None = ...,
     tune: bool | Tuning = ...,
@@ -68,6 +70,7 @@ def overlap(
     fsdp: FSDP | None = None,
     layouts: LayoutMode | None = "repair",
     halves: HalvesMode = "auto",
+    streams: StreamMode = "auto",
     schedule: Scheduler | None = _SCHEDULER,
     plan: str | os.PathLike[str] | Plan | None = None,
     tune: bool | Tuning = False,
@@ -78,73 +81,79 @@ def overlap(
 ) -> Overlapped | Callable[[Callable[..., Any]], Overlapped]:
     """Hide a train step's collectives behind its matmuls.
 
-    Matmuls whose shardings imply a collective, or that stand beside one of your own in the body of
-    a `jax.shard_map`, become rings of permutes, each hop under a chunk of the matmul; the step
-    computes what it computed, and `explain()` names the matmuls that are left alone. Sums that are
-    wanted whole may stay scattered up to the next matmuls, which then gather them; pin them with
-    `jax.lax.with_sharding_constraint` if they must not. Use it on the jitted step, forward,
-    backward and optimizer in one:
+    Chooses by estimated cost among splitting the batch, rings, pinned layouts and the order of
+    XLA's instructions. A matmul whose shardings imply a collective,
+    or that is next to a collective of your own in a `jax.shard_map`, may become a ring of permutes,
+    each overlapped with a chunk of the matmul. Results change only by the order of floating-point
+    sums; `explain()` gives the decision on each matmul. A sum of activations may stay scattered
+    until the next matmuls gather it; pin it with `jax.lax.with_sharding_constraint` to prevent
+    that. Wrap the jitted step with everything in it (forward, backward, optimizer):
 
         step = jaxoverlap.overlap(train_step)
 
-    or as `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`. Where a step
-    runs on one device, on no mesh or on two, it stays as it is, and a warning says so once.
+    or use `@jaxoverlap.overlap` or `@jaxoverlap.overlap(cluster="h100-sxm:8x8")`. A step on one
+    device, or on no single mesh, runs unchanged, with one warning.
 
     Args:
         fn: a function from `jax.jit` or flax's `nnx.jit`, a `functools.partial` of one, or a plain
             function, which is then jitted. The jit's static and donated arguments, shardings and
             name stay; what nnx.jit changes in its arguments, it still changes.
-        cluster: the GPUs that the step is for, as "chip:hosts x GPUs a host", with how many
-            processes a host runs behind it where that is not one ("h100-sxm:8x8/8"); the step's
-            mesh must have as many devices. Default: the devices of the mesh, whatever they are, on
-            the hosts that their processes say they are on.
-        skip: source lines ("gpt.py:88") whose matmuls are to be left alone.
-        on_error: what to do when the rewrite fails on a step, for whatever reason: "raise", or
-            "plain" to run the step as it is and warn once of each failure. What the step itself
-            raises, and mistakes in these arguments, are raised all the same.
-        granularity: how the pieces of every collective travel: a `Variant`, or its name, as in
-            "two_way", "direct x 2" (two slices a chunk), "sliced x 4" (no ring: the whole
-            collective in four slices) or "plain" (left alone); or one by source line, as in
-            {"gpt.py:88": "two_way"}. Default: "one_way" rings; sums between hosts "direct".
-        fsdp: what becomes of the gathers of sharded weights in a scan over layers: "prefetch", the
-            default, runs them one step ahead, through the scan's carry, at the price of a second
-            buffer; "ring" takes them into the matmuls, where no other collective is there already.
-        layouts: whether to pin the results of matmuls where XLA's choice costs more, by price,
-            and memory allows it: "repair", the default, asks XLA's partitioner about a few layouts
-            (some seconds); "complete" asks about many, for steps without constraints of their own;
-            None keeps XLA's choice. Your own constraints stay. Needs GPUs whose prices are known.
-        halves: whether to cut the rows that each device has of the batch in parts that run side by
-            side, so that the collectives of one hide behind the matmuls of another: "auto", the
-            default, does so where the step is then faster by price; a number of parts, or None.
-            Rows that do not divide, or equations that mix them, are named in `explain()`.
+        cluster: the GPUs that the step is for, as "chip:hosts x GPUs per host", and "/processes
+            per host" if that is not one ("h100-sxm:8x8/8"). The mesh must have as many devices.
+            Default: the devices of the mesh, on the hosts that their processes report.
+        skip: source lines ("gpt.py:88") or modules of flax's linen ("mlp.up") whose matmuls are not
+            rewritten. The front of a name may be left out; `*` and `?` match as in file names.
+        on_error: "raise", or "plain": if a rewrite fails, run the original step and warn once per
+            failure. Errors of the step itself and of these arguments are always raised.
+        granularity: how collectives are decomposed: a `Variant` or its name, as in "two_way",
+            "direct x 2" (two slices per chunk), "sliced x 4" (no ring: the collective in four
+            slices) or "plain" (not decomposed); or a dict of these by source line or module, as in
+            {"gpt.py:88": "two_way"}. Default: "one_way", or "direct" for sums between hosts; with a
+            cost table, slices or no ring where these are estimated faster.
+        fsdp: how sharded weights are gathered in a scan over layers: "prefetch" gathers them one
+            iteration ahead, through the scan's carry, which needs a second buffer; "ring" gathers
+            them inside the matmul, if that has no other collective.
+        layouts: whether to pin results of matmuls if XLA's sharding has a higher estimated cost and
+            memory allows it: "repair" runs XLA's partitioner on a few layouts (some seconds);
+            "complete" on many, for steps without constraints of their own; None keeps XLA's choice.
+            Your own constraints stay. Needs a cost table of the GPU.
+        halves: whether to split the batch that each device has into parts, one of which computes
+            while another communicates: "auto" does if the estimated step is faster; a number of
+            parts; or None. `explain()` names a batch that does not divide and equations that mix
+            sequences.
+        streams: XLA launches all asynchronous collectives on one stream, where one over NVLink
+            waits for those over the network that were started before it. "auto" gives NVLink's a
+            stream of their own if the estimated step is 1% faster or more; "one" does not, nor does
+            the environment variable JAXOVERLAP_STREAMS=one.
         schedule: how the scheduler pass may order the compiled step on GPUs; None for XLA's order.
-        plan: a plan, or its file. It says all that skip, granularity, fsdp and schedule say, and
-            is for one step, mesh, cluster and version: the first call refuses any other.
-        tune: find the plan first, at the first call with arguments of a kind, as `tune` does; a
-            `Tuning` says how. What was tried is kept, so that later runs find it at once. Of many
-            processes process 0 tunes, and the others wait for its plan.
+        plan: a `Plan` or the path of its file. It replaces skip, granularity, fsdp, layouts,
+            halves, streams and schedule, and is for one step, mesh, cluster and version: the first
+            call refuses any other.
+        tune: search for the plan at the first call with arguments of a type, as `tune` does; a
+            `Tuning` has its settings. Results are cached for later runs. With several processes,
+            process 0 tunes and the others wait for its plan.
         operations: what becomes of `jaxoverlap.dot_general`, `einsum` and `matmul` in the step:
-            "take over", the default, decides on them as on any matmul; "leave" lets them partition
-            themselves, and overlaps the rest. A plan is followed with what it was made with.
-        agree_within_s: where the mesh spans processes, how long the first that comes to the step,
-            or to `lower`, waits there for the last: none compiles before all are about to compile
-            the same. If they are not, or one does not come, all raise `DisagreementError`. As long
-            it waits, once, for each process to say on which host it is.
-        never_slower: where the GPUs' prices are known, compile the step as it is too, in a child
-            process, and take what is faster by simulation; warn if that is not what has the rings.
-            `Compiled.speedup` has both. False compiles the overlapped step alone, as does `plan`.
-        prices: a file that `python -m jaxoverlap.calibrate --here` wrote of the devices and links
-            that the step runs on, where the package has no prices of them: on CPUs, for one. The
-            file says what the cluster is, so leave out `cluster`.
+            "take over" decides on them as on any matmul; "leave" lets them partition themselves. A
+            plan needs the setting that it was made with.
+        agree_within_s: seconds that the first of several processes to reach the step, or `lower`,
+            waits for the last: no process compiles before all are about to compile the same
+            program. If they are not, or one does not come, all raise `DisagreementError`. The same
+            wait applies once to the report on which host each process runs.
+        never_slower: if there is a cost table, also compile the original step, in a child process,
+            and keep the faster one by simulation, with a warning if that is not the overlapped one.
+            `Compiled.speedup` has both times. False, or a plan, compiles the overlapped step alone.
+        prices: a file of measured costs that `python -m jaxoverlap.calibrate --here` wrote, for
+            devices without a cost table, CPUs included. The file names the cluster, so leave out
+            `cluster`.
 
     Raises:
-        ValueError: if an argument is not one of these, `cluster` does not parse, the file is no
-            whole plan, or an argument says what the plan says.
+        ValueError: if an argument has another value than these, `cluster` does not parse, the
+            plan's file is damaged, or an argument is given that the plan replaces.
         OSError: if the plan's file cannot be read.
     """
     lines = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else None
     if lines is None or not all(isinstance(line, str) for line in lines):
-        raise ValueError(f"skip={skip!r}: expected source lines, as in skip=('gpt.py:88',)")
+        raise ValueError(f"skip={skip!r}: expected source lines or modules, as in skip=('a.py:8',)")
     if on_error not in ("raise", "plain"):
         raise ValueError(f"on_error={on_error!r}: expected 'raise' or 'plain'")
     if not isinstance(cluster, str | Cluster | None):
@@ -159,6 +168,8 @@ def overlap(
         raise ValueError(
             f"halves={halves!r}: expected 'auto', None, or a number of parts, two or more"
         )
+    if streams not in ("auto", "one"):
+        raise ValueError(f"streams={streams!r}: expected 'auto' or 'one'")
     if not isinstance(schedule, Scheduler | None):
         raise ValueError(f"schedule={schedule!r}: expected a jaxoverlap.Scheduler, or None")
     if not isinstance(tune, bool | Tuning):
@@ -170,7 +181,7 @@ def overlap(
     if not isinstance(never_slower, bool):
         raise ValueError(f"never_slower={never_slower!r}: expected True or False")
     if prices is not None and (cluster is not None or plan is not None):
-        raise ValueError("prices= beside cluster= or plan=: give prices alone, which say both")
+        raise ValueError("prices= with cluster= or plan=: give prices= alone, it replaces both")
     tuning = Tuning() if tune is True else tune or None
     named = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     if plan is not None:
@@ -185,6 +196,8 @@ def overlap(
             raise ValueError(_said_twice(["layouts"]))
         if halves != "auto":
             raise ValueError(_said_twice(["halves"]))
+        if streams != "auto":
+            raise ValueError(_said_twice(["streams"]))
         options = Options.of(
             _read(plan),
             cluster=named,
@@ -201,6 +214,7 @@ def overlap(
             fsdp=fsdp or "prefetch",
             layouts=layouts,
             halves=halves,
+            streams=streams,
             schedule=schedule,
             operations=operations,
             agree_within_s=agree_within_s,

@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.errors import own_faults
 from jaxoverlap.passes.analysis.partitioned import partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.step.choice import decided, rival_of
+from jaxoverlap.step.choice import comparison_of, decided
 from jaxoverlap.step.context import mesh_of, prepare
 from jaxoverlap.step.never_slower import predicted
 from jaxoverlap.step.options import Options
@@ -29,6 +29,7 @@ from jaxoverlap.step.processes import agreed, processes_of
 from jaxoverlap.step.program import (
     StepProgram,
     agree,
+    following,
     lowered_as,
     lowered_plain,
     pass_result,
@@ -36,6 +37,7 @@ from jaxoverlap.step.program import (
     step_program,
     tell,
 )
+from jaxoverlap.step.programs import Program, programs_of
 from jaxoverlap.step.stages import Lowered
 from jaxoverlap.tuning.subject import subject_of
 from jaxoverlap.tuning.tune import Tuning, tuned
@@ -114,6 +116,18 @@ class Overlapped:
         """
         return arguments_reach(self._wrapped_jit, self._explain, args, kwargs)
 
+    def programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
+        """Return the step's program after each edit, for arguments like these, the original first.
+
+        `print(*step.programs(state, batch))` shows what each pass changed, as a diff, and the
+        estimated time after it. It takes arrays or ShapeDtypeStructs; it compiles nothing.
+
+        Raises:
+            ValueError: if the step has no mesh, or one that does not fit.
+            RewriteError: if the rewrite fails, whatever `on_error` says.
+        """
+        return arguments_reach(self._wrapped_jit, self._programs, args, kwargs)
+
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Trace the rewritten step as `jax.jit(...).trace` does; processes do not agree on it."""
         return arguments_reach(self._wrapped_jit, self._trace, args, kwargs)
@@ -131,7 +145,7 @@ class Overlapped:
         self._jitted.clear_cache()
 
     def _tune(self, tuning: Tuning, *args: Any, **kwargs: Any) -> Plan:
-        return self._tuned(self._inferred(args, kwargs), args, kwargs, tuning)
+        return self._tuned(self._inferred(args, kwargs), tuning)
 
     # The methods below get the arguments of the jit inside: nnx.jit has taken its models apart.
 
@@ -141,9 +155,9 @@ class Overlapped:
         call = jits.infer(self._jitted, args, kwargs)
         outermost = jits.at_top_level()
         if not outermost and jits.in_checkify():
-            self._tell("checkify", f"{call.params['name']} runs without overlap: {_CHECKIFY}")
+            self._tell("checkify", f"{call.name} runs without overlap: {_CHECKIFY}")
             return self._jitted(*args, **kwargs)
-        program = (self._decided if outermost else self._agreed)(call, args, kwargs)
+        program = (self._decided if outermost else self._agreed)(call)
         if program.params is program.source:  # the step as it is: jit's own errors are its best
             return self._jitted(*args, **kwargs)
         if not outermost:
@@ -154,56 +168,62 @@ class Overlapped:
             try:
                 flat = _bound(call, program)
             except jax.errors.JaxRuntimeError as error:
-                return self._instead(call, args, kwargs, program, error)
+                return self._instead(call, program, error)
             self._seen.put(_key(call), replace(program, compiled=True), at_most=_MAX_SEEN)
         return jax.tree.unflatten(call.out_tree, flat)
 
-    def _instead(
-        self, call: jits.Call, args: tuple, kwargs: dict, program: StepProgram, error: Exception
-    ) -> Any:
+    def _instead(self, call: jits.Call, program: StepProgram, error: Exception) -> Any:
         """Run the step as it is, as XLA refuses its program; raise what else went wrong."""
-        traced = self._jitted.trace(*args, **kwargs)
-        plain = refused(traced, program, call, error)
-        results = self._jitted(*args, **kwargs)  # if XLA refuses both, the error is the step's own
+        plain = refused(program, call, error)
+        # If XLA refuses both, the error is the step's own.
+        results = self._jitted(*call.args, **call.kwargs)
         self._seen.put(_key(call), plain, at_most=_MAX_SEEN)
         assert plain.notice is not None
         self._tell(*plain.notice)
         return results
 
     def _explain(self, *args: Any, **kwargs: Any) -> Plan:
-        call = self._inferred(args, kwargs)
-        program = self._rewritten(call, args, kwargs)
-        if program.error is not None:
-            raise program.error
-        plan = program.plan or pass_result(self._jitted, call, args, kwargs, self._options).plan
-        traced = self._jitted.trace(*args, **kwargs)
+        call, program = self._planned(args, kwargs)
+        plan = program.plan or pass_result(call, self._options).plan
         with own_faults(plan.step):
-            after = partitioned(traced, program.inner["jaxpr"], mesh_of(call), ask=False)
+            after = partitioned(call.traced(), program.inner["jaxpr"], mesh_of(call), ask=False)
             return msgspec.structs.replace(
                 plan, remaining=partitioner_collectives(after.module, plan.mesh)
             )
 
+    def _programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
+        call, program = self._planned(args, kwargs)
+        options = following(program.plan, self._options) if program.plan else self._options
+        return programs_of(pass_result(call, options).edited)
+
+    def _planned(self, args: tuple, kwargs: dict) -> tuple[jits.Call, StepProgram]:
+        """Return a call and the rewritten step; raise why it was not rewritten, if it failed."""
+        call = self._inferred(args, kwargs)
+        program = self._rewritten(call)
+        if program.error is not None:
+            raise program.error
+        return call, program
+
     def _trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         call = self._inferred(args, kwargs)
-        program = self._rewritten(call, args, kwargs)
-        return jits.traced_with(self._jitted.trace(*args, **kwargs), program.params)
+        program = self._rewritten(call)
+        return jits.traced_with(call.traced(), program.params)
 
     def _lower(self, *args: Any, **kwargs: Any) -> Lowered:
         call = self._inferred(args, kwargs)
-        program = self._decided(call, args, kwargs)
-        traced = self._jitted.trace(*args, **kwargs)
-        rival = plain = None
+        program = self._decided(call)
+        comparison = plain = None
         if self._options.falls_back and program.plan is not None:
-            plain = functools.partial(lowered_plain, traced, call)
+            plain = functools.partial(lowered_plain, call)
         if program.undecided and not any(map(jits.is_tracer, call.flat)):
-            rival = rival_of(self._jitted, call, args, kwargs, program, self._options)
+            comparison = comparison_of(call, program, self._options)
         return Lowered(
-            lowered_as(traced, program),
+            lowered_as(call, program),
             program.plan,
             self._wrapped_jit,
             program.cluster,
             program.ordering,
-            rival=rival,
+            comparison=comparison,
             speedup=program.speedup or predicted(program.plan),
             plain=plain,
         )
@@ -214,7 +234,7 @@ class Overlapped:
         with fused_attention.tracing_for(capability_of(values)):
             return jits.infer(self._jitted, args, kwargs)
 
-    def _rewritten(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
+    def _rewritten(self, call: jits.Call) -> StepProgram:
         """Rewrite the step for arguments like these; later calls with such get the same program."""
         key = _key(call)
         if (program := self._seen.get(key)) is not None:
@@ -224,8 +244,8 @@ class Overlapped:
                 return program
             find_plan = None
             if self._tuning is not None:
-                find_plan = functools.partial(self._tuned, call, args, kwargs, self._tuning)
-            program = step_program(self._jitted, call, args, kwargs, self._options, find_plan)
+                find_plan = functools.partial(self._tuned, call, self._tuning)
+            program = step_program(call, self._options, find_plan)
             self._seen.put(key, program, at_most=_MAX_SEEN)
             if program.notice:
                 self._tell(*program.notice)
@@ -237,14 +257,14 @@ class Overlapped:
             self._told.add(topic)
             warn(text)
 
-    def _agreed(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
+    def _agreed(self, call: jits.Call) -> StepProgram:
         """Return the rewritten step once all processes are about to compile the same."""
         program = self._seen.get(_key(call))
         if program is not None and program.stand is None:
             return program
         with self._lock:
             try:
-                program = self._rewritten(call, args, kwargs)
+                program = self._rewritten(call)
             except Exception as error:
                 tell(call, error, self._options)
                 raise
@@ -253,25 +273,25 @@ class Overlapped:
                 self._seen.put(_key(call), program, at_most=_MAX_SEEN)
         return program
 
-    def _decided(self, call: jits.Call, args: tuple, kwargs: dict) -> StepProgram:
+    def _decided(self, call: jits.Call) -> StepProgram:
         """Return the agreed step with rings or without, whichever is faster on the GPUs here.
 
         For a pod both are compiled when it is compiled: see `Lowered.compile`.
         """
-        program = self._agreed(call, args, kwargs)
+        program = self._agreed(call)
         if not program.undecided or any(map(jits.is_tracer, call.flat)) or is_pod(mesh_of(call)):
             return program
         with self._lock:
-            program = self._agreed(call, args, kwargs)
+            program = self._agreed(call)
             if program.undecided:
-                program = decided(self._jitted, call, args, kwargs, program, self._options)
+                program = decided(call, program, self._options)
                 self._seen.put(_key(call), program, at_most=_MAX_SEEN)
             return program
 
-    def _tuned(self, call: jits.Call, args: tuple, kwargs: dict, tuning: Tuning) -> Plan:
+    def _tuned(self, call: jits.Call, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = prepare(call, self._options)
-        subject = subject_of(self._jitted, start, call, args, kwargs, self._options)
+        subject = subject_of(call, start, self._options)
         if not processes_of(start.mesh):
             return tuned(subject, tuning)
         if tuning.measure:

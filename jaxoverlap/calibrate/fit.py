@@ -14,7 +14,9 @@ from scipy.optimize import minimize
 from scipy.sparse.linalg import spsolve
 
 from jaxoverlap.cost import nccl
-from jaxoverlap.cost.tables import Attention, Collectives, Curve, FitError, Matmuls, Permutes, Skew
+from jaxoverlap.cost.collective_tables import Collectives, Permutes, Skew
+from jaxoverlap.cost.interpolation import Curve, FitError
+from jaxoverlap.cost.tables import AttentionTable, MatmulTable
 
 SEED = 20
 HELD_BACK = 0.2  # of the rows: they say how good the fit is, and have no part in it
@@ -59,7 +61,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates behind a matmul's base time, over which a factor is fitted (`measured.Matmuls`)."""
+    """The rates behind a matmul's base time, over which a factor is fitted."""
 
     launch_s: float
     flops_per_s: float
@@ -85,7 +87,7 @@ def error(predicted: np.ndarray, measured: np.ndarray) -> FitError:
 
 def fit_matmuls(
     rows: MatmulRows, rates: Rates, source: str, m: Sequence[int], nk: Sequence[int]
-) -> Matmuls:
+) -> MatmulTable:
     """Fit the factor over some rates to all rows; the error is of a fit to four fifths of them.
 
     Args:
@@ -96,7 +98,7 @@ def fit_matmuls(
     base = _base(rates, rows)
     factor = _factor(base[~held], rows[~held], knots)
     predicted = base[held] * np.exp(_hats(unseen, knots) @ factor)
-    return Matmuls(
+    return MatmulTable(
         launch_s=rates.launch_s,
         flops_per_s=rates.flops_per_s,
         bytes_per_s=rates.bytes_per_s,
@@ -161,7 +163,7 @@ def _base(rates: Rates, rows: MatmulRows) -> np.ndarray:
 
 
 def _hats(rows: MatmulRows, knots: Sequence[Sequence[int]]) -> sp.csr_array:
-    """Return the weights of the knots around each row, as `measured.Matmuls.seconds` has them."""
+    """Return the weights of the knots around each row, as `MatmulTable.seconds` has them."""
     shape, dims = [len(k) for k in knots], (rows.m, rows.n, rows.k)
     places = [_places(d, k) for d, k in zip(dims, knots, strict=True)]
     index, weight = [], []
@@ -199,7 +201,7 @@ def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:
 
 def fit_attention(
     rows: MatmulRows, full: MatmulRows | None, bytes_per_s: float, source: str
-) -> Attention:
+) -> AttentionTable:
     """Fit kernels of attention, as matmuls are: four fifths of the rows for the error, then all.
 
     Args:
@@ -214,7 +216,7 @@ def fit_attention(
     base = launch_s + flops / rate + 8.0 * rows.n * rows.m * rows.k / bytes_per_s
     matrix = _hats(rows[held], knots)
     predicted = base[held] * np.exp(matrix @ _factor(base[~held], rows[~held], knots))
-    fitted = Attention(
+    fitted = AttentionTable(
         launch_s=launch_s,
         flops_per_s=rate,
         bytes_per_s=bytes_per_s,

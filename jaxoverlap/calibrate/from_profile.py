@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import msgspec
 
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.cost.tables import Attention, Collectives, Curve, Matmuls, Memory, Tables
+from jaxoverlap.cost.tables import AttentionTable, ChipTables, MatmulTable, MemoryTable
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.profiling.profile import Profile
 
 _replace = msgspec.structs.replace
 
 
-def corrected(profile: Profile, cost: CostModel) -> Tables:
+def corrected(profile: Profile, cost: CostModel) -> ChipTables:
     """Return the tables of a cost model, corrected so that it predicts what a profile measured.
 
     A class that the profile has no instruction of keeps its seconds, as do collectives between
@@ -47,13 +47,13 @@ def corrected(profile: Profile, cost: CostModel) -> Tables:
         matmuls={d: _rates(table, used.get("matmul", 1.0)) for d, table in tables.matmuls.items()},
         memory=_memory(tables.memory, used.get("memory", 1.0)),
         attention=tables.attention and _rates(tables.attention, used.get("attention", 1.0)),
-        collectives=_collectives(tables.collectives, used),
+        collectives=tables.collectives.scaled(used),
         permutes=_replace(
             tables.permutes,
             latency_s=tables.permutes.latency_s * (times := used.get(PERMUTE, 1.0)),
             channel_bytes_per_s=tables.permutes.channel_bytes_per_s / times,
             bytes_per_s=tables.permutes.bytes_per_s / times,
-            curve=tables.permutes.curve and _longer(tables.permutes.curve, times),
+            curve=tables.permutes.curve and tables.permutes.curve.scaled(times),
         ),
         skew=tables.skew
         and _replace(tables.skew, most_s={n: s * times for n, s in tables.skew.most_s.items()}),
@@ -61,7 +61,7 @@ def corrected(profile: Profile, cost: CostModel) -> Tables:
     )
 
 
-def _one_for_all(profile: Profile, tables: Tables) -> Mapping[str, float]:
+def _one_for_all(profile: Profile, tables: ChipTables) -> Mapping[str, float]:
     """Return one ratio for all kinds of collectives; none if the profile has no collective."""
     kinds = (PERMUTE, *tables.collectives.curves)
     seen = [r for r in profile.ratios if r.kind in kinds]
@@ -71,7 +71,7 @@ def _one_for_all(profile: Profile, tables: Tables) -> Mapping[str, float]:
     return dict.fromkeys(kinds, measured_s / math.fsum(r.predicted_s for r in seen))
 
 
-def _rates[Table: (Matmuls, Attention)](table: Table, times: float) -> Table:
+def _rates[Table: (MatmulTable, AttentionTable)](table: Table, times: float) -> Table:
     return _replace(
         table,
         launch_s=table.launch_s * times,
@@ -80,24 +80,12 @@ def _rates[Table: (Matmuls, Attention)](table: Table, times: float) -> Table:
     )
 
 
-def _memory(memory: Memory, times: float) -> Memory:
+def _memory(memory: MemoryTable, times: float) -> MemoryTable:
     return _replace(
         memory,
         launch_s=memory.launch_s * times,
         bytes_per_s=memory.bytes_per_s / times,
-        curve=memory.curve and _longer(memory.curve, times),
+        curve=memory.curve and memory.curve.scaled(times),
         transcendental_s=memory.transcendental_s * times,
         transposed_s=memory.transposed_s * times,
     )
-
-
-def _collectives(collectives: Collectives, ratios: Mapping[str, float]) -> Collectives:
-    curves = {
-        kind: {size: _longer(curve, ratios.get(kind, 1.0)) for size, curve in sizes.items()}
-        for kind, sizes in collectives.curves.items()
-    }
-    return _replace(collectives, curves=curves)
-
-
-def _longer(curve: Curve, times: float) -> Curve:
-    return Curve(curve.bytes_moved, tuple(times * s for s in curve.seconds))

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxoverlap import ring
 from jaxoverlap.cost import adjusted_tables
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.cost.tables import InAStep, Tables
+from jaxoverlap.cost.tables import ChipTables, InAStep
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import replay
 from jaxoverlap.simulation.timeline import COMPUTE, Timeline
@@ -66,7 +66,7 @@ def clock(how: str, size: Size) -> Callable[[], float]:
     return seconds
 
 
-def in_a_step(taken: Mapping[Key, float], loops: Tables) -> Tables:
+def in_a_step(taken: Mapping[Key, float], loops: ChipTables) -> ChipTables:
     """Scale the tables so that all times are as in a step.
 
     Kinds are fitted one after the other: time beyond all else in the steps is that kind's.
@@ -94,7 +94,7 @@ def in_a_step(taken: Mapping[Key, float], loops: Tables) -> Tables:
     return tables
 
 
-def cost_of(tables: Tables) -> CostModel:
+def cost_of(tables: ChipTables) -> CostModel:
     """Make the cost model of this machine."""
     assert tables.here
     return CostModel(adjusted_tables.cluster_here(tables, tables.here), tables)

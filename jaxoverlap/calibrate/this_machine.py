@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxoverlap.calibrate import fit, step_factors
 from jaxoverlap.calibrate.collectives import COLLECTIVES, Body, permute, reduce
-from jaxoverlap.calibrate.grid import USUAL, Grid
-from jaxoverlap.cost.tables import Curve, Here, InAStep, Memory, Permutes, Skew, Tables
+from jaxoverlap.cost.collective_tables import Permutes, Skew
+from jaxoverlap.cost.interpolation import Curve
+from jaxoverlap.cost.tables import ChipTables, Here, InAStep, MemoryTable
 from jaxoverlap.plan.collectives import PERMUTE
 
 _RUNS = {"kernel": 5, "skew": 5, "step": 3}  # in a round, of what gives differences of noisy times
@@ -52,6 +53,39 @@ Shapes = tuple[tuple[int, ...], ...]
 Clock = Callable[[], float]  # seconds of one run of what is measured
 
 
+@dataclass(frozen=True)
+class Grid:
+    """The sizes that are measured.
+
+    Attributes:
+        dtypes: of matmuls, as HLO writes them.
+        m, nk: dims of matmuls; one of 256 rows in eight devices is one of 32 rows.
+        elements: of float32 on each device, of other kernels and collectives.
+        whole_groups: whether collectives are measured among all devices alone, and not in groups.
+        rounds: how often each is timed.
+    """
+
+    dtypes: tuple[str, ...] = ("f32", "bf16")
+    m: tuple[int, ...] = (8, 32, 128, 512)
+    nk: tuple[int, ...] = (32, 128, 512)
+    elements: tuple[int, ...] = tuple(1 << p for p in range(8, 21, 3))
+    whole_groups: bool = False
+    rounds: int = 21
+
+    @property
+    def transposed(self) -> tuple[int, ...]:
+        """Sizes of transposes: between the smallest and the largest."""
+        return self.elements[2:4]
+
+    def groups(self, devices: int) -> list[int]:
+        """Return the sizes of groups whose collectives are measured."""
+        least = devices if self.whole_groups else 2
+        return [n for n in range(least, devices + 1) if devices % n == 0]
+
+
+USUAL = Grid()
+
+
 def measurements(grid: Grid = USUAL) -> int:
     """Count the steps that `tables_here` takes: programs to compile, then rounds."""
     return sum(1 for _ in _programs(grid)) + grid.rounds
@@ -63,7 +97,7 @@ def tables_here(
     *,
     grid: Grid = USUAL,
     each_round: Callable[[], object] = lambda: None,
-) -> Tables:
+) -> ChipTables:
     """Measure, and fit the tables of the cost model.
 
     All is timed once a round, and medians over the rounds are taken: what else the machine does
@@ -87,7 +121,9 @@ def tables_here(
     return _fit(date, _timed(_programs(grid), grid.rounds, advance, each_round), grid)
 
 
-def with_links_here(tables: Tables, advance: Callable[[str], None], grid: Grid = USUAL) -> Tables:
+def with_links_here(
+    tables: ChipTables, advance: Callable[[str], None], grid: Grid = USUAL
+) -> ChipTables:
     """Measure collectives alone, where links have changed since `tables` were measured here."""
     programs = ((key, make) for key, make in _programs(grid) if key[0] in COLLECTIVES)
     rows = list(_collective_rows(_timed(programs, grid.rounds, advance, lambda: None)))
@@ -121,7 +157,7 @@ def _timed(
     return {key: np.array(rounds) for key, rounds in taken.items()}
 
 
-def _fit(date: str, taken: Taken, grid: Grid) -> Tables:
+def _fit(date: str, taken: Taken, grid: Grid) -> ChipTables:
     devices = jax.devices()
     matmuls = {}
     for dtype in grid.dtypes:
@@ -133,7 +169,7 @@ def _fit(date: str, taken: Taken, grid: Grid) -> Tables:
         rates = replace(rates, flops_per_s=min(rates.flops_per_s, 1.5 * reached))
         matmuls[dtype] = fit.fit_matmuls(rows, rates, _SOURCE, grid.m, grid.nk)
     rows = list(_collective_rows(taken))
-    tables = Tables(
+    tables = ChipTables(
         chip=devices[0].device_kind,
         date=date,
         matmuls=matmuls,
@@ -249,7 +285,7 @@ def _sets(num_bytes: int) -> int:
 # -- what is found --------------------------------------------------------------------------------
 
 
-def _memory(taken: Taken, grid: Grid) -> Memory:
+def _memory(taken: Taken, grid: Grid) -> MemoryTable:
     """Fit a curve by bytes, and what a transcendental (of the larger sizes) or a transpose adds."""
     moved = tuple(8.0 * count for count in grid.elements)  # a float32 read, one written
     simple, hard = (
@@ -261,7 +297,7 @@ def _memory(taken: Taken, grid: Grid) -> Memory:
         (np.median(taken["transposed", rows, count]) - curve.at(8.0 * count)) / (8.0 * count)
         for rows, count in itertools.product(_TRANSPOSED_ROWS, grid.transposed)
     )
-    return Memory(
+    return MemoryTable(
         launch_s=curve.floor_s,
         bytes_per_s=curve.bytes_per_s,
         source=_SOURCE,

@@ -1,8 +1,4 @@
-"""The `jaxoverlap` command.
-
-Exit codes: 0, all is well; 1, the answer is no (a dead flag, nothing to overlap, too few hops
-covered); 2, a mistake on the command line or in what it names; 3, something failed on the way.
-"""
+"""The `jaxoverlap` command; `shell/errors.py` has its exit codes."""
 
 from jaxoverlap.cli.app import app, main
 

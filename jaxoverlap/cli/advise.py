@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from jaxoverlap.api import Overlapped
-from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
+from jaxoverlap.cli.shell.errors import NO, OK
+from jaxoverlap.cli.shell.options import Axes, Json, Pod, Processes, Step, checked
+from jaxoverlap.cli.shell.output import command, say, show_json, working
 from jaxoverlap.hardware.cluster import parse_cluster
-from jaxoverlap.plan.layouts import Layouts, spec_text
-from jaxoverlap.step.options import Options
+
+if TYPE_CHECKING:
+    from jaxoverlap.plan.layouts import Layouts
 
 
 @command
 def advise(
     step: Step, *, pod: Pod, axes: Axes, processes: Processes = None, json: Json = False
 ) -> int:
-    """Sharding constraints that make a step faster by price, to paste; compiles nothing.
+    """Print sharding constraints that lower the estimated step time; compiles nothing.
 
     `overlap()` sets them itself; this is for those who keep their step as it is. Exit code 1 if no
     layout is faster than XLA's.
     """
-    pod = with_processes(pod, processes)
-    of = target(step, pod, axes)
-    options = Options(cluster=parse_cluster(pod), layouts="advise")
-    layouts = Overlapped(of.step, options).explain(*of.args).layouts
+    pod = checked(step, pod, axes, processes)
+    with working("importing JAX"):
+        from jaxoverlap.api import Overlapped
+        from jaxoverlap.cli.shell.target import target
+        from jaxoverlap.step.options import Options
+    with working(f"looking for layouts of {step} on {pod}"):
+        built = target(step, pod, axes)
+        options = Options(cluster=parse_cluster(pod), layouts="advise")
+        layouts = Overlapped(built.step, options).explain(*built.args).layouts
     if layouts is None:
         say("No layout was looked for: the shardings of this step are part of its types.")
         return NO
@@ -41,12 +49,14 @@ def advice(layouts: Layouts) -> list[str]:
     A constraint holds for a value's cotangent too, and under `jax.checkpoint` for what is computed
     again. So a matmul of the backward pass is reached through the operand whose cotangent it makes.
     """
+    from jaxoverlap.plan.layouts import spec_text
+
     lines = [layouts.gain, *map(str, layouts.tables), *layouts.remarks]
-    said = set[tuple[object, ...]]()
+    printed = set[tuple[object, ...]]()
     for pin in layouts.pins:
-        if (key := (pin.source, pin.type, pin.spec)) in said:
+        if (key := (pin.source, pin.type, pin.spec)) in printed:
             continue
-        said.add(key)
+        printed.add(key)
         spec = spec_text(pin.spec, quote='"')
         lines += [
             "",

@@ -1,33 +1,36 @@
-"""The command that ranks the ways to split a model over a cluster."""
+"""The command that ranks the configurations of a model on a cluster."""
 
 from __future__ import annotations
 
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from jaxoverlap.cli.configure_model import Simulated, simulate_best
-from jaxoverlap.cli.configure_model import shown as simulated_table
-from jaxoverlap.cli.configure_step import rank, shown
-from jaxoverlap.cli.output import OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Pod, parse_axes
-from jaxoverlap.parallelism.configure import Configurations
-from jaxoverlap.parallelism.configure import configure as configured
-from jaxoverlap.parallelism.model import Transformer
-from jaxoverlap.parallelism.stack import STACKS
+from jaxoverlap.cli.shell.errors import OK
+from jaxoverlap.cli.shell.options import Json, Pod, parse_axes
+from jaxoverlap.cli.shell.output import command, say, show_json, working
+from jaxoverlap.hardware.cluster import parse_cluster
+
+if TYPE_CHECKING:
+    from jaxoverlap.cli.configure_model import Simulated
+    from jaxoverlap.parallelism.configure import Configurations
+    from jaxoverlap.parallelism.model import Transformer
 
 _TRAINER = "models.configured:build"
 
 
 class StackName(StrEnum):
-    """The training software that the form can count."""
+    """A training stack that the analytical cost model describes."""
 
     JAX = "jax"
+    JAX_LHS = "jax-lhs"
     MEGATRON = "megatron"
+    MEGATRON_CORE = "megatron-core"
+    TORCH = "torch"
 
 
 @command
@@ -54,7 +57,11 @@ def configure(
         Path | None, typer.Option(help="Write a picture: time by term, time against memory.")
     ] = None,
     stack: Annotated[
-        StackName, typer.Option(help="The training software: this project's trainers, or Megatron.")
+        StackName,
+        typer.Option(
+            help="The training software: this project's trainers; XLA's own scheduler; Megatron of "
+            "2022, or of 2025; PyTorch's FSDP2."
+        ),
     ] = StackName.JAX,
     trainer: Annotated[
         str, typer.Option(help="With --compile: the function that builds a model's step.")
@@ -67,24 +74,27 @@ def configure(
     ] = 0,
     json: Json = False,
 ) -> int:
-    """Which mesh a model should have on a cluster, by an analytical form.
+    """Rank the meshes for a model on a cluster, by an analytical cost model.
 
-    With `--compile 3` a trainer's step is compiled for the pod on the best three, and simulated;
-    the answer is the fastest.
+    `--compile 3` compiles a trainer's step on the three best meshes and simulates it; the answer is
+    the fastest of them.
 
-    With `--over` your own step is priced on each mesh by XLA's partitioner, and the best compiled.
+    `--over data,model` estimates your own step on each mesh, from XLA's partitioned program.
 
     `--json` writes what the trainers take: python -m models.train_gpt --configuration FILE.
     """
+    parse_cluster(pod)
     if over is not None:
-        given = {"--global-batch": global_batch, "--sequence": sequence, "--axes": fix}
-        given |= {"--plain": plain, "--keep": keep, "--picture": picture}
-        given |= {"--stack": stack is not StackName.JAX, "--trainer": trainer != _TRAINER}
-        if ignored := [name for name, value in given.items() if value]:
+        options = {"--global-batch": global_batch, "--sequence": sequence, "--axes": fix}
+        options |= {"--plain": plain, "--keep": keep, "--picture": picture}
+        options |= {"--stack": stack is not StackName.JAX, "--trainer": trainer != _TRAINER}
+        if ignored := [name for name, value in options.items() if value]:
             raise ValueError(
-                f"{', '.join(ignored)}: of a model, and --over is of your own step, which has its "
-                "sizes; leave one of them out"
+                f"{', '.join(ignored)}: for a model by name; --over ranks the meshes of your own "
+                "step, which has its sizes. Leave one of them out"
             )
+        with working("importing JAX"):
+            from jaxoverlap.cli.configure_step import rank, shown
         ranked = rank(model, pod, [name.strip() for name in over.split(",")], compiled=compiled)
         if json:
             show_json(ranked)
@@ -92,32 +102,44 @@ def configure(
             say(shown(ranked, pod))
         return OK
     if global_batch is None:
-        raise ValueError("a model wants --global-batch; your own step wants --over and its axes")
+        raise ValueError(
+            "configure needs --global-batch for a model, or --over and axes for your own step"
+        )
     if trainer != _TRAINER and not compiled:
-        raise ValueError("--trainer builds what --compile compiles: give --compile 3 with it")
+        raise ValueError("--trainer names the step that --compile compiles: give --compile 3 too")
     if compiled and stack is not StackName.JAX:
-        raise ValueError(f"--compile with --stack {stack}: JAX steps alone can be compiled here")
+        raise ValueError(f"--compile with --stack {stack}: only JAX steps can be compiled here")
     axes = {name: [size] for name, size in parse_axes(fix).items()} if fix else None
-    found = configured(
-        _model(model),
-        pod,
-        global_batch=global_batch,
-        sequence=sequence,
-        axes=axes,
-        overlap=not plain,
-        keep=max(keep or 10, compiled),
-        stack=STACKS[stack],
-    )
+    with working(f"ranking the meshes of {model} on {pod}"):
+        from jaxoverlap.parallelism.configure import configure as configured
+        from jaxoverlap.parallelism.stack import STACKS
+
+        found = configured(
+            _model(model),
+            pod,
+            global_batch=global_batch,
+            sequence=sequence,
+            axes=axes,
+            overlap=not plain,
+            keep=max(keep or 10, compiled),
+            stack=STACKS[stack],
+        )
     if picture:
         from jaxoverlap.parallelism.picture import draw
 
         draw(found, picture)
-    simulated = simulate_best(found, compiled, trainer, _progress) if compiled else []
+    simulated: list[Simulated] = []
+    if compiled:
+        from jaxoverlap.cli.configure_model import simulate_best
+
+        simulated = simulate_best(found, compiled, trainer, _progress)
     if json:
         show_json(_builtins(found, simulated))
         return OK
     say(str(found))
     if simulated:
+        from jaxoverlap.cli.configure_model import shown as simulated_table
+
         say("\n" + simulated_table(simulated))
     return OK
 
@@ -127,7 +149,7 @@ def _progress(line: str) -> None:
 
 
 def _builtins(found: Configurations, simulated: list[Simulated]) -> dict[str, Any]:
-    """Return all of it as plain data, the answer first."""
+    """Return the ranking as plain data, the best configuration first."""
     data = found.to_builtins()
     if simulated:
         rows = {id(s): row for s, row in zip(found, data["configurations"], strict=True)}
@@ -144,6 +166,8 @@ def _builtins(found: Configurations, simulated: list[Simulated]) -> dict[str, An
 
 
 def _model(named: str) -> Transformer | str:
+    from jaxoverlap.parallelism.model import Transformer
+
     path = Path(named)
     if path.suffix != ".json":
         return named

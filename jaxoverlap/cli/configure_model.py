@@ -1,4 +1,4 @@
-"""Compile the best configurations of a model by a trainer's own step, and simulate them.
+"""Compile the best configurations of a model with a trainer's own step, and simulate them.
 
 Each is compiled in a child process: XLA's compiler ends the process where it meets a bug.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.text import table
 from jaxoverlap.api import overlap
-from jaxoverlap.cli.target import function
+from jaxoverlap.cli.shell.target import function
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.configure import Configurations
 from jaxoverlap.parallelism.model import Transformer
@@ -26,7 +26,7 @@ _PLAIN = {"granularity": "plain", "halves": None, "layouts": None}  # what overl
 
 @dataclass(frozen=True)
 class Simulated:
-    """A configuration, and its step as compiled for the pod.
+    """A configuration with the simulated time and the memory of its compiled step.
 
     Attributes:
         scored: the configuration, with what the form predicts.
@@ -63,20 +63,20 @@ def simulate_best(
         last = tried[-1]
         took = f"{last.simulated_s:.3g} s" if last.simulated_s is not None else last.failed
         progress(f"    predicted {scored.step_s:.3g} s, simulated {took}")
-    room = found.cluster.chip.memory_bytes
+    budget = found.cluster.chip.memory_bytes
 
     def rank(one: Simulated) -> tuple[bool, float]:
         seconds = math.inf if one.simulated_s is None else one.simulated_s
-        return (one.simulated_bytes or 0.0) > room, seconds
+        return (one.simulated_bytes or 0.0) > budget, seconds
 
     return sorted(tried, key=rank) + [Simulated(scored) for scored in found[count:]]
 
 
 def _in_child(trainer: str, found: Configurations, scored: Scored) -> Simulated:
-    given = (trainer, found.model, scored.configuration, scored.placement.order)
+    arguments = (trainer, found.model, scored.configuration, scored.placement.order)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            result = pool.submit(simulate_one, *given, found.global_batch, str(found.cluster))
+            result = pool.submit(simulate_one, *arguments, found.global_batch, str(found.cluster))
             return Simulated(scored, *result.result())
         except Exception as error:  # one that fails is a row of the table, with its reason
             reason = str(error).splitlines() or [""]
@@ -91,7 +91,7 @@ def simulate_one(
     global_batch: int,
     pod: str,
 ) -> tuple[float, float]:
-    """Return a step's simulated seconds and its bytes of a device."""
+    """Compile one configuration's step; return its simulated seconds and peak bytes per device."""
     build: Callable[..., Any] = function(trainer)
     step, args = build(model, configuration, order, global_batch, pod)
     plain: Any = {} if configuration.overlap else _PLAIN
@@ -103,7 +103,7 @@ def simulate_one(
 
 
 def shown(simulated: list[Simulated]) -> str:
-    """Tabulate what was compiled: predicted, simulated and memory, and what the others lose."""
+    """Format the compiled configurations as a table of predicted and simulated time and memory."""
     done = [one for one in simulated if one.simulated_s is not None or one.failed]
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Rank the meshes of a user's own step: each priced by XLA's partitioner, the best compiled."""
+"""Rank the meshes of a user's step: each estimated after partitioning, the best compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import jax
 
 from jaxoverlap._jax.jobs import peak_bytes
 from jaxoverlap._util.text import table
-from jaxoverlap.cli.target import Target, target
+from jaxoverlap.cli.shell.output import working
+from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.analysis.partitioned import partitioned
@@ -21,7 +22,7 @@ from jaxoverlap.passes.scheduling.estimate import estimate
 
 @dataclass(frozen=True)
 class Ranked:
-    """A mesh of a user's step.
+    """A mesh for a user's step, with the step's estimated and simulated time and memory.
 
     Attributes:
         axes: its sizes, slowest first.
@@ -59,17 +60,25 @@ def rank(step: str, pod: str, names: list[str], *, compiled: int) -> list[Ranked
         Ranked(dict(zip(names, sizes, strict=True)), math.inf, math.inf)
         for sizes in _sizes(cluster.num_devices, len(names))
     ]
-    ranked = [_recorded(mesh, _estimated, step, pod, mesh) for mesh in meshes]
+    ranked = list(_evaluated("estimating", _estimated, step, pod, meshes))
     ranked.sort(key=lambda one: one.estimated_s)
     if ranked[0].refused:
         raise ValueError(
             f"{step} takes no mesh of {', '.join(names)} on {pod}: {ranked[0].refused}"
         )
-    best = [
-        one if one.refused else _recorded(one, _compiled, step, pod, one)
-        for one in ranked[:compiled]
-    ]
+    possible = [one for one in ranked if not one.refused]
+    best = list(_evaluated("compiling for", _compiled, step, pod, possible[:compiled]))
     return best + ranked[len(best) :]
+
+
+def _evaluated(
+    verb: str, evaluate: Callable[..., Ranked], step: str, pod: str, meshes: list[Ranked]
+) -> Iterator[Ranked]:
+    """Evaluate meshes one after the other, each with a line of progress."""
+    for number, mesh in enumerate(meshes, 1):
+        with working(f"{verb} mesh {number} of {len(meshes)}: {_axes_text(mesh)}"):
+            done = _recorded(mesh, evaluate, step, pod, mesh)
+        yield done
 
 
 def _check(names: list[str]) -> None:
@@ -85,22 +94,26 @@ def _sizes(product: int, parts: int) -> Iterator[tuple[int, ...]]:
         return
     for first in range(1, product + 1):
         if product % first == 0:
-            for rest in _sizes(product // first, parts - 1):
-                yield (first, *rest)
+            for others in _sizes(product // first, parts - 1):
+                yield (first, *others)
 
 
 def _built(step: str, pod: str, axes: dict[str, int]) -> Target:
     return target(step, pod, ",".join(f"{name}={size}" for name, size in axes.items()))
 
 
-def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *given: Any) -> Ranked:
-    """Return a mesh's evaluation; an error of the user's builder or of XLA becomes its reason.
+def _axes_text(one: Ranked) -> str:
+    return " ".join(f"{name}={size}" for name, size in one.axes.items())
+
+
+def _recorded(one: Ranked, evaluate: Callable[..., Ranked], *arguments: Any) -> Ranked:
+    """Return a mesh's evaluation; an error of the user's builder or of XLA is recorded in it.
 
     One mesh that cannot be built, traced or compiled is no reason to lose the others. A ValueError
     is told by its message alone: builders say so what they cannot split.
     """
     try:
-        return evaluate(*given)
+        return evaluate(*arguments)
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = f"{kind}{error}".strip() or type(error).__name__
@@ -120,9 +133,11 @@ def _estimated(step: str, pod: str, one: Ranked) -> Ranked:
     meshes = [leaf.sharding.mesh for leaf in leaves if hasattr(leaf.sharding, "mesh")]
     if not meshes:
         raise ValueError("no argument has a sharding: give jax.ShapeDtypeStructs with shardings")
-    picture = partitioned(traced, traced.jaxpr, meshes[0], ask=False)
-    seconds = estimate(picture.module, cost_model(pod)).step_s
-    return replace(one, estimated_s=seconds, estimated_bytes=estimated_peak_bytes(picture.module))
+    partitioned_step = partitioned(traced, traced.jaxpr, meshes[0], ask=False)
+    seconds = estimate(partitioned_step.module, cost_model(pod)).step_s
+    return replace(
+        one, estimated_s=seconds, estimated_bytes=estimated_peak_bytes(partitioned_step.module)
+    )
 
 
 def _compiled(step: str, pod: str, one: Ranked) -> Ranked:
@@ -134,11 +149,11 @@ def _compiled(step: str, pod: str, one: Ranked) -> Ranked:
 
 
 def shown(ranked: list[Ranked], pod: str) -> str:
-    """Tabulate meshes, and say where estimate and compiler disagree."""
+    """Format the ranked meshes as a table, and note where estimate and simulation disagree."""
     rows = [
         (
             str(number),
-            " ".join(f"{name}={size}" for name, size in one.axes.items()),
+            _axes_text(one),
             f"{one.estimated_s * 1e3:.1f}",
             f"{one.estimated_bytes / 1e9:.1f}",
             "" if one.simulated_s is None else f"{one.simulated_s * 1e3:.1f}",
@@ -150,8 +165,8 @@ def shown(ranked: list[Ranked], pod: str) -> str:
     columns = ("", "mesh", "estimated ms", "GB", "overlapped, simulated ms", "GB, compiled")
     text = table(f"Meshes on {pod}, fastest first by estimate", columns, rows, right=columns[2:])
     refused = [one for one in ranked if one.refused]
-    lines = [text.rstrip(), *(f"refused: {one.axes}: {one.refused}" for one in refused)]
-    lines += [f"not compiled: {one.axes}: {one.failed}" for one in ranked if one.failed]
+    lines = [text.rstrip(), *(f"refused: {_axes_text(one)}: {one.refused}" for one in refused)]
+    lines += [f"not compiled: {_axes_text(one)}: {one.failed}" for one in ranked if one.failed]
     done = [one for one in ranked if one.simulated_s is not None]
     by_simulation = sorted(done, key=lambda one: one.simulated_s or 0.0)
     if by_simulation != done:

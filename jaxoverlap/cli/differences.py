@@ -28,7 +28,7 @@ class Difference:
 
 
 def differences(a: Plan, b: Plan) -> list[Difference]:
-    """List the facts that differ in what two plans do, promise and are made for.
+    """List the differences in two plans' decisions, predictions and origins.
 
     Source lines, reasons and what a tuning tried are not compared.
     """
@@ -59,12 +59,12 @@ def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
         ranks, nodes = (fields.pop(name) or "any" for name in ("ranks", "nodes"))
         where = f"{ranks} GPUs on {nodes} hosts"
         yield ("nccl", f"{sizes}, {where}"), fields
-    for part, said in (
+    for part, record in (
         ("predicted", plan.predictions),
         ("measured", plan.measured),
         ("made for", plan.made_for),
     ):
-        for name, value in _flat("", msgspec.to_builtins(said)):
+        for name, value in _flat("", msgspec.to_builtins(record)):
             yield (part, name), value
 
 
@@ -85,7 +85,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _does(entry: Decision | Skip) -> str:
     what = f"{entry.einsum}, {entry.runs} times: "
     if isinstance(entry, Skip):
-        return what + "left alone"
+        return what + "skipped"
     ring = "" if entry.ring == entry.site else f", in ring {entry.ring}"
     others = f"; XLA keeps {', '.join(entry.others)}" if entry.others else ""
     return (

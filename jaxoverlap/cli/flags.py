@@ -1,4 +1,4 @@
-"""Run the command about flags: show presets, and find dead flags."""
+"""The command that prints presets of flags, and finds dead flags."""
 
 from __future__ import annotations
 
@@ -6,26 +6,36 @@ from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from importlib import metadata
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json, show_table
-from jaxoverlap.flags import PRESETS, Conflict, Finding, Preset, check, preset
+from jaxoverlap.cli.shell.errors import NO, OK
+from jaxoverlap.cli.shell.options import Json
+from jaxoverlap.cli.shell.output import command, say, show_json, show_table, working
+from jaxoverlap.hardware.cluster import parse_cluster
+
+if TYPE_CHECKING:
+    from jaxoverlap.flags import Conflict, Finding, Preset
 
 _JAXLIB = metadata.version("jaxlib")
 
 
-class Form(StrEnum):
+class PresetForm(StrEnum):
     """The form in which a preset is printed."""
 
     OPTIONS = "options"
     XLA_FLAGS = "xla-flags"
     ENV = "env"
+    SLURM = "slurm"
+    K8S = "k8s"
+    DOCKERFILE = "dockerfile"
 
 
 def _presets(incomplete: str) -> list[str]:
+    from jaxoverlap.flags import PRESETS
+
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
@@ -39,11 +49,12 @@ def flags(
     ] = None,
     *,
     form: Annotated[
-        Form | None,
+        PresetForm | None,
         typer.Option(
             "--as",
             help="options: JSON, which is a Python dict too, for jax.jit(compiler_options=). "
-            "xla-flags: a line for XLA_FLAGS. env: a file for a shell to source.",
+            "xla-flags: a line for XLA_FLAGS. env: a file for a shell to source. slurm: an sbatch "
+            "script. k8s: the `env:` of a container. dockerfile: ENV lines of an image.",
         ),
     ] = None,
     check_: Annotated[
@@ -57,9 +68,9 @@ def flags(
     ] = None,
     json: Json = False,
 ) -> int:
-    """XLA's options and NCCL's variables for a pod, each with its reason; or a check of yours.
+    """Print XLA options and NCCL variables for a pod, with reasons; or check yours.
 
-    With --check, exit code 1 if one is dead: rejected, of a bad value, or ignored.
+    With --check, exit code 1 if a flag is dead: rejected, of a bad value, or ignored.
     """
     if (pod is None) == (check_ is None):
         raise ValueError(
@@ -68,17 +79,22 @@ def flags(
         )
     if check_ is not None:
         return _check(check_, json)
-    _print(preset(pod or ""), form, json)
+    from jaxoverlap.flags import preset
+
+    _print(preset(pod or ""), pod or "", form, json)
     return OK
 
 
-def _print(chosen_preset: Preset, form: Form | None, json: bool) -> None:
-    if form is Form.XLA_FLAGS:
+def _print(chosen_preset: Preset, pod: str, form: PresetForm | None, json: bool) -> None:
+    if form is PresetForm.XLA_FLAGS:
         say(chosen_preset.xla_flags)
-    elif form is Form.ENV:
-        say(chosen_preset.env_file.rstrip("\n"))
-    elif form is Form.OPTIONS:
+    elif form is PresetForm.OPTIONS:
         show_json(chosen_preset.options)
+    elif form is not None:
+        from jaxoverlap.flags.forms import Environment, written
+
+        cluster = parse_cluster(pod) if ":" in pod else None
+        say(written(chosen_preset.environment, Environment(form.value), cluster).rstrip("\n"))
     elif json:
         show_json({**msgspec.to_builtins(chosen_preset), "xla_flags": chosen_preset.xla_flags})
     else:
@@ -86,7 +102,7 @@ def _print(chosen_preset: Preset, form: Form | None, json: bool) -> None:
 
 
 def _tables(chosen_preset: Preset) -> None:
-    """Show the preset, with the numbers of its sources, which are listed at the end."""
+    """Print a preset as tables; its sources are numbered and listed at the end."""
     sources: dict[str, int] = {}
 
     def cite(source: str) -> str:
@@ -100,8 +116,10 @@ def _tables(chosen_preset: Preset) -> None:
         ]
         show_table(title, ("name", "value", "why", "source"), rows)
     _conflicts(chosen_preset.conflicts, cite)
+    from jaxoverlap.flags.sources import dated
+
     for source, number in sources.items():
-        say(f" {number:2}  {source}")
+        say(f" {number:2}  {dated(source)}")
 
 
 def _conflicts(conflicts: tuple[Conflict, ...], cite: Callable[[str], str]) -> None:
@@ -115,7 +133,10 @@ def _conflicts(conflicts: tuple[Conflict, ...], cite: Callable[[str], str]) -> N
 
 
 def _check(text: str, json: bool) -> int:
-    findings = check(text)
+    from jaxoverlap.flags import check
+
+    with working(f"checking the flags with jaxlib {_JAXLIB}"):
+        findings = check(text)
     if json:
         show_json({"jaxlib": _JAXLIB, "findings": findings})
     else:
@@ -124,11 +145,11 @@ def _check(text: str, json: bool) -> int:
 
 
 def _findings(findings: list[Finding]) -> None:
-    """Show a row for each flag that does not simply do what it says, dead ones first."""
+    """Print a table of the flags with a remark, dead flags first, and the count of each status."""
     odd = sorted((f for f in findings if f.status != "set"), key=lambda f: not f.dead)
     if odd:
         show_table(
-            "what XLA makes of them", ("", "flag", ""), [(f.status, f.text, f.note) for f in odd]
+            "flags with a remark", ("", "flag", ""), [(f.status, f.text, f.note) for f in odd]
         )
     counts = Counter(f.status for f in findings)
     say(f"jaxlib {_JAXLIB}: " + ", ".join(f"{n} {status}" for status, n in counts.items()))

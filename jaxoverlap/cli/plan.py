@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxoverlap._util.text import human_bytes
-from jaxoverlap.cli.differences import differences
-from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json, show_table
-from jaxoverlap.flags import FLAGS
-from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv, variables
-from jaxoverlap.plan.plan import MadeFor, Plan
-from jaxoverlap.tuning.table import tried_table
+from jaxoverlap._util.text import human_bytes, table_width
+from jaxoverlap.cli.shell.errors import NO, OK
+from jaxoverlap.cli.shell.options import Json
+from jaxoverlap.cli.shell.output import command, say, show_json, show_table
+from jaxoverlap.hardware.cluster import parse_cluster
+
+if TYPE_CHECKING:
+    from jaxoverlap.plan.channel_row import ChannelRow
+    from jaxoverlap.plan.plan import MadeFor, Plan
 
 plan = typer.Typer(no_args_is_help=True, help="Show a plan's file, or compare two.")
 _File = Annotated[
@@ -26,13 +28,16 @@ _File = Annotated[
 ]
 
 
-class Form(StrEnum):
-    """The part of a plan that is printed, in the form that its reader takes."""
+class PlanForm(StrEnum):
+    """A part of a plan, in the format of the program that reads it."""
 
     OPTIONS = "options"
     XLA_FLAGS = "xla-flags"
     ENV = "env"
     CSV = "csv"
+    SLURM = "slurm"
+    K8S = "k8s"
+    DOCKERFILE = "dockerfile"
 
 
 @plan.command()
@@ -41,26 +46,31 @@ def show(
     file: _File,
     *,
     form: Annotated[
-        Form | None,
+        PlanForm | None,
         typer.Option(
             "--as",
             help="options: XLA's, as JSON. xla-flags: these as a line for XLA_FLAGS. env: NCCL's "
-            "variables, as a file for a shell to source. csv: the channels, as a file for NCCL's "
-            "example tuner plugin.",
+            "variables, as a file for a shell to source. slurm: these and XLA_FLAGS in an sbatch "
+            "script. k8s: the `env:` of a container. dockerfile: ENV lines of an image. csv: the "
+            "channels, as a file for NCCL's example tuner plugin.",
         ),
     ] = None,
     json: Json = False,
 ) -> int:
-    """What a plan says: matmuls, options, NCCL's settings, predictions, what it is made for."""
+    """Print a plan: matmuls, XLA options, NCCL settings, predictions, what it was made for."""
+    from jaxoverlap.plan.plan import Plan
+
     saved_plan = Plan.read(file)
-    if form is Form.OPTIONS:
+    if form is PlanForm.OPTIONS:
         show_json(saved_plan.xla_options)
-    elif form is Form.XLA_FLAGS:
+    elif form is PlanForm.XLA_FLAGS:
         say(_xla_flags(saved_plan))
-    elif form is Form.ENV:
+    elif form is PlanForm.ENV:
         say(_env(saved_plan, file))
-    elif form is Form.CSV:
+    elif form is PlanForm.CSV:
         say(_csv(saved_plan, file).rstrip("\n"))
+    elif form is not None:
+        say(_environment(saved_plan, form).rstrip("\n"))
     elif json:
         say(saved_plan.to_json())
     else:
@@ -71,26 +81,43 @@ def show(
 @plan.command()
 @command
 def diff(a: _File, b: _File, *, json: Json = False) -> int:
-    """What differs between two plans; exit code 1 if anything does.
+    """List what differs between two plans; exit code 1 if anything does.
 
     Source lines, reasons and what a tuning tried are not compared.
     """
+    from jaxoverlap.cli.differences import differences
+    from jaxoverlap.plan.plan import Plan
+
     mismatches = differences(Plan.read(a), Plan.read(b))
     if json:
         show_json(mismatches)
     elif mismatches:
-        rows = [(d.part, d.name, _said(d.a), _said(d.b)) for d in mismatches]
-        show_table("what differs", ("", "", str(a), str(b)), rows)
+        rows = [(d.part, d.name, _text(d.a), _text(d.b)) for d in mismatches]
+        show_table("differences", ("", "", str(a), str(b)), rows)
     else:
-        say(f"{a} and {b} do, promise and are for the same")
+        say(f"{a} and {b} have the same decisions, predictions and origin")
     return NO if mismatches else OK
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def _environment(saved_plan: Plan, form: PlanForm) -> str:
+    """Write XLA_FLAGS and NCCL's variables for a cluster's software, or an image's."""
+    from jaxoverlap.flags.forms import Environment, written
+    from jaxoverlap.flags.nccl_tuner import variables
+
+    values = {**saved_plan.nccl.env, **variables(saved_plan.nccl.channels)}
+    if flags := _xla_flags(saved_plan):
+        values = {"XLA_FLAGS": flags, **values}
+    cluster = saved_plan.made_for and saved_plan.made_for.cluster
+    return written(values, Environment(form.value), parse_cluster(cluster) if cluster else None)
+
+
 def _xla_flags(saved_plan: Plan) -> str:
+    from jaxoverlap.flags import FLAGS
+
     return " ".join(
         f"--{name}={FLAGS[name].in_xla_flags(value) if name in FLAGS else value}"
         for name, value in saved_plan.xla_options.items()
@@ -99,6 +126,8 @@ def _xla_flags(saved_plan: Plan) -> str:
 
 def _env(saved_plan: Plan, file: Path) -> str:
     """Write NCCL's variables; where channels need a tuner plugin, a comment says how to load it."""
+    from jaxoverlap.flags.nccl_tuner import variables
+
     rows = saved_plan.nccl.channels
     lines = [
         f"export {name}={shlex.quote(value)}"
@@ -114,6 +143,8 @@ def _env(saved_plan: Plan, file: Path) -> str:
 
 
 def _csv(saved_plan: Plan, file: Path) -> str:
+    from jaxoverlap.flags.nccl_tuner import tuner_csv
+
     if not saved_plan.nccl.channels:
         raise ValueError(f"{file}: the plan leaves all channels to NCCL; run without a tuner file")
     return tuner_csv(saved_plan.nccl.channels)
@@ -133,7 +164,9 @@ def _tables(saved_plan: Plan) -> None:
     if saved_plan.made_for:
         show_table("made for", ("", ""), _made_for(saved_plan.made_for))
     if saved_plan.tried:
-        say(tried_table("tried", saved_plan.tried))
+        from jaxoverlap.tuning.table import tried_table
+
+        say(tried_table("tried", saved_plan.tried, width=table_width()))
 
 
 def _channels(row: ChannelRow) -> tuple[str, ...]:
@@ -143,15 +176,15 @@ def _channels(row: ChannelRow) -> tuple[str, ...]:
     return (row.kind, *sizes, channels, *counts, f"{row.algorithm}, {row.protocol}")
 
 
-def _made_for(of: MadeFor) -> list[tuple[str, str]]:
-    spread = {axis: f" over {n} NVLink domains" for axis, n in of.domains.items() if n > 1}
-    axes = [f"{axis}: {kind}{spread.get(axis, '')}" for axis, kind in of.axis_types.items()]
+def _made_for(origin: MadeFor) -> list[tuple[str, str]]:
+    spread = {axis: f" over {n} NVLink domains" for axis, n in origin.domains.items() if n > 1}
+    axes = [f"{axis}: {kind}{spread.get(axis, '')}" for axis, kind in origin.axis_types.items()]
     return [
-        ("step", of.step[:12]),
-        ("arguments", str(len(of.arguments))),
-        ("results", str(len(of.results))),
+        ("step", origin.step[:12]),
+        ("arguments", str(len(origin.arguments))),
+        ("results", str(len(origin.results))),
         ("axes", "; ".join(axes)),
-        ("devices", of.devices),
-        ("cluster", of.cluster or "not known"),
-        *of.versions.items(),
+        ("devices", origin.devices),
+        ("cluster", origin.cluster or "not known"),
+        *origin.versions.items(),
     ]

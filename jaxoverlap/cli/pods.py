@@ -1,4 +1,4 @@
-"""The command about GPUs: what is known, and how to lay a mesh over them."""
+"""The command that lists the known GPUs, and the meshes that fit a cluster."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxoverlap.cli.output import OK, Json, command, say, show_json, show_table
-from jaxoverlap.flags import PRESETS
+from jaxoverlap.cli.shell.errors import OK
+from jaxoverlap.cli.shell.options import Json
+from jaxoverlap.cli.shell.output import command, say, show_json, show_table
 from jaxoverlap.hardware.cluster import Cluster, chips, parse_cluster
 
 
@@ -19,10 +20,12 @@ def pods(
     *,
     json: Json = False,
 ) -> int:
-    """The chips that can be compiled for, and the presets; or what meshes fit a cluster."""
+    """List the known chips and the presets; or the meshes that fit a cluster."""
     if cluster is not None:
         _meshes(parse_cluster(cluster), json)
     elif json:
+        from jaxoverlap.flags import PRESETS
+
         presets = {p.name: {"about": p.about, "chip": p.chip} for p in PRESETS.values()}
         show_json({"chips": chips(), "presets": presets})
     else:
@@ -51,12 +54,14 @@ def _chips() -> None:
         rows,
         right=numbers,
     )
+    from jaxoverlap.flags import PRESETS
+
     presets = [(p.name, p.about, p.chip) for p in PRESETS.values()]
     show_table("presets, for `jaxoverlap flags`", ("preset", "machines", "chip"), presets)
 
 
 def _meshes(cluster: Cluster, json: bool) -> None:
-    domain = cluster.gpus_per_nvlink_domain
+    domain, hosts = cluster.gpus_per_nvlink_domain, cluster.hosts_per_nvlink_domain
     meshes = [
         {"data": cluster.num_devices // size, "model": size}
         for size in range(1, domain + 1)
@@ -66,7 +71,7 @@ def _meshes(cluster: Cluster, json: bool) -> None:
         "cluster": str(cluster),
         "devices": cluster.num_devices,
         "gpus_per_nvlink_domain": domain,
-        "hosts_per_nvlink_domain": cluster.hosts_per_nvlink_domain,
+        "hosts_per_nvlink_domain": hosts,
         "processes_per_host": cluster.processes_per_host,
         "meshes": meshes,
     }
@@ -74,10 +79,10 @@ def _meshes(cluster: Cluster, json: bool) -> None:
         show_json(facts)
         return
     say(
-        f"{cluster}: {cluster.num_devices} GPUs, NVLink among {domain} "
-        f"(hosts of it: {cluster.hosts_per_nvlink_domain}; {cluster.gpus_per_process} a process).\n"
-        "The last axis of a mesh varies fastest: give it the parallelism that talks most, and at "
-        "most so many GPUs. That fit:"
+        f"{cluster}: {cluster.num_devices} GPUs, {cluster.gpus_per_process} per process; "
+        f"an NVLink domain has {domain}, on {hosts} host{'s' * (hosts > 1)}.\n"
+        "The last axis of a mesh varies fastest: give it the parallelism that communicates most, "
+        f"and at most {domain} GPUs. Meshes that fit:"
     )
     for mesh in meshes:
         say("  --mesh " + ",".join(f"{name}={size}" for name, size in mesh.items()))

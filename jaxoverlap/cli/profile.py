@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Processes, with_processes
-from jaxoverlap.cost.find import cost_model
-from jaxoverlap.cost.model import CostModel
-from jaxoverlap.profiling.profile import Profile, read
-from jaxoverlap.profiling.text import listed
+from jaxoverlap.cli.shell.errors import NO, OK
+from jaxoverlap.cli.shell.options import Json, Processes, with_processes
+from jaxoverlap.cli.shell.output import command, say, show_json, working
+
+if TYPE_CHECKING:
+    from jaxoverlap.cost.model import CostModel
+    from jaxoverlap.profiling.profile import Profile
 
 
 @command
@@ -52,17 +53,23 @@ def profile(
     perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
     json: Json = False,
 ) -> int:
-    """What of a step's communication was hidden, by a profile of JAX's (or PyTorch's).
+    """Read a profile of JAX or PyTorch: how much of a step's communication was hidden.
 
-    Exit code 1 if a smaller share of it than --at-least was.
+    Exit code 1 if a smaller share of the communication time than --at-least was.
     """
     for out in (html, svg, perfetto):
         if out is not None and not out.parent.is_dir():
             raise ValueError(f"{out}: there is no folder {out.parent}; make it first")
     if hlo is not None and not hlo.is_file():
         raise ValueError(f"--hlo {hlo}: there is no such file")
-    cluster = _cluster(pod, processes, prices)
-    found = read(path, cluster, compiled=hlo and hlo.read_text(), module=module)
+    if not path.exists():
+        raise ValueError(f"there is no profile {path}: give a file, or the trace's folder")
+    with working(f"reading {path}"):
+        from jaxoverlap.profiling.profile import read
+        from jaxoverlap.profiling.text import listed
+
+        cluster = _cluster(pod, processes, prices)
+        found = read(path, cluster, compiled=hlo and hlo.read_text(), module=module)
     if html:
         found.to_html(html)
     if svg:
@@ -82,16 +89,16 @@ def _cluster(pod: str | None, processes: int | None, prices: Path | None) -> Cos
     if pod is not None:
         pod = with_processes(pod, processes)
     elif processes is not None:
-        raise ValueError("--processes-per-host is of a --pod, which is not given: name both")
+        raise ValueError("--processes-per-host describes the hosts of a --pod: give both")
+    from jaxoverlap.cost.find import cost_model
+
     return cost_model(pod, table=prices) if pod or prices else None
 
 
 def _facts(found: Profile) -> dict[str, Any]:
-    """Return all but the drawn timeline; of the simulation its sums."""
+    """Return a profile as plain data, without its events."""
     left = ("timeline", "simulation")
-    facts = {
-        name: getattr(found, name) for name in Profile.__dataclass_fields__ if name not in left
-    }
+    facts = {name: getattr(found, name) for name in found.__dataclass_fields__ if name not in left}
     facts["hidden"] = found.sums.hidden
     if s := found.simulation:
         facts["simulated"] = {

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Axes, Pod, Processes, Step, target, with_processes
-from jaxoverlap.simulation.audit import Audit
-from jaxoverlap.simulation.audit import audit as audited
-from jaxoverlap.simulation.simulation import Simulation
-from jaxoverlap.simulation.simulation import simulate as simulated
+from jaxoverlap.cli.shell.errors import NO, OK
+from jaxoverlap.cli.shell.options import Axes, Json, Pod, Processes, Step, checked
+from jaxoverlap.cli.shell.output import command, say, show_json, working
 
-_Plain = Annotated[bool, typer.Option("--plain", help="Do the same with the step as it is.")]
+if TYPE_CHECKING:
+    from jaxoverlap.cli.shell.target import Target
+    from jaxoverlap.simulation.audit import Audit
+    from jaxoverlap.simulation.simulation import Simulation
+
+_Plain = Annotated[bool, typer.Option("--plain", help="Show the original step too.")]
+_AtLeast = Annotated[
+    float,
+    typer.Option(
+        help="Share of the communication time that has to be hidden, by simulation.", min=0, max=1
+    ),
+]
 _KeepRings = Annotated[
     bool,
     typer.Option(
         "--keep-rings",
-        help="Compile the overlapped step alone, and not what is faster by simulation, that or the "
-        "step without rings.",
+        help="Keep the overlapped step even if the original one is faster by simulation.",
     ),
 ]
 
@@ -38,13 +45,19 @@ def explain(
     ] = False,
     json: Json = False,
 ) -> int:
-    """What becomes of each matmul of a step, and why; compiles nothing.
+    """Show what overlap() does with each matmul of a step, and why; compiles nothing.
 
-    Exit code 1 if nothing changes: no ring, no parts of the rows, no pinned layout.
+    Exit code 1 if nothing changes: no ring, no batch split, no pinned layout.
     """
-    of = target(step, with_processes(pod, processes), axes)
-    plan = of.overlapped.explain(*of.args)
+    built = _built(step, checked(step, pod, axes, processes), axes)
+    with working(f"tracing and partitioning {step}"):
+        plan = built.overlapped.explain(*built.args)
     say(plan.to_json() if json else plan.text(verbose=verbose))
+    if not json and plan.price is not None:
+        say(
+            "Times are estimated from XLA's partitioned program; `jaxoverlap simulate` compiles "
+            "the step and simulates XLA's schedule."
+        )
     return OK if any(plan.changes) else NO
 
 
@@ -57,27 +70,55 @@ def audit(
     processes: Processes = None,
     plain: _Plain = False,
     keep_rings: _KeepRings = False,
-    at_least: Annotated[
-        float, typer.Option(help="Share of the rings' hops that has to be covered.", min=0, max=1)
-    ] = 0.0,
+    at_least: _AtLeast = 0.0,
     json: Json = False,
 ) -> int:
-    """What hides behind what, in the schedule of a step compiled for a pod.
+    """List which matmuls each collective overlaps with, in the schedule compiled for a pod.
 
-    Exit code 1 if a smaller share of the hops than --at-least is covered.
+    Exit code 1 if a smaller share of the communication time than --at-least is hidden.
     """
-    of = target(step, with_processes(pod, processes), axes)
-    audits = {"overlapped": of.compile(keep_rings=keep_rings).audit()}
+    pod = checked(step, pod, axes, processes)
+    built = _built(step, pod, axes)
+    with working(f"compiling {step} for {pod}, overlapped"):
+        compiled = built.compile(keep_rings=keep_rings)
+        audits = {"overlapped": compiled.audit()}
+        simulation = compiled.simulate(pod)
     if plain:
-        audits["plain"] = audited(of.compile_plain())
+        from jaxoverlap.simulation.audit import audit as audited
+
+        with working(f"compiling {step} for {pod} as it is"):
+            audits["plain"] = audited(built.compile_plain())
     if json:
-        show_json({name: _coverage(a) for name, a in audits.items()})
+        shares = {name: _coverage(a) for name, a in audits.items()}
+        shares["overlapped"]["hidden"] = _hidden(simulation)
+        show_json(shares)
     else:
         say(str(audits["overlapped"]))
         if plain:
             say(f"the plain step's:  {audits['plain'].total}")
-    hops = audits["overlapped"].hops
-    return OK if hops.covered >= at_least * hops.count else NO
+        say(_hidden_line(simulation))
+    return OK if _hidden(simulation) >= at_least else NO
+
+
+def _built(step: str, pod: str, axes: str) -> Target:
+    with working("importing JAX"):
+        from jaxoverlap.cli.shell.target import target
+    with working(f"building {step}"):
+        return target(step, pod, axes)
+
+
+def _hidden(step: Simulation) -> float:
+    """Return the share of a step's communication time that kernels hide; 1 if it has none."""
+    return 1 - step.exposed_s / step.communication_s if step.communication_s else 1.0
+
+
+def _hidden_line(step: Simulation) -> str:
+    if not step.communication_s:
+        return "hidden: the step has no communication"
+    return (
+        f"hidden: {_hidden(step):.1%} of {step.communication_s * 1e3:.3g} ms of communication, "
+        "by simulation"
+    )
 
 
 def _coverage(audit: Audit) -> dict[str, Any]:
@@ -97,17 +138,25 @@ def simulate(
     html: Annotated[Path | None, typer.Option(help="Write a page to zoom into.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write a trace for Perfetto.")] = None,
+    at_least: _AtLeast = 0.0,
     json: Json = False,
 ) -> int:
-    """What a step takes in seconds on a pod, by simulation, and what of it is exposed."""
+    """Simulate a step on a pod: its seconds, and what of its communication is exposed.
+
+    Exit code 1 if a smaller share of the communication time than --at-least is hidden.
+    """
     for path in (html, svg, perfetto):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
-    pod = with_processes(pod, processes)
-    of = target(step, pod, axes)
-    steps = {"overlapped": of.compile(keep_rings=keep_rings).simulate(pod)}
+    pod = checked(step, pod, axes, processes)
+    built = _built(step, pod, axes)
+    with working(f"compiling {step} for {pod}, overlapped"):
+        steps = {"overlapped": built.compile(keep_rings=keep_rings).simulate(pod)}
     if plain:
-        steps["plain"] = simulated(of.compile_plain(), pod)
+        from jaxoverlap.simulation.simulation import simulate as simulated
+
+        with working(f"compiling {step} for {pod} as it is"):
+            steps["plain"] = simulated(built.compile_plain(), pod)
     overlapped, other = steps["overlapped"], steps.get("plain")
     if html:
         overlapped.to_html(html, plain=other)
@@ -121,13 +170,15 @@ def simulate(
         say(str(overlapped))
         if other is not None:
             say(f"\nplain: {str(other).splitlines()[0]}")
-    return OK
+        say(_hidden_line(overlapped))
+    return OK if _hidden(overlapped) >= at_least else NO
 
 
 def _seconds(step: Simulation) -> dict[str, Any]:
     names = ("step_s", "compute_s", "slowdown_s", "exposed_s", "communication_s", "bound_s")
     return {
         "module": step.module,
+        "hidden": _hidden(step),
         **{name: getattr(step, name) for name in names},
         "link_s": step.link_s,
         "unknown": step.unknown,

@@ -1,18 +1,19 @@
-"""The command that finds a plan."""
+"""The command that searches for the fastest plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxoverlap import api
-from jaxoverlap.cli.output import NO, OK, Json, command, say, show_json
-from jaxoverlap.cli.target import Axes, Processes, Step, target, target_here, with_processes
-from jaxoverlap.tuning.tune import Tuning
+from jaxoverlap.cli.shell.errors import NO, OK
+from jaxoverlap.cli.shell.options import Axes, Json, Processes, Step, checked, parse_axes
+from jaxoverlap.cli.shell.output import command, say, show_json, working
 
-_DEFAULT = Tuning()
+if TYPE_CHECKING:
+    from jaxoverlap.plan.plan import Plan
 
 
 @command
@@ -27,7 +28,7 @@ def tune(
     processes: Processes = None,
     budget: Annotated[
         float, typer.Option(help="Seconds after which no other candidate is tried.")
-    ] = _DEFAULT.budget_s,
+    ] = 240.0,
     out: Annotated[Path, typer.Option(help="The plan's file.")] = Path("plan.json"),
     measure: Annotated[
         bool, typer.Option("--measure", help="Time candidates on the devices that JAX sees here.")
@@ -37,31 +38,47 @@ def tune(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Find the plan under which a step is fastest, for overlap(step, plan="plan.json").
+    """Search for the fastest plan of a step, for overlap(step, plan="plan.json").
 
-    Shows what was tried on stderr. Exit code 1 if nothing beats the step as it is; the plan is
-    then to leave it so.
+    Shows what was tried on stderr. Exit code 1 if nothing is faster than the original step; the
+    plan then leaves the step as it is. Ctrl-C ends it; another run goes on with what was tried.
     """
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}; make it first")
     if pod is not None:
-        pod = with_processes(pod, processes)
+        pod = checked(step, pod, axes, processes)
     elif processes is not None:
-        raise ValueError("--processes-per-host is of a --pod, which is not given: name both")
-    if measure:
-        of = target_here(step, pod, axes)
-    elif pod is not None:
-        of = target(step, pod, axes)
-    else:
+        raise ValueError("--processes-per-host describes the hosts of a --pod: give both")
+    if pod is None and not measure:
         raise ValueError(
             "tune needs --pod, as in --pod h100-sxm:8x8, to simulate on; or --measure, to time the "
             "step on the devices that are here"
         )
-    plan = api.tune(of.step, of.args, cluster=of.pod, budget_s=budget, measure=measure, cache=cache)
+    parse_axes(axes)
+    with working("importing JAX"):
+        from jaxoverlap import api
+        from jaxoverlap.cli.shell.target import target, target_here
+    with working(f"building {step}"):
+        built = target_here(step, pod, axes) if pod is None or measure else target(step, pod, axes)
+    plan = api.tune(
+        built.step, built.args, cluster=built.pod, budget_s=budget, measure=measure, cache=cache
+    )
     plan.write(out)
     if json:
         fields = ("plain", "predictions", "measured", "nccl", "tried")
         show_json({"plan": str(out), **{name: getattr(plan, name) for name in fields}})
     else:
-        say(f"{plan.summary}\n\nwritten to {out}: jaxoverlap.overlap(step, plan={str(out)!r})")
+        say("\n".join([plan.summary, *conditions(plan, out), ""]))
+        say(f"written to {out}: jaxoverlap.overlap(step, plan={str(out)!r})")
     return NO if plan.plain else OK
+
+
+def conditions(plan: Plan, out: Path) -> Iterator[str]:
+    """Yield the condition of the summary's step time, if the table shows another time."""
+    taken = next((a for a in plan.tried if a.taken), None)
+    if plan.nccl.channels and plan.predictions and taken and taken.step_s:
+        yield (
+            f"  {plan.predictions.step_s * 1e3:.1f} ms needs NCCL's tuner plugin with the plan's "
+            f"channels (jaxoverlap plan show {out} --as csv); without it the step takes "
+            f"{taken.step_s * 1e3:.1f} ms, as in the table."
+        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxoverlap.cost.tables import Curve, Here, InAStep, Tables
+from jaxoverlap.cost.tables import ChipTables, Here, InAStep
 from jaxoverlap.hardware.cluster import Chip, Cluster, Link, chips
 
 
-def with_memory_of(chip: Chip, tables: Tables) -> Tables:
+def with_memory_of(chip: Chip, tables: ChipTables) -> ChipTables:
     """The tables, for a chip that differs from the measured one in its memory alone."""
     was = next((c for c in chips() if c.name == tables.chip), chip)
     faster = chip.memory_bandwidth_bytes_per_s / was.memory_bandwidth_bytes_per_s
@@ -22,15 +22,46 @@ def with_memory_of(chip: Chip, tables: Tables) -> Tables:
     return msgspec.structs.replace(tables, matmuls=scaled, memory=memory)
 
 
-def in_a_step(tables: Tables, times: InAStep) -> Tables:
+# How many times longer the operations of bf16 matmuls take in a step than in the loops that the
+# tables were measured by; launches and bytes, which small matmuls are bound by, stay as they are.
+# H100s draw their power limit for seconds (fitted, `benchmarks.published.steps`); torchtitan's of
+# 500 W: fitted to its steps. Blackwell: as the H100, an assumption; Blackwell Ultra, which may draw
+# a sixth more: none, another. A100s keep their clocks: llm-foundry's and Megatron's published steps
+# give 0.95 to 1.0.
+_MATMULS_IN_A_STEP = {
+    "h100-sxm": 1.10,
+    "h200": 1.10,
+    "h100-sxm-500w": 1.55,
+    "b200": 1.10,
+    "gb200": 1.10,
+}
+# Narrow dtypes: operations per second over those in bf16, as in all data sheets, and bytes of an
+# element with its scale. The rows of fp8 matmuls are no measure of a step: on H100s, H200s and
+# GB200s they are slower than bf16's with a short contraction, so they have the making of fp8 in
+# them, which a step counts apart; on B200s a large one reaches 0.7 of this.
+_NARROW = {"fp8": (2.0, 1.0)}
+_NARROW_ON_BLACKWELL = _NARROW | {"mxfp8": (2.0, 1 + 1 / 32), "nvfp4": (4.0, 1 / 2 + 1 / 16)}
+
+
+def with_steps_matmuls(chip: Chip, tables: ChipTables) -> ChipTables:
+    """Return the tables with matmuls as slow as published steps of a chip show them."""
+    bf16 = tables.matmuls["bf16"]
+    flops_per_s = bf16.flops_per_s / _MATMULS_IN_A_STEP.get(chip.name, 1.0)
+    matmuls = {"bf16": msgspec.structs.replace(bf16, flops_per_s=flops_per_s)}
+    if "fp8" in tables.matmuls:
+        narrow = _NARROW_ON_BLACKWELL if chip.compute_capability >= (10, 0) else _NARROW
+        matmuls |= {
+            dtype: msgspec.structs.replace(bf16, flops_per_s=rate * flops_per_s, element_bytes=size)
+            for dtype, (rate, size) in narrow.items()
+        }
+    return msgspec.structs.replace(tables, matmuls=matmuls)
+
+
+def in_a_step(tables: ChipTables, times: InAStep) -> ChipTables:
     """Tables of loops, with all times as in a step."""
     memory, permutes, skew = tables.memory, tables.permutes, tables.skew
     assert tables.here and memory.curve and permutes.curve and skew
     waits = times.collectives
-    curves = {
-        kind: {size: _longer(curve, waits) for size, curve in sizes.items()}
-        for kind, sizes in tables.collectives.curves.items()
-    }
     change = msgspec.structs.replace
     return change(
         tables,
@@ -47,26 +78,22 @@ def in_a_step(tables: Tables, times: InAStep) -> Tables:
             memory,
             launch_s=memory.launch_s * times.memory,
             bytes_per_s=memory.bytes_per_s / times.memory,
-            curve=_longer(memory.curve, times.memory),
+            curve=memory.curve.scaled(times.memory),
             transcendental_s=memory.transcendental_s * times.memory,
         ),
-        collectives=change(tables.collectives, curves=curves),
+        collectives=tables.collectives.scaled(dict.fromkeys(tables.collectives.curves, waits)),
         permutes=change(
             permutes,
             latency_s=permutes.latency_s * waits,
             bytes_per_s=permutes.bytes_per_s / waits,
-            curve=_longer(permutes.curve, waits),
+            curve=permutes.curve.scaled(waits),
         ),
         skew=change(skew, most_s={size: s * waits for size, s in skew.most_s.items()}),
         here=change(tables.here, in_a_step=times),
     )
 
 
-def _longer(curve: Curve, times: float) -> Curve:
-    return Curve(curve.bytes_moved, tuple(times * s for s in curve.seconds))
-
-
-def cluster_here(tables: Tables, here: Here) -> Cluster:
+def cluster_here(tables: ChipTables, here: Here) -> Cluster:
     """The cluster that `--here` found: one host, whose devices all reach each other.
 
     Devices of several hosts count as one host's, as what was measured is the links between them.

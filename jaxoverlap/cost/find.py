@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 
 from jaxoverlap.cost import tables as measured
-from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of
+from jaxoverlap.cost.adjusted_tables import cluster_here, with_memory_of, with_steps_matmuls
+from jaxoverlap.cost.facts import MATMUL_SHARE, tables_from_facts
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.hardware.cluster import Cluster, chips, parse_cluster
+from jaxoverlap.cost.tables import ChipTables
+from jaxoverlap.hardware.cluster import Chip, Cluster, chips, parse_cluster
 
 
 def cost_model(
-    cluster: Cluster | str | None = None, *, table: str | os.PathLike[str] | None = None
+    cluster: Cluster | str | None = None,
+    *,
+    table: str | os.PathLike[str] | None = None,
+    matmul_share: float | None = None,
+    loops: bool = False,
 ) -> CostModel:
     """The cost model of a cluster, with the package's tables of its chip or with a file's.
 
@@ -19,11 +25,17 @@ def cost_model(
         cluster: what `parse_cluster` takes or gives. May be left out where `table` is the work of
             `python -m jaxoverlap.calibrate --here` or `--from-profile`: then it is what that found.
         table: a file of tables to take in place of the package's.
+        matmul_share: price the chip by its data sheet instead, with matmuls at this share of the
+            peak (`jaxoverlap.cost.facts`): for a chip that has no tables.
+        loops: price matmuls as the package's tables were measured, in loops of nothing else, and
+            not as they run in a step.
 
     Raises:
-        ValueError: for a cluster that does not parse, a chip that has no tables, or a file that is
-            no table of this chip.
+        ValueError: for `table` and `matmul_share` together, a share that is none, a cluster that
+            does not parse, a chip that has no tables, or a file that is no table of this chip.
     """
+    if table is not None and matmul_share is not None:
+        raise ValueError(f"table={table} and matmul_share={matmul_share}: give one of these")
     tables = None if table is None else measured.read(table)
     if cluster is None and tables and tables.here:
         return CostModel(cluster_here(tables, tables.here), tables)
@@ -35,14 +47,29 @@ def cost_model(
                 "--from-profile"
             )
     cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    tables = tables or measured.packaged(cluster.chip.name)
+    if matmul_share is not None:
+        return CostModel(cluster, tables_from_facts(cluster.chip, matmul_share))
+    if tables is None:
+        return CostModel(cluster, _packaged(cluster.chip, loops=loops))
+    return CostModel(cluster, with_memory_of(cluster.chip, tables))
+
+
+def _packaged(chip: Chip, *, loops: bool) -> ChipTables:
+    """Return the package's tables for a chip, with matmuls as in a step or as in loops."""
+    tables = measured.packaged(chip.name)
     if tables is None:
         known = ", ".join(c.name for c in chips() if measured.packaged(c.name))
         raise ValueError(
-            f"no tables of {cluster.chip.name}: known are {known}; give table=, a file made by "
-            "`python -m jaxoverlap.calibrate --here`"
+            f"no tables of {chip.name}: known are {known}; give table=, a file made by "
+            "`python -m jaxoverlap.calibrate --here`, or matmul_share=, for its data sheet's rates"
         )
-    return CostModel(cluster, with_memory_of(cluster.chip, tables))
+    tables = with_memory_of(chip, tables)
+    return tables if loops else with_steps_matmuls(chip, tables)
+
+
+def cost_or_facts(cluster: Cluster) -> CostModel:
+    """The cost model by the package's tables, or by the data sheet of a chip that has none."""
+    return cost_model(cluster, matmul_share=None if has_cost_model(cluster) else MATMUL_SHARE)
 
 
 def has_cost_model(cluster: Cluster) -> bool:

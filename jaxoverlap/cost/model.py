@@ -16,11 +16,11 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from jaxoverlap.cost import nccl
+from jaxoverlap.cost import contention, nccl
 from jaxoverlap.cost.groups import ALONE, Group, Sent, Share
 from jaxoverlap.cost.kernels import KernelWork
 from jaxoverlap.cost.nccl import Channels
-from jaxoverlap.cost.tables import Matmuls, Tables
+from jaxoverlap.cost.tables import ChipTables, MatmulTable
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.plan.collectives import PERMUTE
 
@@ -64,7 +64,7 @@ class CostModel:
     """
 
     cluster: Cluster
-    tables: Tables
+    tables: ChipTables
     permute_channels: int | None = None
     given: tuple[tuple[Sent, Channels], ...] = ()
 
@@ -74,11 +74,13 @@ class CostModel:
         """Seconds of [batch, m, k] x [batch, k, n].
 
         Alone: the table. Beside a collective the time over the launch grows by the ratio of waves,
-        ceil(tiles / SMs left) / ceil(tiles / SMs), and is no shorter than the matmul's bytes take
-        at the memory bandwidth that is left.
+        ceil(tiles / SMs left) / ceil(tiles / SMs), and by the collective's share of the memory
+        (`contention.compute_factor`); it is no shorter than the matmul's bytes take at the memory
+        bandwidth that is left.
 
         Args:
-            dtype: the operands', as HLO writes it; "fp8" for either kind.
+            dtype: the operands', as HLO writes it; "fp8" for either kind; on Blackwell also
+                "mxfp8" and "nvfp4", with their scales.
 
         Raises:
             ValueError: for dims below one, or a dtype that was not measured.
@@ -89,7 +91,9 @@ class CostModel:
         over_launch_s = max(table.seconds(m, n, k, batch) - table.launch_s, 0.0) * times
         if beside != ALONE:
             memory_s = table.bytes_touched(m, n, k, batch) * times / self._memory_left(beside)
-            over_launch_s = max(over_launch_s * self._more_waves(m, n, batch, beside), memory_s)
+            waves = self._more_waves(m, n, batch, beside)
+            slower = contention.compute_factor(waves, beside, self.cluster.chip)
+            over_launch_s = max(over_launch_s * slower, memory_s)
         return table.launch_s + over_launch_s
 
     def attention_s(
@@ -134,7 +138,8 @@ class CostModel:
             return seconds
         moved = 4.0 * heads * (queries + keys) * head_size
         waves = self._waves_ratio(heads * math.ceil(queries / 128), beside)
-        over_launch_s = max(seconds - table.launch_s, 0.0) * waves
+        slower = contention.compute_factor(waves, beside, self.cluster.chip)
+        over_launch_s = max(seconds - table.launch_s, 0.0) * slower
         return table.launch_s + max(over_launch_s, moved / self._memory_left(beside))
 
     @property
@@ -312,7 +317,7 @@ class CostModel:
     def _given(self) -> dict[Sent, Channels]:
         return dict(self.given)
 
-    def _matmuls(self, dtype: str) -> tuple[Matmuls, float]:
+    def _matmuls(self, dtype: str) -> tuple[MatmulTable, float]:
         """The table that holds for a dtype, and how many times longer its matmuls take."""
         tables = self.tables.matmuls
         name, times = (dtype, 1.0) if dtype in tables else _DTYPES.get(dtype, (dtype, 1.0))

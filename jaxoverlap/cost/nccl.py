@@ -7,8 +7,11 @@ the least over ring and tree and the three protocols. It is a model and no measu
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from jaxoverlap.hardware.cluster import Link
 
@@ -25,6 +28,18 @@ _TREE_REACHES = (
     (*(0.9,) * 7, 0.8, 0.7, 0.6, 0.6, *(0.5,) * 4, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
 )
 _PLATEAU = 1.4  # an all-reduce by a ring over the network, Simple: its latency is longer
+
+# The latency of a network's transfer for which `step_s` gives NCCL's own steps: NCCL chooses the
+# algorithm and the protocol by those, whatever the network really takes.
+_ASSUMED_LATENCY_S = _RING[0][2] + _RING[2][2]
+# LL128 is not taken above this, an assumption: 32 hosts of H100s gather 2 GB in Simple's time, and
+# 155 to 309 MB in LL128's (NVIDIA/nccl issue 1218; marin-community/marin issue 6304).
+_LARGEST_LL128_BYTES = 512 * 2**20
+# Racks of NVLink (GB200 NVL72) joined by InfiniBand: seconds of a ring's step, and the share of
+# NVLink's rate that more than two racks reach. Fitted to CoreWeave's all-reduces of 512 MiB and
+# 16 GiB on 1440 GPUs (coreweave/nccl-tests, NCCL 2.26.2); those on 144 GPUs had no part in it.
+_RACK_STEP_S, _MANY_RACKS_SHARE = 1.5e-6, 0.55
+_LARGEST_HOST = 8  # GPUs: a larger NVLink domain is a rack
 
 # NCCL's search for channels settles at this share of a NIC's rate: 48 of a 400 Gb/s NIC's 50 GB/s
 # (src/graph/search.cc, sm90SpeedArrayInter).
@@ -88,6 +103,11 @@ class Spread:
         return -(-self.size // self.domains)
 
     @property
+    def joins_racks(self) -> bool:
+        """Return whether the domains are racks, which NVLink joins across hosts."""
+        return self.here > _LARGEST_HOST
+
+    @property
     def nic_bytes_per_s(self) -> float:
         """Return the bytes per second that a device sends over the network."""
         return self.network.bandwidth_bytes_per_s * _NETWORK_EFFICIENCY
@@ -117,13 +137,52 @@ def collective_s(kind: str, bytes_moved: float, spread: Spread) -> float:
     """
     if kind == "all-to-all":
         return _exchange_s(bytes_moved, spread)
-    ways = [_ring_s(protocol, kind, bytes_moved, spread) for protocol in range(3)]
+    if spread.joins_racks:
+        return _racks_s(kind, bytes_moved, spread)
+    algorithms: list[Callable[[int, float, Spread], float]] = [
+        functools.partial(_ring_s, kind=kind)
+    ]
     if kind == "all-reduce":  # NCCL has trees for nothing else
-        ways += [_tree_s(protocol, bytes_moved, spread) for protocol in range(3)]
-    return min(ways)
+        algorithms.append(_tree_s)
+    assumed = replace(spread, network=replace(spread.network, latency_s=_ASSUMED_LATENCY_S))
+    algorithm, protocol = min(
+        itertools.product(algorithms, _protocols(bytes_moved, spread.network)),
+        key=lambda choice: choice[0](choice[1], bytes_moved, assumed),
+    )
+    if kind == "all-reduce":
+        return algorithm(protocol, bytes_moved, spread)
+    return _ring_in_step_s(protocol, bytes_moved, spread)
 
 
-def _ring_s(protocol: int, kind: str, bytes_moved: float, spread: Spread) -> float:
+def _protocols(bytes_moved: float, network: Link) -> tuple[int, ...]:
+    """Return the protocols that a network allows for a message."""
+    if network.simple_only:
+        return (2,)
+    return (0, 1, 2) if bytes_moved <= _LARGEST_LL128_BYTES else (0, 2)
+
+
+def _ring_in_step_s(protocol: int, bytes_moved: float, spread: Spread) -> float:
+    """Return the seconds of a ring, each of whose steps waits for the hops between domains.
+
+    NCCL's tuning model lets only the steps between domains take the network's time (`_ring_s`). In
+    every step of a ring some hop crosses the network, though, and all others wait for it: 32 hosts
+    of H100s gather 2 GB at about 200 GB/s, where NCCL's formula says 360.
+    All-reduces are left with NCCL's formula, which their published curves follow.
+    """
+    start_s, _, far_s = (seconds[protocol] for seconds in _RING)
+    return start_s + (spread.size - 1) * spread.step_s(far_s) + bytes_moved / spread.rate(protocol)
+
+
+def _racks_s(kind: str, bytes_moved: float, spread: Spread) -> float:
+    """Return the seconds of a ring through racks that NVLink joins inside."""
+    steps = (2 if kind == "all-reduce" else 1) * (spread.size - 1)
+    share = _MANY_RACKS_SHARE if spread.domains > 2 else 1.0
+    rate = min(share * spread.nvlink_bytes_per_s, spread.here * spread.nic_bytes_per_s)
+    return _RING[0][2] + steps * _RACK_STEP_S + bytes_moved / rate
+
+
+def _ring_s(protocol: int, bytes_moved: float, spread: Spread, *, kind: str) -> float:
+    """Return the seconds that NCCL expects of a ring."""
     start_s, near_s, far_s = (seconds[protocol] for seconds in _RING)
     reduces = kind == "all-reduce"
     steps = (2 if reduces else 1) * (spread.size - 1)

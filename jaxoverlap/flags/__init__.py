@@ -1,16 +1,15 @@
-"""Flags as data: XLA's options and NCCL's variables, presets of pods, and what is dead.
+"""Flags as data: XLA's options, NCCL's variables, presets of both, and a check for dead flags.
 
 preset("h100-sxm:8x8").options       # what jax.jit(compiler_options=) takes
 check("--xla_gpu_graph_level=0")     # what the installed XLA makes of it
 """
 
 from jaxoverlap.flags.check import Finding, check
-from jaxoverlap.flags.dead import DEAD, Dead
 from jaxoverlap.flags.presets import PRESETS, preset
 from jaxoverlap.flags.required import is_gpu, options_for
 from jaxoverlap.flags.setting import Conflict, Preset, Setting
 from jaxoverlap.flags.variables import VARIABLES, Variable
-from jaxoverlap.flags.xla import FLAGS, Flag
+from jaxoverlap.flags.xla import DEAD, FLAGS, Dead, Flag
 
 __all__ = [
     "DEAD",

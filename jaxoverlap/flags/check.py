@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxoverlap.flags.compiler import Answer, ask
-from jaxoverlap.flags.dead import DEAD
+from jaxoverlap.flags.compiler import FlagsAnswer, ask
 from jaxoverlap.flags.extract import Given, flags_in, strays_in, variables_in
 from jaxoverlap.flags.variables import NCCL_VERSION, PLUGINS, nccl_names
-from jaxoverlap.flags.xla import FLAGS, versions
+from jaxoverlap.flags.xla import DEAD, FLAGS, versions
 
 Status = Literal["rejected", "bad value", "ignored", "unread", "renamed", "default", "set"]
 _DEAD: tuple[Status, ...] = ("rejected", "bad value", "ignored")
@@ -41,12 +40,12 @@ class Finding:
 
     @property
     def dead(self) -> bool:
-        """Return whether XLA rejects or ignores it, or its value."""
+        """Return whether XLA rejects or ignores the flag, or rejects its value."""
         return self.status in _DEAD
 
 
 def check(text: str) -> list[Finding]:
-    """Check flags against the installed XLA, asked in a child process, which it may end.
+    """Check flags with the installed XLA, in a child process that XLA may abort.
 
     Args:
         text: a line for XLA_FLAGS, or the path of a script that sets them: a shell's, YAML or
@@ -73,8 +72,8 @@ def _without_what_follows(findings: list[Finding], strays: Sequence[str]) -> lis
     if not strays:
         return findings
     unread = f"XLA stops reading at {strays[0]!r}, which is no flag"
-    kept = [Finding(f.text, "ignored", unread) if f.text in strays else f for f in findings]
-    return [*kept, Finding(strays[0], "ignored", f"{unread}: write --name=value")]
+    checked = [Finding(f.text, "ignored", unread) if f.text in strays else f for f in findings]
+    return [*checked, Finding(strays[0], "ignored", f"{unread}: write --name=value")]
 
 
 def _flags(flags: Sequence[Given]) -> list[Finding]:
@@ -95,30 +94,32 @@ def _flags(flags: Sequence[Given]) -> list[Finding]:
     ]
 
 
-def _finding(given: Given, answer: Answer, plain: Answer, trials: Sequence[Answer]) -> Finding:
-    if given.value is None:  # a bool needs none; of others, what any value does tells
+def _finding(
+    setting: Given, answer: FlagsAnswer, plain: FlagsAnswer, trials: Sequence[FlagsAnswer]
+) -> Finding:
+    if setting.value is None:  # a bool needs none; of others, what any value does tells
         known = [a for a in trials if not a.unknown]
         answer = next((a for a in (answer, *known) if a.fields is not None), (*known, answer)[0])
     if answer.unknown:
-        return Finding(given.text, "rejected", _instead(given.name, plain))
+        return Finding(setting.text, "rejected", _instead(setting.name, plain))
     if answer.fields is None:
-        return Finding(given.text, "bad value", _wanted(given.name) or answer.reason)
+        return Finding(setting.text, "bad value", _wanted(setting.name) or answer.reason)
     changed = dict.fromkeys(n for a in (answer, *trials) for n in _changed(a, plain))
     if not changed:
-        return Finding(given.text, "ignored", answer.reason or _advice(given.name))
-    if given.name not in changed:
-        return Finding(given.text, "renamed", f"sets {', '.join(changed)}")
+        return Finding(setting.text, "ignored", answer.reason or _advice(setting.name))
+    if setting.name not in changed:
+        return Finding(setting.text, "renamed", f"sets {', '.join(changed)}")
     if _changed(answer, plain):
-        return Finding(given.text, "set")
-    return Finding(given.text, "default")
+        return Finding(setting.text, "set")
+    return Finding(setting.text, "default")
 
 
-def _changed(answer: Answer, plain: Answer) -> tuple[str, ...]:
+def _changed(answer: FlagsAnswer, plain: FlagsAnswer) -> tuple[str, ...]:
     return answer.differs_from(plain) if answer.fields is not None else ()
 
 
-def _instead(name: str, plain: Answer) -> str:
-    """Say until when XLA knew an unknown name, and what to write in its place."""
+def _instead(name: str, plain: FlagsAnswer) -> str:
+    """Return the last jaxlib that had an unknown flag, and its replacement."""
     if dead := DEAD.get(name):
         first, when = next(iter(versions())), dead.until
         gone = f"last seen in jaxlib {when}" if when else f"gone before jaxlib {first}"
@@ -132,13 +133,13 @@ def _advice(name: str) -> str:
 
 
 def _wanted(name: str) -> str:
-    """The values of an enum as XLA_FLAGS have them, where they are known."""
+    """Return the values that XLA_FLAGS accepts for an enum flag, if they are known."""
     short = FLAGS[name].short.values() if name in FLAGS else ()
     return f"XLA_FLAGS take {', '.join(short)}" if short else ""
 
 
-def _variable(given: Given) -> Finding:
-    name = given.name
+def _variable(setting: Given) -> Finding:
+    name = setting.name
     if name in nccl_names():
         return Finding(name, "set")
     if name.startswith(PLUGINS):

@@ -1,4 +1,4 @@
-"""Ask the installed XLA, in a child process, what it makes of XLA_FLAGS.
+"""Parse XLA_FLAGS with the installed XLA, in a child process, and read the options it sets.
 
 No document says which flags a version has, what they are by default, and what an old name now
 sets; XLA ends the process that has a flag it does not know.
@@ -22,8 +22,8 @@ _WARNING = re.compile(r"^W\d{4} [^\]]*\] (.*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """XLA's answer to one line of flags.
+class FlagsAnswer:
+    """The options that XLA sets for one line of flags, or its error.
 
     Attributes:
         fields: XLA's options and their values, several where an option is a list; None if XLA ended
@@ -36,8 +36,8 @@ class Answer:
     reason: str
     unknown: bool = False
 
-    def differs_from(self, other: Answer) -> tuple[str, ...]:
-        """Name the options to which the two give different values."""
+    def differs_from(self, other: FlagsAnswer) -> tuple[str, ...]:
+        """Return the options whose values differ."""
         mine, others = self.fields or {}, other.fields or {}
         names = dict.fromkeys((*mine, *others))
         return tuple(n for n in names if sorted(mine.get(n, ())) != sorted(others.get(n, ())))
@@ -48,8 +48,8 @@ def ask(
     *,
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
-) -> list[Answer]:
-    """Ask XLA what each of some lines of XLA_FLAGS does, one process a line.
+) -> list[FlagsAnswer]:
+    """Return the options that XLA sets for each line of XLA_FLAGS, one process per line.
 
     Args:
         lines: as XLA_FLAGS holds them.
@@ -73,17 +73,17 @@ def ask(
     return [_answer(text, log) for text, log in json.loads(done.stdout)]
 
 
-def _answer(text: str, log: str) -> Answer:
+def _answer(text: str, log: str) -> FlagsAnswer:
     if text:
         warned = _WARNING.search(log)
-        return Answer(_fields(text), warned[1] if warned else "")
+        return FlagsAnswer(_fields(text), warned[1] if warned else "")
     reasons = _REASON.findall(log) or [log.strip()]
     unknown = "Unknown flag" in reasons[0]
-    return Answer(None, reasons[0].partition(" Flag parsing failed")[0], unknown)
+    return FlagsAnswer(None, reasons[0].partition(" Flag parsing failed")[0], unknown)
 
 
 def _fields(text: str) -> dict[str, tuple[str, ...]]:
-    """A printed proto's fields; an entry of a map is a value "key=value"."""
+    """Return a printed proto's fields; an entry of a map becomes a value "key=value"."""
     fields: dict[str, tuple[str, ...]] = {}
     for name, key, value in _IN_MAP.findall(text):
         fields[name] = (*fields.get(name, ()), f"{key}={value}")

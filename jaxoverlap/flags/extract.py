@@ -1,4 +1,4 @@
-"""Flags and variables, out of a line of XLA_FLAGS or a script that sets them."""
+"""Extract flags and variables from a line of XLA_FLAGS or from a script that sets them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 _COMMENT = re.compile(r"(?m)(^|\s)#.*$")
 # A value ends at a space, or at what quotes and ends strings in shells, YAML and Python.
 _FLAG = re.compile(r"""--(xla_\w+)(?:=("[^"\n]*"|'[^'\n]*'|[^\s"'`\\;)]*))?""")
+# A word of XLA_FLAGS: a value in quotes may have spaces.
+_WORD = re.compile(r"""--\w+=(?:"[^"]*"|'[^']*')|\S+""")
 _PLACEHOLDER = re.compile(r"\$|\{\{|<")
 _NAMES = r"(NCCL_[A-Z0-9_]+)"
 _VARIABLE = re.compile(
@@ -18,7 +20,7 @@ _VARIABLE = re.compile(
 
 @dataclass(frozen=True)
 class Given:
-    """A flag or a variable as it was given.
+    """A flag or a variable with its value, and its text.
 
     Attributes:
         name: without dashes.
@@ -32,7 +34,7 @@ class Given:
 
 
 def flags_in(text: str) -> list[Given]:
-    """XLA's flags in a text, each once; comments are left out."""
+    """Return XLA's flags in a text, each once, without those in comments."""
     flags = {}
     for match in _FLAG.finditer(_COMMENT.sub("", text)):
         value = match[2]
@@ -45,7 +47,7 @@ def flags_in(text: str) -> list[Given]:
 
 
 def variables_in(text: str) -> list[Given]:
-    """NCCL's variables that a text sets, each once; comments are left out."""
+    """Return the NCCL variables that a text sets, each once, without those in comments."""
     variables = {}
     for match in _VARIABLE.finditer(_COMMENT.sub("", text)):
         name, value = match[1] or match[3], match[2] if match[1] else match[4]
@@ -54,12 +56,12 @@ def variables_in(text: str) -> list[Given]:
 
 
 def strays_in(line: str) -> list[str]:
-    """The words of a line of XLA_FLAGS from the first on that is no flag: XLA reads none of them.
+    """Return the words that XLA does not read: from the first that is no flag to the line's end.
 
     So on jaxlib 0.11.2 and 0.12.0.1: "--a=1 word --b=2" sets a alone, without a word of it.
     """
-    words = line.split()
-    for at, word in enumerate(words):
+    words = _WORD.findall(line)
+    for index, word in enumerate(words):
         if not word.startswith("--"):
-            return words[at:]
+            return words[index:]
     return []

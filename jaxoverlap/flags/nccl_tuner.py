@@ -1,4 +1,4 @@
-"""Channels of each collective, in the forms that NCCL and XLA take them.
+"""Write each collective's channels as a file for NCCL's tuner plugin and as XLA options.
 
 NCCL asks a tuner plugin, for each collective, for algorithm, protocol and channels. Its example of
 one reads them from a file: CSV, of which the first row that fits is taken (NVIDIA/nccl@5067397c,
@@ -18,7 +18,7 @@ from jaxoverlap.plan.channel_row import SENDS, TUNED, ChannelRow
 
 
 def tuner_csv(rows: Sequence[ChannelRow]) -> str:
-    """The file for NCCL's example tuner plugin, which NCCL_TUNER_CONFIG_FILE names.
+    """Return the file for NCCL's example tuner plugin (NCCL_TUNER_CONFIG_FILE).
 
     Rows of permutes and exchanges are comments in it: see `channel_options`. All that no row is
     for has NCCL's own number of channels. The plugin cannot leave NCCL the algorithm and the
@@ -56,7 +56,7 @@ def _plugins_name(kind: str) -> str:
 
 def _lines(row: ChannelRow) -> list[str]:
     if row.kind in SENDS:
-        return [f"# {row.kind}, {row.channels} channels: NCCL asks no tuner about sends"]
+        return [f"# {row.kind}, {row.channels} channels: NCCL's tuner does not set sends"]
     chunks = f"# chunks of {row.chunk_bytes} bytes: not this file's to set"
     sizes, how = (row.min_bytes, row.max_bytes), (row.algorithm, row.protocol)
     line = _line(_plugins_name(row.kind), *sizes, *how, row.channels, row.nodes, row.ranks)
@@ -73,13 +73,13 @@ def _line(
     nodes: int | None,
     ranks: int | None,
 ) -> str:
-    """A row for any numPipeOps and regBuff: -1, which fits all, as of nodes and ranks."""
+    """Return one row of the file; -1 matches any number of nodes, ranks, pipe ops and buffers."""
     where = (-1 if nodes is None else nodes, -1 if ranks is None else ranks, -1, -1)
     return ",".join(map(str, (kind, least, most, algorithm, protocol, channels or 0, *where)))
 
 
 def channel_options(rows: Sequence[ChannelRow]) -> dict[str, str]:
-    """XLA's limits, as compiler options: the most channels of any collective, and of any send.
+    """Return XLA's channel limits as compiler options: one for collectives, one for sends.
 
     XLA has one number for all communicators of each; rows that want fewer get more. There is none
     where a row leaves its channels to NCCL, which may give more than the others have.
@@ -89,16 +89,16 @@ def channel_options(rows: Sequence[ChannelRow]) -> dict[str, str]:
         "xla_gpu_nccl_p2p_max_nchannels": SENDS,
     }
     options = {}
-    for name, of in kinds.items():
-        counts = [row.channels for row in rows if row.kind in of]
-        given = [count for count in counts if count is not None]
-        if given and len(given) == len(counts):
-            options[name] = str(max(given))
+    for name, kind_rows in kinds.items():
+        counts = [row.channels for row in rows if row.kind in kind_rows]
+        known = [count for count in counts if count is not None]
+        if known and len(known) == len(counts):
+            options[name] = str(max(known))
     return options
 
 
 def variables(rows: Sequence[ChannelRow]) -> dict[str, str]:
-    """Return the variable that sets the rows' chunk size, NCCL_BUFFSIZE; none if no row has one.
+    """Return NCCL_BUFFSIZE for the entries' chunk size; empty if no entry has one.
 
     In NCCL a chunk of the Simple protocol is half a channel's buffer (src/include/collectives.h:
     half of the buffer's eight steps); the default of 4 MiB makes chunks of 2 MiB.
@@ -123,6 +123,6 @@ def _check_apart(rows: Sequence[ChannelRow]) -> None:
         overlap = a.min_bytes <= b.max_bytes and b.min_bytes <= a.max_bytes
         if a.kind == b.kind and same and overlap:
             raise ValueError(
-                f"two rows for {a.kind} of {max(a.min_bytes, b.min_bytes)} bytes: the plugin would "
-                "take the first; make their sizes, nodes or ranks differ"
+                f"two entries for {a.kind} of {max(a.min_bytes, b.min_bytes)} bytes: the plugin "
+                "would take the first; make their sizes, nodes or ranks differ"
             )

@@ -1,4 +1,4 @@
-"""NCCL's variables on each network, as its owner publishes them, and where they disagree."""
+"""NCCL's variables for each network, as its vendor publishes them, and their conflicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxoverlap.flags.variables import VARIABLES
 
 
 def published(source: str, **values: str) -> tuple[Setting, ...]:
-    """Variables of one source, each for what it means."""
+    """Return settings of variables from one source, each with its meaning as the reason."""
     return tuple(Setting(n, v, VARIABLES[n].meaning, source) for n, v in values.items())
 
 
@@ -47,7 +47,7 @@ TCPX_CHANNELS = Conflict(
     "NCCL_MIN_NCHANNELS, NCCL_MAX_NCHANNELS",
     (("12 and 12", src.MAXTEXT_LAUNCH), ("not set", f"{src.AXLEARN}, a3-high")),
     "",
-    "as few SMs for collectives as NCCL needs: matmuls run beside them",
+    "as few SMs for collectives as NCCL needs: matmuls run at the same time",
 )
 TCPXO = published(
     f"{src.RECIPES_MEGA}; {src.AXLEARN}, a3-mega",
@@ -82,7 +82,7 @@ TUNER = Conflict(
     "NCCL_TUNER_PLUGIN",
     (("libnccl-tuner.so, with Google's table", f"{src.RECIPES_MEGA}; {src.AXLEARN}, a3-mega"),),
     "",
-    "where its table lies depends on the image, and a plan's own table would take its place",
+    "the table's path depends on the image, and a plan's own table would replace it",
 )
 ROCE = dict(
     **_RAILS,

@@ -1,4 +1,4 @@
-"""Presets: what overlapped steps run with on DGX systems, Google's A3 and A4, and AWS's P5.
+"""Presets of flags and variables for DGX systems, Google's A3 and A4, and AWS's P5.
 
 XLA options are those that rings need (`flags.required`) and what sources agree on beside them;
 variables are the network's, as its owner publishes them. Sources disagree, and most of their XLA
@@ -24,24 +24,24 @@ from jaxoverlap.hardware.cluster import parse_cluster
 _CUBLAS = Setting(
     "xla_gpu_enable_triton_gemm",
     "False",
-    "matmuls by cuBLAS: what chunks of rings were compiled and audited with",
+    "matmuls by cuBLAS, as in the rings' compiled and audited schedules",
     f"{src.AXLEARN}; {src.RECIPES}; {src.MAXTEXT}",
 )
 _GRAPHS = Setting(
     "xla_gpu_enable_command_buffer",
     "FUSION,CUSTOM_CALL",
-    "CUDA graphs of nothing else: on a B200 faster for all models that NVIDIA tried",
+    "CUDA graphs of these commands only: on a B200 faster for all models that NVIDIA tried",
     f"{src.TOOLBOX}, Blackwell tips; {src.RECIPES}; {src.AXLEARN}",
 )
 
 
-def _thresholds(*said: tuple[str, str]) -> Conflict:
+def _thresholds(*claims: tuple[str, str]) -> Conflict:
     return Conflict(
         "xla_gpu_{all_reduce,all_gather,reduce_scatter}_combine_threshold_bytes",
-        said,
-        "gather and scatter 1, reduce as XLA likes",
-        "gathers and scatters made one wait for the last of what they carry; they are to hide "
-        "singly, beside rings. What is all-reduced is no ring's",
+        claims,
+        "gather and scatter 1; all-reduce: XLA's default",
+        "a combined gather or scatter waits for the last of its arrays; single ones are hidden "
+        "better, also next to rings. All-reduces belong to no ring",
     )
 
 
@@ -51,7 +51,7 @@ _PIPELINING = Conflict(
         ("true", f"{src.AXLEARN}; {src.RECIPES}; {src.TOOLBOX_CI}"),
         ("on, by the new names xla_gpu_pipeline_*", src.MAXTEXT),
     ),
-    "xla_gpu_pipeline_reduce_scatter off; the others as XLA likes",
+    "xla_gpu_pipeline_reduce_scatter off; the others: XLA's default",
     "overlap() moves the first gathers of a loop itself; a scatter that is moved costs a layer's "
     "buffers. XLA_FLAGS still take the old names, compiler options do not",
 )
@@ -117,6 +117,14 @@ _QUEUES_CONFLICT = Conflict(
     "",
     "NVIDIA has measured it, and says why: kernels of higher priority need not wait there",
 )
+_LAUNCH_ORDER = Setting(
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "1",
+    "overlapped steps may run NVLink's and the network's collectives on a stream each: NCCL then "
+    "starts those of all communicators in the order in which the host launched them, the same on "
+    "every device, so that no two wait for each other for ever",
+    src.NCCL_COMMUNICATORS,
+)
 
 
 # -- clusters -------------------------------------------------------------------------------------
@@ -135,6 +143,7 @@ def _preset(
             _CUBLAS,
             *((_GRAPHS,) if blackwell else (_ONE_QUEUE,)),
             _MEMORY,
+            _LAUNCH_ORDER,
             *variables,
         ),
         (
@@ -152,10 +161,10 @@ _NO_SL = Conflict(
     "NCCL_IB_SL",
     (("1", src.TOOLBOX_SLURM),),
     "",
-    "an InfiniBand service level is the fabric's owner's to give",
+    "the owner of the fabric assigns InfiniBand service levels",
 )
 _MNNVL = net.published(
-    f"{src.NCCL}: its default, said aloud",
+    f"{src.NCCL}: its default, set explicitly",
     NCCL_MNNVL_ENABLE="2",
 )
 _NVL72 = Conflict(
@@ -233,7 +242,7 @@ _OF_CHIP = {
 
 
 def preset(pod: str) -> Preset:
-    """The preset of a name in `PRESETS`, or of a cluster such as "h100-sxm:8x8".
+    """Return the preset of a name in `PRESETS`, or of a cluster such as "h100-sxm:8x8".
 
     A cluster's network is taken to be that of NVIDIA's own systems of its chip. With one process a
     GPU no permute is a copy, and none is asked for.

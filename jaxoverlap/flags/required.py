@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits
 from jaxoverlap._jax.partitioner import CPU_SUMS_APART, many_processes_of_cpus
+from jaxoverlap.flags.graphs import without_collectives
 from jaxoverlap.flags.setting import Setting
 from jaxoverlap.hardware import pods
+from jaxoverlap.hardware.cluster import Cluster
 
-_TRIED = "tried on jax 0.11.2 and 0.12.0 with benchmarks/pod_audit.py"
+_TRIED = "tried on jax 0.11.2 and 0.12.0, on four GPT layers compiled for h100-sxm pods"
 
 
 def _ring(name: str, value: str, reason: str) -> Setting:
@@ -28,24 +32,24 @@ _APART = (
     _ring(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         "8",
-        "XLA lets one collective fly at a time: a gather of the next weights then takes the last "
-        "matmul of a ring for itself and leaves that ring's hop bare",
+        "XLA keeps one collective in flight at a time: a gather of the next weights then takes the "
+        "last matmul of a ring, and that ring's hop is exposed",
     ),
     _ring(
         "xla_gpu_all_gather_combine_threshold_bytes",
         "1",
-        "merged gathers wait for the last of what they carry, and hide behind nothing",
+        "a combined gather waits for the last of its arrays, and is not hidden",
     ),
     _ring(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         "1",
-        "merged scatters wait for the last of what they carry, and hide behind nothing",
+        "a combined scatter waits for the last of its arrays, and is not hidden",
     ),
     _ring(
         "xla_gpu_pipeline_reduce_scatter",
         "COLLECTIVE_PIPELINING_MODE_OFF",
-        "peels a layer of the backward pass out of its loop, buffers and all, to move a "
-        "reduce-scatter into the next step; ours stands right after its ring, with matmuls to come",
+        "XLA would peel a layer of the backward pass, with its buffers, out of its loop to move a "
+        "reduce-scatter into the next iteration; a ring's follows it, with matmuls still to come",
     ),
 )
 _PERMUTES = (
@@ -60,8 +64,8 @@ _PERMUTES = (
     _ring(
         "xla_gpu_collective_permute_connected_components",
         "True",
-        "a communicator a ring, and not one of all devices: only that can be of one process, and "
-        "where it is not NCCL shares its channels between fewer",
+        "a communicator for each ring, and not one for all devices: only then can it be within one "
+        "process, and otherwise NCCL shares its channels between fewer devices",
     ),
 )
 RINGS = (
@@ -69,10 +73,29 @@ RINGS = (
     _ring(
         "xla_gpu_collective_permute_combine_threshold_bytes",
         "0",
-        "hops of different rings become one, which then waits for both rings' matmuls",
+        "combined hops of different rings wait for both rings' matmuls",
     ),
     *_PERMUTES,
 )
+NVLINK_STREAM = (
+    Setting(
+        "xla_gpu_collective_domain_assignment",
+        "scale_up_fabric",
+        "by default all asynchronous collectives share one stream, on which the next hop over "
+        "NVLink waits for a gradient's all-reduce over the network that started before it. With "
+        "this option XLA launches collectives within NVLink domains on a second stream. Groups of "
+        "both kinds share at most one device of a mesh's axes; if they share more, the scheduler "
+        "pass keeps them from running at once",
+        "tried on jax 0.11.2 and 0.12.0 with tests/simulation/test_streams.py",
+    ),
+    Setting(
+        "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit",
+        "8",
+        "XLA keeps one of these in flight at a time: a second ring's hop would wait for its done",
+        "tried on jax 0.11.2 and 0.12.0 with tests/simulation/test_streams.py",
+    ),
+)
+STREAMS_VARIABLE = "JAXOVERLAP_STREAMS"  # "one" keeps all collectives on one stream
 _MOST_JOINED = 30 << 20  # bytes; XLA's default
 _SUMS_APART = "xla_gpu_all_reduce_combine_threshold_bytes"
 _MOST_MERGED_MIB = 64  # that a matmul reads and writes; XLA's default
@@ -84,6 +107,35 @@ def is_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
+def why_one_stream(mesh: Mesh, cluster: Cluster, asked: str = "auto") -> str | None:
+    """Return why NVLink's collectives cannot have their own stream on a mesh; empty if they can.
+
+    Args:
+        mesh: the mesh.
+        cluster: its GPUs.
+        asked: "one" to have one stream for all. So does the environment variable.
+
+    Returns:
+        The reason; None where there is but one kind of link.
+
+    Raises:
+        ValueError: if the environment variable is neither "auto" nor "one".
+    """
+    if not is_gpu(mesh) or not 1 < cluster.gpus_per_nvlink_domain < cluster.num_devices:
+        return None
+    forced = os.environ.get(STREAMS_VARIABLE, "auto")
+    if forced not in ("auto", "one"):
+        raise ValueError(f"{STREAMS_VARIABLE}={forced}: expected 'auto' or 'one'")
+    if asked == "one":
+        return "streams='one' is set"
+    if forced == "one":
+        return f"{STREAMS_VARIABLE}=one is set"
+    device = mesh.devices.flat[0]
+    if not all(jits.accepts_option(s.name, s.value, device) for s in NVLINK_STREAM):
+        return "the installed XLA has no option for a second one"
+    return ""
+
+
 def options_for(
     mesh: Mesh,
     *,
@@ -91,8 +143,9 @@ def options_for(
     parts: bool = False,
     least_sum: int | None = None,
     least_matmul: int | None = None,
+    nvlink_stream: bool = False,
 ) -> dict[str, str]:
-    """Compiler options for an overlapped step on a mesh.
+    """Return the compiler options for an overlapped step on a mesh.
 
     On CPUs of several processes sums stay apart beside rings and parts (`CPU_SUMS_APART`); on
     those of one process there are none. Where each process has one GPU of the mesh no permute is a
@@ -109,6 +162,7 @@ def options_for(
         least_matmul: bytes that the smallest matmul of a part reads and writes on a device, of
             those that share an operand with the other parts'. XLA makes one of two if one of them
             is small; smaller ones than this it may join, as those of queries, keys and values.
+        nvlink_stream: whether NVLink's collectives get a stream of their own.
 
     Returns:
         What `jax.jit(compiler_options=...)` takes, less those that the installed XLA lacks; a
@@ -127,10 +181,12 @@ def options_for(
         return dict(CPU_SUMS_APART) if known else {}
     together = len({device.process_index for device in devices}) < len(devices)
     settings = RINGS if rings else (*_APART, *_PERMUTES) if parts else _PERMUTES
+    settings += NVLINK_STREAM if nvlink_stream else ()
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     if least_sum is not None:
         wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))
     if least_matmul is not None and least_matmul < _MOST_MERGED_MIB << 20:
         wanted[_MATMULS_APART] = str(max(least_matmul - 1, 0) >> 20)
     known = {n: v for n, v in wanted.items() if jits.accepts_option(n, v, mine)}
+    known |= without_collectives()
     return {**known, **(pods.compiler_options() if pods.is_pod(mesh) else {})}

@@ -11,7 +11,7 @@ from jaxoverlap.flags.xla import FLAGS
 
 @dataclass(frozen=True)
 class Setting:
-    """One of XLA's options, or an environment variable, with its value.
+    """An XLA option or an environment variable, with its value, reason and source.
 
     Attributes:
         name: in `flags.FLAGS` or `flags.VARIABLES`.
@@ -27,13 +27,13 @@ class Setting:
 
     @property
     def is_variable(self) -> bool:
-        """Return whether it goes into the environment, and not to the compiler."""
+        """Return whether the setting is an environment variable, and not an XLA option."""
         return self.name in VARIABLES
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """A name that sources give different values.
+    """An option or variable to which published sources give different values.
 
     Attributes:
         name: the flag or variable.
@@ -73,16 +73,21 @@ class Preset:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables, XLA_FLAGS not among them."""
+        """Return the environment variables, without XLA_FLAGS."""
         return {s.name: s.value for s in self.settings if s.is_variable}
 
     @property
     def xla_flags(self) -> str:
-        """The options as a line for XLA_FLAGS."""
+        """Return the options as a line for XLA_FLAGS."""
         return " ".join(f"--{n}={FLAGS[n].in_xla_flags(v)}" for n, v in self.options.items())
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Return XLA_FLAGS and the variables."""
+        return {"XLA_FLAGS": self.xla_flags, **self.variables}
+
+    @property
     def env_file(self) -> str:
-        """XLA_FLAGS and the variables as lines of a shell that exports them."""
-        lines = {"XLA_FLAGS": self.xla_flags, **self.variables}
+        """Return a shell script that exports XLA_FLAGS and the variables."""
+        lines = self.environment
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in lines.items())

@@ -1,4 +1,21 @@
-"""Name the places where presets are published, as the presets cite them."""
+"""The sources that presets cite: repository@commit, then a file, with the commit's date."""
+
+# The date of each commit that was read.
+DATES = {
+    "34aed43c": "2026-07-08",
+    "2e1fd5e": "2026-08-12",
+    "bcbbfa57": "2026-07-24",
+    "e591f30": "2026-08-22",
+    "7217859": "2026-02-21",
+    "5067397c": "2026-06-11",
+}
+
+
+def dated(source: str) -> str:
+    """Return a source with the date of its commit, if it names one."""
+    commit = source.partition("@")[2].partition(" ")[0]
+    return f"{source} ({DATES[commit]})" if commit in DATES else source
+
 
 _AXLEARN = "apple/axlearn@34aed43c axlearn/cloud/gcp/jobset_utils.py"
 AXLEARN, AXLEARN_ULTRA = _AXLEARN, f"{_AXLEARN}, a3-ultra"
@@ -24,13 +41,16 @@ MAXTEXT_THRESHOLDS = (
 EFA = "aws-samples/awsome-distributed-training@7217859 1.architectures/efa-cheatsheet.md"
 AWS_JAX = "aws-samples/awsome-distributed-training@7217859 3.test_cases/jax/jax.sbatch"
 NCCL = "NVIDIA/nccl@5067397c src/init.cc"
+NCCL_COMMUNICATORS = (
+    "NVIDIA's NCCL user guide, 'Using multiple NCCL communicators concurrently' (since 2.26)"
+)
 
-# The step of benchmarks/pod_audit.py for h100-sxm:8x8, overlapped, jax 0.12.0.1, simulated.
+# Four GPT layers for h100-sxm:8x8, overlapped, jax 0.12.0.1, simulated.
 REMATERIALIZATION_TRIED = (
-    "tried on the step of benchmarks/pod_audit.py, overlapped: 20.25 ms by simulation with it and "
+    "tried on four GPT layers for h100-sxm:8x8, overlapped: 20.25 ms by simulation with it and "
     "without, in the same memory"
 )
 DOUBLE_BUFFERING_TRIED = (
-    "tried on the step of benchmarks/pod_audit.py, overlapped: 20.22 ms by simulation for 20.25, "
+    "tried on four GPT layers for h100-sxm:8x8, overlapped: 20.22 ms by simulation for 20.25, "
     "for 2% more memory"
 )

@@ -21,7 +21,7 @@ PLUGINS = ("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_SHIMNET_", "NCCL_TUNER_
 
 
 class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An environment variable.
+    """An environment variable, with its meaning and the program that reads it.
 
     Attributes:
         name: its name.
@@ -51,5 +51,5 @@ class _Names(msgspec.Struct, forbid_unknown_fields=True):
 
 @functools.cache
 def nccl_names() -> frozenset[str]:
-    """The variables that NCCL's source reads."""
+    """Return the names of the variables that NCCL's source reads."""
     return msgspec.json.decode(read("nccl.json"), type=_Names).names

@@ -36,7 +36,7 @@ _SHORT: Mapping[str, Mapping[str, str]] = {
 
 
 class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of XLA's options.
+    """An XLA flag, with its meaning and its default in each tested jaxlib.
 
     Attributes:
         name: as XLA_FLAGS and `jax.jit(compiler_options=)` have it.
@@ -53,22 +53,22 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def short(self) -> Mapping[str, str]:
-        """Map an enum's values as compiler options want them to those that XLA_FLAGS want."""
+        """Map an enum's values from the form of compiler options to that of XLA_FLAGS."""
         return _SHORT[self.enum]
 
     @property
     def defaults(self) -> Mapping[str, str]:
-        """Its default by version of jaxlib; "" where it is not set, or is empty."""
+        """Return the default by version of jaxlib; "" where none is set."""
         return {v: a.defaults[self.name] for v, a in versions().items() if self.name in a.defaults}
 
     @property
     def since(self) -> str:
-        """The first version that has it, of those that were asked."""
+        """Return the first tested version of jaxlib that has the flag."""
         return next(iter(self.defaults), "")
 
     @property
     def until(self) -> str:
-        """The last version that has it, of those that were asked; empty: the newest still does."""
+        """Return the last tested jaxlib that has the flag; empty if that is the newest."""
         last = [*self.defaults][-1]
         return "" if last == [*versions()][-1] else last
 
@@ -88,7 +88,7 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answers of one version of jaxlib.
+    """The flags that one version of jaxlib has, with their defaults.
 
     Attributes:
         defaults: the defaults of the flags in xla.toml that it has.
@@ -103,14 +103,40 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def versions() -> dict[str, Asked]:
-    """Return the answers of the versions of jaxlib that were asked, oldest first."""
+    """Return the flags of the tested versions of jaxlib, oldest first."""
     return msgspec.json.decode(read("xla.json"), type=dict[str, Asked])
 
 
 def read(name: str) -> bytes:
-    """A file of this package."""
+    """Return the contents of a file of this package."""
     return resources.files("jaxoverlap.flags").joinpath(name).read_bytes()
 
 
 _all = msgspec.toml.decode(read("xla.toml"), type=dict[str, list[Flag]])
 FLAGS: Mapping[str, Flag] = {f.name: f for f in _all["flag"]}
+
+
+# -- flags of the past ----------------------------------------------------------------------------
+
+
+class Dead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A flag that XLA no longer reads, with its replacement.
+
+    Attributes:
+        name: its name.
+        instead: what to do now.
+        published: where it still stands.
+    """
+
+    name: str
+    instead: str
+    published: tuple[str, ...]
+
+    @property
+    def until(self) -> str:
+        """Return the last tested version of jaxlib that has the flag; empty if none has it."""
+        return next((v for v, a in reversed(versions().items()) if self.name in a.dead), "")
+
+
+_all = msgspec.toml.decode(read("dead.toml"), type=dict[str, list[Dead]])
+DEAD: Mapping[str, Dead] = {d.name: d for d in _all["flag"]}

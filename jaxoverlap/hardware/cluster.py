@@ -1,102 +1,20 @@
-"""Chips, links and clusters: what the compiler and the cost model need to know of the hardware.
+"""Clusters: what the compiler and the cost model need to know of hosts, GPUs and networks.
 
 A cluster is named by a string: chip, hosts, GPUs a host. `parse_cluster("h100-sxm:8x8")` is eight
 hosts of eight, each with one JAX process for its eight GPUs; "h100-sxm:8x8/8" has eight processes
 on each host, one for each GPU, as SLURM starts them. After an @ stands the network of a host, in
 Gbit/s, and after a comma its latency in microseconds, where they are not the chip's usual ones:
 "a100-sxm-80:16x8@80" has 80 Gbit/s a host, "a100-sxm-80:16x8@80,50" a latency of 50 µs besides.
-Nothing here needs JAX.
-
-Two kinds of numbers stand here. Facts: core counts, memory, caches and clocks are those of the
-GPU target configurations that XLA keeps for compiling without a GPU (openxla/xla,
-xla/backends/gpu/target_config/specs; the commit is in each chip's `source`); peak matmul and
-NVLink rates are from NVIDIA's data sheets, dense (data sheets like to print the sparse rate, twice
-as much) and one direction of a link (they print both). Assumptions: what network a cluster has is
-its owner's choice, so `network` is what NVIDIA's own DGX systems of that chip have a GPU; and
-NVIDIA publishes no latencies, so those are the start and hop times that NCCL's tuning model
-assumes. Where yours differ, say so:
-
-    dataclasses.replace(parse_cluster("h100-sxm:8x8"), network=Link("RoCE", 25e9, 20e-6))
+A network of a cloud that NCCL was measured on has a name: "b200:4x8@efa". Nothing here needs JAX.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Link:
-    """A link that carries bytes between two GPUs.
-
-    Attributes:
-        name: Its name, for people.
-        bandwidth_bytes_per_s: Peak of one GPU in one direction; it sends as much as it receives.
-        latency_s: Seconds of one transfer, however few its bytes: its start and the first byte's
-            way.
-    """
-
-    name: str
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0 or not self.latency_s >= 0:
-            raise ValueError(
-                f"a link of {self.bandwidth_bytes_per_s} bytes/s and {self.latency_s} s: give a "
-                "bandwidth above zero and a latency of zero or more"
-            )
-
-
-# The latency is that of a copy by a copy engine, launch included; an assumption.
-_PCIE_4 = Link("PCIe 4 x16", 32e9, 10e-6)
-_PCIE_5 = Link("PCIe 5 x16", 64e9, 10e-6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chip:
-    """One GPU model.
-
-    Attributes:
-        name: As `parse_cluster` takes it.
-        device_name: What CUDA calls it.
-        compute_capability: CUDA's (major, minor).
-        num_sms: Streaming multiprocessors; XLA's core_count.
-        fpus_per_sm: Float32 lanes of an SM.
-        clock_ghz: Highest SM clock.
-        memory_bytes: Device memory that a program can use.
-        memory_bandwidth_bytes_per_s: Peak, of the device memory.
-        l2_bytes: Second-level cache.
-        shared_memory_per_sm_bytes: Shared memory of an SM.
-        shared_memory_per_block_bytes: The most that one block can ask for (opt-in).
-        bf16_flops_per_s: Dense bf16 matmul peak, a multiply-add counted as two.
-        nvlinks: NVLink links of a GPU.
-        nvlink: Its link to the GPUs of its NVLink domain.
-        network: Its link to all others. An assumption: see the module's text.
-        host_link: Its link to its host's memory, which carries as much the other way beside it.
-        nvlink_rack_gpus: The most GPUs that NVLink joins across hosts; 0 where it ends at the host.
-        source: Where these facts come from.
-    """
-
-    name: str
-    device_name: str
-    compute_capability: tuple[int, int]
-    num_sms: int
-    fpus_per_sm: int
-    clock_ghz: float
-    memory_bytes: int
-    memory_bandwidth_bytes_per_s: float
-    l2_bytes: int
-    shared_memory_per_sm_bytes: int
-    shared_memory_per_block_bytes: int
-    bf16_flops_per_s: float
-    nvlinks: int
-    nvlink: Link
-    network: Link
-    host_link: Link = _PCIE_4
-    nvlink_rack_gpus: int = 0
-    source: str
+from jaxoverlap.hardware.chips import CHIPS, KNOWN, Chip, Link
 
 
 @dataclass(frozen=True)
@@ -142,7 +60,9 @@ class Cluster:
 
     @property
     def _network(self) -> str:
-        """Return what stands behind the @, if the network is one that a string can name."""
+        """Return the suffix after "@", if the network is one that a string can name."""
+        if name := next((n for n, link in NETWORKS.items() if link == self.network), ""):
+            return f"@{name}"
         gbit_per_s = self.network.bandwidth_bytes_per_s * 8 * self.gpus_per_host / 1e9
         latency_us = self.network.latency_s * 1e6
         if not self.names_network:
@@ -153,6 +73,8 @@ class Cluster:
     @property
     def names_network(self) -> bool:
         """Return whether the cluster's string names its network."""
+        if self.network in NETWORKS.values():
+            return True
         if self.gpus_per_host < 1:
             return False
         gbit_per_s = self.network.bandwidth_bytes_per_s * 8 * self.gpus_per_host / 1e9
@@ -185,134 +107,26 @@ class Cluster:
         return self.hosts_per_nvlink_domain * self.gpus_per_host
 
 
-# NCCL's tuning model (NVIDIA/nccl, src/graph/tuning.cc; ring, Simple protocol: the one for large
-# messages): 8.4 µs to start, then 3.4 µs a hop over NVLink and 9.6 µs over the network.
-_NVLINK_HOP_S = 12e-6
-_NETWORK_HOP_S = 18e-6
-
-_SPECS = "xla/backends/gpu/target_config/specs"
-
-_A100_40 = Chip(
-    name="a100-sxm-40",
-    device_name="NVIDIA A100-SXM4-40GB",
-    compute_capability=(8, 0),
-    num_sms=108,
-    fpus_per_sm=64,
-    clock_ghz=1.41,
-    memory_bytes=42_331_013_120,
-    memory_bandwidth_bytes_per_s=1.5552e12,
-    l2_bytes=41_943_040,
-    shared_memory_per_sm_bytes=167_936,
-    shared_memory_per_block_bytes=166_912,
-    bf16_flops_per_s=312e12,
-    nvlinks=12,  # XLA's file leaves it out; NVIDIA's NVLink page says twelve
-    nvlink=Link("NVLink 3", 300e9, _NVLINK_HOP_S),
-    network=Link("InfiniBand HDR, 200 Gb/s a GPU", 25e9, _NETWORK_HOP_S),  # assumed, as DGX A100
-    host_link=_PCIE_4,
-    source=f"openxla/xla@4336d12e0706 {_SPECS}/a100_sxm_40.txtpb; NVIDIA A100 data sheet",
-)
-_A100_80 = replace(
-    _A100_40,
-    name="a100-sxm-80",
-    device_name="NVIDIA A100-SXM4-80GB",
-    memory_bytes=85_100_068_864,
-    memory_bandwidth_bytes_per_s=2.03904e12,
-    source=f"openxla/xla@4336d12e0706 {_SPECS}/a100_sxm_80.txtpb; NVIDIA A100 data sheet",
-)
-_H100 = Chip(
-    name="h100-sxm",
-    device_name="NVIDIA H100 80GB HBM3",
-    compute_capability=(9, 0),
-    num_sms=132,
-    fpus_per_sm=128,
-    clock_ghz=1.98,  # matmuls run at 1.83, which the peak below counts with
-    memory_bytes=84_942_979_072,
-    memory_bandwidth_bytes_per_s=3.35232e12,
-    l2_bytes=52_428_800,
-    shared_memory_per_sm_bytes=233_472,
-    shared_memory_per_block_bytes=232_448,
-    bf16_flops_per_s=989.4e12,
-    nvlinks=18,
-    nvlink=Link("NVLink 4", 450e9, _NVLINK_HOP_S),
-    network=Link("InfiniBand NDR, 400 Gb/s a GPU", 50e9, _NETWORK_HOP_S),  # assumed, as DGX H100
-    host_link=_PCIE_5,
-    source=f"openxla/xla@0774019d97e7 {_SPECS}/h100_sxm.txtpb; NVIDIA H100 data sheet",
-)
-_H200 = replace(  # the H100's die with more and faster memory
-    _H100,
-    name="h200",
-    device_name="NVIDIA H200 141GB HBM3e",
-    memory_bytes=151_397_597_184,
-    memory_bandwidth_bytes_per_s=4.8e12,
-    source=f"openxla/xla@4336d12e0706 {_SPECS}/h200.txtpb; NVIDIA H200 data sheet",
-)
-_B200 = Chip(
-    name="b200",
-    device_name="NVIDIA B200",
-    compute_capability=(10, 0),
-    num_sms=148,
-    fpus_per_sm=128,
-    clock_ghz=1.965,
-    memory_bytes=191_514_411_008,
-    memory_bandwidth_bytes_per_s=7.67232e12,
-    l2_bytes=132_644_864,
-    shared_memory_per_sm_bytes=233_472,
-    shared_memory_per_block_bytes=232_448,
-    bf16_flops_per_s=2.25e15,  # HGX B200, 1000 W
-    nvlinks=18,
-    nvlink=Link("NVLink 5", 900e9, _NVLINK_HOP_S),
-    network=Link("InfiniBand NDR, 400 Gb/s a GPU", 50e9, _NETWORK_HOP_S),  # assumed, as DGX B200
-    host_link=_PCIE_5,
-    source=f"openxla/xla@300ec95ab85f {_SPECS}/b200.txtpb; NVIDIA Blackwell data sheet",
-)
-_GB200 = replace(  # the network, as DGX GB200: also one ConnectX-7 of 400 Gb/s a GPU
-    _B200,
-    name="gb200",
-    device_name="NVIDIA GB200",
-    num_sms=152,
-    clock_ghz=2.062,
-    memory_bytes=197_897_748_480,
-    memory_bandwidth_bytes_per_s=7.928064e12,
-    l2_bytes=135_528_448,
-    bf16_flops_per_s=2.5e15,  # 1200 W; a GPU, not the superchip of two
-    host_link=Link("NVLink-C2C, half of a Grace's", 225e9, 10e-6),  # 450 GB/s a way, for two GPUs
-    nvlink_rack_gpus=72,  # GB200 NVL72: 18 hosts of four, one NVLink domain
-    source=f"openxla/xla@300ec95ab85f {_SPECS}/gb200.txtpb; NVIDIA Blackwell data sheet",
-)
-# A graphics compute die of an MI250X, which is a device to the software; eight on a Frontier host.
-# XLA's compiler without a GPU is CUDA's, so this chip has facts only (`jaxoverlap.parallelism`).
-_MI250X = Chip(
-    name="mi250x-gcd",
-    device_name="AMD Instinct MI250X",
-    compute_capability=(0, 0),  # not CUDA's
-    num_sms=110,
-    fpus_per_sm=64,
-    clock_ghz=1.7,
-    memory_bytes=68_702_699_520,
-    memory_bandwidth_bytes_per_s=1.6384e12,
-    l2_bytes=8_388_608,
-    shared_memory_per_sm_bytes=65_536,
-    shared_memory_per_block_bytes=65_536,
-    bf16_flops_per_s=191.5e12,
-    nvlinks=0,
-    # Two dies of a package have 200 GB/s, packages 50 to 100 GB/s: a ring goes by the slowest.
-    nvlink=Link("Infinity Fabric", 50e9, 15e-6),
-    network=Link("Slingshot, 4 x 200 Gb/s a host", 12.5e9, 20e-6),
-    host_link=Link("Infinity Fabric to the CPU", 36e9, 10e-6),
-    source="AMD CDNA 2 white paper; OLCF, Frontier user guide (64 GB and 191.5 TFLOP/s a die)",
-)
-_CHIPS = {c.name: c for c in (_A100_40, _A100_80, _H100, _H200, _B200, _GB200)}
-_KNOWN = {**_CHIPS, _MI250X.name: _MI250X}
+# Networks of clouds by name, each GPU's share. Latencies and rates are fitted to the collectives of
+# one publication each, by NCCL's tuning model (`jaxoverlap.cost.nccl`).
+NETWORKS = {
+    # stas00/ml-engineering, network/README.md: all-reduces of 4 x 8 B200s, 256 kB to 16 GB
+    "efa": Link("EFA, 400 Gb/s a GPU", 50e9, 150e-6),
+    # GoogleCloudPlatform/cluster-toolkit, gke-a3-highgpu: all-gathers of 2 x 8 H100s
+    "tcpx": Link("GPUDirect-TCPX, 100 Gb/s a GPU", 12.5e9, 70e-6, simple_only=True),
+    # google/dranet: all-gathers of 2 x 8 B200s in pods, which reach 0.7 of 400 Gb/s
+    "gib": Link("gIB over RoCE, 0.7 of 400 Gb/s a GPU", 35e9, 74e-6, simple_only=True),
+}
 _FORM = re.compile(
     r"(?P<chip>[^:\s]+):(?P<hosts>-?\d+)x(?P<gpus>-?\d+)(?:/(?P<processes>-?\d+))?"
-    r"(?:@(?P<gbit>\d+(?:\.\d+)?)(?:,(?P<latency>\d+(?:\.\d+)?))?)?",
+    r"(?:@(?:(?P<network>[a-z]\w*)|(?P<gbit>\d+(?:\.\d+)?)(?:,(?P<latency>\d+(?:\.\d+)?))?))?",
     re.ASCII,
 )
 
 
 def chips() -> tuple[Chip, ...]:
-    """All chips that can be compiled for, oldest first; `parse_cluster` also knows mi250x-gcd."""
-    return tuple(_CHIPS.values())
+    """All chips that can be compiled for, oldest first; `parse_cluster` knows more."""
+    return tuple(CHIPS.values())
 
 
 def host_network(gbit_per_s: float, gpus_per_host: int, latency_s: float) -> Link:
@@ -325,32 +139,46 @@ def host_network(gbit_per_s: float, gpus_per_host: int, latency_s: float) -> Lin
     return Link(f"network of {gbit_per_s:.9g} Gbit/s a host", share, latency_s)
 
 
+def _like(chip: str) -> list[str]:
+    """Return the known chips that a name may mean: h100 is h100-sxm, and not h200."""
+    begin = [name for name in KNOWN if name.startswith(chip)]
+    return begin or difflib.get_close_matches(chip, KNOWN, cutoff=0.5)
+
+
 def parse_cluster(text: str) -> Cluster:
     """The cluster that a string such as "h100-sxm:8x8" names: chip, hosts, GPUs a host.
 
     After a slash stands how many JAX processes each host runs, if more than one, as in
-    "h100-sxm:8x8/8". After an @ stands the network: Gbit/s a host, and after a comma its latency in
-    microseconds, as in "a100-sxm-80:16x8@80,50". Its other links are those of the chip.
+    "h100-sxm:8x8/8". After an @ stands the network: a name of `NETWORKS`, as in "b200:4x8@efa"; or
+    Gbit/s a host, and after a comma its latency in microseconds, as in "a100-sxm-80:16x8@80,50".
+    Its other links are those of the chip.
 
     Raises:
-        ValueError: The string has another form, the chip is unknown, a count or the network's rate
-            is not positive, or the processes cannot share a host's GPUs evenly.
+        ValueError: The string has another form, the chip or the network is unknown, a count or the
+            network's rate is not positive, or the processes cannot share a host's GPUs evenly.
     """
     form = _FORM.fullmatch(text)
     if form is None:
         raise ValueError(
             f"cannot read {text!r} as a cluster: write CHIP:HOSTSxGPUS_A_HOST, for instance "
             "'h100-sxm:8x8' for eight hosts of eight GPUs, 'h100-sxm:8x8/8' where each host runs "
-            "eight processes, or 'h100-sxm:8x8@80,50' for a network of 80 Gbit/s a host and 50 µs"
+            "eight processes, or 'h100-sxm:8x8@80,50' for a network of 80 Gbit/s a host and 50 µs, "
+            f"or with one of {', '.join(NETWORKS)} after the @"
         )
-    chip = _KNOWN.get(form["chip"])
+    chip = KNOWN.get(form["chip"])
     if chip is None:
-        near = difflib.get_close_matches(form["chip"].lower(), _KNOWN, cutoff=0.5)
+        near = _like(form["chip"].lower())
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"unknown chip {form['chip']!r} in {text!r}: {hint}Known are {', '.join(_KNOWN)}"
+            f"unknown chip {form['chip']!r} in {text!r}: {hint}Known are {', '.join(KNOWN)}"
         )
     gpus, processes, network = int(form["gpus"]), int(form["processes"] or 1), chip.network
+    if name := form["network"]:
+        if name not in NETWORKS:
+            raise ValueError(
+                f"unknown network {name!r} in {text!r}: known are {', '.join(NETWORKS)}"
+            )
+        network = NETWORKS[name]
     if form["gbit"] and gpus > 0:
         gbit_per_s = float(form["gbit"])
         if not gbit_per_s > 0:

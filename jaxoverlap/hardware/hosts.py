@@ -1,4 +1,4 @@
-"""Tell which processes share a host: each leaves its host's name in jax.distributed's store.
+"""Find which processes share a host: each records its host in jax.distributed's store.
 
 SLURM starts one process for each GPU, so a process is not a host. What a device says of itself does
 not tell its host: XLA numbers slices by what it finds, or by what the user says.

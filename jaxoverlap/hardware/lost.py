@@ -97,7 +97,7 @@ def lost_named(within_s: float = 30.0) -> Iterator[None]:
 
 
 def _introduced(store: Store, me: int, count: int, within_s: float) -> list[_Host]:
-    """Say where this process runs, and learn it of all others: nobody can be asked later.
+    """Record where this process runs, and read it of all others, while they can answer.
 
     Raises:
         LostError: if one does not say it in time.
@@ -120,12 +120,12 @@ def _introduced(store: Store, me: int, count: int, within_s: float) -> list[_Hos
     return [msgspec.json.decode(text, type=_Host) for text in found if text is not None]
 
 
-def collective_of(said: str) -> str:
+def collective_of(message: str) -> str:
     """Return the collective that an error of XLA's names, as HLO calls it; "" if it is of none."""
-    if not re.search(r"gloo|nccl|collective|communicator", said, re.IGNORECASE):
+    if not re.search(r"gloo|nccl|collective|communicator", message, re.IGNORECASE):
         return ""
     for pattern, name in _COLLECTIVES.items():
-        if re.search(pattern, said, re.IGNORECASE):
+        if re.search(pattern, message, re.IGNORECASE):
             return name
     return "collective"
 
@@ -169,7 +169,7 @@ class _Survivor:
         self._store.key_value_set(f"{_FAILED}/{self._me}", text, allow_overwrite=True)
 
     def _gather(self, peer: int) -> str:
-        """Wait for the others to say that they live; return what kept this from asking."""
+        """Wait for the others to report that they are alive; return what prevented it."""
         began = time.monotonic()
         while (waited_s := time.monotonic() - began) < self._within_s:
             if trouble := _within(self._ask, _RPC_S):

@@ -32,7 +32,7 @@ _PLUGINS = {
     "jax_plugins.xla_cuda13": "jax-cuda13-pjrt",
     "jax_plugins.xla_cuda12": "jax-cuda12-pjrt",
 }
-_INSTALL = "pip install 'jaxoverlap[pods]'"
+_INSTALL = "pip install '.[pods]' in the checkout"
 _CUDNN = divmod(fused_attention.CUDNN_VERSION // 100, 100)  # major and minor
 _SKIP_CUDA_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 

@@ -120,15 +120,15 @@ def _hosts(mesh: Mesh, within_s: float = WITHIN_S) -> Callable[[Any], Hashable]:
 def _block(mesh: Mesh, size: int) -> Callable[[Any], int]:
     """Return a function that maps each device of a mesh to its group of `size`, by device id."""
     ids = sorted(device.id for device in mesh.devices.flat)
-    block = {number: place // size for place, number in enumerate(ids)}
+    block = {number: index // size for index, number in enumerate(ids)}
     return lambda device: block[device.id]
 
 
 def _spread(mesh: Mesh, of: Callable[[Any], Hashable]) -> dict[str, int]:
     """Return the most different values of `of` that any line of devices along each axis has."""
     per_device = np.empty(mesh.devices.shape, object)
-    for place, device in np.ndenumerate(mesh.devices):
-        per_device[place] = of(device)
+    for index, device in np.ndenumerate(mesh.devices):
+        per_device[index] = of(device)
     return {
         axis: max(
             len(set(line)) for line in np.moveaxis(per_device, i, -1).reshape(-1, size).tolist()

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from jaxoverlap._jax.operations.question import Operation, Partitioned, even
+from jaxoverlap._jax.operations.question import DeviceProgram, Operation, even
 from jaxoverlap._jax.operations.specs import Spec, block_index, local_structs, trace_on
 from jaxoverlap._util.text import short_source
 from jaxoverlap.ops.define import operation
@@ -36,7 +36,7 @@ from jaxoverlap.passes.rings.ring_attention import (
     dot,
 )
 from jaxoverlap.plan import operations
-from jaxoverlap.plan.decisions import Decision, Skip, Variant
+from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
 
 
 def attention(
@@ -191,18 +191,20 @@ class _Lies:
         return tuple(at.get(letter, ()) for letter in letters.split(" "))
 
 
-def _partition(backward: bool, *, causal: bool, scale: float) -> Callable[[Operation], Partitioned]:
+def _partition(
+    backward: bool, *, causal: bool, scale: float
+) -> Callable[[Operation], DeviceProgram]:
     operands = (_Q, _K, _V, *((_OUT, _STATS, _OUT) if backward else ()))
     results = (_Q, _K, _V) if backward else (_OUT, _STATS)
 
-    def answer(op: Operation) -> Partitioned:
+    def answer(op: Operation) -> DeviceProgram:
         lies, why = _lies(op)
         given = tuple(map(lies.spec, operands))
         structs = local_structs(op.mesh, op.avals, given)
         how = functools.partial(_local, op.mesh, lies, backward, causal, scale)
         operations.note(op.number, [_entry(op, lies, why, backward)], short_source(*op.source))
         jaxpr = trace_on(op.mesh, how, structs)
-        return Partitioned(jaxpr, given, tuple(map(lies.spec, results)), ())
+        return DeviceProgram(jaxpr, given, tuple(map(lies.spec, results)), ())
 
     return answer
 
@@ -226,23 +228,25 @@ def _local(
     return [to_q, to_k, to_v]
 
 
-def _lies(op: Operation) -> tuple[_Lies, str]:
+def _lies(op: Operation) -> tuple[_Lies, Reason | None]:
     """Lay an attention out, and say why its keys are gathered if they are."""
     batch, queries, heads, _, _ = even(op, 0)
     keys = even(op, 1)[1]
     if len(queries) != 1:
-        why = f"queries lie along {' and '.join(queries)}: a ring takes one axis"
-        return _Lies(batch, heads, queries, ""), why if queries else "no collective"
+        along = f"queries lie along {' and '.join(queries)}: a ring takes one axis"
+        why = Reason("no ring", along) if queries else Reason("no collective")
+        return _Lies(batch, heads, queries, ""), why
     (axis,) = queries
     if op.avals[1].shape[1] % op.mesh.shape[axis]:
-        return _Lies(batch, heads, queries, ""), f"{op.avals[1].shape[1]} keys do not divide"
+        why = Reason("no ring", f"{op.avals[1].shape[1]} keys do not divide")
+        return _Lies(batch, heads, queries, ""), why
     if axis not in keys:
-        return _Lies(batch, heads, queries, ""), "no collective: each device has all keys"
+        return _Lies(batch, heads, queries, ""), Reason("no collective", "each device has all keys")
     why = _why_unprofitable(op, axis, _Lies(batch, heads, queries, axis))
     return _Lies(batch, heads, queries, "" if why else axis), why
 
 
-def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> str:
+def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> Reason | None:
     """Return why a ring is not worth it: its blocks and hops take longer than gather and whole.
 
     With t for a block's two matmuls, tau for a hop: t + (N - 1) max(t, tau) against c + w.
@@ -250,7 +254,7 @@ def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> str:
     prices, n = terms_now(op.mesh).prices, op.mesh.shape[axis]
     dtype = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(op.avals[0].dtype.name)
     if prices is None or dtype not in prices.cost.dtypes:
-        return ""
+        return None
     specs = [lies.spec(s) for s in (_Q, _K)]
     q, k = local_structs(op.mesh, op.avals[:2], specs)
     b, t, m, g, h = q.shape
@@ -267,17 +271,18 @@ def _why_unprofitable(op: Operation, axis: str, lies: _Lies) -> str:
     block_s, whole_s = matmuls_s(k.shape[1]), matmuls_s(k.shape[1] * n)
     ring_s = block_s + (n - 1) * max(block_s, hop_s)
     if ring_s <= whole_s + gather_s:
-        return ""
-    return (
-        f"left plain: its blocks and hops take {ring_s * 1e6:.0f} µs, more than attention and "
-        f"all_gather, {(whole_s + gather_s) * 1e6:.0f} µs"
+        return None
+    return Reason(
+        "not ringed",
+        f"its blocks and hops take {ring_s * 1e6:.0f} µs, more than attention and all_gather, "
+        f"{(whole_s + gather_s) * 1e6:.0f} µs",
     )
 
 
-def _entry(op: Operation, lies: _Lies, why: str, backward: bool) -> Decision | Skip:
+def _entry(op: Operation, lies: _Lies, why: Reason | None, backward: bool) -> Decision | Skip:
     einsum = "btmgh,bsmh,bsmw->btmgw"
-    if not lies.ring:
-        return Skip(site=0, source="", einsum=einsum, runs=1, reason=why)
+    if why is not None:
+        return Skip(site=0, source="", einsum=einsum, runs=1, why=why)
     k, v = local_structs(op.mesh, op.avals[1:3], list(map(lies.spec, (_K, _V))))
     sent = (k.size * k.dtype.itemsize + v.size * v.dtype.itemsize) * (op.mesh.shape[lies.ring] - 1)
     return Decision(

@@ -18,13 +18,13 @@ from jax import Array, lax
 from jax.interpreters import ad
 from jax.typing import ArrayLike
 
-from jaxoverlap._jax.operations.question import Operation, Partitioned, even
+from jaxoverlap._jax.operations.question import DeviceProgram, Operation, even
 from jaxoverlap._jax.operations.specs import block_index, local_structs, trace_on
 from jaxoverlap._util.text import short_source
 from jaxoverlap.ops.define import linear, operation
 from jaxoverlap.ops.einsum import stays_plain
 from jaxoverlap.plan import operations
-from jaxoverlap.plan.decisions import Skip
+from jaxoverlap.plan.decisions import Reason, Skip
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -184,8 +184,8 @@ def _rule(backward: bool) -> Callable[..., tuple[str, dict[str, Any]]]:
     return rule
 
 
-def _partition(backward: bool) -> Callable[..., Callable[[Operation], Partitioned]]:
-    def answer(op: Operation) -> Partitioned:
+def _partition(backward: bool) -> Callable[..., Callable[[Operation], DeviceProgram]]:
+    def answer(op: Operation) -> DeviceProgram:
         at = even(op, 0)
         lead, axes = at[:-1], at[-1]
         given = (at, *(lead,) * (len(op.avals) - 1))
@@ -198,11 +198,12 @@ def _partition(backward: bool) -> Callable[..., Callable[[Operation], Partitione
                 return _plain_backward(*operands, first=first)
             return _plain(operands[0], operands[1], first, axes)
 
-        said = "each device reads its own part of the vocabulary" if axes else "no collective"
-        entry = Skip(site=0, source="", einsum="...v,...->...", runs=1, reason=said)
+        own = Reason("no ring", "each device reads its own part of the vocabulary")
+        why = own if axes else Reason("no collective")
+        entry = Skip(site=0, source="", einsum="...v,...->...", runs=1, why=why)
         operations.note(op.number, [entry], short_source(*op.source))
         back = (at,) if backward else (lead, lead)
-        return Partitioned(trace_on(op.mesh, local, structs), given, back, ())
+        return DeviceProgram(trace_on(op.mesh, local, structs), given, back, ())
 
     return lambda: answer
 

@@ -206,7 +206,7 @@ class _Writer:
         specs = [((),) * n if s is None else s for s, n in zip(told[:3], ndims, strict=True)]
         lhs, rhs, out = specs
         matmul = matmul_of(dot, Shardings(lhs, rhs, out), dict(self.mesh.shape))
-        assert not isinstance(matmul, str)
+        assert isinstance(matmul, ShardedMatmul)
         return matmul
 
 

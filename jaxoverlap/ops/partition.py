@@ -12,19 +12,19 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax.operations import specs
 from jaxoverlap._jax.operations.options import compiler_option
-from jaxoverlap._jax.operations.question import Operation, Partition, Partitioned, Wish
+from jaxoverlap._jax.operations.question import DeviceProgram, Operation, Partition, Wish
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.flags import is_gpu, options_for
-from jaxoverlap.flags.required import BY_COPY, RINGS
+from jaxoverlap.flags.required import BY_COPY, RINGS, why_one_stream
 from jaxoverlap.hardware.topology import axis_costs, cluster_of
 from jaxoverlap.ops.local import LocalGroup, local_group
 from jaxoverlap.passes.analysis.einsum import Spec
@@ -50,13 +50,13 @@ EXPOSED = 0.75
 def partition(*, group: MatmulGroup) -> Partition:
     """Make the function that partitions a group of matmuls."""
 
-    def answer(operation: Operation) -> Partitioned:
+    def answer(operation: Operation) -> DeviceProgram:
         avals = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operation.avals)
         told = operation.operands, operation.results, operation.wishes
         mesh = operation.mesh
         made, jaxpr, entries = _partitioned(group, avals, *told, mesh, _permutes_are_copies())
         operations.note(operation.number, entries, short_source(*operation.source))
-        return Partitioned(jaxpr, made.operands, made.results, made.fulfilled)
+        return DeviceProgram(jaxpr, made.operands, made.results, made.fulfilled)
 
     return answer
 
@@ -142,7 +142,7 @@ def _terms(mesh: Mesh, by_copy: bool) -> Terms:
     return Terms(axis_sizes=dict(mesh.shape), costs=axis_costs(mesh, None), prices=prices)
 
 
-def compiler_options(mesh: Mesh) -> dict[str, str]:
+def compiler_options(mesh: Mesh, *, streams: Literal["one", "two"] = "one") -> dict[str, str]:
     """Return the XLA options for steps whose matmuls partition themselves.
 
         step = jax.jit(train_step, compiler_options=jaxoverlap.compiler_options(mesh))
@@ -152,5 +152,17 @@ def compiler_options(mesh: Mesh) -> dict[str, str]:
 
     Args:
         mesh: the step's mesh; for one that is not of NVIDIA GPUs there are none.
+        streams: "two" has XLA launch NVLink's collectives on a stream of their own, where the mesh
+            spans several NVLink domains and JAXOVERLAP_STREAMS is not "one". XLA's own order, which
+            no scheduler pass changes here, may hide less so: a layer of varlen on two hosts of two
+            H100s takes 8% less time on two streams, on A100s 7% more. Simulate both.
+
+    Raises:
+        ValueError: if `streams` is neither.
     """
-    return options_for(mesh)
+    if streams not in ("one", "two"):
+        raise ValueError(f"streams={streams!r}: expected 'one' or 'two'")
+    cluster = cluster_of(mesh) if streams == "two" else None
+    return options_for(
+        mesh, nvlink_stream=cluster is not None and why_one_stream(mesh, cluster) == ""
+    )

@@ -106,7 +106,7 @@ class Configuration:
         return max(sum(layers[s :: self.pipeline]) for s in stages)
 
     def shard_share(self, model: Transformer) -> float:
-        """Return a device's share of weights that FSDP splits: whole rows, so shards are padded."""
+        """Return a device's share of weights that FSDP shards by rows, so shards are padded."""
         return -(-model.hidden // self.fsdp) / model.hidden
 
     def illegal(self, model: Transformer, global_batch: int, stack: Stack | None = None) -> str:
@@ -159,7 +159,7 @@ class Configuration:
         )
 
     def _rules_of(self, stack: Stack, model: Transformer) -> Iterator[tuple[bool, str]]:
-        """Yield what one software cannot do beside: whether it is the case, and in words."""
+        """Yield what a software stack cannot combine: whether it is the case, and in words."""
         if not stack.even_shards:
             return
         ways = self.fsdp * (self.replicas // self.fsdp if self.zero_stage else 1)

@@ -1,4 +1,4 @@
-"""Rank the ways to split a model over a cluster: `jaxoverlap.configure`."""
+"""Rank the configurations of a model on a cluster: `jaxoverlap.configure`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 from jaxoverlap._util.text import human_bytes, table
+from jaxoverlap.cost.find import cost_or_facts
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.parallelism.file import plain
-from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
+from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import Memory
 from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.published.bands import band
 from jaxoverlap.parallelism.published.models import named_model
-from jaxoverlap.parallelism.rates import Rates, rates_of
 from jaxoverlap.parallelism.search import Found, Scored, Space, search
 from jaxoverlap.parallelism.stack import JAX, Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 _MOST_HOSTS = 65536
 _ONE_BY_ONE = 60  # hosts
@@ -59,7 +62,7 @@ class Configurations(Sequence[Scored]):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of the choice, on the whole cluster."""
+        """Tokens per second of the choice, on the full cluster."""
         return self.global_batch * self.model.sequence / self[0].step_s
 
     def why(self) -> str:
@@ -92,7 +95,13 @@ class Configurations(Sequence[Scored]):
         )
         uses = "".join(f"\n  {line}" for line in self.tools)
         tools = f"\nUse for 1:{uses}" if uses else ""
-        return f"{head}\n\n{self._table()}\n{self.why()}{tools}\n{searched}"
+        return f"{head}\n\n{self._table()}\n{self.why()}\n{self.error_band}{tools}\n{searched}"
+
+    @property
+    def error_band(self) -> str:
+        """How far the form was from published steps on this chip, of this kind, in words."""
+        dtype, experts = self.stack.matmul_dtype, bool(self.model.experts)
+        return band(self.cluster.chip.name, dtype, experts=experts)
 
     def _table(self) -> str:
         columns = (
@@ -124,6 +133,7 @@ class Configurations(Sequence[Scored]):
             "model": asdict(self.model),
             "cluster": str(self.cluster),
             "global_batch": self.global_batch,
+            "error_band": self.error_band,
             "search_s": self.found.search_s,
             "tools": list(self.tools),
             "splits": self.found.splits,
@@ -139,7 +149,7 @@ class Configurations(Sequence[Scored]):
         }
 
 
-def exposed_s(terms: Terms) -> float:
+def exposed_s(terms: StepTerms) -> float:
     """Seconds of collectives that nothing hides."""
     names = ("model", "context", "expert", "fsdp", "pipeline", "data")
     return sum(getattr(terms, name) for name in names)
@@ -155,9 +165,9 @@ def configure(
     axes: Mapping[str, Collection[int]] | None = None,
     overlap: bool = True,
     keep: int = 10,
-    rates: Rates | None = None,
+    cost: CostModel | None = None,
 ) -> Configurations:
-    """Rank the ways to split a model over a cluster, fastest first.
+    """Rank the configurations of a model on a cluster, fastest first.
 
     ConfigTuner's analytical form (arXiv 2512.24750, completed: `iteration_time`) for every legal
     configuration that fits in memory, each in its best placement.
@@ -171,7 +181,7 @@ def configure(
         axes: sizes allowed of some axes, as in {"pipeline": [1], "model": [1, 2, 4, 8]}.
         overlap: count tensor and FSDP collectives as `jaxoverlap.overlap` hides them.
         keep: how many to rank.
-        rates: seconds of kernels and collectives; None: by the cluster's tables, or its facts.
+        cost: seconds of kernels and collectives; None: by the cluster's tables, or its facts.
 
     Raises:
         ValueError: for an unknown model or axis, or a cluster that does not parse.
@@ -187,7 +197,7 @@ def configure(
     elif sequence is not None:
         model = replace(model, sequence=sequence)
     space = Space(axes=axes or {}, overlap=overlap)
-    times = IterationTime(model, rates or rates_of(cluster), stack, global_batch=global_batch)
+    times = IterationTime(model, cost or cost_or_facts(cluster), stack, global_batch=global_batch)
     found = search(model, cluster, times, space=space, keep=keep)
     if not found.best:
         raise NothingFitsError(_nothing_fits(model, cluster, times, space, found))
@@ -208,11 +218,13 @@ def _tools(times: IterationTime, best: Scored) -> Iterator[str]:
         yield "jaxoverlap.pipeline.value_and_grad: its stages (docs/configure.md)"
     if config.context > 1:
         yield "jaxoverlap.train.varlen, if the lengths of sequences vary (docs/varlen.md)"
-    if best.terms.data > _SLOW_SUMS * step_s:
+    over_network = best.placement.group("data", "context", "expert").domains > 1
+    if over_network and best.terms.data > _SLOW_SUMS * step_s:
         yield (
-            f"sums over data take {best.terms.data:.3g} s of {step_s:.3g}: local updates every 12 "
-            f"steps would take {best.terms.data / 12:.2g} a step (docs/local_updates.md), or "
-            "compressed gradients (docs/compression.md); both change what is learnt, as these say"
+            f"sums over data, on the network, take {best.terms.data:.3g} s of {step_s:.3g}: local "
+            f"updates every 12 steps would take {best.terms.data / 12:.2g} a step "
+            "(docs/local_updates.md), or compressed gradients (docs/compression.md); both change "
+            "what is learnt, as these say"
         )
 
 
@@ -221,20 +233,20 @@ def _nothing_fits(
 ) -> str:
     if found.smallest is None:
         sizes = "; ".join(f"{a} in {sorted(of)}" for a, of in space.axes.items())
-        asked = f" with {sizes}" if sizes else ""
+        fixed = f" with {sizes}" if sizes else ""
         return (
             f"no legal way to split {model.name} and a batch of {times.global_batch} over "
-            f"{cluster}{asked}: sizes have to divide heads ({model.heads}), layers "
+            f"{cluster}{fixed}: sizes have to divide heads ({model.heads}), layers "
             f"({model.layers}) and the batch, and to multiply to {cluster.num_devices}; change "
             f"{'the sizes, ' if space.axes else ''}the batch or the number of GPUs"
         )
     of, needs = found.smallest
-    room = cluster.chip.memory_bytes / times.stack.reserve
+    budget = cluster.chip.memory_bytes / times.stack.reserve
     larger = _smallest_cluster(model, cluster, times, space)
     would = f"{larger} would do" if larger else f"no cluster of up to {_MOST_HOSTS} hosts would do"
     return (
         f"{model.name} does not fit on {cluster}: even {of} needs {human_bytes(int(needs.total))} "
-        f"of the {human_bytes(int(room))} of a GPU that a step can use; most of it is "
+        f"of the {human_bytes(int(budget))} of a GPU that a step can use; most of it is "
         f"{_largest(needs)}. {would}."
     )
 
@@ -252,9 +264,9 @@ def _smallest_cluster(
     Hosts are tried one by one from what the state alone needs, then doubled.
     """
     stack = times.stack
-    room = cluster.chip.memory_bytes / stack.reserve * cluster.gpus_per_host
+    budget = cluster.chip.memory_bytes / stack.reserve * cluster.gpus_per_host
     each = stack.weight_bytes + stack.gradient_bytes + stack.optimizer_bytes
-    least = max(cluster.num_hosts + 1, math.ceil(model.params * each / room))
+    least = max(cluster.num_hosts + 1, math.ceil(model.params * each / budget))
     doubled = (least << n for n in range(6, 20))
     for hosts in (*range(least, least + _ONE_BY_ONE), *doubled):
         if hosts > _MOST_HOSTS:

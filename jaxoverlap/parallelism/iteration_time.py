@@ -10,62 +10,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 from jaxoverlap.cost.groups import Group, pair
-from jaxoverlap.cost.kernels import MatmulKernel
+from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
+from jaxoverlap.cost.model import CostModel
 from jaxoverlap.parallelism import traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.memory import StageParams, layer_activation_bytes, zero_ways
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
-from jaxoverlap.parallelism.rates import Rates, work_s
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
 from jaxoverlap.parallelism.traffic import Sent
 from jaxoverlap.plan.collectives import PERMUTE
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Seconds of a step by term, each as far as nothing hides it; they add up to the step.
-
-    Attributes:
-        compute: kernels of the stage that has most, all micro-batches, recompute apart.
-        recompute: kernels that its backward passes run again.
-        model, context, expert, fsdp: collectives along that axis.
-        pipeline: sends between stages, and the sum of a tied table's gradients.
-        data: sums of gradients over replicas.
-        bubble: what the stage waits while the pipeline fills and drains.
-        optimizer: the update.
-    """
-
-    compute: float = 0.0
-    recompute: float = 0.0
-    model: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-    fsdp: float = 0.0
-    pipeline: float = 0.0
-    data: float = 0.0
-    bubble: float = 0.0
-    optimizer: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the step."""
-        return sum(self.by_term.values())
-
-    @property
-    def by_term(self) -> dict[str, float]:
-        """Return the seconds of each term, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def __add__(self, other: Terms) -> Terms:
-        mine = self.by_term
-        return Terms(**{name: mine[name] + s for name, s in other.by_term.items()})
-
-    def __mul__(self, times: float) -> Terms:
-        return Terms(**{name: s * times for name, s in self.by_term.items()})
 
 
 class IterationTime:
@@ -73,20 +31,23 @@ class IterationTime:
 
     Args:
         model: what is trained.
-        rates: seconds of kernels and collectives.
+        cost: seconds of kernels and collectives.
         stack: what trains it.
         global_batch: sequences of a step.
     """
 
-    def __init__(self, model: Transformer, rates: Rates, stack: Stack, *, global_batch: int):
-        self.model, self.rates, self.stack = model, rates, stack
+    def __init__(self, model: Transformer, cost: CostModel, stack: Stack, *, global_batch: int):
+        self.model, self.cost, self.stack = model, cost, stack
         self.global_batch = global_batch
+        self._kernel_s = functools.cache(self._kernel_uncached)
+        self._alone_s = functools.cache(cost.collective_s)
         self._layer = functools.cache(self._layer_uncached)
         self._forward_s = functools.cache(self._forward_uncached)
         self._head = functools.cache(self._head_uncached)
-        self._sends = dict[tuple[object, ...], Terms]()
+        self._sends = dict[tuple[object, ...], StepTerms]()
+        self._least_fsdp = dict[tuple[Configuration, int], float]()
 
-    def terms(self, config: Configuration, placement: Placement) -> Terms:
+    def terms(self, config: Configuration, placement: Placement) -> StepTerms:
         """Return a configuration's seconds by term.
 
         The stage that takes longest runs all micro-batches; the others take their one pass while
@@ -94,15 +55,15 @@ class IterationTime:
         """
         micro_batches = config.micro_batches(self.global_batch)
         layer = self._layer(_kernels_key(config)) + self._layer_sends(config, placement)
-        once = replace(Terms(), pipeline=self._stage_sends(config, placement))
-        once += replace(Terms(), fsdp=self._unhidden_s(config, placement))
-        once += replace(Terms(), compute=self._added_s(config))
+        once = replace(StepTerms(), pipeline=self._stage_sends(config, placement))
+        once += replace(StepTerms(), fsdp=self._unhidden_s(config, placement))
+        once += replace(StepTerms(), compute=self._added_s(config))
         middle_layers, last_layers = self._stage_layers(config)
         middle = layer * middle_layers + once
         last = layer * last_layers + once + self._head(_kernels_key(config))
         slowest = max(middle, last, key=lambda stage: stage.step_s)
         bubble_s = (config.pipeline - 1) * middle.step_s / config.interleave
-        return slowest * micro_batches + Terms(
+        return slowest * micro_batches + StepTerms(
             bubble=bubble_s,
             data=self._data_s(config, placement, slowest),
             pipeline=self._table_s(config, placement),
@@ -117,21 +78,36 @@ class IterationTime:
         return config.stage_layers(self.model), config.stage_layers(self.model, config.pipeline - 1)
 
     def bound_s(self, config: Configuration, placement: Placement) -> float:
-        """Return seconds that no placement goes below: kernels, their bubble, and rings.
+        """Return seconds that no placement goes below: kernels, their bubble, rings, and gathers.
 
         Args:
             placement: any; tensor parallelism stands innermost in all of them.
         """
         layer_s = self._layer(_kernels_key(config)).step_s
         layer_s += self._layer_sends(config, placement).model
+        layer_s += self._least_fsdp_s(config, placement.domain)
         middle, last = self._stage_layers(config)
         slowest_s = max(layer_s * middle, layer_s * last + self._head(_kernels_key(config)).step_s)
         bubble_s = (config.pipeline - 1) * layer_s * middle / config.interleave
         return slowest_s * config.micro_batches(self.global_batch) + bubble_s
 
+    def _least_fsdp_s(self, config: Configuration, domain: int) -> float:
+        """Return what hidden collectives of FSDP cost a layer on the fewest domains they fit."""
+        if config.fsdp == 1 or (config.pipeline > 1 and self.stack.keeps_gathered):
+            return 0.0
+        domains = min(-(-config.fsdp * config.model // domain), config.fsdp)
+        key = (_kernels_key(config), domains)
+        if key not in self._least_fsdp:
+            sends = traffic.of_layer(self.model, config, self.stack)
+            group = Group(config.fsdp, domains)
+            self._least_fsdp[key] = sum(
+                s.count * self._in_group_s(s, group) for s in sends if s.term == "fsdp"
+            )
+        return min(self.stack.hidden_cost, 1.0) * self._least_fsdp[key]
+
     # -- kernels ----------------------------------------------------------------------------------
 
-    def _layer_uncached(self, config: Configuration) -> Terms:
+    def _layer_uncached(self, config: Configuration) -> StepTerms:
         """Seconds of a layer's kernels for one micro-batch."""
         counted = work.layer(self.model, config, self.stack)
         forward_s, backward_s = self._forward_s(config), self._work_s(counted.backward)
@@ -145,19 +121,42 @@ class IterationTime:
         stacked_s = 0.0
         if self.stack.saved > 1 and config.recompute != "full":
             # A scan copies what is kept into its stack, and out of it: four more passes over it.
-            kept = layer_activation_bytes(self.model, config, self.stack)
-            stacked_s = self._work_s(work.Work(memory_bytes=4 * kept))
-        return Terms(compute=forward_s + backward_s + stacked_s, recompute=again_s)
+            saved = layer_activation_bytes(self.model, config, self.stack)
+            stacked_s = self._work_s(work.Work(memory_bytes=4 * saved))
+        launched_s = self.stack.expert_launch_s if self.model.experts else 0.0
+        compute_s = max(forward_s + backward_s + stacked_s, launched_s - again_s)
+        return StepTerms(compute=compute_s, recompute=again_s)
 
     def _forward_uncached(self, config: Configuration) -> float:
         return self._work_s(work.layer(self.model, config, self.stack).forward)
 
-    def _head_uncached(self, config: Configuration) -> Terms:
+    def _head_uncached(self, config: Configuration) -> StepTerms:
         counted = work.head(self.model, config)
-        return Terms(compute=self._work_s(counted.forward) + self._work_s(counted.backward))
+        return StepTerms(compute=self._work_s(counted.forward) + self._work_s(counted.backward))
 
     def _work_s(self, counted: work.Work) -> float:
-        return self.stack.compute_factor * work_s(self.rates, counted)
+        """Return the seconds of kernels, one after the other."""
+        matmuls_s = sum(map(self._kernel_s, counted.matmuls))
+        attention_s = self.stack.attention_factor * sum(map(self._kernel_s, counted.attention))
+        memory = self.cost.tables.memory
+        moved = self.stack.memory_factor * counted.memory_bytes
+        memory_s = counted.kernels * memory.launch_s + moved / memory.bytes_per_s
+        return self.stack.compute_factor * (matmuls_s + attention_s + memory_s)
+
+    def _kernel_uncached(self, kernel: MatmulKernel | AttentionKernel) -> float:
+        """Return the seconds of a kernel.
+
+        Attention on a chip that has no rows of it gets the rate of a square matmul of 4096, halved:
+        FlashAttention-2 reaches 0.5 to 0.7 of that on A100s (Dao 2023, figure 4).
+        """
+        if isinstance(kernel, MatmulKernel):
+            grouped = kernel.batch > 1 and self.model.experts
+            factor = self.stack.expert_factor if grouped else 1.0
+            return factor * self.cost.matmul_s(**vars(kernel))
+        if self.cost.tables.attention is not None:
+            return self.cost.attention_s(**vars(kernel))
+        square = MatmulKernel(4096, 4096, 4096)
+        return 2 * kernel.flops / square.flops * self._kernel_s(square)
 
     def _added_s(self, config: Configuration) -> float:
         """Seconds of adding up a micro-batch's gradients, in a program that does it apart."""
@@ -170,8 +169,8 @@ class IterationTime:
     def _optimizer_s(self, config: Configuration) -> float:
         params = StageParams.largest(self.model, config, even=self.stack.lockstep)
         elements = 0.0
-        for part, ways in zip((params.dense, params.experts), zero_ways(config), strict=True):
-            elements += part * config.shard_share(self.model) / (ways if config.zero_stage else 1)
+        for part, shards in zip((params.dense, params.experts), zero_ways(config), strict=True):
+            elements += part * config.shard_share(self.model) / (shards if config.zero_stage else 1)
         return self._work_s(work.optimizer(elements, self.stack))
 
     # -- collectives ------------------------------------------------------------------------------
@@ -187,41 +186,61 @@ class IterationTime:
             group = pair(group)
         elif sent.term == "pipeline" and sent.kind == "all-reduce":
             group = Group(2, min(group.domains, 2))
+        return self._in_group_s(sent, group, pieces)
+
+    def _in_group_s(self, sent: Sent, group: Group, pieces: int | None = None) -> float:
+        """Return the seconds of one collective of a group; `pieces` as in `_sent_s`."""
         if pieces is None:
             apart = sent.term == "fsdp" and self.stack.gathers_matrices
             pieces = 4 + self.model.mlp_matrices if apart else 1  # of about equal size
         piece_bytes = sent.sent_bytes / pieces
+        if sent.kind == "all-to-all" and self.stack.sends_once:
+            places = group.domains if group.domains > 1 else group.size
+            piece_bytes *= _distinct(places, self.model.choices) / self.model.choices
         return pieces * self._collective_s(sent.kind, piece_bytes, group)
 
     def _collective_s(self, kind: str, sent_bytes: float, group: Group) -> float:
-        seconds = self.rates.collective_s(kind, sent_bytes, group)
+        if group.size == 1 or not sent_bytes:
+            return 0.0
+        seconds = self._alone_s(kind, int(sent_bytes), group)
         return seconds if group.domains == 1 else seconds / self.stack.network_share
 
-    def _layer_sends(self, config: Configuration, placement: Placement) -> Terms:
+    def _layer_sends(self, config: Configuration, placement: Placement) -> StepTerms:
         """Seconds of a layer's collectives that nothing hides, for one micro-batch."""
         groups = tuple(placement.group(axis) for axis in ("model", "context", "expert", "fsdp"))
-        key = (_kernels_key(config), config.fsdp, config.overlap, groups)
+        key = (_kernels_key(config), config.fsdp, config.data, config.overlap, groups)
         if key not in self._sends:
             self._sends[key] = self._layer_sends_uncached(config, placement)
         return self._sends[key]
 
-    def _layer_sends_uncached(self, config: Configuration, placement: Placement) -> Terms:
+    def _layer_sends_uncached(self, config: Configuration, placement: Placement) -> StepTerms:
         seconds = dict[str, float]()
         sends = traffic.of_layer(self.model, config, self.stack)
+        if self.stack.scale_syncs:
+            seconds["data"] = self._scales_s(config, placement)
         for sent in sends:
             whole_s = sent.count * self._sent_s(sent, placement)
             seconds[sent.term] = seconds.get(sent.term, 0.0) + whole_s
-        if not self._hides(config):
-            return Terms(**seconds)
-        if "model" in seconds:
+        if "model" in seconds and self.stack.tensor_exposed is not None:
+            seconds["model"] *= self.stack.tensor_exposed
+        elif "model" in seconds and self._hides(config):
             whole_s = seconds["model"]
             rings_s = self._rings_s(config, placement, sends)
             halves_s = self._halves_s(config, placement, whole_s)
             seconds["model"] = min(whole_s, rings_s, halves_s)
-        if "fsdp" in seconds:
+        if "fsdp" in seconds and self._gathers_ahead(config):
             phases = self._fsdp_phases(config, placement, sends)
-            seconds["fsdp"] = sum(max(0.0, sent_s - kernels_s) for sent_s, kernels_s in phases)
-        return Terms(**seconds)
+            seconds["fsdp"] = sum(self._paid_s(*phase) for phase in phases)
+        if "fsdp" in seconds and config.pipeline > 1 and self.stack.keeps_gathered:
+            seconds["fsdp"] /= config.micro_batches(self.global_batch)
+        return StepTerms(**seconds)
+
+    def _scales_s(self, config: Configuration, placement: Placement) -> float:
+        """Seconds of a layer's all-reduces of fp8 scales, each of which waits for all hosts."""
+        group = placement.group("data", "fsdp", "expert", "context")
+        waited_s = _WAIT_S * min(group.domains, _MOST_WAITED_FOR) if group.domains > 1 else 0.0
+        each_s = self._collective_s("all-reduce", 8, group) + waited_s
+        return self.stack.scale_syncs * each_s
 
     def _hides(self, config: Configuration) -> bool:
         """Return whether rings and gathers ahead hide collectives.
@@ -231,6 +250,15 @@ class IterationTime:
         """
         return config.overlap and not (self.stack.lockstep and config.pipeline > 1)
 
+    def _paid_s(self, sent_s: float, kernels_s: float) -> float:
+        """Return what a step takes longer for collectives under kernels, contention included."""
+        exposed_s = max(0.0, sent_s - kernels_s)
+        return exposed_s + self.stack.hidden_cost * (sent_s - exposed_s)
+
+    def _gathers_ahead(self, config: Configuration) -> bool:
+        """Return whether FSDP's gathers run under the layer before."""
+        return self.stack.prefetches or self._hides(config)
+
     def _unhidden_s(self, config: Configuration, placement: Placement) -> float:
         """Seconds of FSDP's collectives at the ends of a micro-batch, which no layer hides.
 
@@ -238,7 +266,7 @@ class IterationTime:
         """
         tables = traffic.of_tables(self.model, config, self.stack)
         seconds = sum(self._sent_s(s, placement, pieces=1) for s in tables)
-        if config.fsdp > 1 and self._hides(config):
+        if config.fsdp > 1 and self._gathers_ahead(config):
             sends = traffic.of_layer(self.model, config, self.stack)
             ends = [s for s in sends if s.term == "fsdp" and (s.phase, s.kind) in _ENDS]
             hidden = [kernels_s for _, kernels_s in self._fsdp_phases(config, placement, sends)]
@@ -275,7 +303,7 @@ class IterationTime:
         return exposed_s
 
     def _halves_s(self, config: Configuration, placement: Placement, whole_s: float) -> float:
-        """Seconds that tensor parallelism adds to a layer if the batch runs in two halves.
+        """Seconds that tensor parallelism adds to a layer if the batch is split in two.
 
         Within one NVLink domain alone, where the share that stays exposed was found.
         """
@@ -287,7 +315,7 @@ class IterationTime:
         return exposed_s + self.stack.halves_compute * layer_s
 
     def _matmul_s(self, matmul: MatmulKernel) -> float:
-        return self.stack.compute_factor * self.rates.matmul_s(matmul)
+        return self.stack.compute_factor * self._kernel_s(matmul)
 
     def _fsdp_phases(
         self, config: Configuration, placement: Placement, sends: Iterable[Sent]
@@ -315,19 +343,17 @@ class IterationTime:
         sends = traffic.of_stage(self.model, config, self.stack)
         return config.interleave * sum(self._sent_s(s, placement) for s in sends)
 
-    def _data_s(self, config: Configuration, placement: Placement, slowest: Terms) -> float:
+    def _data_s(self, config: Configuration, placement: Placement, slowest: StepTerms) -> float:
         """Seconds of the sums of gradients, less what the last backward pass hides of them."""
         sums = [s for s in self._of_step(config) if s.term == "data"]
         seconds = sum(s.count * self._sent_s(s, placement) for s in sums)
-        micro_batches, layers = (
-            config.micro_batches(self.global_batch),
-            config.stage_layers(self.model),
-        )
+        micro_batches = config.micro_batches(self.global_batch)
+        layers = config.stage_layers(self.model)
         if not self.stack.hides_data or (self.stack.lockstep and micro_batches > 1):
             return seconds
         passes = micro_batches if config.zero_stage == 2 else 1
         hidden_s = passes * slowest.compute * 2 / 3 * (layers - 1) / layers
-        return max(seconds - hidden_s, seconds / layers)
+        return max(self._paid_s(seconds, hidden_s), seconds / layers)
 
     def _of_step(self, config: Configuration) -> list[Sent]:
         return traffic.of_step(
@@ -338,6 +364,12 @@ class IterationTime:
         sums = [s for s in self._of_step(config) if s.term == "pipeline"]
         return sum(self._sent_s(s, placement) for s in sums)
 
+
+# Seconds that a small all-reduce of all hosts waits for the slowest, for each host, and the hosts
+# from which on it waits no longer: an assumption of form and size, as nobody published the jitter
+# of hosts. Fitted to MaxText's fp8 steps of Llama2-70B on 64 and 256 GPUs, and to their not growing
+# from 512 to 2048 (NVIDIA/dgxc-benchmarking, maxtext/README_70b.md).
+_WAIT_S, _MOST_WAITED_FOR = 15e-6, 32
 
 # FSDP's collectives that no layer hides: (phase, kind), in the order of `_fsdp_phases`.
 _ENDS = (("forward", "all-gather"), ("backward", "reduce-scatter"))
@@ -357,7 +389,12 @@ def _kernels_key(config: Configuration) -> Configuration:
     )
 
 
+def _distinct(places: int, choices: int) -> float:
+    """Return on how many of so many hosts, or devices of one, a token's experts are, on average."""
+    return places * (1 - (1 - 1 / places) ** choices)
+
+
 def _beside(kind: str, index: int, matmuls: tuple[MatmulKernel, ...]) -> MatmulKernel:
-    """Return a collective's matmul: gathers stand before 0 and 2, scatters after 1 and 3."""
+    """Return the matmul of a collective: gathers precede 0 and 2, scatters follow 1 and 3."""
     first = 0 if kind == "all-gather" else 1
     return matmuls[first + 2 * (index % 2)]

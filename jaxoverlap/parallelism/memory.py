@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.parallelism.configuration import Configuration
 from jaxoverlap.parallelism.model import Transformer
-from jaxoverlap.parallelism.pipeline.schedule import Schedule
+from jaxoverlap.parallelism.pipeline.schedule import PipelineSchedule
 from jaxoverlap.parallelism.stack import Stack
 
 _ELEMENT = 2  # bytes of an activation
@@ -45,7 +45,7 @@ class StageParams:
 
     @classmethod
     def of_layer(cls, model: Transformer, config: Configuration) -> StageParams:
-        """Count a layer's: matrices over the tensor axis; norms and biases of rows replicated."""
+        """Count a layer's parameters: matrices on the tensor axis; norms, row biases replicated."""
         return cls(*model.layer_params(config.model, config.expert))
 
     @classmethod
@@ -145,38 +145,54 @@ def zero_ways(config: Configuration) -> tuple[int, int]:
     return ways, ways // config.expert
 
 
-def in_flight(of: Configuration, micro_batches: int, stage: int = 0) -> int:
+def in_flight(config: Configuration, micro_batches: int, stage: int = 0) -> int:
     """Count the micro-batches of a piece that a stage keeps at most under 1F1B, in pieces.
 
     Plain: pipeline - stage. Interleaved by v: the warm-up's 2 (pipeline - stage - 1) +
     (v - 1) pipeline passes, and the one that runs (Narayanan et al., arXiv 2104.04473, section
     2.2, as Megatron-LM counts it).
     """
-    p, v = of.pipeline, of.interleave
+    p, v = config.pipeline, config.interleave
     if v == 1:
         return min(p - stage, micro_batches)
     return min(2 * (p - stage - 1) + (v - 1) * p + 1, micro_batches * v)
 
 
-def layer_activation_bytes(model: Transformer, of: Configuration, stack: Stack) -> float:
+def layer_activation_bytes(model: Transformer, config: Configuration, stack: Stack) -> float:
     """Count the bytes that a layer keeps for its backward pass, for a micro-batch.
 
     Korthikanti et al. (arXiv 2205.05198), equations 1 to 4: s b h (10 + 24/t + 5 a s / (h t))
     with dropout and plain attention, (34 + ...) / t with the sequence split; without dropout its
     masks are gone, and without the scores' term where attention is fused or computed again.
     """
-    tokens = of.micro_batch * model.sequence / of.context
-    h, t = model.hidden, of.model
-    whole = (10 if stack.dropout else 8) * tokens * h / (t if of.splits_rows else 1)
+    if config.recompute == "selective" and "pointwise" in stack.selective:
+        return _kept_results_bytes(model, config, stack)
+    tokens = config.micro_batch * model.sequence / config.context
+    h, t = model.hidden, config.model
+    unsplit = (10 if stack.dropout else 8) * tokens * h / (t if config.splits_rows else 1)
     kv = max(model.kv_hidden / t, model.head_size)
     inner = model.active_inner / t * model.mlp_matrices * _ELEMENT
     split = tokens * (2 * _ELEMENT * model.query_hidden / t + 2 * _ELEMENT * kv + inner)
     scores = 0.0
-    if not stack.fuses(of.context) and (of.recompute == "none" or stack.saved > 1):
+    if not stack.fuses(config.context) and (config.recompute == "none" or stack.saved > 1):
         scores = (
             (5 if stack.dropout else stack.score_bytes) * tokens * model.sequence * model.heads / t
         )
-    return stack.saved * (whole + split + scores)
+    return stack.saved * (unsplit + split + scores)
+
+
+def _kept_results_bytes(model: Transformer, config: Configuration, stack: Stack) -> float:
+    """Count a layer's input and the results that a stack does not compute again."""
+    wide = model.active_inner * (model.mlp_matrices - 1)
+    columns = {
+        "qkv": (model.query_hidden + 2 * model.kv_hidden) / config.model,
+        "attention": model.query_hidden / config.model,
+        "out": model.hidden,
+        "up": wide / config.model,
+        "down": model.hidden,
+    }
+    elements = model.hidden + sum(n for part, n in columns.items() if part not in stack.selective)
+    return _ELEMENT * config.micro_batch * model.sequence / config.context * elements
 
 
 def memory(
@@ -201,7 +217,9 @@ def memory(
     piece = layers * per_layer + mask + stack.micro_batch_bytes
     running = one if config.recompute == "full" else 0.0
     if one_program:
-        kept = Schedule(config.pipeline, micro_batches, config.interleave).live_pieces(stage)
+        kept = PipelineSchedule(config.pipeline, micro_batches, config.interleave).live_pieces(
+            stage
+        )
         running, piece = running + piece, stream
     if stack.lockstep and micro_batches > 1:  # gradients of a micro-batch, before they are added
         own = (params.total - params.tables) * config.shard_share(model)

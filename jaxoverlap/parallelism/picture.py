@@ -9,15 +9,15 @@ import numpy as np
 
 from jaxoverlap.parallelism import traffic
 from jaxoverlap.parallelism.configure import Configurations
-from jaxoverlap.parallelism.iteration_time import Terms
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement
 from jaxoverlap.parallelism.search import Scored
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
 from jaxoverlap.parallelism.traffic import Sent
 from jaxoverlap.plan.collectives import PERMUTE
 
-_TERMS = tuple(Terms().by_term)
+_TERMS = tuple(StepTerms().by_term)
 _COLOURS = dict(zip(_TERMS, (
     "#4c72b0", "#a1b8dc", "#dd8452", "#937860", "#da8bc3", "#c44e52", "#8172b3", "#ccb974",
     "#bbbbbb", "#55a868",
@@ -25,7 +25,7 @@ _COLOURS = dict(zip(_TERMS, (
 
 
 def draw(found: Configurations, path: str | Path) -> None:
-    """Write a picture of three parts, as the file's ending says (.png, .svg).
+    """Write a figure of three plots, in the format of the file's suffix (.png, .svg).
 
     Raises:
         ImportError: if matplotlib is not installed.
@@ -85,31 +85,34 @@ def matrix(
 
     Rings send to the next device of their group; an all-to-all sends each its part.
     """
-    of, at = scored.configuration, scored.placement
-    micro_batches = of.micro_batches(global_batch)
+    config, placement = scored.configuration, scored.placement
+    micro_batches = config.micro_batches(global_batch)
     total = np.zeros((devices, devices))
     for sent, times in (
-        *((s, micro_batches * of.stage_layers(model)) for s in traffic.of_layer(model, of, stack)),
-        *((s, micro_batches) for s in traffic.of_tables(model, of, stack)),
-        *((s, micro_batches * of.interleave) for s in traffic.of_stage(model, of, stack)),
-        *((s, 1) for s in traffic.of_step(model, of, stack, micro_batches)),
+        *(
+            (s, micro_batches * config.stage_layers(model))
+            for s in traffic.of_layer(model, config, stack)
+        ),
+        *((s, micro_batches) for s in traffic.of_tables(model, config, stack)),
+        *((s, micro_batches * config.interleave) for s in traffic.of_stage(model, config, stack)),
+        *((s, 1) for s in traffic.of_step(model, config, stack, micro_batches)),
     ):
         each = sent.sent_bytes * sent.count * times
         for device in range(devices):
-            for peer, share in _receivers(sent, at, device).items():
+            for peer, share in _receivers(sent, placement, device).items():
                 if peer < devices:
                     total[device, peer] += share * each
     return total
 
 
-def _receivers(sent: Sent, at: Placement, device: int) -> dict[int, float]:
+def _receivers(sent: Sent, placement: Placement, device: int) -> dict[int, float]:
     """Return who receives what share of the bytes that a device sends."""
-    members = at.members(device, sent.axes)
-    place, size = members.index(device), len(members)
+    members = placement.members(device, sent.axes)
+    rank, size = members.index(device), len(members)
     if sent.term == "pipeline" and sent.phase == "end" and sent.kind == "all-reduce":
         ends = {0: members[-1], size - 1: members[0]}
-        return {ends[place]: 1.0} if place in ends else {}
+        return {ends[rank]: 1.0} if rank in ends else {}
     if sent.kind == "all-to-all":
         return {peer: 1 / (size - 1) for peer in members if peer != device}
     step = -1 if sent.kind == PERMUTE and sent.phase == "backward" else 1
-    return {members[(place + step) % size]: 1.0}
+    return {members[(rank + step) % size]: 1.0}

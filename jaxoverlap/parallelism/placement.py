@@ -1,4 +1,4 @@
-"""Place the axes of a configuration on a cluster: which stay on NVLink, which cross hosts."""
+"""Assign a configuration's axes to a cluster: which are on NVLink, which cross hosts."""
 
 from __future__ import annotations
 
@@ -47,40 +47,66 @@ class Placement:
         return " > ".join(shown) or "one device"
 
 
+@dataclass(frozen=True)
+class Densest(Placement):
+    """A bound of all placements: every group spreads over as few domains as its size allows."""
+
+    def group(self, *axes: str) -> Group:
+        """Return the devices of a collective over axes, side by side but for tensor parallelism."""
+        sizes = dict(zip(self.order, self.sizes, strict=True))
+        members = math.prod(sizes[axis] for axis in axes)
+        apart = 1 if "model" in axes else sizes["model"]
+        return Group(members, min(-(-members * apart // self.domain), members))
+
+
 @functools.cache  # a search asks for the same few groups again and again
 def _group(
     order: tuple[str, ...], sizes: tuple[int, ...], domain: int, axes: tuple[str, ...]
 ) -> Group:
-    members, stride = [0], 1
+    """Return the group along axes that spreads over most domains: a step waits for the slowest.
+
+    All spread alike if domains begin where slices of the mesh do; with six devices side by side
+    in domains of eight some groups stay inside a domain, and others do not.
+    """
+    members, starts, stride, aligned = [0], [0], 1, True
     for axis, size in zip(reversed(order), reversed(sizes), strict=True):
-        if axis in axes:
-            members = [at + i * stride for at in members for i in range(size)]
+        grown = members if axis in axes else starts
+        grown[:] = [at + i * stride for at in grown for i in range(size)]
         stride *= size
-    return Group(len(members), len({at // domain for at in members}))
+        aligned = aligned and (domain % stride == 0 or stride % domain == 0)
+    several = starts[:1] if aligned else starts
+    spread = max(len({(start + at) // domain for at in members}) for start in several)
+    return Group(len(members), spread)
 
 
-def place(of: Configuration, cluster: Cluster, order: tuple[str, ...] = AXES) -> Placement:
-    """Place a configuration's axes in an order, slowest first.
+def place(config: Configuration, cluster: Cluster, order: tuple[str, ...] = AXES) -> Placement:
+    """Assign a configuration's axes in an order, slowest first.
 
     Raises:
         ValueError: if the configuration has another number of devices than the cluster.
     """
-    if of.devices != cluster.num_devices:
+    if config.devices != cluster.num_devices:
         raise ValueError(
-            f"{of}: {of.devices} devices, and {cluster} has {cluster.num_devices}; change a size"
+            f"{config}: {config.devices} devices, and {cluster} has {cluster.num_devices}; change "
+            "a size"
         )
-    sizes = tuple(of.axes[axis] for axis in order)
+    sizes = tuple(config.axes[axis] for axis in order)
     return Placement(order, sizes, cluster.gpus_per_nvlink_domain)
 
 
-def placements(of: Configuration, cluster: Cluster) -> Iterator[Placement]:
+def placements(config: Configuration, cluster: Cluster) -> Iterator[Placement]:
     """Yield the placements that differ: each order of the axes that are larger than one.
 
     Tensor parallelism is innermost in all of them: it talks most, by two orders of magnitude
     (ConfigTuner, arXiv 2512.24750: over 99% of the volume), in every layer of every micro-batch.
     """
-    ones = tuple(axis for axis in AXES if of.axes[axis] == 1)
-    moving = tuple(axis for axis in AXES if of.axes[axis] > 1 and axis != "model")
-    last = ("model",) if of.model > 1 else ()
+    ones = tuple(axis for axis in AXES if config.axes[axis] == 1)
+    moving = tuple(axis for axis in AXES if config.axes[axis] > 1 and axis != "model")
+    last = ("model",) if config.model > 1 else ()
     for order in itertools.permutations(moving):
-        yield place(of, cluster, (*ones, *order, *last))
+        yield place(config, cluster, (*ones, *order, *last))
+
+
+def densest(config: Configuration, cluster: Cluster) -> Densest:
+    """Return what no placement that keeps tensor parallelism innermost is faster than."""
+    return Densest(AXES, tuple(config.axes.values()), cluster.gpus_per_nvlink_domain)

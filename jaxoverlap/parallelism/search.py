@@ -2,9 +2,9 @@
 
 Candidates are pruned in three ways that cannot lose the best one. Illegal splits and those that
 do not fit in memory are dropped. Of one split and ZeRO stage only the least recompute that fits is
-kept, which is never slower in the form. And candidates are
-tried in the order of a bound (kernels without any collective), until the bound alone is slower
-than the last of those kept.
+kept, which is never slower in the form. And candidates are tried in the order of two bounds
+(kernels without any collective; then the densest placement), until a bound is slower than the last
+of those kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.parallelism.configuration import AXES, Configuration, Recompute
-from jaxoverlap.parallelism.iteration_time import IterationTime, Terms
+from jaxoverlap.parallelism.iteration_time import IterationTime
 from jaxoverlap.parallelism.memory import Memory, StageParams, peak, state_bytes
 from jaxoverlap.parallelism.model import Transformer
-from jaxoverlap.parallelism.placement import Placement, place, placements
+from jaxoverlap.parallelism.placement import Placement, densest, place, placements
 from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
 _LIGHTER = 2  # chunks that may have a layer fewer where stages interleave: the first and the last
@@ -33,7 +34,7 @@ class Scored:
 
     configuration: Configuration
     placement: Placement
-    terms: Terms
+    terms: StepTerms
     memory: Memory
 
     @property
@@ -88,7 +89,8 @@ class Space:
         if unknown := set(self.axes) - set(AXES):
             raise ValueError(f"unknown axes {sorted(unknown)}: known are {', '.join(AXES)}")
         for axis, sizes in self.axes.items():
-            if not isinstance(sizes, Collection) or not all(type(n) is int for n in sizes):
+            listed = isinstance(sizes, Collection) and len(sizes) > 0
+            if not listed or not all(type(n) is int and n > 0 for n in sizes):
                 raise ValueError(
                     f"axes={{{axis!r}: {sizes!r}}}: expected the sizes allowed, as in "
                     f"{{{axis!r}: [1, 2]}}"
@@ -119,7 +121,7 @@ def _sized(
     micro_batches = [b for b in range(1, here + 1) if here % b == 0 and b & (b - 1) == 0]
     pieces = interleavings(model, axes["pipeline"]) if space.interleave else (1,)
     for micro_batch, interleave in itertools.product(micro_batches, pieces):
-        of = Configuration(
+        config = Configuration(
             **axes,
             micro_batch=micro_batch,
             interleave=interleave,
@@ -127,8 +129,8 @@ def _sized(
             sequence_parallel=space.sequence_parallel and axes["model"] > 1,
             overlap=space.overlap,
         )
-        if not of.illegal(model, global_batch, stack):
-            yield of
+        if not config.illegal(model, global_batch, stack):
+            yield config
 
 
 def interleavings(model: Transformer, pipeline: int) -> list[int]:
@@ -142,13 +144,13 @@ def interleavings(model: Transformer, pipeline: int) -> list[int]:
 
 
 def ways_to_save(
-    of: Configuration, model: Transformer, global_batch: int, stack: Stack
+    config: Configuration, model: Transformer, global_batch: int, stack: Stack
 ) -> Iterator[list[Configuration]]:
-    """Yield a split's ways to save memory: for each ZeRO stage, recompute, fastest first."""
-    stages = stack.zero_stages if of.replicas > of.fsdp else ()
-    zero = [replace(of, zero_stage=stage) for stage in stages]
+    """Yield a split's memory options: for each ZeRO stage, recompute, fastest first."""
+    stages = stack.zero_stages if config.replicas > config.fsdp else ()
+    zero = [replace(config, zero_stage=stage) for stage in stages]
     legal = [one for one in zero if not one.illegal(model, global_batch, stack)]
-    for one in legal or [of]:
+    for one in legal or [config]:
         yield [replace(one, recompute=r) for r in RECOMPUTES]
 
 
@@ -162,36 +164,36 @@ def search(
 ) -> Found:
     """Find the fastest configurations that fit in memory."""
     began, stack, global_batch = time.perf_counter(), times.stack, times.global_batch
-    room = cluster.chip.memory_bytes / stack.reserve
+    budget = cluster.chip.memory_bytes / stack.reserve
     fitting = list[tuple[float, int, Configuration, Memory]]()
     smallest: tuple[Configuration, Memory] | None = None
     count = 0
     for split in splits(model, cluster, global_batch, space, stack):
         count += 1
-        for ways in ways_to_save(split, model, global_batch, stack):
-            of, needs = _fitting(model, ways, stack, global_batch, room)
-            if needs.total <= room:
-                bound_s = times.bound_s(of, place(of, cluster))
-                fitting.append((bound_s, len(fitting), of, needs))
+        for options in ways_to_save(split, model, global_batch, stack):
+            config, needs = _fitting(model, options, stack, global_batch, budget)
+            if needs.total <= budget:
+                bound_s = times.bound_s(config, place(config, cluster))
+                fitting.append((bound_s, len(fitting), config, needs))
             elif smallest is None or needs.total < smallest[1].total:
-                smallest = (of, needs)
+                smallest = (config, needs)
     kept, priced = _fastest(sorted(fitting), cluster, times, keep) if keep else ((), 0)
     took_s = time.perf_counter() - began
     return Found(kept, count, len(fitting), priced, smallest, took_s)
 
 
 def _fitting(
-    model: Transformer, ways: list[Configuration], stack: Stack, global_batch: int, room: float
+    model: Transformer, options: list[Configuration], stack: Stack, global_batch: int, budget: float
 ) -> tuple[Configuration, Memory]:
-    """Return the first way that fits in memory, or else the one that needs least."""
-    params = StageParams.largest(model, ways[0], even=stack.lockstep)
-    if sum(state_bytes(model, ways[0], stack, params)) > room:  # whatever is computed again
-        ways = ways[-1:]
-    needs = [(of, peak(model, of, stack, global_batch)) for of in ways[:1]]
-    while needs[-1][1].total > room and len(needs) < len(ways):
-        of = ways[len(needs)]
-        needs.append((of, peak(model, of, stack, global_batch)))
-    fits = needs[-1][1].total <= room
+    """Return the first option that fits in memory, or else the one that needs least."""
+    params = StageParams.largest(model, options[0], even=stack.lockstep)
+    if sum(state_bytes(model, options[0], stack, params)) > budget:  # whatever is computed again
+        options = options[-1:]
+    needs = [(config, peak(model, config, stack, global_batch)) for config in options[:1]]
+    while needs[-1][1].total > budget and len(needs) < len(options):
+        config = options[len(needs)]
+        needs.append((config, peak(model, config, stack, global_batch)))
+    fits = needs[-1][1].total <= budget
     return needs[-1] if fits else min(needs, key=lambda pair: pair[1].total)
 
 
@@ -201,12 +203,24 @@ def _fastest(
     times: IterationTime,
     keep: int,
 ) -> tuple[tuple[Scored, ...], int]:
-    """Price candidates in the order of their bounds, until a bound is slower than all kept."""
+    """Evaluate candidates in the order of their bounds, until a bound exceeds the results.
+
+    A candidate whose turn has come by its first bound gets a second one, of its densest placement,
+    and waits for its turn by that before its placements are tried.
+    """
     kept, priced = list[tuple[float, int, Scored]](), 0  # a heap, slowest first
-    for bound_s, number, of, needs in fitting:
+    waiting = [
+        (bound_s, number, False, config, needs) for bound_s, number, config, needs in fitting
+    ]
+    while waiting:  # sorted, so a heap
+        bound_s, number, close, config, needs = heapq.heappop(waiting)
         if len(kept) == keep and bound_s > -kept[0][0]:
             break
-        scored = best_placement(of, cluster, times, needs)
+        if not close:
+            closer_s = times.terms(config, densest(config, cluster)).step_s
+            heapq.heappush(waiting, (closer_s, number, True, config, needs))
+            continue
+        scored = best_placement(config, cluster, times, needs)
         priced += 1
         item = (-scored.step_s, -number, scored)
         if len(kept) < keep:
@@ -217,10 +231,12 @@ def _fastest(
 
 
 def best_placement(
-    of: Configuration, cluster: Cluster, times: IterationTime, needs: Memory
+    config: Configuration, cluster: Cluster, times: IterationTime, needs: Memory
 ) -> Scored:
-    """Price a configuration in each placement, and return the fastest."""
-    options = (Scored(of, at, times.terms(of, at), needs) for at in placements(of, cluster))
+    """Evaluate a configuration in each placement, and return the fastest."""
+    options = (
+        Scored(config, at, times.terms(config, at), needs) for at in placements(config, cluster)
+    )
     return min(options, key=lambda scored: scored.step_s)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,35 @@ class Stack:
         zero_stages: the stages of ZeRO that it has.
         gathers_matrices: whether FSDP moves each matrix of a layer by itself, as XLA does, and not
             the layer as one message: that many times the latency.
+        prefetches: whether FSDP's gathers run a layer ahead without `jaxoverlap.overlap`, as XLA's
+            latency-hiding scheduler and PyTorch's FSDP make them.
+        keeps_gathered: whether stages of a pipeline keep what FSDP gathers, and their sums of
+            gradients, for all micro-batches of a step.
+        tensor_exposed: share of tensor parallelism's collectives that stays exposed under kernels
+            that send and multiply at once (Transformer Engine's userbuffers); None: there are none.
+        selective: what "selective" computes again in the backward pass: "attention", "pointwise",
+            and the matmuls "qkv", "out", "up" (of a gated MLP both), "gate" (one of both), "down".
+        attention_factor: seconds of fused attention, over those of the chip's tables.
+        memory_factor: bytes of kernels that are no matmuls, over those counted here: what runs
+            operation by operation writes and reads what a compiler fuses.
+        bias_passes: how often a matmul's result is read or written for its bias, forward and
+            backward, where the model has biases.
+        hidden_cost: seconds that a step takes longer for each second of FSDP's collectives and of
+            sums over data that runs under kernels: contention, and gaps before and behind it.
+        scale_syncs: small all-reduces over all replicas, in a layer and micro-batch, that nothing
+            hides: those of the scales of fp8, where each matmul has its own.
+        matmul_dtype: dtype of a layer's matmuls, as the cost model names it: "bf16", "fp8", "mxfp8"
+            or "nvfp4".
         hides_data: whether sums over data run under the last micro-batch's backward pass.
+        sends_once: whether a token goes to each host once, and on one host to each device once,
+            whatever the number of its experts there (DeepEP, HybridEP); False: a copy for each
+            expert.
+        expert_factor: seconds of experts' matmuls, over those of one matmul of as many rows: they
+            are grouped, and their loads uneven.
+        expert_launch_s: seconds that the host takes to launch the kernels of a layer with experts,
+            forward and backward: small micro-batches take no less.
+        permutes: how often a token's copy for each of its experts is read and written as it is
+            sorted by expert and back, forward; as often backward.
         capacity: slots of experts over the tokens that choose them: what is computed and sent.
         dispatch_group: tokens of a group that matmuls with a mask dispatch to experts (GShard,
             arXiv 2006.16668); 0: tokens are sorted and moved without.
@@ -71,7 +99,21 @@ class Stack:
     even_shards: bool = False
     zero_stages: tuple[int, ...] = (1, 2)
     gathers_matrices: bool = False
+    prefetches: bool = False
+    keeps_gathered: bool = False
+    tensor_exposed: float | None = None
+    selective: tuple[str, ...] = ("attention",)
+    attention_factor: float = 1.0
+    memory_factor: float = 1.0
+    bias_passes: tuple[int, int] = (0, 0)
+    hidden_cost: float = 0.0
+    scale_syncs: int = 0
+    matmul_dtype: str = "bf16"
     hides_data: bool = False
+    sends_once: bool = False
+    expert_factor: float = 1.0
+    expert_launch_s: float = 0.0
+    permutes: int = 0
     capacity: float = 1.0
     dispatch_group: int = 0
     saved: float = 1.0
@@ -133,5 +175,56 @@ JAX = Stack(
     halves_exposed=0.25,
     halves_compute=0.12,
     reserve=1.05,
+    # Fitted to MaxText's published steps of Llama2-70B on 64 to 2048 H100s, whose schedule
+    # XLA made with a profile (NVIDIA/dgxc-benchmarking, maxtext/README_70b.md).
+    hidden_cost=0.2,
+    bias_passes=(2, 1),
 )
-STACKS = {"jax": JAX, "megatron": MEGATRON}  # by the name of the command line
+# XLA's latency-hiding scheduler alone: what it hides without a profile costs most of what it takes.
+# Fitted to Pax's published steps of GPT-3 5B on 16 to 128 H100s (the same, paxml/README_5b.md).
+JAX_LHS = replace(
+    JAX,
+    name="JAX, XLA's latency-hiding scheduler without a profile",
+    prefetches=True,
+    hidden_cost=0.75,
+    selective=("attention", "pointwise"),
+)
+# torchtitan: FSDP2, torch.compile, PyTorch's own attention; every second matmul again. Fitted to
+# its published steps of Llama3.1-8B with FSDP (benchmarks/llama3_h100_202412_torchtitan.md).
+TORCH = Stack(
+    name="PyTorch FSDP2",
+    weight_bytes=4,
+    optimizer_bytes=8,
+    zero_stages=(),
+    prefetches=True,
+    keeps_gathered=True,
+    hides_data=True,
+    selective=("out", "gate"),
+    memory_factor=2.0,
+    attention_factor=1.4,
+    hidden_cost=0.9,
+)
+# Megatron-Core of 2025 with Transformer Engine, as NeMo and Megatron-Bridge run it. Fitted to
+# NeMo's published steps of Llama3.1-8B in bf16 (NVIDIA/dgxc-benchmarking, llama3.1/README_8b.md);
+# tensor_exposed is the JAX stack's share of halves, and agrees with Megatron-Bridge's Llama3-70B;
+# expert_factor and expert_launch_s are fitted to Megatron-Bridge's Qwen3 30B-A3B: in bf16 with
+# HybridEP on 16 H100s, and with a micro-batch of one on B200s, where four take 1.4 times as long.
+MEGATRON_CORE = Stack(
+    name="Megatron-Core (2025)",
+    prefetches=True,
+    hides_data=True,
+    tensor_exposed=0.25,
+    sends_once=True,
+    expert_factor=2.0,
+    expert_launch_s=7.5e-3,
+    permutes=4,
+    memory_factor=1.3,
+    hidden_cost=0.2,
+)
+STACKS = {  # by the name of the command line
+    "jax": JAX,
+    "jax-lhs": JAX_LHS,
+    "megatron": MEGATRON,
+    "megatron-core": MEGATRON_CORE,
+    "torch": TORCH,
+}

@@ -41,43 +41,48 @@ class Sent:
     count: int = 1
 
 
-def activation_bytes(model: Transformer, of: Configuration) -> float:
+def activation_bytes(model: Transformer, config: Configuration) -> float:
     """Bytes of a micro-batch's residual stream, as each device of a tensor group needs it."""
-    return _ELEMENT * of.micro_batch * model.sequence / of.context * model.hidden
+    return _ELEMENT * config.micro_batch * model.sequence / config.context * model.hidden
 
 
-def of_layer(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
+def of_layer(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
     """List a layer's collectives for one micro-batch, recompute included."""
-    sent = [*_model(model, of), *_context(model, of), *_expert(model, of, stack), *_fsdp(model, of)]
+    sent = [
+        *_model(model, config),
+        *_context(model, config),
+        *_expert(model, config, stack),
+        *_fsdp(model, config),
+    ]
     return [s for s in sent if s.sent_bytes]
 
 
-def _model(model: Transformer, of: Configuration) -> list[Sent]:
-    """Two all-reduces each way; or gathers and scatters around matmuls, if the rows are split.
+def _model(model: Transformer, config: Configuration) -> list[Sent]:
+    """Two all-reduces per direction; with sequence parallelism gathers and scatters.
 
     ConfigTuner's six in a layer: two forward, two backward, two again under full recompute. With
     the sequence split, the backward pass gathers once more for each gradient of a weight.
     """
-    whole = activation_bytes(model, of) * (of.model - 1) / of.model
-    again = 2 if of.recompute == "full" else 0
-    if not of.splits_rows:
+    full = activation_bytes(model, config) * (config.model - 1) / config.model
+    again = 2 if config.recompute == "full" else 0
+    if not config.splits_rows:
         return [
-            Sent("model", "forward", "all-reduce", ("model",), 2 * whole, 2),
-            Sent("model", "backward", "all-reduce", ("model",), 2 * whole, 2 + again),
+            Sent("model", "forward", "all-reduce", ("model",), 2 * full, 2),
+            Sent("model", "backward", "all-reduce", ("model",), 2 * full, 2 + again),
         ]
     return [
-        Sent("model", "forward", "all-gather", ("model",), whole, 2),
-        Sent("model", "forward", "reduce-scatter", ("model",), whole, 2),
-        Sent("model", "backward", "all-gather", ("model",), whole, 4 + again),
-        Sent("model", "backward", "reduce-scatter", ("model",), whole, 2 + again),
+        Sent("model", "forward", "all-gather", ("model",), full, 2),
+        Sent("model", "forward", "reduce-scatter", ("model",), full, 2),
+        Sent("model", "backward", "all-gather", ("model",), full, 4 + again),
+        Sent("model", "backward", "reduce-scatter", ("model",), full, 2 + again),
     ]
 
 
-def _context(model: Transformer, of: Configuration) -> list[Sent]:
+def _context(model: Transformer, config: Configuration) -> list[Sent]:
     """Gather keys and values for attention; backward gathers them again and scatters gradients."""
-    kv = max(model.kv_hidden // of.model, model.head_size)
-    part = _ELEMENT * of.micro_batch * model.sequence / of.context * 2 * kv
-    sent = part * (of.context - 1)
+    kv = max(model.kv_hidden // config.model, model.head_size)
+    part = _ELEMENT * config.micro_batch * model.sequence / config.context * 2 * kv
+    sent = part * (config.context - 1)
     return [
         Sent("context", "forward", "all-gather", ("context",), sent),
         Sent("context", "backward", "all-gather", ("context",), sent),
@@ -85,11 +90,13 @@ def _context(model: Transformer, of: Configuration) -> list[Sent]:
     ]
 
 
-def _expert(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
+def _expert(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
     """Send tokens to their experts and back; the backward pass likewise."""
-    tokens = activation_bytes(model, of) * max(model.choices, 1) * stack.capacity
-    sent = tokens * (of.expert - 1) / of.expert / (of.model if of.splits_rows else 1)
-    again = 2 if of.recompute == "full" else 0
+    tokens = activation_bytes(model, config) * max(model.choices, 1) * stack.capacity
+    sent = (
+        tokens * (config.expert - 1) / config.expert / (config.model if config.splits_rows else 1)
+    )
+    again = 2 if config.recompute == "full" else 0
     return [
         Sent("expert", "forward", "all-to-all", ("expert",), sent, 2),
         Sent("expert", "backward", "all-to-all", ("expert",), sent, 2 + again),
@@ -121,9 +128,9 @@ def of_tables(model: Transformer, config: Configuration, stack: Stack) -> list[S
         sent, axes = _gathered(model, config, tables), ("fsdp",)
     else:
         axes = tuple(axis for axis in ("fsdp", "model") if getattr(config, axis) > 1)
-        ways = config.fsdp * config.model
+        shards = config.fsdp * config.model
         tables = model.vocab * (1 if model.tied or config.pipeline > 1 else 2)
-        sent = _ELEMENT * tables * model.hidden * (ways - 1) / ways
+        sent = _ELEMENT * tables * model.hidden * (shards - 1) / shards
     return [
         Sent("fsdp", phase, kind, axes, sent)
         for phase, kind in (("forward", "all-gather"), ("backward", "reduce-scatter"))
@@ -131,13 +138,13 @@ def of_tables(model: Transformer, config: Configuration, stack: Stack) -> list[S
     ]
 
 
-def of_stage(model: Transformer, of: Configuration, stack: Stack) -> list[Sent]:
+def of_stage(model: Transformer, config: Configuration, stack: Stack) -> list[Sent]:
     """List what a piece of a stage sends to the next, forward, and to the one before, backward."""
-    if of.pipeline == 1:
+    if config.pipeline == 1:
         return []
-    sent = activation_bytes(model, of)
-    if of.splits_rows or stack.split_sends:
-        sent /= of.model
+    sent = activation_bytes(model, config)
+    if config.splits_rows or stack.split_sends:
+        sent /= config.model
     return [
         Sent("pipeline", "forward", PERMUTE, ("pipeline",), sent),
         Sent("pipeline", "backward", PERMUTE, ("pipeline",), sent),
@@ -182,8 +189,8 @@ def _sums(
     size = stack.reduced_bytes * elements
 
     def share(over: tuple[str, ...]) -> float:
-        ways = math.prod(getattr(config, axis) for axis in over)
-        return size * (ways - 1) / ways
+        shards = math.prod(getattr(config, axis) for axis in over)
+        return size * (shards - 1) / shards
 
     if config.zero_stage == 2:
         over = tuple(axes)

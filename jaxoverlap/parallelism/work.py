@@ -7,7 +7,7 @@ The unit is one micro-batch. Kernels are those of Megatron's layer (Korthikanti 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.kernels import AttentionKernel, MatmulKernel
 from jaxoverlap.parallelism.configuration import Configuration
@@ -15,6 +15,7 @@ from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.stack import Stack
 
 _ELEMENT = 2  # bytes of an activation
+_FP8_CAST_BYTES = 4  # of an element: 2 read, 1 written, and 1 written transposed
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Pass:
     Attributes:
         forward: the forward pass.
         backward: the backward pass, without what it computes again.
-        again: what the backward pass computes again under "selective": scores and their use.
+        again: what the backward pass computes again under "selective" (`Stack.selective`).
     """
 
     forward: Work
@@ -62,29 +63,62 @@ class Pass:
     again: Work = Work()
 
 
-def layer(model: Transformer, of: Configuration, stack: Stack) -> Pass:
+def layer(model: Transformer, config: Configuration, stack: Stack) -> Pass:
     """Count a layer's kernels on one device, for one micro-batch."""
-    tokens = of.micro_batch * model.sequence // of.context
-    scores = _attention(model, of, stack)
-    mlp = (*_mlp_matmuls(model, of, stack, tokens), *_dispatch_matmuls(model, stack, tokens))
-    matmuls = (*_attention_matmuls(model, of, tokens), *mlp)
-    memory_forward, memory_backward = _pointwise(model, of, stack, tokens)
-    casts = gradients = Work()
+    tokens = config.micro_batch * model.sequence // config.context
+    scores = _attention(model, config, stack)
+    mlp = (*_mlp_matmuls(model, config, stack, tokens), *_dispatch_matmuls(model, stack, tokens))
+    matmuls = (*_attention_matmuls(model, config, tokens), *mlp)
+    matmuls = tuple(replace(m, dtype=stack.matmul_dtype) for m in matmuls)
+    memory_forward, memory_backward = _pointwise(model, config, stack, tokens)
+    casts, gradients = _fp8_casts(matmuls)
     if stack.weight_bytes > _ELEMENT:
         # Each pass casts what a device stores of the weights; gradients are cast into zeros.
-        stored = sum(model.layer_params(of.model, of.expert)) * of.shard_share(model)
-        casts = Work(memory_bytes=stored * (stack.weight_bytes + _ELEMENT), kernels=4)
-        gradients = Work(memory_bytes=stored * (2 * stack.gradient_bytes + _ELEMENT), kernels=4)
+        stored = sum(model.layer_params(config.model, config.expert)) * config.shard_share(model)
+        casts += Work(memory_bytes=stored * (stack.weight_bytes + _ELEMENT), kernels=4)
+        gradients += Work(memory_bytes=stored * (2 * stack.gradient_bytes + _ELEMENT), kernels=4)
     return Pass(
         Work(matmuls) + casts + memory_forward + scores.forward,
         Work(tuple(_gradients(matmuls))) + gradients + memory_backward + scores.backward,
-        scores.forward,
+        _again(model, stack, matmuls, memory_forward, scores.forward),
     )
 
 
-def head(model: Transformer, of: Configuration) -> Pass:
+def _again(
+    model: Transformer,
+    stack: Stack,
+    matmuls: tuple[MatmulKernel, ...],
+    pointwise: Work,
+    scores: Work,
+) -> Work:
+    """Count what a stack's "selective" computes again."""
+    qkv, out, up, down = matmuls[:4]
+    gate = replace(up, n=max(up.n // (model.mlp_matrices - 1), 1))
+    parts = {"qkv": qkv, "out": out, "up": up, "gate": gate, "down": down}
+    again = Work(tuple(m for name, m in parts.items() if name in stack.selective))
+    again += scores if "attention" in stack.selective else Work()
+    return again + (pointwise if "pointwise" in stack.selective else Work())
+
+
+def _fp8_casts(matmuls: tuple[MatmulKernel, ...]) -> tuple[Work, Work]:
+    """Count the casts of fp8 matmuls: of both operands forward, of the cotangent backward.
+
+    A cast reads 16 bits and writes 8, twice: fp8 matmuls on Hopper read along the contracted dim
+    only (NVIDIA cuBLAS documentation, cublasLtMatmul), so that gradients want transposed copies.
+    """
+    fp8 = [m for m in matmuls if m.dtype != "bf16"]
+    operands = sum(m.batch * m.k * (m.m + m.n) for m in fp8)
+    cotangents = sum(m.batch * m.m * m.n for m in fp8)
+    forward = Work(memory_bytes=_FP8_CAST_BYTES * operands, kernels=2 * len(fp8))
+    return forward, Work(memory_bytes=_FP8_CAST_BYTES * cotangents, kernels=len(fp8))
+
+
+def head(model: Transformer, config: Configuration) -> Pass:
     """Count the head's kernels: logits, and the loss in 32 bits."""
-    tokens, columns = of.micro_batch * model.sequence // of.context, model.vocab // of.model
+    tokens, columns = (
+        config.micro_batch * model.sequence // config.context,
+        model.vocab // config.model,
+    )
     matmul = MatmulKernel(tokens, max(columns, 1), model.hidden)
     logits = tokens * max(columns, 1)
     # Cast to 32 bits, maximum, exponentials and their sum; backward reads and writes them once.
@@ -117,10 +151,10 @@ def _gradients(matmuls: Iterable[MatmulKernel]) -> Iterable[MatmulKernel]:
 
 
 def _attention_matmuls(
-    model: Transformer, of: Configuration, tokens: int
+    model: Transformer, config: Configuration, tokens: int
 ) -> tuple[MatmulKernel, ...]:
-    h, own = model.hidden, model.query_hidden // of.model
-    columns = own + 2 * max(model.kv_hidden // of.model, model.head_size)
+    h, own = model.hidden, model.query_hidden // config.model
+    columns = own + 2 * max(model.kv_hidden // config.model, model.head_size)
     return MatmulKernel(tokens, columns, h), MatmulKernel(tokens, h, own)
 
 
@@ -140,27 +174,27 @@ def _dispatch_matmuls(model: Transformer, stack: Stack, tokens: int) -> tuple[Ma
 
 
 def _mlp_matmuls(
-    model: Transformer, of: Configuration, stack: Stack, tokens: int
+    model: Transformer, config: Configuration, stack: Stack, tokens: int
 ) -> tuple[MatmulKernel, ...]:
     """Experts get equal loads: a device's experts serve as many choices as it has tokens."""
-    h, inner = model.hidden, model.inner // of.model
-    batch = max(model.experts // of.expert, 1)
+    h, inner = model.hidden, model.inner // config.model
+    batch = max(model.experts // config.expert, 1)
     choices = stack.capacity * model.choices if model.experts else 1
     rows = max(int(tokens * choices) // batch, 1)
     up = MatmulKernel(rows, inner * (model.mlp_matrices - 1), h, batch)
     experts = up, MatmulKernel(rows, h, inner, batch)
     if not model.shared_mlp:
         return experts
-    inner = model.shared_mlp // of.model
+    inner = model.shared_mlp // config.model
     up = MatmulKernel(tokens, inner * (model.mlp_matrices - 1), h)
     return *experts, up, MatmulKernel(tokens, h, inner)
 
 
-def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
+def _attention(model: Transformer, config: Configuration, stack: Stack) -> Pass:
     """Count the kernels between q, k, v and what attention gives."""
-    heads = max(of.micro_batch * model.heads // of.model, 1)
-    queries, keys, size = model.sequence // of.context, model.sequence, model.head_size
-    if stack.fuses(of.context):
+    heads = max(config.micro_batch * model.heads // config.model, 1)
+    queries, keys, size = model.sequence // config.context, model.sequence, model.head_size
+    if stack.fuses(config.context):
         kernel = AttentionKernel(queries, keys, heads, size, stack.causal)
         backward = AttentionKernel(queries, keys, heads, size, stack.causal, backward=True)
         return Pass(Work((), (kernel,)), Work((), (backward,)))
@@ -178,19 +212,32 @@ def _attention(model: Transformer, of: Configuration, stack: Stack) -> Pass:
 
 
 def _pointwise(
-    model: Transformer, of: Configuration, stack: Stack, tokens: int
+    model: Transformer, config: Configuration, stack: Stack, tokens: int
 ) -> tuple[Work, Work]:
     """Count norms, residuals, dropout and the MLP's activation, forward and backward."""
-    whole = _ELEMENT * tokens * model.hidden / (of.model if of.splits_rows else 1)
-    inner = _ELEMENT * tokens * model.active_inner / of.model
+    full = _ELEMENT * tokens * model.hidden / (config.model if config.splits_rows else 1)
+    inner = _ELEMENT * tokens * model.active_inner / config.model
     inner *= model.mlp_matrices - 1
     # Forward: two norms (read, write), two residuals (two reads, a write), two masks of a byte;
     # the activation (read, write). Backward: norms read twice and write, cotangents are added.
-    masks = whole if stack.dropout else 0.0
+    masks = full if stack.dropout else 0.0
     # Masks of dispatch are made in 32 bits, choice by choice: written, added to two sums, cast.
     group, slots = _dispatch_slots(model, stack, tokens)
     routed = (20.0 * model.choices + 12) * tokens * slots if group else 0.0
-    forward = Work(memory_bytes=10 * whole + masks + 2 * inner + routed, kernels=5)
-    grown = (12 + (4 if stack.dropout else 0)) * whole + 3 * inner + routed
+    routed += stack.permutes * 2 * _ELEMENT * tokens * model.choices * model.hidden
+    biased = _biased_bytes(model, config, tokens) if model.biases else 0.0
+    passes_forward, passes_backward = stack.bias_passes
+    forward = 10 * full + masks + 2 * inner + routed + passes_forward * biased
+    forward = Work(memory_bytes=forward, kernels=5)
+    grown = (12 + (4 if stack.dropout else 0)) * full + 3 * inner + routed
+    grown += passes_backward * biased
     backward = Work(memory_bytes=grown, kernels=7)
     return forward, backward
+
+
+def _biased_bytes(model: Transformer, config: Configuration, tokens: int) -> float:
+    """Bytes of the results of a layer's matmuls, each of which has a bias."""
+    columns = (
+        model.query_hidden + 2 * model.kv_hidden + model.active_inner * (model.mlp_matrices - 1)
+    )
+    return _ELEMENT * tokens * (columns / config.model + 2 * model.hidden)

@@ -12,7 +12,7 @@ Kind = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 """The collectives that a matmul waits for, and that a ring can carry out."""
 
 
-class Collective(NamedTuple):
+class CollectiveNames(NamedTuple):
     """One collective under all its names.
 
     Attributes:
@@ -30,13 +30,15 @@ class Collective(NamedTuple):
 
 PERMUTE = "collective-permute"
 TABLE = (
-    Collective("all_gather", "all-gather", ("all_gather",), "all_gather_matmul"),
-    Collective("all_to_all", "all-to-all", ("all_to_all",), "all_to_all_matmul"),
-    Collective("reduce_scatter", "reduce-scatter", ("reduce_scatter",), "matmul_reduce_scatter"),
-    Collective("all_reduce", "all-reduce", ("psum", "psum_invariant"), "matmul_all_reduce"),
-    Collective("ragged_all_to_all", "ragged-all-to-all", ("ragged_all_to_all",)),
-    Collective("collective_permute", PERMUTE, ("ppermute",)),
-    Collective("collective_broadcast", "collective-broadcast", ("pbroadcast",)),
+    CollectiveNames("all_gather", "all-gather", ("all_gather",), "all_gather_matmul"),
+    CollectiveNames("all_to_all", "all-to-all", ("all_to_all",), "all_to_all_matmul"),
+    CollectiveNames(
+        "reduce_scatter", "reduce-scatter", ("reduce_scatter",), "matmul_reduce_scatter"
+    ),
+    CollectiveNames("all_reduce", "all-reduce", ("psum", "psum_invariant"), "matmul_all_reduce"),
+    CollectiveNames("ragged_all_to_all", "ragged-all-to-all", ("ragged_all_to_all",)),
+    CollectiveNames("collective_permute", PERMUTE, ("ppermute",)),
+    CollectiveNames("collective_broadcast", "collective-broadcast", ("pbroadcast",)),
 )
 _BY_KIND = {c.kind: c for c in TABLE}
 OPCODES = tuple(c.opcode for c in TABLE)

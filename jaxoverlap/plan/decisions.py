@@ -1,4 +1,4 @@
-"""Record what becomes of each matmul of a step, and of what stands beside it, as data."""
+"""Record what becomes of each matmul of a step, and of each collective, as data."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ Style = Literal["one_way", "two_way", "direct", "sliced", "plain"]
 
 
 class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The way in which the pieces of a decomposed collective travel.
+    """How the pieces of a decomposed collective travel.
 
     Attributes:
         style: "one_way": a ring, every hop to the next device. "two_way": two rings at once, one a
             direction, each half as long (Wang et al., ASPLOS '23). "direct": each piece straight to
             where it is needed, so that no hop waits for another (CommFuse, arXiv 2604.24013).
-            "sliced": no ring; the whole collective in slices, each under another slice's matmul.
-            "plain": the matmul is left alone, for where a hop costs more than the chunk over it.
-        slices: pieces that each chunk of a ring is cut into, each with a hop and a matmul of its
-            own; for "sliced" the slices of the whole collective, at least 2.
+            "sliced": no ring; the collective in slices, each under another slice's matmul.
+            "plain": the matmul is not rewritten, for where a hop costs more than its chunk hides.
+        slices: pieces of each chunk of a ring, each with a hop and a matmul of its own; for
+            "sliced" the slices of the collective, at least 2.
     """
 
     style: Style = "one_way"
@@ -29,8 +29,8 @@ class Variant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.style not in get_args(Style):
             raise ValueError(f"style {self.style!r}: expected one of {', '.join(get_args(Style))}")
         least = 2 if self.style == "sliced" else 1
-        whole = isinstance(self.slices, int) and not isinstance(self.slices, bool)
-        if not whole or self.slices < least:
+        counts = isinstance(self.slices, int) and not isinstance(self.slices, bool)
+        if not counts or self.slices < least:
             raise ValueError(
                 f"{self.slices!r} slices of style {self.style}: expected a whole number, "
                 f"{least} or more"
@@ -59,15 +59,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
     """One matmul that becomes a ring.
 
     Attributes:
-        site: the matmul's place among the step's `dot_general`s.
+        site: the matmul's number among the step's `dot_general`s.
         ring: the site that its ring is named after: its own, or that of the first matmul in it.
-        source: "file:line" of the code that wrote it.
+        source: "file:line" of the code that wrote it, outside of JAX and of libraries of layers.
+        module: the named scopes around it, as in "GPT.layers_0.mlp.up": flax's linen names one for
+            each module; "" if there is none.
         einsum: its letters, as in "abc,cd->abd".
         kind: the pass that decomposes it, as in "all_gather_matmul".
         axis: the mesh axis of the ring.
-        letter: the dim that is cut into chunks.
+        letter: the dim that is split into chunks.
         variant: how the pieces of the collective travel.
-        num_chunks: pieces that the matmul is cut into.
+        num_chunks: pieces that the matmul is split into; 1 if it only reads an operand that is
+            gathered ahead.
         bytes_moved: bytes that each device sends for it in one step; 0 where the first matmul of
             its ring has them.
         runs: how often one step runs it.
@@ -78,6 +81,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
     site: int
     ring: int
     source: str
+    module: str = ""
     einsum: str
     kind: str
     axis: str
@@ -90,33 +94,62 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, tag="ring", forbid_unk
     why: str = ""
 
 
-LEFT_PLAIN = "left plain: "  # begins the reason of a matmul whose ring was not made
+Code = Literal["no collective", "no ring", "not ringed", "skipped"]
+
+
+class Reason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why a matmul is not rewritten.
+
+    Attributes:
+        code: "no collective": there is nothing to overlap. "no ring": no ring does what it waits
+            for. "not ringed": a ring is possible, and not worth it or not chosen. "skipped": by
+            request.
+        detail: the rest, in words.
+    """
+
+    code: Code
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.code == "no ring" and self.detail:
+            return self.detail
+        return f"{self.code}: {self.detail}" if self.detail else self.code
 
 
 class Skip(msgspec.Struct, frozen=True, kw_only=True, tag="skip", forbid_unknown_fields=True):
-    """One matmul that is left alone, and why.
+    """One matmul that is not rewritten, and why.
 
     Attributes:
-        site, source, einsum, runs: as in `Decision`.
-        reason: why; it starts with "no collective" where there is nothing to overlap, and with
-            "left" where a ring could be and is not wanted.
+        site, source, module, einsum, runs: as in `Decision`.
+        why: the reason.
     """
 
     site: int
     source: str
+    module: str = ""
     einsum: str
     runs: int
-    reason: str
+    why: Reason
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return str(self.why)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to overlap."""
+        return self.why.code == "no collective"
 
     @property
     def chosen(self) -> bool:
-        """Return whether it was left alone by choice: as asked, or as not worth a ring."""
-        return self.reason.startswith("left ")
+        """Whether it is skipped by choice: by request, or as a ring costs more than it hides."""
+        return self.why.code in ("skipped", "not ringed")
 
     @property
     def left_plain(self) -> bool:
-        """Return whether it could have a ring, which was not worth it or not chosen."""
-        return self.reason.startswith(LEFT_PLAIN)
+        """Whether it could have a ring, which was not worth it or not chosen."""
+        return self.why.code == "not ringed"
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +158,7 @@ class Remaining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
         axes: the mesh axes whose devices take part.
-        source: "file:line" of the code that wrote the value that moves.
+        source: "file:line" of the code that computes the value that moves.
         runs: how many of them one step runs.
         bytes_moved: bytes that each device sends in them in one step.
     """
@@ -152,7 +185,7 @@ class Scattered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ScatteredSum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sum of activations that stays scattered up to the next matmuls, which gather it.
+    """A sum of activations that stays scattered until the next matmuls gather it.
 
     Attributes:
         site: the matmul that gives it.

@@ -1,4 +1,4 @@
-"""Record whether the rows of a step run in parts, and why not if they do not."""
+"""Record whether the batch of a step is split in parts, and why not."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from jaxoverlap.plan.speedup import milliseconds
 
 
 class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parts in which the rows of a step run, side by side.
+    """The parts that the batch of a step is split in; one part computes while another waits.
 
     The estimates are of XLA's partitioned programs.
 
     Attributes:
         parts: the number of parts.
-        rows: the rows that are cut, as a dim of an argument; empty if there are none.
-        shards: the shards of the rows, each of which is cut by itself.
-        unroll: how many steps of a cut scan stand in one body of its loop.
-        mixing: the equations that mix the rows, with their source lines: parts are joined there.
-        least_sum: bytes of the smallest all-reduce that each part has for itself; None if there is
+        rows: the batch, as a dim of an argument; empty if none was found.
+        shards: the shards of the batch, each of which is split by itself.
+        unroll: how many iterations of a split scan one body of its loop has.
+        mixing: the equations that mix sequences, with their source lines: parts are joined there.
+        least_sum: bytes of the smallest all-reduce that each part runs for itself; None if there is
             none.
-        least_matmul: bytes that the smallest matmul of a part reads and writes on one device, of
-            those whose parts share an operand; None if there is none.
-        whole_s, step_s: seconds of the best way that does not cut the rows, and of the step in
-            parts; None where no price is known, or nobody asked.
-        why_not: why the rows are not cut; empty if they are.
+        least_matmul: bytes one device reads and writes in the smallest matmul that every part
+            repeats with a shared operand; None if no operand is shared.
+        whole_s, step_s: estimated seconds of the best candidate without a split, and of the step in
+            parts; None if nothing was estimated.
+        why_not: why the batch is not split; empty if it is.
     """
 
     parts: int
@@ -47,13 +47,13 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def lines(self) -> list[str]:
         """The lines that are printed below the table of a plan's matmuls."""
-        price = ""
+        estimate = ""
         if self.whole_s is not None and self.step_s is not None:
-            price = f": {milliseconds(self.whole_s)} -> {milliseconds(self.step_s)} by price"
+            estimate = f": {milliseconds(self.whole_s)} -> {milliseconds(self.step_s)} (estimated)"
         if self.why_not:
-            return [f"  The rows are not cut in {self.parts} parts: {self.why_not}{price}."]
+            return [f"  The batch is not split in {self.parts} parts: {self.why_not}{estimate}."]
         loops = f", scans unrolled {self.unroll} times" if self.unroll > 1 else ""
-        lines = [f"  The rows run in {self.parts} parts: {self.rows}{loops}{price}."]
+        lines = [f"  The batch is split in {self.parts} parts: {self.rows}{loops}{estimate}."]
         if self.mixing:
             lines.append(f"    Parts are joined for {', '.join(self.mixing)}.")
         return lines

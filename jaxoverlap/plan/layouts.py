@@ -1,7 +1,8 @@
-"""Record how the results of matmuls are pinned, where the user had left that to XLA."""
+"""Record the shardings pinned to results of matmuls that the user left to XLA."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,7 +13,7 @@ from jaxoverlap.plan.speedup import milliseconds
 
 
 class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A matmul's result that is constrained to a layout.
+    """A matmul's result that is constrained to a sharding.
 
     Attributes:
         site: the matmul's number in the step.
@@ -21,7 +22,7 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         part: which value of that line has this type in the forward pass, where a user can reach it:
             the matmul's result, or an operand, whose cotangent the pinned result then is.
         spec: the mesh axes on each of its dims, major to minor.
-        gain_s: seconds that this pin saves beside the others, by price; None if not asked.
+        gain_s: estimated seconds that this pin saves if all others stay; None if not estimated.
     """
 
     site: int
@@ -38,8 +39,8 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def gain(self) -> str:
-        """Word what this pin saves; empty if that was not asked."""
-        return f": {milliseconds(self.gain_s)} less, by price" if self.gain_s is not None else ""
+        """The gain of this pin, in words; empty if it was not estimated."""
+        return f": {milliseconds(self.gain_s)} less (estimated)" if self.gain_s is not None else ""
 
 
 class GatheredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +51,7 @@ class GatheredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         name: its name.
         dtype: the type in which both read it.
         spec: the mesh axes that stay on each of its dims, major to minor.
-        gain_s: seconds that it saves, by price.
+        gain_s: estimated seconds that it saves.
     """
 
     argument: int
@@ -62,7 +63,7 @@ class GatheredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __str__(self) -> str:
         return (
             f"{self.name} is gathered once as {self.dtype}, to ({spec_text(self.spec)}), for its "
-            f"lookup and its matmul: {milliseconds(self.gain_s)} less, by price"
+            f"lookup and its matmul: {milliseconds(self.gain_s)} less (estimated)"
         )
 
 
@@ -75,10 +76,10 @@ def spec_text(spec: tuple[tuple[str, ...], ...], quote: str = "") -> str:
 
 
 class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The results that are pinned, if that is faster, and what it is estimated to bring.
+    """The results that are pinned, and the estimated gain.
 
-    The estimates are of XLA's partitioned programs, before any ring. They tell the gain of layouts
-    from that of hiding.
+    The estimates are of XLA's partitioned programs, before any ring, so the gain is that of the
+    layouts alone.
 
     Attributes:
         pins: the pinned results, in the order of their matmuls.
@@ -86,10 +87,12 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         plain_s, step_s: seconds of a step without either, and with both.
         plain_peak_bytes, peak_bytes: the estimated memory of a device.
         memory_bytes: the memory that a device has.
-        questions: how many layouts XLA's partitioner was asked about.
-        axes: for each mesh axis of the layout the dims that it shards where a value has them, the
-            first in the list before the others, each named as a dim of an argument.
+        questions: how many layouts XLA's partitioner was run on.
+        axes: for each mesh axis the dims that it shards, by preference; each named as a dim of an
+            argument.
         unnamed: the equations through which no dim could be followed, with their source lines.
+        aborting: the equations for which XLA's partitioner may end the process, with their source
+            lines; if there are any, no layout was tried.
     """
 
     pins: tuple[PinnedResult, ...]
@@ -102,40 +105,46 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     questions: int
     axes: Mapping[str, tuple[str, ...]] = {}
     unnamed: tuple[str, ...] = ()
+    aborting: tuple[str, ...] = ()
 
     @property
     def changes(self) -> tuple[PinnedResult | GatheredTable, ...]:
-        """The values that lie in another way than XLA chose."""
+        """The values with another sharding than XLA chose."""
         return (*self.pins, *self.tables)
 
     @property
     def lines(self) -> list[str]:
         """The lines that are printed below the table of a plan's matmuls."""
-        pins = (f"    {p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins)
-        below = (f"    {line}" for line in (*self.tables, *self.remarks))
-        return [f"  {self.gain}", *pins, *below]
+        pins = Counter(f"{p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins)
+        equal = (f"{pin}, {n} times" if n > 1 else pin for pin, n in pins.items())
+        return [f"  {self.gain}", *(f"    {x}" for x in (*equal, *self.tables, *self.remarks))]
 
     @property
     def remarks(self) -> list[str]:
-        """Say what the search could not do: fit the device, or follow dims."""
+        """The limits of the search, in words: memory, dims, layouts that were not tried."""
         remarks = []
         if self.peak_bytes > self.memory_bytes:
             needed, there = human_bytes(self.peak_bytes), human_bytes(self.memory_bytes)
             remarks.append(f"It may not fit: about {needed} of a device's {there}.")
         if self.unnamed:
             remarks.append(f"No dim was followed through {', '.join(self.unnamed)}.")
+        if self.aborting:
+            remarks.append(
+                "XLA's partitioner ends the process for some shardings of "
+                f"{', '.join(self.aborting)}, so no layout was tried (docs/upstream.md)."
+            )
         return remarks
 
     @property
     def gain(self) -> str:
-        """Say what the pins are estimated to bring, all together."""
-        asked = f"{self.questions} layout{'s' * (self.questions != 1)} asked"
+        """The estimated gain of all pins together, in words."""
+        tried = f"{self.questions} layout{'s' * (self.questions != 1)} tried"
         if not self.changes:
-            return f"XLA's layout stays: none is faster by price ({asked})."
+            return f"XLA's layout stays: no other has a lower estimated time ({tried})."
         pinned = f"{len(self.pins)} result{' is' if len(self.pins) == 1 else 's are'} pinned"
         return (
             f"{pinned if self.pins else 'A table is gathered once'}: "
-            f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} by price, before any "
-            f"ring; memory {human_bytes(self.plain_peak_bytes)} -> {human_bytes(self.peak_bytes)} "
-            f"({asked})."
+            f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} (estimated, before any "
+            f"ring); memory {human_bytes(self.plain_peak_bytes)} -> "
+            f"{human_bytes(self.peak_bytes)} ({tried})."
         )

@@ -1,7 +1,6 @@
-"""Plans say what becomes of each matmul of a step and what they are for, and are kept in files.
+"""A plan: what becomes of each matmul of a step, and what step it is for; as data and in files.
 
-The file is JSON with a checksum in it, so that one that was cut short or edited is told from one
-that is whole.
+The file is JSON with a checksum, so that a truncated or edited file is recognised.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from jaxoverlap._util.files import opened, sealed, write_atomically
 from jaxoverlap.plan.channel_row import ChannelRow
 from jaxoverlap.plan.decisions import (
     Decision,
+    Reason,
     Remaining,
     Scattered,
     ScatteredSum,
@@ -27,17 +27,18 @@ from jaxoverlap.plan.decisions import (
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.price import Price
+from jaxoverlap.plan.streams import Streams
 from jaxoverlap.plan.table import (
     cluster_lines,
     count_line,
     idle_lines,
-    left_table,
     mesh_text,
     partitioning_lines,
     prefetched_lines,
     remaining_lines,
     ring_table,
     scattered_line,
+    skipped_table,
 )
 from jaxoverlap.plan.tuned import Attempt, Measured, Predictions
 
@@ -52,6 +53,7 @@ __all__ = [
     "Nccl",
     "Plan",
     "Predictions",
+    "Reason",
     "Remaining",
     "Scattered",
     "ScatteredSum",
@@ -63,7 +65,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 7  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 9  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(
@@ -93,8 +95,8 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         step: a hash of the traced step, with its arguments, results and donations. The same in
-            every process: there is nothing in it of the devices, and no path.
-        arguments: what each argument is and how it lies.
+            every process: it covers no device and no path.
+        arguments: the type and sharding of each argument.
         results: how each result lies, where the step says so.
         axis_types: the type of each mesh axis: Auto, Explicit or Manual.
         domains: over how many NVLink domains the devices along each mesh axis spread; empty where
@@ -115,7 +117,7 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `Decision` or a `Skip` for every `dot_general` of a step, in order, and what goes with it.
+    """A `Decision` or a `Skip` for every `dot_general` of a step, in order, and its settings.
 
     Attributes:
         schema: the schema of its JSON.
@@ -125,12 +127,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         prefetched: gathers of scanned weights that run one step of their scan ahead.
         scattered: the gradients of embedding lookups that are scattered.
         sums: the sums of activations that stay scattered.
-        layouts: the results of matmuls that are pinned; None if nobody looked for any.
-        halves: whether its rows run in parts; `entries` are then the matmuls of all parts. None if
-            nobody asked.
-        price: what it takes and saves by price; None where no price is known.
+        layouts: the results of matmuls that are pinned; None if no layout was searched for.
+        halves: whether its batch is split; `entries` are then the matmuls of all parts. None if no
+            split was considered.
+        inferred_types: whether, on an explicit mesh, the types that JAX inferred are left to XLA's
+            partitioner; what the user states is kept in any case.
+        streams: whether NVLink's collectives get a stream of their own; None if there is only one
+            kind of link, or no second stream was considered.
+        price: its estimated time and gain; None if nothing was estimated.
         partitioning: the operations that partition themselves, with their source lines; they are
-            left alone.
+            not rewritten.
         fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
         schedule: the scheduler pass; None where there is none.
         xla_options: compiler options, beyond the user's own and those that a pod needs.
@@ -138,10 +144,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         predictions: what the simulation gave; None if there was none.
         measured: times on the hardware; None if none were taken.
         tried: what the tuning tried, in order; empty for a plan that was not tuned.
-        plain: whether the step is left as it is: nothing else was faster. The scheduler pass may
-            give it another order.
-        made_for: the step that it is for; None for one that no step gave.
-        remaining: the collectives that stay XLA's, where they were asked for (`explain()` does).
+        plain: whether it is the original step, as nothing else was faster. The scheduler pass may
+            still reorder it.
+        made_for: the step that it is for; None if it was not made from a step.
+        remaining: the collectives that stay XLA's; only `explain()` lists them.
     """
 
     schema: int = SCHEMA
@@ -153,6 +159,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sums: tuple[ScatteredSum, ...] = ()
     layouts: Layouts | None = None
     halves: Halves | None = None
+    inferred_types: bool = False
+    streams: Streams | None = None
     price: Price | None = None
     partitioning: tuple[str, ...] = ()
     fsdp: FSDP = "prefetch"
@@ -175,30 +183,31 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def changes(self) -> tuple[tuple[Any, ...], ...]:
         """The changes that passes make to the step: rings, scattered lookups and sums, layouts.
 
-        Rows that run in parts are one too.
+        A batch split is one too.
         """
         layouts = self.layouts.changes if self.layouts else ()
         cut = (self.cut,) if self.cut else ()
-        return self.decisions, self.scattered, self.sums, layouts, cut
+        types = ("inferred types",) if self.inferred_types else ()
+        return self.decisions, self.scattered, self.sums, layouts, cut, types
 
     @property
     def cut(self) -> Halves | None:
-        """The parts in which its rows run; None where they are whole."""
+        """The batch split; None if the batch is not split."""
         return self.halves if self.halves and not self.halves.why_not else None
 
     @property
     def may_ring(self) -> bool:
-        """Whether its matmuls may be rings; not where all that it does is to gather ahead."""
+        """Whether its matmuls may be rings; False if it only gathers weights ahead."""
         return bool(self.choices) or not self.decisions
 
     @property
     def rewrites(self) -> bool:
-        """Whether anything but the layout of results changes."""
+        """Whether it changes anything but the sharding of results."""
         return bool(self.decisions or self.scattered or self.sums)
 
     @property
     def skips(self) -> tuple[Skip, ...]:
-        """The matmuls that are left alone."""
+        """The matmuls that are not rewritten."""
         return tuple(e for e in self.entries if isinstance(e, Skip))
 
     @property
@@ -207,31 +216,42 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         rings = (d for d in self.decisions if d.num_chunks > 1 and d.site == d.ring)
         return {d.site: d.variant for d in rings}
 
-    def left_alone(self, schedule: Schedule | None = None) -> Plan:
-        """The plan to leave the same step as it is.
+    def left_alone(
+        self, schedule: Schedule | None = None, xla_options: Mapping[str, str] | None = None
+    ) -> Plan:
+        """The plan that leaves the same step as it is.
 
         Args:
             schedule: the scheduler pass that it is compiled with all the same.
+            xla_options: compiler options that it is compiled with.
         """
-        plan = self.without_rings("left alone: the step as it is is faster")
+        plan = self.without_rings(Reason("skipped", "the original step is faster"))
         return msgspec.structs.replace(
             plan,
             plain=True,
             layouts=None,
             halves=None,
+            streams=self.streams if xla_options else None,
             price=None,
             schedule=schedule,
-            xla_options={},
+            xla_options=xla_options or {},
         )
 
-    def without_rings(self, why: str) -> Plan:
+    def without_rings(self, why: Reason) -> Plan:
         """The plan that rewrites no matmul; matmuls without a ring keep their reasons.
 
         Args:
-            why: the reason why the other matmuls have none.
+            why: the reason for the matmuls that have one here.
         """
         entries = tuple(
-            Skip(site=e.site, source=e.source, einsum=e.einsum, runs=e.runs, reason=why)
+            Skip(
+                site=e.site,
+                source=e.source,
+                module=e.module,
+                einsum=e.einsum,
+                runs=e.runs,
+                why=why,
+            )
             if isinstance(e, Decision)
             else e
             for e in self.entries
@@ -270,7 +290,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The plan that `write` wrote.
 
         Raises:
-            ValueError: if the file is cut short, edited, of another schema, or no plan at all.
+            ValueError: if the file is truncated, edited, of another schema, or no plan at all.
             OSError: if it cannot be read.
         """
         try:
@@ -282,7 +302,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def summary(self) -> str:
-        """Return the lines that are printed beside the tables: what was done, and with what."""
+        """The lines that are printed above the tables: what was done, and with which settings."""
         settings = (self._compiled(), self._nccl())
         tuned = (f"  {one}" for one in (self.predictions, self.measured) if one is not None)
         origin = self.made_for
@@ -293,6 +313,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 *map(scattered_line, self.scattered),
                 *(self.layouts.lines if self.layouts else ()),
                 *(self.halves.lines if self.halves else ()),
+                *(self.streams.lines if self.streams else ()),
                 *partitioning_lines(self.partitioning),
                 *(cluster_lines(origin.cluster, origin.domains) if origin else ()),
                 *filter(None, settings),
@@ -302,27 +323,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def verdict(self) -> str:
-        """Say in a line what the step gains; without prices, how many matmuls become rings."""
+        """One line: the estimated gain; if nothing was estimated, how many matmuls become rings."""
         if self.price is not None:
             return self.price.verdict
         if self.plain:
-            return "the step is left as it is"
-        return (
-            f"{len(self.decisions)} of {len(self.entries)} matmuls become rings, at no known price"
-        )
+            return "the original step"
+        rings = sum(d.num_chunks > 1 for d in self.decisions)
+        return f"{rings} of {len(self.entries)} matmuls become rings; the gain is not known"
 
     def text(self, *, verbose: bool = False) -> str:
-        """Write the plan as `print` shows it: the verdict, what was done, what was left alone.
+        """Write the plan as `print` shows it: the verdict, what was done, what was skipped.
 
         Args:
             verbose: whether each matmul and each collective gets a row of its own. Otherwise equal
-                rows are one, and the smaller of XLA's collectives are summed up.
+                rows are merged, and the smaller of XLA's collectives are summed up.
         """
         parts = [
             f"{self.step} on {mesh_text(self.mesh)}: {self.verdict}",
             self.summary,
             *ring_table(self.entries, verbose=verbose),
-            *left_table(self.entries, verbose=verbose),
+            *skipped_table(self.entries, verbose=verbose),
             *(idle_lines(self.entries) if verbose else ()),
             *remaining_lines(self.remaining, verbose=verbose),
         ]
@@ -339,13 +359,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         compiled = f"  Compiled with {' and '.join(used)}." if used else ""
         if not self.plain:
             return compiled
-        return f"  The step is left as it is: nothing else was faster.{compiled[1:]}"
+        return f"  The original step is taken: nothing else was faster.{compiled[1:]}"
 
     def _nccl(self) -> str:
-        said = [f"{name}={value}" for name, value in self.nccl.env.items()]
+        settings = [f"{name}={value}" for name, value in self.nccl.env.items()]
         if rows := len(self.nccl.channels):
-            said.append(f"{rows} row{'s' * (rows > 1)} of channels by collective and size")
-        return f"  NCCL is to be started with {', '.join(said)}." if said else ""
+            settings.append(f"{rows} row{'s' * (rows > 1)} of channels by collective and size")
+        return f"  NCCL is to be started with {', '.join(settings)}." if settings else ""
 
 
 class _Schema(msgspec.Struct):
@@ -355,7 +375,7 @@ class _Schema(msgspec.Struct):
 
 
 def _check_schema(schema: Any) -> None:
-    """Refuse a plan of another schema, whose words may mean something else."""
+    """Refuse a plan of another schema, whose fields may mean something else."""
     if schema == SCHEMA:
         return
     age = "a newer" if isinstance(schema, int) and schema > SCHEMA else "an older or no"

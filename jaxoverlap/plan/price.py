@@ -1,4 +1,4 @@
-"""Record what a step takes by price, and how much of it each tool saves."""
+"""Record the estimated time of a step, and how much of it each tool saves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jaxoverlap.plan.speedup import milliseconds
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The seconds of a step as it is and as planned, estimated from XLA's partitioned programs.
+    """The seconds of the original and of the planned step, estimated from partitioned programs.
 
-    An estimate takes it that collectives hide as well as they can: XLA's own order of the step as
-    it is may be slower.
+    An estimate assumes that collectives hide as well as they can: XLA's own order of the original
+    step may be slower.
 
     Attributes:
-        plain_s: seconds of the step as it is.
+        plain_s: seconds of the original step.
         plain_exposed_s: those of them in which kernels wait for collectives.
         step_s: seconds of the step as planned.
         saved_s: the seconds that each tool saves, by its name: layouts, halves, rings, ...
@@ -29,13 +29,13 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def verdict(self) -> str:
-        """Say what the step gains, or the most that it could gain."""
+        """The gain of the step, or the most that it could gain, in words."""
         if not self.saved_s:
-            bare, whole = (f"{s * 1e3:.3g}" for s in (self.plain_exposed_s, self.plain_s))
+            exposed, step = (f"{s * 1e3:.3g}" for s in (self.plain_exposed_s, self.plain_s))
             most = self.plain_s / max(self.plain_s - self.plain_exposed_s, 1e-12)
-            return f"{bare} of {whole} ms are exposed: at most {most:.2f} x to gain by price"
+            return f"{exposed} of {step} ms are exposed: at most {most:.2f} x to gain (estimated)"
         saved = ", ".join(f"{tool} {s * 1e3:.3g}" for tool, s in self.saved_s.items())
         return (
             f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)}, "
-            f"{self.plain_s / self.step_s:.2f} x by price: {saved}"
+            f"{self.plain_s / self.step_s:.2f} x (estimated): {saved}"
         )

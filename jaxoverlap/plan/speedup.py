@@ -1,4 +1,4 @@
-"""Compare an overlapped step with the same step as it is, by simulation, in one sentence."""
+"""Compare an overlapped step with the original one, by simulation, in one sentence."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from typing import Literal
 
 import msgspec
 
-Way = Literal["overlapped", "reordered", "plain"]
-_NAMES = {"overlapped": "overlapped", "reordered": "scheduler pass alone", "plain": "as it is"}
+Way = Literal["overlapped", "other rows", "reordered", "O1", "gpu-recipes", "plain"]
+_NAMES = {
+    "overlapped": "overlapped",
+    "other rows": "overlapped",
+    "reordered": "scheduler pass alone",
+    "O1": "published options O1",
+    "gpu-recipes": "published options of gpu-recipes",
+    "plain": "as it is",
+}
 
 
 class Speedup(msgspec.Struct, frozen=True, kw_only=True):
-    """A compiled step beside the same step as it is; print it.
+    """A compiled step compared with the original one; print it.
 
     Attributes:
-        taken: how the step was compiled: "overlapped"; "reordered": as it is, in the order of the
-            scheduler pass; or "plain": as it is.
-        step_s: simulated seconds of what was taken; None where that is not known.
-        plain_s: those of the step as it is, by XLA's defaults; None where that is not known.
-        overlapped_s: those of the overlapped step; None where that is not known.
-        why: what spoke against the overlapped step, or why nothing is known of plain; empty where
-            neither is.
+        taken: how the step was compiled: "overlapped"; "other rows": overlapped, with the batch
+            split where the estimate was against it, or the other way round; "reordered": the
+            original step in the scheduler pass's order; "O1", "gpu-recipes": the original step with
+            these published options (`flags/published.py`) and that pass; or "plain": the original.
+        step_s: simulated seconds of the step that was taken; None if unknown.
+        plain_s: those of the original step, by XLA's defaults; None if unknown.
+        overlapped_s: those of the overlapped step; None if unknown.
+        why: why the overlapped step was not taken, or why the original one was not simulated; else
+            empty.
         lost: which rules lost how much, where the overlapped step was slower than plain.
     """
 
@@ -32,15 +41,20 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     lost: str = ""
 
     @property
+    def is_overlapped(self) -> bool:
+        """Return whether the step was compiled overlapped."""
+        return self.taken in ("overlapped", "other rows")
+
+    @property
     def times(self) -> float | None:
-        """Return the speedup over the step as it is; None where that is not known."""
+        """The original step's seconds over those of the step that was taken; None if unknown."""
         if self.plain_s is None or self.step_s is None:
             return None
         return self.plain_s / self.step_s
 
     @property
     def name(self) -> str:
-        """Name what was taken, in words."""
+        """The candidate that was taken, in words."""
         return _NAMES[self.taken]
 
     def __str__(self) -> str:
@@ -51,8 +65,13 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         return f"plain {milliseconds(self.plain_s)} -> {taken}, {self.times:.2f} x{why}"
 
     def warning(self, step: str) -> str:
-        """Word the warning to the user where the overlapped step was not taken."""
-        instead = {"reordered": "with the scheduler pass alone", "plain": "as it is"}[self.taken]
+        """Return the warning to the user that the overlapped step was not taken."""
+        instead = {
+            "reordered": "with the scheduler pass alone",
+            "O1": "with the published XLA options O1, and is not overlapped",
+            "gpu-recipes": "with the XLA options of gpu-recipes, and is not overlapped",
+            "plain": "as it is",
+        }[self.taken]
         plain, taken = (milliseconds(s or 0.0) for s in (self.plain_s, self.step_s))
         lost = f" What lost: {self.lost}." if self.lost else ""
         return (

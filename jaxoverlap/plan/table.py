@@ -24,17 +24,17 @@ def ring_table(entries: Sequence[Decision | Skip], *, verbose: bool) -> list[str
     return [table("", _RINGS, rows, right=("runs", "bytes", "chunks"))] if rows else []
 
 
-def left_table(entries: Sequence[Decision | Skip], *, verbose: bool) -> list[str]:
-    """Write the table of the matmuls that are left alone and have a collective, likewise."""
-    rows = [_left_row(group) for group in _groups(_waiting(entries), _left_kind, verbose)]
-    return [table("left alone", _LEFT, rows, right=("runs",))] if rows else []
+def skipped_table(entries: Sequence[Decision | Skip], *, verbose: bool) -> list[str]:
+    """Write the table of the skipped matmuls that have a collective, likewise."""
+    rows = [_skipped_row(group) for group in _groups(_waiting(entries), _skip_kind, verbose)]
+    return [table("skipped", _SKIPPED, rows, right=("runs",))] if rows else []
 
 
 _RINGS = (
     "matmuls", "source", "einsum", "runs", "axis", "kind", "bytes", "chunks", "decision",
     "XLA keeps",
 )  # fmt: skip
-_LEFT = ("matmuls", "source", "einsum", "runs", "why")
+_SKIPPED = ("matmuls", "source", "einsum", "runs", "why")
 
 
 def _groups[E: (Decision, Skip)](
@@ -50,16 +50,16 @@ def _groups[E: (Decision, Skip)](
 def _ring_kind(d: Decision) -> object:
     others = tuple(map(_numberless, d.others))
     how = d.kind, d.axis, d.variant, d.num_chunks, _numberless(d.why), others
-    return d.source, d.einsum, *how
+    return d.source, _numberless(d.module), d.einsum, *how
 
 
-def _left_kind(s: Skip) -> object:
-    return s.source, s.einsum, _numberless(s.reason)
+def _skip_kind(s: Skip) -> object:
+    return s.source, _numberless(s.module), s.einsum, _numberless(s.reason)
 
 
-def _numberless(text: str) -> str:
-    """Leave out the numbers of a text: equal matmuls differ in the time that theirs is exposed."""
-    return re.sub(r"\d[\d.,]*", "#", text)
+def _numberless(text: str, instead: str = "#") -> str:
+    """Leave out the numbers of a text: equal matmuls differ in exposed times and in layers."""
+    return re.sub(r"\d+(?:[.,]\d+)*", instead, text)
 
 
 def _sites(group: Sequence[Decision | Skip]) -> str:
@@ -68,35 +68,50 @@ def _sites(group: Sequence[Decision | Skip]) -> str:
     return numbers if len(group) <= _SITES else f"{numbers}, ... ({len(group)})"
 
 
+def _source(group: Sequence[Decision | Skip]) -> str:
+    """Write the source line of matmuls and their module, numbers in which they differ as "*"."""
+    modules = {e.module for e in group}
+    module = group[0].module if len(modules) == 1 else _numberless(group[0].module, "*")
+    return f"{group[0].source} {module}".strip()
+
+
 def _ring_row(group: Sequence[Decision]) -> tuple[str, ...]:
     first = group[0]
-    named = str(first.variant) if first.num_chunks > 1 else "whole"
+    named = str(first.variant) if first.num_chunks > 1 else "no ring"
     decision = f"{named}: {first.why}" if first.why else named
     size, runs = sum(d.bytes_moved for d in group), sum(d.runs for d in group)
-    head = (_sites(group), first.source, first.einsum, str(runs), first.axis, first.kind)
-    return (*head, human_bytes(size), str(first.num_chunks), decision, "; ".join(first.others))
+    head = (_sites(group), _source(group), first.einsum, str(runs), first.axis, first.kind)
+    return (
+        *head,
+        human_bytes(size) if size else "",
+        str(first.num_chunks),
+        decision,
+        "; ".join(first.others),
+    )
 
 
-def _left_row(group: Sequence[Skip]) -> tuple[str, ...]:
+def _skipped_row(group: Sequence[Skip]) -> tuple[str, ...]:
     first, runs = group[0], sum(s.runs for s in group)
-    return _sites(group), first.source, first.einsum, str(runs), first.reason
+    return _sites(group), _source(group), first.einsum, str(runs), first.reason
 
 
 def count_line(entries: Sequence[Decision | Skip]) -> str:
     """Count the matmuls by what becomes of them."""
-    rings = [e for e in entries if isinstance(e, Decision)]
-    waiting = len(_waiting(entries))
+    decisions = [e for e in entries if isinstance(e, Decision)]
+    rings = [d for d in decisions if d.num_chunks > 1]
+    skipped = len(_waiting(entries))
     moved = human_bytes(sum(d.bytes_moved for d in rings))
-    return (
-        f"{len(entries)} matmuls: {len(rings)} ringed ({moved} sent per device and step), "
-        f"{waiting} left alone, {len(entries) - len(rings) - waiting} without a collective."
-    )
+    counts = [f"{len(rings)} ringed" + f" ({moved} sent per device and step)" * bool(rings)]
+    if readers := len(decisions) - len(rings):
+        counts.append(f"{readers} read operands gathered ahead")
+    idle = len(entries) - len(decisions) - skipped
+    counts += [f"{skipped} skipped", f"{idle} without a collective"]
+    return f"{len(entries)} matmuls: {', '.join(counts)}."
 
 
 def _waiting(entries: Sequence[Decision | Skip]) -> list[Skip]:
-    """The matmuls that are left alone, and have a collective."""
-    skips = [e for e in entries if isinstance(e, Skip)]
-    return [s for s in skips if not s.reason.startswith("no collective")]
+    """The skipped matmuls that have a collective."""
+    return [e for e in entries if isinstance(e, Skip) and not e.idle]
 
 
 def remaining_lines(remaining: Sequence[Remaining], *, verbose: bool) -> list[str]:
@@ -133,10 +148,10 @@ def prefetched_lines(prefetched: int) -> list[str]:
 
 
 def partitioning_lines(operations: Sequence[str]) -> list[str]:
-    """Name the operations that partition themselves, and are left alone."""
+    """Name the operations that partition themselves, and are not rewritten."""
     if not operations:
         return []
-    return [f"  Left as they partition themselves: {', '.join(operations)}."]
+    return [f"  Not rewritten, as they partition themselves: {', '.join(operations)}."]
 
 
 def cluster_lines(cluster: str | None, domains: Mapping[str, int]) -> list[str]:
@@ -158,10 +173,10 @@ def cluster_lines(cluster: str | None, domains: Mapping[str, int]) -> list[str]:
 
 
 def idle_lines(entries: Sequence[Decision | Skip]) -> list[str]:
-    """The matmuls with nothing to overlap, a line a reason."""
+    """The matmuls with nothing to overlap, one line per reason."""
     by_reason: dict[str, list[Skip]] = {}
     for skip in entries:
-        if isinstance(skip, Skip) and skip.reason.startswith("no collective"):
+        if isinstance(skip, Skip) and skip.idle:
             by_reason.setdefault(skip.reason, []).append(skip)
     return [
         f"  {reason}: " + ", ".join(f"{s.site} ({s.source})" for s in group)

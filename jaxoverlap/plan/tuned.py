@@ -70,11 +70,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One candidate of the tuning that gave a plan.
 
     Attributes:
-        name: in words; "plain" is the step as it is, "rules" what `overlap` does unasked.
+        name: in words; "plain" is the step as it is, "rules" what `overlap` does by default.
         taken: whether the plan is this one's.
         step_s, compute_s, exposed_s, peak_bytes: as in `Predictions`, with NCCL's own channels;
             None where nothing was simulated.
-        hops, hops_covered: permutes of rings in a step, and those with a matmul beside them.
+        hops, hops_covered: permutes of rings in a step, and those that overlap with a matmul.
         measured_s: seconds of a step on the devices that were there; None if it was not timed.
         why: why there is no such step; empty where there is one.
     """

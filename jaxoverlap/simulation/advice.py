@@ -1,4 +1,4 @@
-"""List the collectives that belong to no ring, what each costs, and what would remove it."""
+"""List the collectives that belong to no ring, with their time and how to remove them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxoverlap.simulation.timeline import Spent, Timeline
 
 @dataclass(frozen=True)
 class Stray:
-    """The collectives of one kind, source line and size of group that are no hops of a ring.
+    """Collectives outside rings, of one kind, source line and group size.
 
     Attributes:
         kind: as HLO writes it.
@@ -43,7 +43,7 @@ class Stray:
 
     @property
     def advice(self) -> str:
-        """Suggest a sharding constraint that mends an exchange or an all-reduce; else empty.
+        """Suggest a sharding constraint that removes an all-to-all or an all-reduce; else empty.
 
         A gather may well be wanted (a sharded weight, a residual stream), and so may the scatter
         of a sum: the schedule does not tell.
@@ -53,21 +53,22 @@ class Stray:
         pin = "jax.lax.with_sharding_constraint"
         if self.kind in ("all-to-all", "ragged-all-to-all"):
             return (
-                f"{at}: {self.before} a device changes from one sharded dim to another among "
-                f"{self.devices} devices: what makes it and what reads it are sharded differently; "
-                f"unless that is meant, as for experts, a {pin} there that names one sharding for "
-                "both removes the exchange"
+                f"{at}: {self.before} changes from one sharded dim to another among {self.devices} "
+                "devices, as its producer and its reader are sharded differently; unless that is "
+                f"intended, as for experts, a {pin} there with one sharding for both removes the "
+                "exchange"
             )
         if self.kind == "all-reduce":
             return (
-                f"{at}: sums, {self.before}, are wanted whole on {self.devices} devices; {pin} on "
-                "the result, sharded over them, makes it a reduce-scatter of half the bytes"
+                f"{at}: partial sums, {self.before}, are replicated on {self.devices} devices; "
+                f"{pin} on the result, sharded over these, makes it a reduce-scatter of half the "
+                "bytes"
             )
         return ""
 
 
 def strays(module: hlo.Module, timeline: Timeline) -> tuple[Stray, ...]:
-    """The strays of a step, longest exposed first, then longest."""
+    """Return the collectives outside rings, longest exposed first, then longest."""
     groups: dict[tuple, list[Spent]] = {}
     for spent in timeline.spent:
         c = spent.collective
@@ -102,7 +103,7 @@ def _backward(c: Collective) -> bool:
 
 
 def _arrays(module: hlo.Module, c: Collective) -> tuple[str, str]:
-    """The arrays that a collective is given and gives on one device, layouts dropped."""
+    """Return the types of a collective's operands and results on one device, without layouts."""
     body = module.body(c.computation)
     shapes = {i.name: i.shape for i in body}
     start = next(i for i in body if i.name == c.name)

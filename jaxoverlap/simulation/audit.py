@@ -1,4 +1,4 @@
-"""Read off XLA's schedule which collectives are hidden behind which matmuls.
+"""List the collectives of XLA's schedule, and the matmuls scheduled while each is in flight.
 
 A collective hides if it is asynchronous and a matmul is scheduled between its start and its done.
 That is necessary for overlap, not sufficient: it says nothing yet about seconds.
@@ -22,21 +22,23 @@ from jaxoverlap.simulation.device_groups import parties
 from jaxoverlap.simulation.hlo_work import operand_shape
 from jaxoverlap.simulation.host_copies import host_copies
 from jaxoverlap.simulation.schedule import Collective, Matmuls, Starts, running
+from jaxoverlap.simulation.streams import scheduled_module, with_streams
 
 _RING = re.compile(rf"\b({'|'.join((*RING_PASSES.values(), *OPERATIONS))})\.(\d+)(?![\w.])")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}")
 _GROUPS = re.compile(r", (replica_groups|source_target_pairs)=(\S+?)(?:, |$)")
 _BY_COPY = '"collectives_mode":"COLLECTIVES_PEER_MEMORY"'
+_SCALE_UP = '"communication_domain":"COLLECTIVE_COMMUNICATION_DOMAIN_SCALE_UP_FABRIC"'
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The covered part of some collectives; loops are counted by their trips.
+    """How many of some collectives, and of their bytes, are covered; loops count by their trips.
 
     Attributes:
         count, covered: collectives that a step runs, and how many of them are covered.
         bytes_moved, bytes_covered: bytes that each device sends in them, and in the covered ones.
-        synchronous: how many of them nothing can run beside.
+        synchronous: how many of them nothing can overlap with.
     """
 
     count: int
@@ -47,7 +49,7 @@ class Coverage:
 
     @classmethod
     def of(cls, collectives: Iterator[Collective]) -> Coverage:
-        """Add collectives up."""
+        """Return the sums over some collectives."""
         listed = list(collectives)
         return cls(
             count=sum(c.runs for c in listed),
@@ -58,6 +60,8 @@ class Coverage:
         )
 
     def __str__(self) -> str:
+        if not self.count:
+            return "none"
         return (
             f"{self.covered} of {self.count} covered, {human_bytes(self.bytes_covered)} of "
             f"{human_bytes(self.bytes_moved)}, {self.synchronous} synchronous"
@@ -66,7 +70,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Audit:
-    """Every collective of a scheduled module, in schedule order.
+    """Return every collective of a scheduled module, in schedule order.
 
     Attributes:
         module: the module's name.
@@ -107,7 +111,7 @@ class Audit:
     def __str__(self) -> str:
         groups: dict[tuple, list[Collective]] = {}
         for c in (*self.collectives, *self.host_copies):
-            groups.setdefault((c.kind, c.ring, c.source, c.group_size), []).append(c)
+            groups.setdefault((c.kind, c.ring, c.source, c.group_size, c.stream), []).append(c)
         return "\n".join(
             (
                 table(self.module, _COLUMNS, map(_row, groups.values()), right=_RIGHT),
@@ -122,13 +126,14 @@ class Audit:
 
 
 _COLUMNS = (
-    "collective", "ring", "source", "devices", "runs", "bytes", "async", "covered", "matmuls under"
+    "collective", "ring", "source", "devices", "stream", "runs", "bytes", "async", "covered",
+    "matmuls under"
 )  # fmt: skip
-_RIGHT = ("devices", "runs", "bytes", "async", "covered", "matmuls under")
+_RIGHT = ("devices", "stream", "runs", "bytes", "async", "covered", "matmuls under")
 
 
 def _row(group: list[Collective]) -> tuple[str, ...]:
-    """A table's row for the hops of one ring, or for other collectives of one source line."""
+    """Return a table row: the hops of one ring, or the other collectives of one source line."""
     first, sums = group[0], Coverage.of(iter(group))
     under = sorted({len(c.matmuls) for c in group})
     return (
@@ -136,6 +141,7 @@ def _row(group: list[Collective]) -> tuple[str, ...]:
         first.ring or "",
         first.source,
         str(first.group_size),
+        "" if first.stream is None else str(first.stream),
         str(sums.count),
         human_bytes(sums.bytes_moved),
         str(sums.count - sums.synchronous),
@@ -144,14 +150,18 @@ def _row(group: list[Collective]) -> tuple[str, ...]:
     )
 
 
-def audit(compiled: jax.stages.Compiled | str) -> Audit:
+def audit(compiled: jax.stages.Compiled | str, *, multi_streaming: bool | None = None) -> Audit:
     """Audit a compiled step, overlapped or not, or the text of a scheduled HLO module.
+
+    Args:
+        compiled: the step, or the text.
+        multi_streaming: as for `jaxoverlap.simulate`.
 
     Raises:
         ValueError: if it is not such a text.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    module = hlo.parse(text)
+    module = scheduled_module(text, multi_streaming=multi_streaming)
     return Audit(
         module.name,
         collectives(module),
@@ -161,23 +171,24 @@ def audit(compiled: jax.stages.Compiled | str) -> Audit:
 
 
 def collectives(module: hlo.Module) -> tuple[Collective, ...]:
-    """Every collective of a scheduled module, in schedule order.
+    """Return every collective of a scheduled module, in schedule order.
 
     Raises:
         ValueError: if one is never waited for, or the module lacks a computation that it calls.
     """
     matmuls = Matmuls(module)
-    return tuple(
+    found = (
         collective
         for computation, runs in running(module, module.entry, 1)
         for collective in _in_computation(module, computation, runs, matmuls)
     )
+    return tuple(with_streams(module, found))
 
 
 def _in_computation(
     module: hlo.Module, computation: str, runs: int, matmuls: Matmuls
 ) -> Iterator[Collective]:
-    """The collectives of one computation, with the matmuls under each."""
+    """Yield the collectives of one computation, each with the matmuls it overlaps with."""
     instructions = module.body(computation)
     shapes = {i.name: i.shape for i in instructions}
     starts = Starts(instructions, matmuls)
@@ -203,11 +214,12 @@ def _in_computation(
             groups=_groups(core),
             op_name=core.op_name,
             by_copy=_BY_COPY in core.line,
+            scale_up=_SCALE_UP in core.line,
         )
 
 
 def ring_of(op_name: str) -> str | None:
-    """Return the ring that a permute is a hop of, as in "all_gather_matmul.7"; None if of none."""
+    """Return the ring that a permute belongs to, as in "all_gather_matmul.7"; None if to none."""
     ring = _RING.search(op_name)
     return f"{ring.group(1)}.{ring.group(2)}" if ring else None
 
@@ -217,7 +229,7 @@ def _starts(instruction: hlo.Instruction) -> bool:
 
 
 def _collective(module: hlo.Module, instruction: hlo.Instruction) -> hlo.Instruction | None:
-    """The collective that an instruction is, or starts, or wraps."""
+    """Return the collective that an instruction is, starts or wraps; None if none."""
     if instruction.opcode.removesuffix("-start") in OPCODES:
         return instruction
     if instruction.opcode == "async-start":
@@ -236,7 +248,7 @@ def _groups(collective: hlo.Instruction) -> str:
 
 
 def group_size(collective: hlo.Instruction, num_devices: int) -> int:
-    """Devices that take part in a collective together; those on the way of a permute's hops."""
+    """Return the number of devices in one group of a collective, or in one cycle of a permute."""
     permute = ", source_target_pairs=" in collective.line
     return _group_size(_groups(collective), num_devices, permute)
 
@@ -250,7 +262,7 @@ def _group_size(groups: str, num_devices: int, permute: bool) -> int:
 
 
 def _path(target: dict[int, int], start: int) -> int:
-    """Devices on the way of permutes from one device on, until it closes or ends."""
+    """Return the number of devices on a permute's path from one device on."""
     size, at = 1, target[start]
     while at != start:
         size += 1
@@ -261,7 +273,7 @@ def _path(target: dict[int, int], start: int) -> int:
 
 
 def _sent(kind: str, n: int, operands: list[int], result: int) -> int:
-    """Bytes that each device sends in a collective, by a ring."""
+    """Return the bytes that each device sends in a collective, if a ring carries it."""
     if kind == "all-gather":
         return result * (n - 1) // n
     if kind == "all-reduce":

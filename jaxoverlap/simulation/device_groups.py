@@ -1,4 +1,4 @@
-"""Parse the groups of devices in a collective, from any way HLO writes them."""
+"""Parse the groups of devices in a collective, in every notation of HLO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @functools.lru_cache(maxsize=4096)  # a ring writes the same pairs a thousand times
 def parties(groups: str, num_devices: int) -> Groups:
-    """The groups of devices that exchange data in a collective; the pairs of a permute.
+    """Return the groups of devices that exchange data in a collective; of a permute, its pairs.
 
     Args:
         groups: as HLO writes `replica_groups` or `source_target_pairs`; empty: all together.
@@ -40,7 +40,7 @@ def parties(groups: str, num_devices: int) -> Groups:
 
 @functools.lru_cache(maxsize=4096)
 def domains(groups: str, num_devices: int, gpus_per_domain: int) -> int:
-    """The most NVLink domains that one group of a collective spreads over.
+    """Return the largest number of NVLink domains in one group of a collective.
 
     Devices are numbered domain after domain, as `Cluster` counts them.
     """
@@ -49,7 +49,7 @@ def domains(groups: str, num_devices: int, gpus_per_domain: int) -> int:
 
 
 def axes_of(groups: str, num_devices: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh, whose devices count up, along which a collective moves data."""
+    """Return the mesh axes along which a collective moves data; the mesh's devices count up."""
     sizes = list(mesh.values())
     moving = set()
     for group in parties(groups, num_devices):
@@ -61,7 +61,7 @@ def axes_of(groups: str, num_devices: int, mesh: Mapping[str, int]) -> tuple[str
 
 
 def _place(device: int, sizes: list[int]) -> list[int]:
-    """A device's coordinates in a row-major mesh."""
+    """Return a device's coordinates in a row-major mesh."""
     place = []
     for size in reversed(sizes):
         device, at = divmod(device, size)
@@ -70,7 +70,7 @@ def _place(device: int, sizes: list[int]) -> list[int]:
 
 
 def _mesh_groups(axes: str, ids: str | None, together: str) -> Groups:
-    """Groups along some axes of a mesh; 'x':(2)4 is the part of x of size 4 after 2 others."""
+    """Return the groups along some axes of a mesh; 'x':(2)4 is a sub-axis: size 4, pre-size 2."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     devices = _device_ids(ids, math.prod(sizes.values()))
     parts = {name: (size, 1, 1) for name, size in sizes.items()}  # before it, it, after it
@@ -85,7 +85,7 @@ def _mesh_groups(axes: str, ids: str | None, together: str) -> Groups:
 
 
 def _device_ids(text: str | None, num_devices: int) -> list[int]:
-    """The devices of a mesh, flat: counted up, or as written: 0,2,1,3 or [2,2]T(1,0)."""
+    """Return the devices of a mesh as a flat list: in order, or as 0,2,1,3 or [2,2]T(1,0) says."""
     if not text:
         return list(range(num_devices))
     if match := _IOTA.fullmatch(text):
@@ -99,7 +99,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _iota(shape: list[int], order: list[int]) -> list[int]:
-    """0, 1, 2, ... in `shape`, transposed to `order`, flat."""
+    """Return 0, 1, 2, ... reshaped to `shape` and transposed to `order`, as a flat list."""
     order = order or list(range(len(shape)))
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     flat = [0]

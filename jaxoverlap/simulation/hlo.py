@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.cost.kernels import array_bytes
 
+CONTROL_FLOW = ("while", "call", "conditional")  # the opcodes that run other computations
+_NAMES = re.compile(r"%?([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(|\{)")
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(
@@ -30,7 +32,7 @@ _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)"?\}')
 _ARRAY = re.compile(r"(\w+?)\[([\d,<=]*)\]")
 _LAYOUT = re.compile(r"\]\{([\d,]+)[:}]")
 _DONATED = re.compile(r"\{(\d*)\}: \(\d+, \{\}, \w+-alias\)")
-_CUT = "it seems to be cut short; give the whole text"
+_CUT = "it seems to be truncated; give the full text"
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 _BRACKETS = re.compile(r"[({\[]")
@@ -39,7 +41,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """An instruction: one line of a computation.
 
     Attributes:
         name: without the percent sign.
@@ -57,12 +59,12 @@ class Instruction:
 
     @property
     def is_root(self) -> bool:
-        """Return whether its value is its computation's result."""
+        """Return whether the instruction is its computation's root."""
         return self.line.startswith("  ROOT ")
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it calls."""
+        """Return the names of the computations that the instruction calls."""
         if not any(word in self.line for word in _CALLING):
             return ()
         names = _CALLED.findall(self.line)
@@ -72,18 +74,23 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of names above the JAX operation it came from; empty if there is none."""
+        """Return the name path of the instruction's JAX operation; empty if unknown."""
         match = _OP_NAME.search(self.line)
         return match.group(1).replace("\\'", "'") if match else ""
 
     @property
     def trip_count(self) -> int | None:
-        """Return how often a while runs its body; None if XLA does not know."""
+        """Return the trip count of a while loop; None if XLA does not know it."""
         match = _TRIPS.search(self.line)
         return int(match.group(1)) if match else None
 
+    @property
+    def control(self) -> list[str]:
+        """Return the names of the instruction's control predecessors."""
+        return _NAMES.findall(self.attribute("control-predecessors").strip("{}"))
+
     def attribute(self, name: str) -> str:
-        """An attribute's text up to the next top-level comma; empty if there is none."""
+        """Return an attribute's text up to the next top-level comma; empty if there is none."""
         start = self.line.find(f", {name}=")
         return _until_comma(self.line[start + len(name) + 3 :]) if start >= 0 else ""
 
@@ -99,6 +106,8 @@ class Module:
         computations: instructions by computation, in schedule order.
         frames: "folder/file.py:line" by stack frame id.
         donated: results, by number, that lie in the memory of an argument.
+        multi_streaming: whether XLA was asked for two communication streams, used in turns; the
+            text does not say.
     """
 
     name: str
@@ -107,9 +116,10 @@ class Module:
     computations: Mapping[str, tuple[Instruction, ...]]
     frames: Mapping[int, str]
     donated: frozenset[int] = frozenset()
+    multi_streaming: bool = False
 
     def body(self, computation: str) -> tuple[Instruction, ...]:
-        """The instructions of a computation, in schedule order.
+        """Return the instructions of a computation, in schedule order.
 
         Raises:
             ValueError: if the module's text lacks it.
@@ -119,7 +129,7 @@ class Module:
         return self.computations[computation]
 
     def source(self, instruction: Instruction) -> str:
-        """The "folder/file.py:line" an instruction came from; empty if the module does not say."""
+        """Return an instruction's source line as "folder/file.py:line"; empty if unknown."""
         if match := _FRAME.search(instruction.line):
             return self.frames.get(int(match.group(1)), "")
         if match := _SOURCE.search(instruction.line):
@@ -128,7 +138,7 @@ class Module:
 
 
 def users(body: Sequence[Instruction]) -> dict[str, list[Instruction]]:
-    """Return the instructions of a body that read each value, by its name; each of them once."""
+    """Map each value's name to the instructions of a body that read it, each once."""
     users: dict[str, list[Instruction]] = defaultdict(list)
     for instruction in body:
         for name in dict.fromkeys(o.partition("#")[0] for o in instruction.operands):
@@ -149,14 +159,14 @@ def parse(text: str) -> Module:
         )
     if "is_scheduled=true" not in head:
         raise ValueError(
-            f"{head.split(',')[0]} is not scheduled: its text says nothing about what runs beside "
-            "what. Take the text of a compiled executable"
+            f"{head.split(',')[0]} is not scheduled: its text does not say what overlaps with "
+            "what. Give the text of a compiled executable"
         )
     return _parsed(text)
 
 
 def parse_partitioned(text: str, num_devices: int) -> Module:
-    """Parse the text of a module that XLA has partitioned and not scheduled yet.
+    """Parse the text of a module that XLA has partitioned but not scheduled.
 
     The order of its instructions says what needs what, and nothing about time. A while whose
     condition counts up to a constant has its trips written in, as a scheduled module's has.
@@ -177,7 +187,7 @@ def parse_partitioned(text: str, num_devices: int) -> Module:
 
 
 def _counted(module: Module, computation: str, loop: Instruction) -> Instruction:
-    """A while with its trips written in, where it runs from 0 up to a constant."""
+    """Return a while loop with its trip count, if it counts from 0 to a constant."""
     trips = loop.trip_count or _trips(module, computation, loop)
     if trips is None or loop.trip_count:
         return loop
@@ -232,7 +242,7 @@ def _instruction(name: str, rest: str, line: str) -> Instruction:
 
 
 def _split_shape(rest: str) -> tuple[str, str]:
-    """The result's shape and what follows it; a tuple's shape has spaces of its own."""
+    """Split a line after its result's shape; a tuple's shape contains spaces."""
     if not rest.startswith("("):
         shape, _, after = rest.partition(" ")
         return shape, after
@@ -241,7 +251,7 @@ def _split_shape(rest: str) -> tuple[str, str]:
 
 
 def _closing(text: str) -> int:
-    """Return the place where the parenthesis that opens `text` closes."""
+    """Return the index of the parenthesis that closes the one at the start of `text`."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -251,7 +261,7 @@ def _closing(text: str) -> int:
 
 
 def _operands(arguments: str) -> tuple[str, ...]:
-    """The names of the operands; each may have its shape before it, and a % or none."""
+    """Return the operands' names, without the shapes and % signs that may precede them."""
     plain, closed, _ = arguments.partition(")")
     plain = _COMMENT.sub("", plain)
     if closed and not _BRACKETS.search(plain):  # names alone, as XLA prints them: nothing nests
@@ -276,12 +286,12 @@ def _until_comma(text: str) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def shape_bytes(shape: str) -> int:
-    """Bytes of all arrays in a shape's text."""
+    """Return the bytes of all arrays in a shape's text."""
     return sum(_array_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shape))
 
 
 def tuple_shapes(shape: str) -> tuple[str, ...]:
-    """The parts of a tuple's shape, each as text; a tuple in it is one part."""
+    """Return the elements of a tuple's shape as texts; a nested tuple is one element."""
     inside, parts = re.sub(r"/\*.*?\*/", "", shape)[1:-1], []
     while inside:
         part = _until_comma(inside)
@@ -292,20 +302,20 @@ def tuple_shapes(shape: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=65536)
 def array_shapes(shape: str) -> tuple[str, ...]:
-    """The arrays of a shape's text, layouts dropped: ("bf16[8,128]", ...)."""
+    """Return the arrays of a shape's text without layouts: ("bf16[8,128]", ...)."""
     return tuple(f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape))
 
 
 @functools.lru_cache(maxsize=65536)
 def dims(array: str) -> tuple[int, ...]:
-    """The dims of one array's text: "bf16[8,128]" has (8, 128)."""
+    """Return the dims of one array's text: (8, 128) for "bf16[8,128]"."""
     inside = array.partition("[")[2].partition("]")[0]
     return tuple(int(dim.lstrip("<=")) for dim in inside.split(",") if dim)
 
 
 @functools.lru_cache(maxsize=65536)
 def fastest_dim(shape: str) -> int | None:
-    """The dim of an array along which its elements lie side by side, dims of one left out.
+    """Return the minor-most dim of an array, ignoring dims of size 1.
 
     The last, where the text has no layout; None if no dim is longer than one.
     """
@@ -327,7 +337,7 @@ def _short(path: str) -> str:
 
 
 def _frames(text: str) -> dict[int, str]:
-    """The stack frame table at the head of a module, as "folder/file.py:line" by id."""
+    """Return the stack frames at the head of a module, as "folder/file.py:line" by id."""
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     current = None
     for line in text.splitlines()[1:]:

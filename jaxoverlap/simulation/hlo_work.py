@@ -53,7 +53,7 @@ HOST_SPACE = "S(5)"  # in a layout: the array lies in the host's memory
 
 
 def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, str]) -> KernelWork:
-    """Return the work that an instruction asks of a device.
+    """Return the work of an instruction on one device.
 
     Args:
         module: the module that it stands in.
@@ -85,7 +85,7 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
-    """Bytes that an instruction reads and writes outside of any fusion."""
+    """Return the bytes that an instruction outside fusions reads and writes."""
     result = hlo.shape_bytes(instruction.shape)
     if instruction.opcode in _SLICES:
         return 2 * result
@@ -98,7 +98,7 @@ def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
 
 
 def operand_shape(shapes: Mapping[str, str], operand: str) -> str:
-    """The shape of an operand, as text; "pair#1" is an element of a tuple."""
+    """Return an operand's shape as text; "pair#1" is an element of a tuple."""
     name, _, element = operand.partition("#")
     shape = shapes.get(name, "")
     return hlo.array_shapes(shape)[int(element)] if element else shape
@@ -113,7 +113,7 @@ def _touched(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
 
 
 def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> KernelWork:
-    """The work of a fused computation, dots and fusions inside it included."""
+    """Return the work of a fused computation, with the dots and fusions inside it."""
     shapes = {i.name: i.shape for i in body}
     matmuls: list[MatmulKernel] = []
     unknown = ""
@@ -129,7 +129,7 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> KernelWork:
 def _fusion_traffic(
     body: Sequence[hlo.Instruction], shapes: Mapping[str, str]
 ) -> tuple[int, int, int]:
-    """Bytes that a fused computation reads and writes, its transcendentals, bytes transposed.
+    """Return the bytes a fusion reads and writes, its transcendentals, and the bytes it transposes.
 
     How many elements of each value are needed follows from the results backwards. An update of a
     parameter is taken to be in place, as XLA:GPU compiles it where it can.
@@ -159,7 +159,7 @@ def _fusion_traffic(
 
 
 def _transposed(i: hlo.Instruction, shapes: Mapping[str, str]) -> bool:
-    """Return whether an instruction writes along another dim than it reads along."""
+    """Return whether an instruction writes along another dim than it reads: a transpose."""
     if i.opcode not in ("transpose", "copy"):
         return False
     read = hlo.fastest_dim(operand_shape(shapes, i.operands[0]))
@@ -176,7 +176,7 @@ def _needed(
     total: int,
     by_name: Mapping[str, hlo.Instruction],
 ) -> float:
-    """Count the elements of an operand that its user needs to give `wanted` of its `total`."""
+    """Return the elements of an operand read for `wanted` of its user's `total` elements."""
     operand = _elements(by_name[user.operands[place]].shape)
     if user.opcode in _SLICES and place == 0:
         return wanted
@@ -191,14 +191,14 @@ def _needed(
 def _results(
     root: hlo.Instruction, by_name: Mapping[str, hlo.Instruction]
 ) -> list[hlo.Instruction]:
-    """The arrays that a fused computation returns."""
+    """Return the arrays that a fused computation returns."""
     if root.opcode != "tuple":
         return [root]
     return [array for name in root.operands for array in _results(by_name[name], by_name)]
 
 
 def _updated_in_place(result: hlo.Instruction, by_name: Mapping[str, hlo.Instruction]) -> list[str]:
-    """Shapes of the updates of a parameter that a value is; none if it is something else."""
+    """Return the updates' shapes if a value is an updated parameter; else none."""
     shapes: list[str] = []
     while True:
         if result.opcode in _UPDATES:
@@ -226,6 +226,8 @@ def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Ker
         return KernelWork(matmuls=(_dot(instruction, shapes),))
     if target.startswith("__cudnn$fmha"):
         return _attention(instruction, shapes, target)
+    if target in _TE_ATTENTION:
+        return _te_attention(instruction, shapes, target)
     if target.startswith("__cudnn$conv") and _LABELS.search(instruction.line):
         way = next((w for w in _ROLES if w in target.lower()), "forward")
         return KernelWork(matmuls=(_convolution(instruction, shapes, way),))
@@ -235,7 +237,7 @@ def _custom_call(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> Ker
 
 
 def _dot(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> MatmulKernel:
-    """A dot, or a call to cuBLAS, whose first result is the product."""
+    """Return the work of a dot or of a call to cuBLAS, whose first result is the product."""
     lhs = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
     sizes = hlo.dims(lhs)
     named = {kind: re.findall(r"\d+", dims) for kind, dims in _DIMS.findall(instruction.line)}
@@ -255,7 +257,7 @@ _ROLES = {  # of a convolution: where input, filter and output stand; 2 is the r
 
 
 def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: str) -> MatmulKernel:
-    """A convolution as the implicit matmul that cuDNN makes of it (NVIDIA's deep learning guide).
+    """Return a convolution's work as cuDNN's implicit matmul (NVIDIA's deep learning guide).
 
     Forward: output positions x (filter taps and input features) x output features.
     """
@@ -275,7 +277,7 @@ def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: s
 
 
 def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: str) -> KernelWork:
-    """Flash attention by cuDNN. XLA gives its scores' shape: batch, heads, queries, keys."""
+    """Return the work of cuDNN's flash attention; XLA gives [batch, heads, queries, keys]."""
     config = _cudnn_config(instruction.line)
     scores = config.get("intermediate_tensor_shape", {}).get("dimensions")
     if scores is None:
@@ -283,9 +285,8 @@ def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: 
     *heads, queries, keys = map(int, scores)
     query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
     causal = config.get("mask_type") in _CAUSAL
-    window = int(config.get("sliding_window_length") or 0)
-    if causal and window > 0:  # a query then has `window` keys, as of twice as many under the mask
-        keys = min(keys, 2 * window)
+    if causal:
+        keys = _windowed(keys, int(config.get("sliding_window_length") or 0))
     kernel = AttentionKernel(
         queries=queries,
         keys=keys,
@@ -299,10 +300,46 @@ def _attention(instruction: hlo.Instruction, shapes: Mapping[str, str], target: 
 
 
 _CAUSAL = ("CAUSAL", "PADDING_CAUSAL")
+_TE_ATTENTION = ("te_fused_attn_forward_ffi", "te_fused_attn_backward_ffi")
+_TE_NUMBER = re.compile(r"(\w+) = (-?\d+) : \w+")
+_TE_CAUSAL = 2  # and above: NVTE_Mask_Type of transformer_engine/fused_attn.h
+
+
+def _te_attention(
+    instruction: hlo.Instruction, shapes: Mapping[str, str], target: str
+) -> KernelWork:
+    """Return the work of Transformer Engine's fused attention, whose sizes are attributes.
+
+    Packed sequences (thd) count as one sequence of the longest length, as their segments are data.
+    """
+    attributes = {name: int(number) for name, number in _TE_NUMBER.findall(instruction.line)}
+    size = attributes.get("qk_head_dim", attributes.get("head_dim"))
+    names = ("input_batch", "attn_heads", "q_max_seqlen", "kv_max_seqlen")
+    if size is None or not all(name in attributes for name in names):
+        return KernelWork((), _touched(instruction, shapes), target)
+    batch, heads, queries, keys = (attributes[name] for name in names)
+    causal = attributes.get("mask_type", 0) >= _TE_CAUSAL
+    window = attributes.get("window_size_left", -1)
+    query = hlo.array_shapes(operand_shape(shapes, instruction.operands[0]))[0]
+    kernel = AttentionKernel(
+        queries=queries,
+        keys=_windowed(keys, window + 1) if causal else keys,
+        heads=batch * heads,
+        head_size=size,
+        causal=causal,
+        backward="backward" in target,
+        dtype=query.partition("[")[0],
+    )
+    return KernelWork(memory_bytes=_touched(instruction, shapes), attention=kernel)
+
+
+def _windowed(keys: int, window: int) -> int:
+    """Return the keys whose causal mask has a window's work: twice the window, at most all."""
+    return min(keys, 2 * window) if window > 0 else keys
 
 
 def _cudnn_config(line: str) -> Mapping[str, Any]:
-    """Read the configuration of a call to cuDNN's attention, which is JSON; empty if it is not."""
+    """Parse the JSON configuration of a call to cuDNN's attention; empty if it is not JSON."""
     at = _CONFIG.search(line)
     if at is None:
         return {}

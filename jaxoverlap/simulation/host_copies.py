@@ -72,7 +72,7 @@ def _in_computation(
 
 
 def _moved(module: hlo.Module, i: hlo.Instruction, shapes: Mapping[str, str]) -> _Moved | None:
-    """Return what an instruction copies between the two memories; None if nothing."""
+    """Return an instruction's copy between device and host memory; None if it makes none."""
     if i.opcode in _NOTHING or i.opcode.endswith(("-done", "-update")):
         return None
     given = [operand_shape(shapes, name) for name in i.operands]
@@ -87,14 +87,14 @@ def _moved(module: hlo.Module, i: hlo.Instruction, shapes: Mapping[str, str]) ->
 
 
 def _result(i: hlo.Instruction) -> str:
-    """Return the shape of an instruction's result, as text; of a start, of what its done gives."""
+    """Return an instruction's result shape as text; of a start, its done's."""
     if i.opcode == "copy-start":  # destination, source, context
         return hlo.tuple_shapes(i.shape)[0]
     return hlo.tuple_shapes(i.shape)[1] if i.opcode.endswith("-start") else i.shape
 
 
 def _update_bytes(module: hlo.Module, i: hlo.Instruction, shapes: Mapping[str, str]) -> int | None:
-    """Return the bytes that a write into part of an array writes; None if it writes all of it."""
+    """Return the bytes of a partial update of an array; None if all of it is written."""
     if i.opcode == "dynamic-update-slice":
         return hlo.shape_bytes(operand_shape(shapes, i.operands[1]))
     for called in i.called:

@@ -1,4 +1,4 @@
-"""Walk XLA's schedule: what runs how often, what waits for what, and the matmuls in between."""
+"""Walk XLA's schedule: how often computations run, and the matmuls each start overlaps with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MATMUL_TARGET = re.compile(
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a scheduled module.
+    """A collective of a scheduled module.
 
     Attributes:
         name: the instruction; computation: where it stands.
@@ -33,6 +33,9 @@ class Collective:
         groups: which devices take part together, as HLO writes it; empty: all.
         op_name: the path of names above the JAX operation it came from.
         by_copy: whether it is a permute that is to be a copy, where its devices are one process's.
+        scale_up: whether XLA was told that all its groups lie within an NVLink domain each.
+        stream: XLA's number of the communication stream that it runs on (`streams.py`); None: the
+            stream of the kernels, as of all that are synchronous, or not known.
     """
 
     name: str
@@ -48,25 +51,27 @@ class Collective:
     groups: str = ""
     op_name: str = ""
     by_copy: bool = False
+    scale_up: bool = False
+    stream: int | None = None
 
     @property
     def covered(self) -> bool:
-        """Return whether a matmul runs beside it."""
+        """Return whether a matmul is scheduled while the collective is in flight."""
         return self.asynchronous and bool(self.matmuls)
 
 
 def running(module: hlo.Module, computation: str, runs: int) -> Iterator[tuple[str, int]]:
-    """Every computation that a step runs in sequence, with how often."""
+    """Yield the computations that a step runs in sequence, and how often each runs."""
     yield computation, runs
     for instruction in module.body(computation):
-        if instruction.opcode in ("while", "conditional", "call"):
+        if instruction.opcode in hlo.CONTROL_FLOW:
             inner = runs * (instruction.trip_count or 1 if instruction.opcode == "while" else 1)
             for called in instruction.called:
                 yield from running(module, called, inner)
 
 
 class Matmuls:
-    """A test of whether instructions are matmuls, or run some."""
+    """A predicate: whether an instruction is a matmul, or runs one."""
 
     def __init__(self, module: hlo.Module):
         self._module = module
@@ -85,14 +90,14 @@ class Matmuls:
 
 
 class Starts:
-    """The starts of one computation: when each is waited for, and which matmuls run until then."""
+    """The asynchronous starts of one computation, with their dones and the matmuls in between."""
 
     def __init__(self, body: tuple[hlo.Instruction, ...], matmuls: Matmuls):
         self._body, self._waiters = body, _waiters(body)
         self._products = [place for place, i in enumerate(body) if matmuls(i)]
 
     def done(self, place: int) -> int:
-        """Return the place of the instruction that waits for the start at a place.
+        """Return the index of the done that belongs to the start at an index.
 
         Raises:
             ValueError: if nothing does.
@@ -100,13 +105,13 @@ class Starts:
         return _done(self._body, place, self._waiters)
 
     def matmuls(self, place: int, done: int) -> tuple[str, ...]:
-        """Return the names of the matmuls between two places."""
+        """Return the names of the matmuls between two indices."""
         under = self._products[bisect(self._products, place) : bisect(self._products, done)]
         return tuple(self._body[i].name for i in under)
 
 
 def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
-    """Map each instruction's name to the place of the update or done that waits for it."""
+    """Map each instruction's name to the index of the update or done that waits for it."""
     return {
         i.operands[0]: place
         for place, i in enumerate(instructions)
@@ -115,11 +120,13 @@ def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
 
 
 def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]) -> int:
-    """The place of the instruction that waits for the start at a place, through its updates."""
+    """Return the index of the done that belongs to the start at an index, through its updates."""
     place = start
     while instructions[place].name in waiters:
         place = waiters[instructions[place].name]
     if not instructions[place].opcode.endswith("-done"):
         name = instructions[place].name
-        raise ValueError(f"the module never waits for {name}: it is not a whole module's text")
+        raise ValueError(
+            f"the module never waits for {name}: the text is truncated; give all of it"
+        )
     return place

@@ -1,4 +1,4 @@
-"""Define `simulate`, which times a compiled step and draws its schedule, running nothing."""
+"""Define `simulate`, which estimates a compiled step's time from its schedule, running nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.plan.speedup import Speedup
-from jaxoverlap.simulation import hlo, report
+from jaxoverlap.simulation import report
 from jaxoverlap.simulation.advice import Stray, strays
 from jaxoverlap.simulation.replay import replay
+from jaxoverlap.simulation.streams import scheduled_module
 from jaxoverlap.simulation.timeline import Spent, Timeline
 
 _SHOWN = 10  # rows of a printed table
@@ -23,7 +24,7 @@ _WORTH = 0.001  # of a step: what is exposed for less is not worth a line of adv
 
 @dataclass(frozen=True)
 class Simulation(Timeline):
-    """A step in time on a cluster, with what no ring hides; print it.
+    """A step's simulated timeline on a cluster, with the collectives outside rings; print it.
 
     Attributes:
         cluster: the cluster that it is for.
@@ -41,11 +42,11 @@ class Simulation(Timeline):
         report.write_perfetto(path, {self.module: self})
 
     def to_svg(self, path: str | Path, *, plain: Timeline | None = None) -> None:
-        """Draw the step, each loop once; `plain` above it, at the same scale."""
+        """Draw the step, each loop once, and above it `plain`, at the same scale."""
         report.write_svg(path, self._beside(plain))
 
     def to_html(self, path: str | Path, *, plain: Timeline | None = None) -> None:
-        """Write a page of the whole step to zoom into; `plain` above it, at the same scale.
+        """Write an interactive page of the step, and above it `plain`, at the same scale.
 
         Hovering tells op, bytes, time and source line. The page needs nothing but itself.
         """
@@ -67,23 +68,26 @@ class Simulation(Timeline):
         parts.append(table("longest exposed", _COLUMNS, _rows(self.spent), right=_RIGHT))
         worth = [s for s in self.strays if s.advice and s.exposed_s > _WORTH * self.step_s]
         if worth:
-            parts.append("of no ring, and what a sharding constraint can do:")
+            parts.append(
+                "collectives outside rings that a sharding constraint can remove or halve:"
+            )
             parts += [f"  {_ms(s.exposed_s)} ms exposed: {s.advice}" for s in worth[:_SHOWN]]
         return "\n".join(parts)
 
 
 _COLUMNS = (
-    "collective", "ring", "source", "link", "devices", "runs", "bytes", "ms", "exposed ms"
+    "collective", "ring", "source", "link, stream", "devices", "runs", "bytes", "ms", "exposed ms"
 )  # fmt: skip
 _RIGHT = ("devices", "runs", "bytes", "ms", "exposed ms")
 
 
 def _rows(spent: tuple[Spent, ...]) -> list[tuple[str, ...]]:
-    """A row for the hops of one ring, or for other collectives of one source line."""
+    """Return the table's contents: the hops of each ring, and the other source lines."""
     groups: dict[tuple, list[Spent]] = {}
     for s in spent:
         c = s.collective
-        groups.setdefault((c.kind, c.ring or "", c.source, s.lane, c.group_size), []).append(s)
+        link = s.lane if c.stream is None else f"{s.lane}, {c.stream}"
+        groups.setdefault((c.kind, c.ring or "", c.source, link, c.group_size), []).append(s)
     longest = sorted(groups.items(), key=lambda item: -sum(s.exposed_s for s in item[1]))
     return [
         (
@@ -101,10 +105,16 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def simulate(compiled: jax.stages.Compiled | str, cluster: str | Cluster | CostModel) -> Simulation:
+def simulate(
+    compiled: jax.stages.Compiled | str,
+    cluster: str | Cluster | CostModel,
+    *,
+    multi_streaming: bool | None = None,
+) -> Simulation:
     """Replay a compiled step in time, as one device of a cluster runs it.
 
-    Kernels run in schedule order and collectives beside them, one at a time on each class of link;
+    Kernels run in schedule order and collectives beside them, one at a time on each class of link
+    and on each of the streams on which XLA launches them (`jaxoverlap/simulation/streams.py`);
     while both run, the kernels are slower by what the cost model says
     (`jaxoverlap/simulation/replay.py` has the rules and what they leave out). Nothing runs: only
     the text of the scheduled module is read.
@@ -113,6 +123,9 @@ def simulate(compiled: jax.stages.Compiled | str, cluster: str | Cluster | CostM
         compiled: a compiled step, overlapped or not, or the text of its scheduled HLO module.
         cluster: as "chip:hosts x GPUs a host", with as many devices as the step has; or a cost
             model, as one of a calibrated machine. Devices count up in the order of the mesh.
+        multi_streaming: whether the step was compiled with
+            `xla_gpu_experimental_enable_collective_multi_streaming`, which its text does not say.
+            None: if XLA_FLAGS sets it.
 
     Raises:
         ValueError: if the text is no such module, the cluster does not parse, has no cost model,
@@ -122,7 +135,7 @@ def simulate(compiled: jax.stages.Compiled | str, cluster: str | Cluster | CostM
         cluster = parse_cluster(cluster)
     cost = cost_model(cluster) if isinstance(cluster, Cluster) else cluster
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    module = hlo.parse(text)
+    module = scheduled_module(text, multi_streaming=multi_streaming)
     timeline = replay(module, cost)
     values = {f.name: getattr(timeline, f.name) for f in fields(Timeline)}
     return Simulation(**values, cluster=cost.cluster, strays=strays(module, timeline))

@@ -33,7 +33,7 @@ class _Loss:
 
 
 def lost(plan: Plan, overlapped: Timeline, plain: Timeline) -> str:
-    """The rules that lost most, with what each costs more than plain; empty if none does."""
+    """Return the rules that lost most, each with its extra time over plain; empty if none."""
     losses = sorted(_losses(plan, overlapped, plain).items(), key=lambda item: -item[1].seconds)
     least = _LEAST * sum(max(loss.seconds, 0.0) for _, loss in losses)
     said = [
@@ -58,7 +58,7 @@ def _losses(plan: Plan, overlapped: Timeline, plain: Timeline) -> dict[_Rule, _L
 
 
 def _rules(plan: Plan) -> dict[str, _Rule]:
-    """The rule of each line with rings."""
+    """Map each source line with rings to its rule."""
     kinds: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
     for d in plan.decisions:
         kinds[d.source].add((d.kind, d.axis))
@@ -66,7 +66,7 @@ def _rules(plan: Plan) -> dict[str, _Rule]:
 
 
 def _spent(timeline: Timeline) -> Iterator[tuple[str, float, float]]:
-    """Seconds of each event on the compute lane: its line, as a kernel, waiting."""
+    """Yield each compute event's source line, its kernel seconds and its waiting seconds."""
     for e in timeline.events:
         if e.kind == "wait":
             yield e.source, 0.0, e.seconds

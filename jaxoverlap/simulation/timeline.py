@@ -1,4 +1,4 @@
-"""A step in time, as a simulation gives it: events on lanes, and the sums over them."""
+"""A simulated step's timeline: events on lanes, and the sums over them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxoverlap.cost.contention import NETWORK, NVLINK
 from jaxoverlap.cost.kernels import FREE, KernelWork
 from jaxoverlap.simulation.audit import Collective
 
-COMPUTE, NVLINK, NETWORK = "compute", "NVLink", "network"
+COMPUTE = "compute"  # beside the links of `cost/contention.py`
 COLLECTIVES = "collectives"  # the lane of those whose link is not known, as in a profile
 
 
 def base_lane(lane: str) -> str:
-    """Return the lane that another one continues: that of "compute 2" is "compute"."""
+    """Return a lane's name without its number: "compute" for "compute 2"."""
     return lane.rstrip("0123456789").rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that takes time on a lane, where it happens first.
+    """An interval on a lane: a kernel, a collective or a wait, at its first run.
 
     Attributes:
         lane: COMPUTE, NVLINK, NETWORK, COLLECTIVES, or a direction of the link to the host
@@ -54,13 +55,13 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all its runs."""
+        """Return the event's seconds over all its runs."""
         return (self.end_s - self.start_s) * self.runs
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """One iteration of a loop, of which all that follow are copies.
+    """One iteration of a loop, which all later iterations repeat.
 
     Attributes:
         computation: the loop's body.
@@ -78,7 +79,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of one collective of the module in a step, all runs together.
+    """The time of one collective of the module in a step, over all its runs.
 
     Attributes:
         collective: the collective.
@@ -97,7 +98,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step in time, as one device sees it; all devices are alike.
+    """A step's timeline on one device; all devices have the same.
 
     step_s = compute_s + slowdown_s + exposed_s.
 
@@ -115,22 +116,22 @@ class Timeline:
 
     @functools.cached_property
     def compute_s(self) -> float:
-        """Seconds of all kernels, each alone on the chip."""
+        """Return the seconds of all kernels, as if nothing else ran."""
         return math.fsum(e.alone_s * e.runs for e in self._kernels)
 
     @functools.cached_property
     def slowdown_s(self) -> float:
-        """Seconds that kernels take longer because collectives run beside them."""
+        """Return the extra seconds of kernels that run while collectives do."""
         return math.fsum(e.seconds - e.alone_s * e.runs for e in self._kernels)
 
     @functools.cached_property
     def exposed_s(self) -> float:
-        """Seconds that no kernel runs because one waits for a collective."""
+        """Return the seconds in which no kernel runs, as one waits for a collective."""
         return math.fsum(e.seconds for e in self.events if e.kind == "wait")
 
     @functools.cached_property
     def link_s(self) -> dict[str, float]:
-        """Seconds that each link is busy."""
+        """Return the seconds in which each link is busy."""
         busy = {NVLINK: 0.0, NETWORK: 0.0}
         for e in self.events:
             if e.kind == "collective":
@@ -139,27 +140,27 @@ class Timeline:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds that the step is made of, by name. A slowdown of none may round below 0."""
+        """Return the step's seconds by part. A slowdown of 0 may round to below 0."""
         slowdown_s = abs(self.slowdown_s)
         return {
             "compute": self.compute_s,
-            "slowed beside collectives": slowdown_s,
+            "slowed by collectives": slowdown_s,
             "exposed": self.exposed_s,
         }
 
     @property
     def communication_s(self) -> float:
-        """Seconds of all collectives, hidden or not."""
+        """Return the seconds of all collectives, hidden or not."""
         return math.fsum(self.link_s.values())
 
     @property
     def bound_s(self) -> float:
-        """Return seconds that no order of the schedule beats: the busiest of kernels and links."""
+        """Return the least seconds of any order: those of the busiest of kernels and links."""
         return max((self.compute_s, *self.link_s.values()))
 
     @functools.cached_property
     def unknown(self) -> dict[str, int]:
-        """Map each op that the simulation does not know to how often a step runs it."""
+        """Return the operations that the simulation does not know, with their runs per step."""
         runs: Counter[str] = Counter()
         for e in self.events:
             if e.work.unknown:
@@ -168,7 +169,7 @@ class Timeline:
 
     @functools.cached_property
     def spent(self) -> tuple[Spent, ...]:
-        """Every collective's seconds, longest exposed first."""
+        """Return every collective's seconds, longest exposed first."""
         events_of: dict[tuple[str, str], list[Event]] = {}
         for e in self.events:
             if e.collective:
@@ -181,7 +182,7 @@ class Timeline:
 
 
 def _spent(events: list[Event]) -> Spent:
-    """Sum up one collective, from its events on the link and the waits for it."""
+    """Add up one collective's events on its link and the waits for it."""
     runs = [e for e in events if e.kind == "collective"]
     return Spent(
         collective=runs[0].collective or _never(),

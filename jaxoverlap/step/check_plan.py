@@ -220,8 +220,7 @@ def facts_of(plan: Plan, jaxpr: Any, mesh: Mesh, options: Mapping[str, Any]) -> 
         "fsdp": plan.fsdp,
         "halves": _rows(plan),
         **{
-            f"matmul {e.site}": "left alone" if isinstance(e, Skip) else _does(e)
-            for e in plan.entries
+            f"matmul {e.site}": "skipped" if isinstance(e, Skip) else _does(e) for e in plan.entries
         },
         **{f"XLA option {name}": str(value) for name, value in sorted(options.items())},
         "hash of the step": origin.step[:12],
@@ -265,7 +264,7 @@ def followed(plan: Plan, done: Plan) -> Plan:
             f"the plan cannot be followed on {done.step}; this came out otherwise:{shown}\n"
             "Tune again; a plan changed by hand has to be one that explain() could give"
         )
-    entries = tuple(msgspec.structs.replace(a, source=b.source) for a, b in pairs)
+    entries = tuple(msgspec.structs.replace(a, source=b.source, module=b.module) for a, b in pairs)
     return msgspec.structs.replace(
         plan, step=done.step, entries=entries, scattered=done.scattered, made_for=done.made_for
     )
@@ -302,7 +301,7 @@ def _unsourced(plan_part: Any) -> Any:
     """Drop source lines and reasons: a line may move, and a reason may be worded otherwise."""
     if not isinstance(plan_part, Sequence):
         return plan_part
-    texts = ("source", "why", "reason")
+    texts = ("source", "module", "why")
     return [
         msgspec.structs.replace(e, **{t: "" for t in texts if hasattr(e, t)}) for e in plan_part
     ]

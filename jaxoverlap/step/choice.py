@@ -15,52 +15,52 @@ import msgspec
 
 from jaxoverlap._jax import jits
 from jaxoverlap._util.text import warn
+from jaxoverlap.flags.published import COMPARED, accepted
+from jaxoverlap.flags.required import NVLINK_STREAM
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import Speedup, Way
 from jaxoverlap.step.context import mesh_of
-from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Rival
+from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Comparison
 from jaxoverlap.step.pipeline import Options
 from jaxoverlap.step.processes import handed, processes_of
 from jaxoverlap.step.program import StepProgram, following, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request
 
 
-def rival_of(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, program: StepProgram, options: Options
-) -> Rival:
-    """Return the ways to compile an undecided step, with rings and without, to compare.
+def comparison_of(call: jits.Call, program: StepProgram, options: Options) -> Comparison:
+    """Return the candidates for an undecided step: overlapped, and the original one variously.
 
     Args:
-        jitted, call, args, kwargs, options: the arguments that it was rewritten with.
+        call, options: those that it was rewritten with.
+        program: the step.
     """
     assert program.plan is not None and program.cost is not None
-    rings, cost, traced = program.plan, program.cost, jitted.trace(*args, **kwargs)
+    rings, cost = program.plan, program.cost
 
     @functools.cache
     def made(way: Way) -> StepProgram:
-        return _without_rings(jitted, call, args, kwargs, rings, way, options)
+        return _in_another_way(call, rings, way, options)
 
     def lowered(way: Way) -> tuple[jax.stages.Lowered, StepProgram]:
         new = program if way == "overlapped" else made(way)
-        return lowered_as(traced, new), new
+        return lowered_as(call, new), new
 
     def request(way: Way, compiler_options: Mapping[str, Any] | None) -> Request:
         return request_of(*lowered(way), mesh_of(call), cost, compiler_options)
 
-    return Rival(rings.step, rings, cost, options.schedule is not None, lowered, request)
+    reorders, auto = options.schedule is not None, options.halves == "auto"
+    return Comparison(rings.step, rings, cost, reorders, auto, lowered, request)
 
 
-def decided(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, program: StepProgram, options: Options
-) -> StepProgram:
-    """Return the faster of an undecided step with rings and without, for GPUs that are here.
+def decided(call: jits.Call, program: StepProgram, options: Options) -> StepProgram:
+    """Return the fastest candidate of an undecided step, for GPUs that are present.
 
     Children compile both for the GPUs' description before this process compiles either; if there
     are many processes, the children of process 0 do so for all.
     """
-    rival = rival_of(jitted, call, args, kwargs, program, options)
+    comparison = comparison_of(call, program, options)
     said = handed(
-        lambda: msgspec.json.encode(rival.decided_in_children()).decode(),
+        lambda: msgspec.json.encode(comparison.decided_in_children()).decode(),
         "choice between rings and none",
         processes_of(mesh_of(call)),
         within_s=DECIDED_WITHIN_S,
@@ -68,20 +68,29 @@ def decided(
     speedup = msgspec.json.decode(said, type=Speedup)
     if speedup.taken == "overlapped":
         return replace(program, undecided=False, speedup=speedup)
-    warn(speedup.warning(rival.step))
-    new = _without_rings(jitted, call, args, kwargs, rival.plan, speedup.taken, options)
+    if not speedup.is_overlapped:
+        warn(speedup.warning(comparison.step))
+    new = _in_another_way(call, comparison.plan, speedup.taken, options)
     return replace(new, stand=None, speedup=speedup)
 
 
-def _without_rings(
-    jitted: Any,
-    call: jits.Call,
-    args: tuple,
-    kwargs: dict,
-    rings: Plan,
-    way: Way,
-    options: Options,
-) -> StepProgram:
-    """Return a step without rings, by XLA's defaults; "reordered" takes the scheduler's order."""
-    plan = rings.left_alone(rings.schedule if way == "reordered" else None)
-    return step_program(jitted, call, args, kwargs, following(plan, options))
+def _in_another_way(call: jits.Call, rings: Plan, way: Way, options: Options) -> StepProgram:
+    """Return the program of another candidate than the overlapped step as estimated best.
+
+    "other rows" splits the batch where the estimate does not, or the other way round. The others
+    are the step without rings, by XLA's defaults; all but "plain" take the scheduler's order and
+    the estimated best number of streams.
+    """
+    if way == "other rows":
+        assert rings.halves is not None
+        parts = None if rings.cut else rings.halves.parts
+        other = replace(options, halves=parts, unroll=rings.halves.unroll)
+        return step_program(call, other)
+    plan = rings.left_alone()
+    if way != "plain":
+        names = {setting.name for setting in NVLINK_STREAM}
+        more = {n: v for n, v in rings.xla_options.items() if n in names}
+        if way in COMPARED:
+            more |= accepted(way, mesh_of(call).devices.flat[0])[0]
+        plan = rings.left_alone(rings.schedule, more)
+    return step_program(call, following(plan, options))

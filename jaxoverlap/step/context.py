@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxoverlap._jax import compat, jits
 from jaxoverlap.cost.find import cost_model, has_cost_model
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu
+from jaxoverlap.flags.required import why_one_stream
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import cluster_of, processes_of_one
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.mesh import explicit_axes, find_mesh
+from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
+from jaxoverlap.passes.scheduling.estimate import Estimate, estimate
 from jaxoverlap.plan.plan import MadeFor
+from jaxoverlap.plan.streams import Streams
+from jaxoverlap.simulation import hlo
 from jaxoverlap.step.check_plan import argument_shardings, check, cluster_for, made_for
 from jaxoverlap.step.options import Options
 
@@ -28,18 +35,22 @@ class StepContext:
     """A step before the passes: its jaxpr, mesh, cluster and cost model.
 
     Attributes:
-        params: the parameters of its jit equation.
-        jaxpr: the step, flattened.
-        mesh: the mesh that it runs on.
+        call: its call, as its jit sees it.
+        jaxpr: the step, flattened, and without shardings in its types if `typed` is another one.
+        mesh: the mesh that it runs on; its axes are then automatic.
         cluster, cost: the mesh's GPUs, and their cost model; None where not known.
         named: the cluster, where the user or the plan names it.
         origin: what a plan for the step is made for.
         arguments: how each of its arguments lies; None where that is not known.
+        streams: whether NVLink's collectives can have a stream of their own; None where the GPUs
+            have but one kind of link, or no price.
         outermost: whether it is called by itself, and not under `jax.grad`, `vmap` or `jit`.
+        typed: a step on an explicit mesh with its types, where `jaxpr` has none.
+        inferred: whether those of its types that JAX inferred are left to the partitioner.
         answers: what was found out about it, by what was asked (`once`).
     """
 
-    params: dict[str, Any]
+    call: jits.Call
     jaxpr: Any
     mesh: Mesh
     cluster: Cluster | None
@@ -48,13 +59,52 @@ class StepContext:
     origin: MadeFor
     arguments: tuple[Spec | None, ...]
     outermost: bool
+    streams: Streams | None = None
+    typed: StepContext | None = None
+    inferred: bool = False
     answers: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of its jit equation."""
+        return self.call.params
+
+    @functools.cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The traced step."""
+        return self.call.traced()
+
+    @property
+    def plain(self) -> Picture:
+        """The partitioned program of the step as it is, with the shardings of its matmuls."""
+        return self.once("plain", lambda: self.partitioned(self.jaxpr))
+
+    def partitioned(self, jaxpr: Any, *, ask: bool = True) -> Picture:
+        """Partition what the step becomes; `ask` and errors as in `analysis.partitioned`."""
+        return partitioned(self.traced, jaxpr, self.mesh, ask=ask)
 
     def once[T](self, question: Hashable, find: Callable[[], T]) -> T:
         """Find something out the first time that it is asked: a tuner asks many times."""
         if question not in self.answers:
             self.answers[question] = find()
         return self.answers[question]
+
+    def estimate(self, module: hlo.Module, *, nvlink_stream: bool | None = None) -> Estimate:
+        """Estimate a partitioned program of the step, whose prices are known.
+
+        Args:
+            module: the program.
+            nvlink_stream: whether NVLink's collectives have a stream of their own; None: if they
+                can.
+        """
+        assert self.cost is not None
+        if nvlink_stream is None:
+            nvlink_stream = self.streams is not None and self.streams.are_two
+        return estimate(module, self.cost, nvlink_stream=nvlink_stream)
+
+    def seconds(self, module: hlo.Module) -> float | None:
+        """Return the estimated seconds of a partitioned program; None where no price is known."""
+        return None if self.cost is None else self.estimate(module).step_s
 
     @property
     def explicit(self) -> tuple[str, ...]:
@@ -88,7 +138,19 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
         cost = cost_model(cluster)
     arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
     outermost = jits.at_top_level()
-    return StepContext(params, jaxpr, mesh, cluster, cost, named, origin, arguments, outermost)
+    streams = _streams(mesh, cluster, options) if cost and cluster else None
+    return StepContext(
+        call, jaxpr, mesh, cluster, cost, named, origin, arguments, outermost, streams
+    )
+
+
+def _streams(mesh: Mesh, cluster: Cluster, options: Options) -> Streams | None:
+    """Say whether NVLink's collectives can have a stream of their own; None: one kind of link."""
+    try:
+        why_not = why_one_stream(mesh, cluster, options.streams)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return None if why_not is None else Streams(why_not=why_not)
 
 
 def _spec(var: Any, sharding: Any) -> Spec | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import jax
 import msgspec
 from jax.sharding import Mesh
 
@@ -16,7 +15,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
 from jaxoverlap.passes.analysis.mesh import is_cpu
-from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
+from jaxoverlap.passes.analysis.partitioned import Picture, Shardings
 from jaxoverlap.passes.halves.body import HostMemoryError
 from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.least_matmul import least_matmul
@@ -45,20 +44,11 @@ _MEMORY = 1.15  # times the memory that the plain step needs, by estimate
 _MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
 
 
-def in_parts(
-    step: StepContext,
-    traced: jax.stages.Traced,
-    plain: Picture,
-    laid: LaidOut,
-    parts: int,
-    unroll: int,
-) -> LaidOut:
+def in_parts(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> LaidOut:
     """Cut the rows of a step that is laid out, if that changes nothing but its speed.
 
     Args:
         step: the step.
-        traced: the traced step.
-        plain: what XLA's partitioner makes of it as it is.
         laid: the step as it is laid out.
         parts: the number of parts.
         unroll: how many steps of a cut scan stand in one body of its loop.
@@ -67,21 +57,19 @@ def in_parts(
         The step in parts; or as it was, with the reason, where its rows are not cut.
     """
     question = ("in parts", id(laid.jaxpr), parts, unroll)
-    cut = step.once(question, lambda: _in_parts(step, traced, plain, laid, parts, unroll))
+    cut = step.once(question, lambda: _in_parts(step, laid, parts, unroll))
     return replace(cut, layouts=laid.layouts)
 
 
 def in_halves(
     step: StepContext,
-    traced: jax.stages.Traced,
-    plain: Picture,
     laid: LaidOut,
     ways_of: Callable[[LaidOut], Any],
 ) -> Any:
     """Take the step in halves, if it is estimated to be faster so than with whole rows.
 
     Args:
-        step, traced, plain, laid: as for `in_parts`.
+        step, laid: as for `in_parts`.
         ways_of: gives the ways to run a step that is laid out (`ways._Ways`).
 
     Returns:
@@ -89,13 +77,13 @@ def in_halves(
     """
     whole = ways_of(laid)
     best = whole.fastest(most=SOONEST)
-    cut = in_parts(step, traced, plain, laid, 2, 1)
+    cut = in_parts(step, laid, 2, 1)
     assert cut.halves is not None
     record, why_not = cut.halves, cut.halves.why_not
-    if cut.is_cut and not (why_not := too_large(plain, cut.picture)):
+    if cut.is_cut and not (why_not := too_large(step.plain, cut.picture)):
         cuts = [cut]
         if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
-            unrolled = in_parts(step, traced, plain, laid, 2, _STEPS)
+            unrolled = in_parts(step, laid, 2, _STEPS)
             cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
         way, *others = (ways_of(cut).fastest(rings=False) for cut in cuts)
         most_s = seconds(way) * (1 - _ROOM)
@@ -110,7 +98,10 @@ def in_halves(
         least = 0 if best.plan.decisions else GAIN
         if step_s < whole_s * (1 - least):
             return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
-        why_not = "the step is faster with whole rows"
+        slower = step_s >= whole_s
+        why_not = (
+            "the step is faster without a split" if slower else f"it gains less than {GAIN:.0%}"
+        )
     else:
         best = whole.fastest()
     record = msgspec.structs.replace(record, why_not=why_not)
@@ -134,14 +125,7 @@ def safe_terms(step: StepContext, laid: LaidOut, terms: Terms) -> Terms:
     return replace(terms, requests=replace(terms.requests, rejected=rejected))
 
 
-def _in_parts(
-    step: StepContext,
-    traced: jax.stages.Traced,
-    plain: Picture,
-    laid: LaidOut,
-    parts: int,
-    unroll: int,
-) -> LaidOut:
+def _in_parts(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> LaidOut:
     """Cut the rows as `in_parts` does, which asks once about each step."""
     jaxpr, record = _cut(step, laid, parts, unroll)
     if record.why_not:
@@ -150,10 +134,10 @@ def _in_parts(
     if record.unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
     try:
-        picture = partitioned(traced, with_one_view(jaxpr), step.mesh, ask=False)
+        picture = step.partitioned(with_one_view(jaxpr), ask=False)
     except RewriteError as error:
         return _left(laid, record, str(error))
-    if why_not := changed(plain, picture):
+    if why_not := changed(step.plain, picture):
         return _left(laid, record, why_not)
     picture = replace(picture, shardings=shardings)
     record = msgspec.structs.replace(

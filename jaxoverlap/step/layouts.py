@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import jax
 import msgspec
 from jax.sharding import Mesh
 
@@ -15,18 +14,17 @@ from jaxoverlap._jax import compat, jits
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
-from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots
+from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots, equations
 from jaxoverlap.passes.analysis.matmul_collectives import permuted_matmuls
-from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
+from jaxoverlap.passes.analysis.partitioned import Picture
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import Pins, pinnable, pinned
-from jaxoverlap.passes.layouts.search import GAIN, MEMORY, Answer, LayoutSearch
+from jaxoverlap.passes.layouts.search import GAIN, MEMORY, LayoutSearch, PricedLayout
 from jaxoverlap.passes.layouts.tied import Tied, tied_tables, with_tables_gathered
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
-from jaxoverlap.passes.scheduling.estimate import estimate
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import GatheredTable, Layouts, PinnedResult
 from jaxoverlap.step.context import StepContext
@@ -69,22 +67,16 @@ class LaidOut:
 
 
 def lay_out(
-    step: StepContext,
-    traced: jax.stages.Traced,
-    plain: Picture,
-    options: Options,
-    overlapped_s: Callable[[LaidOut], float],
+    step: StepContext, options: Options, overlapped_s: Callable[[LaidOut], float]
 ) -> LaidOut:
     """Pin the results that a plan names, or that are found to be better off pinned.
 
     Args:
         step: the step.
-        traced: the traced step.
-        plain: what XLA's partitioner makes of it as it is.
         options: what was asked for.
         overlapped_s: estimates the seconds of a step that is laid out and then overlapped.
     """
-    asker = _Asker(step, traced, plain)
+    asker = _Asker(step)
     layouts = options.pins
     if step.explicit:  # there the types say how values lie
         layouts = None
@@ -94,7 +86,7 @@ def lay_out(
         return replace(asker.laid_out({}), layouts=layouts)
     tables = [Tied(table.argument, table.dtype, table.spec) for table in layouts.tables]
     laid = asker.laid_out({pin.site: pin.spec for pin in layouts.pins}, tables)
-    if changed(plain, laid.picture) or _astray(laid.picture, step.mesh):
+    if changed(step.plain, laid.picture) or _astray(laid.picture, step.mesh):
         return asker.laid_out({})
     return replace(laid, layouts=layouts)
 
@@ -102,9 +94,9 @@ def lay_out(
 class _Asker:
     """Asks XLA's partitioner about one step with pins."""
 
-    def __init__(self, step: StepContext, traced: jax.stages.Traced, plain: Picture):
-        self.step, self.plain, self._traced = step, plain, traced
-        self._open = open_results(step.params, plain.results, step.mesh)
+    def __init__(self, step: StepContext):
+        self.step = step
+        self._open = open_results(step.params, step.plain.results, step.mesh)
 
     def laid_jaxpr(self, pins: Pins, tables: Sequence[Tied] = ()) -> Any:
         """Return the step with pins, and tables gathered; its results lie as in the plain one."""
@@ -118,25 +110,25 @@ class _Asker:
         def laid_out() -> LaidOut:
             jaxpr = self.laid_jaxpr(pins, tables)
             if not (pins or tables):
-                return LaidOut(jaxpr, self.plain)
-            return LaidOut(jaxpr, partitioned(self._traced, jaxpr, self.step.mesh))
+                return LaidOut(jaxpr, self.step.plain)
+            return LaidOut(jaxpr, self.step.partitioned(jaxpr))
 
         return self.step.once(("laid out", frozenset((*pins.items(), *tables))), laid_out)
 
-    def answer(self, pins: Pins, cost: CostModel, tables: Sequence[Tied] = ()) -> Answer:
+    def answer(self, pins: Pins, tables: Sequence[Tied] = ()) -> PricedLayout:
         """Partition the step laid out, and estimate it; XLA may refuse some pins."""
         jaxpr = self.laid_jaxpr(pins, tables)
         try:
-            picture = partitioned(self._traced, jaxpr, self.step.mesh, ask=False)
+            picture = self.step.partitioned(jaxpr, ask=False)
         except RewriteError as error:
-            return Answer(math.inf, 0, str(error))
-        why_not = changed(self.plain, picture) or _astray(picture, self.step.mesh)
-        return _answer(picture, cost, why_not)
+            return PricedLayout(math.inf, 0, str(error))
+        why_not = changed(self.step.plain, picture) or _astray(picture, self.step.mesh)
+        return _answer(self.step, picture, why_not)
 
 
-def _answer(picture: Picture, cost: CostModel, why_not: str = "") -> Answer:
-    step_s = estimate(picture.module, cost).step_s
-    return Answer(step_s, estimated_peak_bytes(picture.module), why_not)
+def _answer(step: StepContext, picture: Picture, why_not: str = "") -> PricedLayout:
+    step_s = step.estimate(picture.module).step_s
+    return PricedLayout(step_s, estimated_peak_bytes(picture.module), why_not)
 
 
 def _chosen(
@@ -144,7 +136,8 @@ def _chosen(
 ) -> Layouts:
     """Search for the layout of a step, unless that was done before."""
     step = asker.step
-    key = (step.params["jaxpr"], step.mesh, step.arguments, repr(cost), mode)
+    key = (step.params["jaxpr"], step.mesh, step.inferred, step.arguments, repr(cost), mode)
+    key = (*key, step.streams)
     if (layouts := _remembered.get(key)) is None:
         layouts = _searched(asker, cost, mode, overlapped_s)
         _remembered.put(key, layouts, at_most=_MAX_REMEMBERED)
@@ -154,26 +147,42 @@ def _chosen(
 def _searched(
     asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
 ) -> Layouts:
-    step, plain = asker.step, asker.plain
+    step, plain = asker.step, asker.step.plain
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
     most = _EQUATIONS[mode] // _num_equations(step.jaxpr)
     search = LayoutSearch(
         matmuls=tuple(pinnable(step.jaxpr)),
         dims=dims,
         sizes=sizes,
-        ask=lambda pins: asker.answer(pins, cost),
-        plain=_answer(plain, cost),
+        ask=asker.answer,
+        plain=_answer(step, plain),
         most=most,
         thorough=mode != "repair",
     )
-    search.run(starts(step.jaxpr, step.arguments, dims, sizes))
+    aborting = tuple(dict.fromkeys(_that_end_the_process(step)))
+    if not aborting:
+        search.run(starts(step.jaxpr, step.arguments, dims, sizes))
     if len(rivals := search.rivals(_RIVALS[mode])) > 1:
         search.best = min(rivals, key=lambda c: overlapped_s(asker.laid_out(c.pins)))
     search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
     if mode == "advise":
         search.thin_out(most)
     layouts = _record(step.jaxpr, search, cost.cluster.chip.memory_bytes)
+    if aborting:
+        return msgspec.structs.replace(layouts, aborting=aborting)
     return _with_tables(asker, cost, layouts, search.best.pins)
+
+
+def _that_end_the_process(step: StepContext) -> Iterator[str]:
+    """Name the convolutions of fewer groups than devices that may hold a shard of each.
+
+    XLA's partitioner divides by the groups of one shard of their features, which may be none.
+    """
+    for eqn, around in equations(step.jaxpr):
+        if eqn.primitive.name == "conv_general_dilated":
+            groups = max(eqn.params["feature_group_count"], eqn.params["batch_group_count"])
+            if groups > 1 and groups % step.mesh.size:
+                yield described(eqn, around)
 
 
 def _with_tables(asker: _Asker, cost: CostModel, layouts: Layouts, pins: Pins) -> Layouts:
@@ -182,7 +191,7 @@ def _with_tables(asker: _Asker, cost: CostModel, layouts: Layouts, pins: Pins) -
     tables = tuple(tied_tables(step.jaxpr, step.arguments, step.mesh.shape))
     if not tables:
         return layouts
-    answer = asker.answer(pins, cost, tables)
+    answer = asker.answer(pins, tables)
     layouts = msgspec.structs.replace(layouts, questions=layouts.questions + 1)
     if answer.why_not or answer.peak_bytes > MEMORY * layouts.plain_peak_bytes:
         return layouts

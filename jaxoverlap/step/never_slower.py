@@ -1,9 +1,11 @@
-"""Compile the plain step beside the overlapped one, and take the faster by simulation.
+"""Compile the original and the overlapped step, and keep whichever simulates faster.
 
-Child processes compile what is compared with the overlapped step (`trial.py`), as a compiler that
-aborts must not end this process; results are cached. Everything is simulated. There are three
-candidates: the overlapped step; the plain step in the order of the scheduler pass, which keeps
-XLA's order where no other is faster; and the plain step as XLA compiles it.
+Child processes compile the candidates that the overlapped step is compared with (`trial.py`), as a
+compiler that aborts must not end this process; results are cached. All seconds are simulated. The
+candidates are the overlapped step; the original step in the scheduler pass's order, which is XLA's
+own if no other order is faster; and the original step as XLA compiles it. If the estimates with and
+without a batch split are close, the overlapped step is also compiled the other way. If the fastest
+of these exposes communication, the original step is also compiled with published options.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
+import msgspec
 
 from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
+from jaxoverlap.flags.published import COMPARED
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import Speedup, Way, milliseconds
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
@@ -30,59 +34,68 @@ from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.step.trial import Failure, Request, attempt, schedule_of
 
-# Where the estimate says that the overlapped step gains more than this over the plain step in a
-# good order, that order is not compiled. A choice, no measurement: a contrastive step lost 14% to
-# that order where the estimate said a gain of 1.5%.
+# If the overlapped step's estimated gain exceeds this share, the original step in the scheduler
+# pass's order is not compiled. Chosen, not measured: a contrastive step lost 14% to that order
+# although its estimated gain was 1.5%.
 _CLEAR_GAIN = 0.15
+# If the estimates with and without a batch split differ by less than this share, both are compiled.
+# The estimate was wrong by 2.4% for one of 60 random steps, and by 3% and 6% for third-party steps.
+_CLOSE_ESTIMATES = 0.06
+# Published options hide collectives and do not make kernels faster: if a step takes at most this
+# share more than the original step's kernels, no published options are compiled.
+_MIN_EXPOSED = 0.05
 _TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
-DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # the way of three: two at a time, and then the third
+DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # three rounds of children, those of a round at a time
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The facts of a compiled step that are compared.
+    """The figures of a compiled step that are compared.
 
     Attributes:
         step_s: simulated seconds.
         peak_bytes: bytes that a device needs at most.
         loops: number of loops with an unknown trip count; the simulation runs each once.
         text: returns the scheduled module.
+        compute_s: simulated seconds of its kernels alone.
     """
 
     step_s: float
     peak_bytes: int
     loops: int
     text: Callable[[], str]
+    compute_s: float
 
     @classmethod
-    def of(cls, text: str, peak_bytes: int, cost: CostModel) -> CompiledStep | Unpriced:
+    def of(cls, text: str, peak_bytes: int, cost: CostModel) -> CompiledStep | Unsimulated:
         """Simulate a step that was compiled here."""
         try:
             simulation = simulate(text, cost)
         except ValueError as error:
-            return Unpriced(str(error))
+            return Unsimulated(str(error))
         loops = simulation.unknown.get(UNKNOWN_TRIPS, 0)
-        return cls(simulation.step_s, peak_bytes, loops, lambda: text)
+        return cls(simulation.step_s, peak_bytes, loops, lambda: text, simulation.compute_s)
 
 
 @dataclass(frozen=True)
-class Unpriced:
-    """A compiled step that the simulation does not understand, and why."""
+class Unsimulated:
+    """A compiled step that cannot be simulated, and why."""
 
     why: str
 
 
 @dataclass(frozen=True)
-class Rival:
-    """The candidates to compare an overlapped step with, and how they are compiled.
+class Comparison:
+    """The candidates that an overlapped step is compared with, and how each is compiled.
 
     Attributes:
         step: the step's name.
         plan: the plan of the overlapped step.
         cost: the cost model to simulate by.
         reorders: whether the scheduler pass may order the plain step.
-        lowered: returns the step lowered in one of the ways, and its `program.StepProgram`.
-        request: returns the request for a child to compile one of the ways with further compiler
+        may_split: whether the estimate decides if the batch is split.
+        lowered: returns the step lowered as one of the candidates, and its `program.StepProgram`.
+        request: returns the request for a child to compile a candidate with further compiler
             options. Raises a ValueError for a step that no child can compile.
     """
 
@@ -90,6 +103,7 @@ class Rival:
     plan: Plan
     cost: CostModel
     reorders: bool
+    may_split: bool
     lowered: Callable[[Way], tuple[jax.stages.Lowered, Any]]
     request: Callable[[Way, Mapping[str, Any] | None], Request]
 
@@ -100,46 +114,63 @@ class Rival:
 
     @property
     def is_close(self) -> bool:
-        """Return whether the plain step in another order might be as fast as the overlapped one."""
+        """Return whether the original step, reordered, may be as fast as the overlapped one."""
         price = self.plan.price
         clear = price is not None and price.step_s < price.plain_s * (1 - _CLEAR_GAIN)
         return self.reorders and any(self.plan.changes) and not clear
 
+    @property
+    def compares_split(self) -> bool:
+        """Return whether the estimates with and without a batch split are close."""
+        halves = self.plan.halves
+        if not self.may_split or halves is None or halves.whole_s is None or halves.step_s is None:
+            return False
+        return abs(halves.step_s / halves.whole_s - 1) < _CLOSE_ESTIMATES
+
     def decided_here(
         self,
-        compiled: Callable[[Way], CompiledStep | Unpriced | Failure],
+        compiled: Callable[[Way], CompiledStep | Unsimulated | Failure],
         options: Mapping[str, Any] | None,
     ) -> Speedup:
-        """Choose, where this process compiles the step; children, meanwhile, the plain ones.
+        """Choose a candidate: this process compiles the overlapped step, children the others.
 
         Args:
-            compiled: compiles a way here.
-            options: further compiler options, for plain too.
+            compiled: compiles a candidate in this process.
+            options: further compiler options, for all candidates.
         """
         ways = self._others()
         children = [self._child(way, options) for way in ways]
         with ThreadPoolExecutor(len(children)) as pool:
             results = pool.map(lambda child: child(), children)  # they run meanwhile
             rings = compiled("overlapped")
-        return choose(self, dict(zip(ways, results, strict=True)), rings, compiled)
+        others = dict(zip(ways, results, strict=True))
+        in_child = functools.partial(self._in_child, options=options)
+        return choose(self, others, rings, compiled, in_child)
 
     def decided_in_children(self) -> Speedup:
-        """Choose before this process compiles anything."""
+        """Choose a candidate; children compile all of them."""
         ways: tuple[Way, ...] = (*self._others(), "overlapped")
         children = [self._child(way, None) for way in ways]
         with ThreadPoolExecutor(len(children)) as pool:
             results = dict(zip(ways, pool.map(lambda child: child(), children), strict=True))
         rings = results.pop("overlapped")
-        return choose(self, results, rings, lambda way: self._child(way, None)())
+        in_child = functools.partial(self._in_child, options=None)
+        return choose(self, results, rings, in_child, in_child)
 
     def _others(self) -> tuple[Way, ...]:
-        """Return the candidates that are compiled beside the overlapped step in any case."""
-        return ("plain", "reordered") if self.is_close else ("plain",)
+        """Return the candidates that are always compared with the overlapped step."""
+        reordered: tuple[Way, ...] = ("reordered",) if self.is_close else ()
+        other_rows: tuple[Way, ...] = ("other rows",) if self.compares_split else ()
+        return ("plain", *reordered, *other_rows)
+
+    def _in_child(self, way: Way, *, options: Mapping[str, Any] | None) -> CompiledStep | Failure:
+        """Compile a candidate in a child, and wait for it."""
+        return self._child(way, options)()
 
     def _child(
         self, way: Way, options: Mapping[str, Any] | None
     ) -> Callable[[], CompiledStep | Failure]:
-        """Lower a way here, start a child that compiles it, and return a call that waits for it."""
+        """Lower a candidate, compile it in a child, and return a call that waits for the result."""
         try:
             request = self.request(way, options)
         except ValueError as error:
@@ -149,55 +180,67 @@ class Rival:
 
 
 def choose(
-    rival: Rival,
+    comparison: Comparison,
     others: Mapping[Way, CompiledStep | Failure],
-    rings: CompiledStep | Unpriced | Failure,
-    compiled: Callable[[Way], CompiledStep | Unpriced | Failure],
+    rings: CompiledStep | Unsimulated | Failure,
+    compiled: Callable[[Way], CompiledStep | Unsimulated | Failure],
+    in_child: Callable[[Way], CompiledStep | Failure],
 ) -> Speedup:
     """Choose the fastest candidate that fits the device; of equal ones the overlapped step.
 
-    Where the seconds of two candidates do not mean the same, nothing is compared, and the
-    overlapped step is kept. If XLA fails on that, another one is taken.
+    If the seconds of two candidates cannot be compared, the overlapped step is taken. If XLA fails
+    on the overlapped step, another candidate is.
 
     Args:
-        rival: the step.
-        others: the results of compiling it "plain" and, where that may be as fast, "reordered".
-        rings: the result of compiling it overlapped.
-        compiled: compiles another way.
+        comparison: the candidates and their cost model.
+        others: the compiled candidates: "plain" and, if they may be as fast, "reordered" and
+            "other rows".
+        rings: the compiled overlapped step.
+        compiled: compiles another candidate; in_child: the same in a child process.
     """
     plain = others["plain"]
     if isinstance(plain, Failure):
         return _unknown(rings, f"plain was not compiled: {plain.why}")
-    if isinstance(rings, Unpriced):
-        return _unknown(rings, f"not held against plain: {rings.why}")
+    if isinstance(rings, Unsimulated):
+        return _unknown(rings, f"not compared with plain: {rings.why}")
     if isinstance(rings, CompiledStep) and plain.loops != rings.loops:
         return _unknown(
             rings, "plain was not compared: XLA says of only one of the two how often its loops run"
         )
-    key = functools.partial(_key, memory_bytes=rival.memory_bytes)
-    loses = isinstance(rings, Failure) or key(rings) > key(plain)
-    reordered = others.get("reordered")
-    if reordered is None and loses and rival.reorders:
-        reordered = compiled("reordered")
-    by_way: dict[Way, Any] = {"overlapped": rings, "reordered": reordered, "plain": plain}
+    key = functools.partial(_key, memory_bytes=comparison.memory_bytes)
+    every: dict[Way, CompiledStep | Failure] = {"overlapped": rings}
+    every |= {way: others[way] for way in get_args(Way) if way in others}  # of equal ones the first
     fit: dict[Way, CompiledStep] = {
-        way: made for way, made in by_way.items() if isinstance(made, CompiledStep)
+        way: made
+        for way, made in every.items()
+        if isinstance(made, CompiledStep) and made.loops == plain.loops
     }
     taken: Way = min(fit, key=lambda way: key(fit[way]))
+    if taken == "plain" and "reordered" not in others and comparison.reorders:
+        reordered = compiled("reordered")
+        if isinstance(reordered, CompiledStep) and key(reordered) <= key(plain):
+            fit["reordered"], taken = reordered, "reordered"
+    if comparison.reorders and fit[taken].step_s > plain.compute_s * (1 + _MIN_EXPOSED):
+        with ThreadPoolExecutor(len(COMPARED)) as pool:
+            for way, made in zip(COMPARED, pool.map(in_child, COMPARED), strict=True):
+                if isinstance(made, CompiledStep) and made.loops == plain.loops:
+                    fit[way] = made
+        taken = min(fit, key=lambda way: key(fit[way]))
     overlapped_s = rings.step_s if isinstance(rings, CompiledStep) else None
-    kept = taken == "overlapped"
-    return Speedup(
-        taken=taken,
-        step_s=fit[taken].step_s,
-        plain_s=plain.step_s,
-        overlapped_s=overlapped_s,
-        why="" if kept else _against(rings, plain, rival.memory_bytes),
-        lost="" if kept else _lost(rival, rings, plain),
+    speedup = Speedup(
+        taken=taken, step_s=fit[taken].step_s, plain_s=plain.step_s, overlapped_s=overlapped_s
     )
+    if taken == "overlapped":
+        return speedup
+    against = _against(rings, plain, comparison.memory_bytes)
+    if taken == "other rows":
+        planned = "batch split" if comparison.plan.cut else "batch not split"
+        return msgspec.structs.replace(speedup, why=against.replace("overlapped", planned, 1))
+    return msgspec.structs.replace(speedup, why=against, lost=_lost(comparison, rings, plain))
 
 
-def _unknown(rings: CompiledStep | Unpriced | Failure, why: str) -> Speedup:
-    """Keep the rings, as there is nothing to compare them with."""
+def _unknown(rings: CompiledStep | Unsimulated | Failure, why: str) -> Speedup:
+    """Return the choice of the overlapped step where there is nothing to compare it with."""
     step_s = rings.step_s if isinstance(rings, CompiledStep) else None
     return Speedup(taken="overlapped", step_s=step_s, plain_s=None, overlapped_s=step_s, why=why)
 
@@ -208,7 +251,7 @@ def _key(made: CompiledStep, *, memory_bytes: int) -> tuple[bool, float]:
 
 
 def _against(rings: CompiledStep | Failure, plain: CompiledStep, memory_bytes: int) -> str:
-    """Say why the overlapped step loses: it does not compile, is slower, or does not fit."""
+    """Return why the overlapped step loses: it does not compile, is slower, or does not fit."""
     if isinstance(rings, Failure):
         return f"overlapped it does not compile: {rings.why}"
     rings_time = f"overlapped {milliseconds(rings.step_s)}"
@@ -218,12 +261,12 @@ def _against(rings: CompiledStep | Failure, plain: CompiledStep, memory_bytes: i
     return rings_time
 
 
-def _lost(rival: Rival, rings: CompiledStep | Failure, plain: CompiledStep) -> str:
-    """Say which rules lost how much; empty if the rings do not compile, or are not slower."""
+def _lost(comparison: Comparison, rings: CompiledStep | Failure, plain: CompiledStep) -> str:
+    """Return which rules lost how much; empty if the rings do not compile or are not slower."""
     if isinstance(rings, Failure) or rings.step_s <= plain.step_s:
         return ""
-    overlapped, as_it_is = (simulate(made.text(), rival.cost) for made in (rings, plain))
-    return lost(rival.plan, overlapped, as_it_is)
+    overlapped, as_it_is = (simulate(made.text(), comparison.cost) for made in (rings, plain))
+    return lost(comparison.plan, overlapped, as_it_is)
 
 
 def predicted(plan: Plan | None) -> Speedup | None:
@@ -248,13 +291,13 @@ def _attempt(request: Request) -> CompiledStep | Failure:
     try:
         folder = _folder(kept_folder() / "trials")
         result = attempt(request, folder, _TIMEOUT_S)
-    except OSError as error:  # no room for a child, or for what it found
+    except OSError as error:  # no memory for a child, or no disk space for its result
         return Failure(why=f"{type(error).__name__}: {error}", again=True)
     if isinstance(result, Failure):
         return result
     loops = result.unknown.get(UNKNOWN_TRIPS, 0)
     text = functools.partial(schedule_of, request, folder)
-    return CompiledStep(result.step_s, result.peak_bytes, loops, text)
+    return CompiledStep(result.step_s, result.peak_bytes, loops, text, result.compute_s)
 
 
 def _folder(kept: Path) -> Path:

@@ -15,6 +15,7 @@ from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.plan import FSDP, Plan, ScatteredSum, Variant
 
 OnError = Literal["raise", "plain"]
+StreamMode = Literal["auto", "one"]
 LayoutMode = Literal["repair", "complete", "advise"]
 Operations = Literal["take over", "leave"]
 HalvesMode = int | Literal["auto"] | None
@@ -32,6 +33,7 @@ class Options:
         layouts: as in `overlap`; "advise" also leaves out all pins that are not needed.
         pins: the results of matmuls to pin; None to search for them, if `layouts` says so.
         halves: as in `overlap`.
+        streams: as in `overlap`.
         unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
         lookups: whether the gradients of embedding lookups may be scattered.
@@ -54,6 +56,7 @@ class Options:
     layouts: LayoutMode | None = "repair"
     pins: Layouts | None = None
     halves: HalvesMode = "auto"
+    streams: StreamMode = "auto"
     unroll: int = 1
     rings: bool = True
     lookups: bool = True

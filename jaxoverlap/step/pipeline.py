@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import explicit, jits
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
@@ -17,17 +18,21 @@ from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.analysis.mesh import unread
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.planning.profit import RingCosts
-from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Ring
-from jaxoverlap.passes.planning.terms import Terms
-from jaxoverlap.passes.scheduling.estimate import estimate
+from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
+from jaxoverlap.plan.streams import Streams
 from jaxoverlap.step.check_plan import followed
 from jaxoverlap.step.context import StepContext, prepare
-from jaxoverlap.step.layouts import described
+from jaxoverlap.step.halves import GAIN
+from jaxoverlap.step.layouts import changed, described
 from jaxoverlap.step.options import Options
+from jaxoverlap.step.programs import Edited
 from jaxoverlap.step.ways import Way, overlapped
+
+ORIGINAL = "the original step"
+_STREAM_GAIN = 0.01  # of the step: what a second stream has to gain, as NCCL then has two orders
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class PassResult:
         cost: their cost model, where there is one.
         rings: the plan's rings, except those written by hand.
         step_s: seconds of the step, estimated before it is compiled; None where not known.
+        edited: the step after each edit, the original one first.
     """
 
     plan: Plan
@@ -51,21 +57,14 @@ class PassResult:
     cost: CostModel | None
     rings: tuple[Ring, ...] = ()
     step_s: float | None = None
+    edited: tuple[Edited, ...] = ()
 
 
-def run_passes(
-    jitted: Any,
-    call: jits.Call,
-    args: tuple,
-    kwargs: dict,
-    options: Options,
-    step: StepContext | None = None,
-) -> PassResult:
+def run_passes(call: jits.Call, options: Options, step: StepContext | None = None) -> PassResult:
     """Rewrite a step for arguments like these.
 
     Args:
-        jitted: the jitted step.
-        call, args, kwargs: its call with such arguments.
+        call: the step's call with such arguments.
         options: what was asked for.
         step: its facts, where `prepare` has gathered them for options that differ in no fact.
 
@@ -79,14 +78,70 @@ def run_passes(
     step = step or prepare(call, options)
     if options.plan and options.plan.plain:
         jaxpr = call.params["jaxpr"]
-        return PassResult(options.plan, jaxpr, step.mesh, step.cluster, step.cost)
-    traced = None if unread(step.mesh) else jitted.trace(*args, **kwargs)
-    done = overlapped(step, traced, _terms(step, options), options)
-    plan = done.plan if options.plan else _with_price(step, done)  # a plan brings its own price
-    plan = msgspec.structs.replace(plan, made_for=step.origin)
-    if options.plan:
-        plan = followed(options.plan, plan)
-    return PassResult(plan, done.jaxpr, step.mesh, step.cluster, step.cost, done.rings, done.step_s)
+        only = (Edited(ORIGINAL, jaxpr),)
+        return PassResult(options.plan, jaxpr, step.mesh, step.cluster, step.cost, edited=only)
+    if not unread(step.mesh):
+        step = _untyped(step, options)
+    done = overlapped(step, _terms(step, options), options)
+    plan = msgspec.structs.replace(done.plan, inferred_types=step.inferred, made_for=step.origin)
+    # A plan brings its own price.
+    plan = followed(options.plan, plan) if options.plan else _with_price(step, done, plan)
+    jaxpr = done.jaxpr
+    if step.typed is not None:
+        same = not any(plan.changes) and not plan.prefetched
+        jaxpr = step.typed.jaxpr if same else explicit.typed_as(jaxpr, step.typed.jaxpr)
+    mesh, cluster, cost, edited = step.mesh, step.cluster, step.cost, _edited(step, done, jaxpr)
+    return PassResult(plan, jaxpr, mesh, cluster, cost, done.rings, done.step_s, edited)
+
+
+def _edited(step: StepContext, done: Way, result: Any) -> tuple[Edited, ...]:
+    """Return the step after each edit, the original one first; only that where nothing changed."""
+    original = (step.typed or step).jaxpr
+    seconds = functools.partial(step.seconds, step.plain.module) if done.laid else None
+    if result is original:
+        return (Edited(ORIGINAL, original, seconds),)
+    untyped = Edited("shardings in types made constraints", step.jaxpr, seconds)
+    last = Edited("", done.jaxpr, lambda: done.step_s)  # the same program as the last edit's
+    typed = Edited("shardings put back into types", result)
+    return (Edited(ORIGINAL, original), untyped, *done.edited, last, typed)
+
+
+def _untyped(step: StepContext, options: Options) -> StepContext:
+    """Return a step on an explicit mesh as one on an automatic one; any other as it is.
+
+    The types that JAX inferred become constraints, or are left to XLA's partitioner if the step is
+    then faster by its estimate, or the plan has it so. A step that is called under a transformation
+    stays as it is: its derivatives have types too.
+    """
+    if not step.explicit or not step.outermost:
+        return step
+    if step.once("types stay", lambda: explicit.why_not_automatic(step.jaxpr, step.mesh)):
+        return step
+
+    def without_types(*, inferred: bool) -> StepContext:
+        return replace(
+            step,
+            jaxpr=explicit.automatic(step.jaxpr, step.mesh, inferred=not inferred),
+            mesh=explicit.automatic_mesh(step.mesh),
+            typed=step,
+            inferred=inferred,
+            answers={},
+        )
+
+    def best() -> StepContext:
+        free = without_types(inferred=True)
+        before, after = step.plain, free.plain
+        before_s, after_s = (
+            step.estimate(program.module, nvlink_stream=False).step_s for program in (before, after)
+        )
+        if changed(before, after) or after_s > (1 - GAIN) * before_s:
+            return without_types(inferred=False)
+        return free
+
+    if options.plan is None and step.cost is not None:
+        return step.once("types by estimate", best)
+    inferred = options.plan is not None and options.plan.inferred_types
+    return step.once(f"types, inferred {inferred}", lambda: without_types(inferred=inferred))
 
 
 def _terms(step: StepContext, options: Options) -> Terms:
@@ -104,27 +159,50 @@ def _terms(step: StepContext, options: Options) -> Terms:
     )
 
 
-def _with_price(step: StepContext, way: Way) -> Plan:
-    """Add to a way's plan what it saves by price, and the operations that partition themselves."""
+def _with_price(step: StepContext, way: Way, plan: Plan) -> Plan:
+    """Add the estimated gain, and the operations that partition themselves, to a plan."""
     operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
     partitioning = tuple(dict.fromkeys(described(*at) for at in operations))
-    plan = msgspec.structs.replace(way.plan, partitioning=partitioning)
-    if step.cost is None or way.step_s is None or way.plain is None or way.laid is None:
+    plan = msgspec.structs.replace(plan, partitioning=partitioning)
+    if way.step_s is None or way.picture is None or way.laid is None:
         return plan
-    as_it_is = estimate(way.plain.module, step.cost)
-    laid_s = as_it_is.step_s  # without pins the two are one program
-    if way.laid is not way.plain:
-        laid_s = estimate(way.laid.module, step.cost).step_s
+    # Each tool's gain on one stream, as XLA launches a step as it is, and then the second stream's.
+    one_stream = functools.partial(step.estimate, nvlink_stream=False)
+    untyped, laid_s = one_stream(step.plain.module), one_stream(way.laid.module).step_s
+    as_it_is = untyped
+    if step.typed and step.inferred:
+        as_it_is = one_stream(step.typed.plain.module)
+    one_s = one_stream(way.picture.module).step_s
+    streams = _streams(step, one_s, way.step_s)
     saved_s = {}
+    if step.inferred:
+        saved_s["types"] = as_it_is.step_s - untyped.step_s
     if plan.layouts and plan.layouts.changes:
-        saved_s["layouts"] = as_it_is.step_s - laid_s
+        saved_s["layouts"] = untyped.step_s - laid_s
     if plan.cut or plan.rewrites:
         rings = any(d.num_chunks > 1 for d in plan.decisions)
-        saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - way.step_s
+        saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - one_s
+    if streams and streams.are_two:
+        saved_s["streams"] = one_s - way.step_s
     price = Price(
         plain_s=as_it_is.step_s,
         plain_exposed_s=as_it_is.exposed_s,
-        step_s=way.step_s,
+        step_s=as_it_is.step_s - sum(saved_s.values()),
         saved_s=saved_s,
     )
-    return msgspec.structs.replace(plan, price=price)
+    return msgspec.structs.replace(plan, price=price, streams=streams)
+
+
+def _streams(step: StepContext, one_s: float, two_s: float) -> Streams | None:
+    """Say whether NVLink's collectives get a stream of their own.
+
+    Args:
+        step: the step.
+        one_s: estimated seconds with one stream for all collectives.
+        two_s: the same with a second one, if there can be one.
+    """
+    if step.streams is None or not step.streams.are_two:
+        return step.streams
+    gain = 1 - two_s / one_s
+    why_not = "" if gain >= _STREAM_GAIN else f"a second one gains {gain:.1%} (estimated)"
+    return Streams(one_s=one_s, two_s=two_s, why_not=why_not)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import msgspec
@@ -16,37 +16,26 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import jits, partitioner
 from jaxoverlap._jax.jobs import job_of
-from jaxoverlap._util.text import first_line, warn
+from jaxoverlap._util.text import warn
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags import is_gpu, options_for
 from jaxoverlap.hardware import pods
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import cluster_of
-from jaxoverlap.passes.analysis.errors import RewriteError, own_faults
-from jaxoverlap.passes.analysis.mesh import MeshError, NoMeshError
+from jaxoverlap.passes.analysis.errors import RewriteError, UserError, own_faults
+from jaxoverlap.passes.analysis.mesh import MeshError
 from jaxoverlap.passes.scheduling.scheduler import SchedulerPass, scheduler_pass_for
 from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.step.check_plan import facts_of
 from jaxoverlap.step.context import mesh_of
+from jaxoverlap.step.notices import Notice, no_mesh, not_compiled, not_rewritten
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import PassResult, run_passes
 from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
 from jaxoverlap.step.trial import Request
 
-_REASONS = 5  # that are named of a longer one
-
-
-class Notice(NamedTuple):
-    """A message that the user gets once a step.
-
-    Attributes:
-        topic: what it is about; of several notices on one topic the first is told.
-        text: what to say.
-    """
-
-    topic: str
-    text: str
+OFF_VARIABLE = "JAXOVERLAP"  # "off" runs every step as it is
 
 
 @dataclass(frozen=True)
@@ -93,35 +82,49 @@ class StepProgram:
         return self.ordering.compiling() if self.ordering else contextlib.nullcontext()
 
 
+def is_off() -> bool:
+    """Return whether the environment asks for all steps as they are.
+
+    Raises:
+        ValueError: if the variable is neither "on" nor "off".
+    """
+    value = os.environ.get(OFF_VARIABLE, "on")
+    if value not in ("on", "off"):
+        raise ValueError(f"{OFF_VARIABLE}={value}: expected 'on' or 'off'")
+    return value == "off"
+
+
 def step_program(
-    jitted: Any,
     call: jits.Call,
-    args: tuple,
-    kwargs: dict,
     options: Options,
     find_plan: Callable[[], Plan] | None = None,
 ) -> StepProgram:
     """Rewrite a step for arguments like these; or leave it as it is.
 
-    It stays as it is where it does not run on one mesh of several devices, and where the rewrite
-    fails, if `options` allow that.
+    It stays as it is where it does not run on one mesh of several devices, where the rewrite fails,
+    if `options` allow that, and where the environment variable JAXOVERLAP is "off".
 
     Args:
-        jitted, call, args, kwargs: the step, and how it is called.
+        call: the step, and how it is called.
         options: what was asked for.
         find_plan: finds the plan to follow, which then says most of `options`.
 
     Raises:
         UserError: as `run_passes`; a MeshError only if a plan is given, which is for one mesh.
         RewriteError: if the rewrite fails, unless `options` allow that.
-        ValueError, DisagreementError: as `find_plan`.
+        ValueError, DisagreementError: as `find_plan`; ValueError also as `is_off`.
     """
-    params, name = call.params, call.params["name"]
+    params, name = call.params, call.name
+    if is_off():
+        text = f"{name} runs as it is: {OFF_VARIABLE}=off asks for it"
+        error = UserError(text)
+        stand = _failed(call, error, plain=True)
+        return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
     try:
         if find_plan is not None:
             with own_faults(name, ValueError, DisagreementError):
                 options = following(find_plan(), options)
-        return _rewritten(jitted, call, args, kwargs, options)
+        return _rewritten(call, options)
     except MeshError as error:
         if options.plan is not None:
             raise
@@ -145,7 +148,7 @@ def _on_no_one_mesh(call: jits.Call, error: MeshError, options: Options) -> Step
     program = as_it_is(call, mesh) if mesh is not None and pods.is_pod(mesh) else None
     cluster = options.cluster or (mesh and cluster_of(mesh, options.agree_within_s))
     program = program or _plain(call.params)
-    return replace(program, cluster=cluster, notice=_no_mesh(call, error), error=error)
+    return replace(program, cluster=cluster, notice=no_mesh(call, error), error=error)
 
 
 def following(plan: Plan, options: Options) -> Options:
@@ -158,21 +161,7 @@ def following(plan: Plan, options: Options) -> Options:
     )
 
 
-def _no_mesh(call: jits.Call, error: MeshError) -> Notice:
-    """Explain why a step on no mesh, on two or on one device runs as it is."""
-    text = str(error)
-    if isinstance(error, NoMeshError) and any(map(jits.is_tracer, call.flat)):
-        text = (
-            f"{call.params['name']} is called under jit, grad or vmap, where the shardings of its "
-            "arguments are not known. Overlap the outermost function, or give the step "
-            "in_shardings or sharding constraints"
-        )
-    return Notice("no mesh", f"overlap() changes nothing: {text}")
-
-
-def pass_result(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
-) -> PassResult:
+def pass_result(call: jits.Call, options: Options) -> PassResult:
     """Run the passes; whatever fails there unexpectedly is a RewriteError.
 
     Raises:
@@ -180,31 +169,30 @@ def pass_result(
         Exception: what the step itself raises when it is lowered or compiled, as it comes.
     """
     try:
-        with own_faults(call.params["name"], DisagreementError):
-            return run_passes(jitted, call, args, kwargs, options)
+        with own_faults(call.name, DisagreementError):
+            return run_passes(call, options)
     except RewriteError as error:
         failed = error
-    lowered = jitted.trace(*args, **kwargs).lower()  # where it is at fault, the error is its own
+    lowered = call.traced().lower()  # where it is at fault, the error is its own
     if isinstance(failed.__cause__, partitioner.NoAnswerError):
         lowered.compile()
     raise failed
 
 
-def _rewritten(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
-) -> StepProgram:
+def _rewritten(call: jits.Call, options: Options) -> StepProgram:
     """Rewrite a step with its rings, and collect all that it is compiled with."""
-    done = pass_result(jitted, call, args, kwargs, options)
-    with own_faults(call.params["name"]):
+    done = pass_result(call, options)
+    with own_faults(call.name):
         return _arrived(call, done, options)
 
 
 def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram:
     """Make the program of a step from the result of its passes."""
-    params, name = call.params, call.params["name"]
+    params, name = call.params, call.name
     own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
     ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
     at = ordering and ordering.options
+    asked = options.plan is not None or getattr(options.granularity, "style", "") == "plain"
     plan = msgspec.structs.replace(
         done.plan,
         xla_options=own,
@@ -219,20 +207,11 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
         cluster=done.cluster,
         ordering=ordering,
         stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
-        notice=None if any(plan.changes) or options.plan else _no_ring(name, plan),
+        notice=None if asked or any(plan.changes) else not_rewritten(name, plan),
         cost=done.cost,
         undecided=bool(done.cost and options.never_slower and not options.plan)
         and is_gpu(done.mesh),
     )
-
-
-def _no_ring(name: str, plan: Plan) -> Notice:
-    """Word the notice for a step on a mesh in which nothing becomes a ring."""
-    reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
-    lines = "".join(f"\n  {count} matmuls: {reason}" for reason, count in reasons)
-    said = f"overlap() changes nothing in {name}; explain() says why of each matmul"
-    mostly = f", mostly:{lines}" if lines else ""
-    return Notice("no ring", f"{said}{mostly}")
 
 
 def as_it_is(call: jits.Call, mesh: Mesh) -> StepProgram:
@@ -258,6 +237,7 @@ def _xla_options(
         parts=cut is not None,
         least_sum=cut and cut.least_sum,
         least_matmul=cut and cut.least_matmul,
+        nvlink_stream=done.plan.streams is not None and done.plan.streams.are_two,
     )
     here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
     chosen = options.xla_options
@@ -282,23 +262,20 @@ def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | 
 # -- lowering -------------------------------------------------------------------------------------
 
 
-def lowered_as(traced: jax.stages.Traced, new: StepProgram) -> jax.stages.Lowered:
+def lowered_as(call: jits.Call, new: StepProgram) -> jax.stages.Lowered:
     """Lower a rewritten step under the name that its scheduler pass looks for."""
-    return jits.traced_with(traced, new.named_params).lower()
+    return jits.traced_with(call.traced(), new.named_params).lower()
 
 
-def lowered_plain(traced: jax.stages.Traced, call: jits.Call) -> jax.stages.Lowered:
+def lowered_plain(call: jits.Call) -> jax.stages.Lowered:
     """Lower the step as it is, with the options that a pod needs."""
-    return lowered_as(traced, as_it_is(call, mesh_of(call)))
+    return lowered_as(call, as_it_is(call, mesh_of(call)))
 
 
-def refused(
-    traced: jax.stages.Traced, program: StepProgram, call: jits.Call, error: Exception
-) -> StepProgram:
+def refused(program: StepProgram, call: jits.Call, error: Exception) -> StepProgram:
     """Return the program that runs the step as it is, where XLA does not compile the rewritten one.
 
     Args:
-        traced: the step.
         program: the rewritten step, whose first call failed.
         call: that call.
         error: how it failed.
@@ -311,19 +288,11 @@ def refused(
         raise error
     try:
         with program.compiling():
-            lowered_as(traced, program).compile()
+            lowered_as(call, program).compile()
     except jax.errors.JaxRuntimeError:
-        text = not_compiled(call.params["name"], error)
+        text = not_compiled(call.name, error)
         return replace(_plain(program.source), notice=Notice(text, text))
     raise error
-
-
-def not_compiled(step: str, error: Exception) -> str:
-    """Word the warning that a step runs as it is, as XLA refuses the overlapped program."""
-    return (
-        f"{step} runs as it is: XLA does not compile the overlapped program ({first_line(error)}). "
-        "overlap(never_slower=False) raises XLA's error"
-    )
 
 
 def request_of(
@@ -375,7 +344,7 @@ def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Stand | None:
     except ValueError:
         return None
     said = f"{type(error).__name__}: {error}"
-    return Stand(call.params["name"], processes, failed=said, plain=plain) if processes else None
+    return Stand(call.name, processes, failed=said, plain=plain) if processes else None
 
 
 def agree(program: StepProgram, options: Options) -> StepProgram:

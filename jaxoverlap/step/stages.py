@@ -18,8 +18,8 @@ from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import Speedup, Way
 from jaxoverlap.simulation.audit import Audit, audit
 from jaxoverlap.simulation.simulation import Simulation, simulate
-from jaxoverlap.step.never_slower import CompiledStep, Rival, Unpriced
-from jaxoverlap.step.program import not_compiled
+from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated
+from jaxoverlap.step.notices import not_compiled
 from jaxoverlap.step.trial import Failure
 
 
@@ -38,7 +38,7 @@ class Lowered:
         cluster: Cluster | None,
         ordering: SchedulerPass | None,
         *,
-        rival: Rival | None = None,
+        comparison: Comparison | None = None,
         speedup: Speedup | None = None,
         plain: Callable[[], jax.stages.Lowered] | None = None,
     ):
@@ -46,7 +46,7 @@ class Lowered:
         self._wrapped_jit = wrapped_jit
         self._cluster = cluster
         self._ordering = ordering
-        self._rival = rival
+        self._comparison = comparison
         self._speedup = speedup
         self._plain = plain  # lowers the step as it is, where that may be taken instead
         self.plan = plan
@@ -60,9 +60,9 @@ class Lowered:
         is what comes out too, unless `never_slower=False` or a plan asks for the overlapped step.
         """
         try:
-            if self._rival is None:
+            if self._comparison is None:
                 return self._compiled(compiler_options)
-            return self._faster(self._rival, compiler_options)
+            return self._faster(self._comparison, compiler_options)
         except jax.errors.JaxRuntimeError as error:
             if self._plain is None:
                 raise
@@ -76,32 +76,32 @@ class Lowered:
         warn(not_compiled(self.plan.step if self.plan else "the step", error))
         return Compiled(compiled, None, self._wrapped_jit, self._cluster, None)
 
-    def _faster(self, rival: Rival, options: dict[str, Any] | None) -> Compiled:
+    def _faster(self, comparison: Comparison, options: dict[str, Any] | None) -> Compiled:
         """Compile this step, or another candidate if that is faster by simulation."""
         made: dict[Way, Compiled] = {}
 
-        def compiled(way: Way) -> CompiledStep | Unpriced | Failure:
+        def compiled(way: Way) -> CompiledStep | Unsimulated | Failure:
             try:
-                made[way] = one = self._in(way, rival)._compiled(options)
+                made[way] = one = self._in(way, comparison)._compiled(options)
             except jax.errors.JaxRuntimeError as error:
                 return Failure(why=first_line(error))
             peak = peak_bytes(one.memory_analysis())
-            return CompiledStep.of(one.as_text() or "", peak, rival.cost)
+            return CompiledStep.of(one.as_text() or "", peak, comparison.cost)
 
-        speedup = rival.decided_here(compiled, options)
+        speedup = comparison.decided_here(compiled, options)
         if speedup.taken not in made:
-            made[speedup.taken] = self._in(speedup.taken, rival)._compiled(options)
-        if speedup.taken != "overlapped":
-            warn(speedup.warning(rival.step))
+            made[speedup.taken] = self._in(speedup.taken, comparison)._compiled(options)
+        if not speedup.is_overlapped:
+            warn(speedup.warning(comparison.step))
         taken = made[speedup.taken]
         taken.speedup = speedup
         return taken
 
-    def _in(self, way: Way, rival: Rival) -> Lowered:
+    def _in(self, way: Way, comparison: Comparison) -> Lowered:
         """Return the step lowered in one of its ways."""
         if way == "overlapped":
             return self
-        lowered, new = rival.lowered(way)
+        lowered, new = comparison.lowered(way)
         return Lowered(lowered, new.plan, self._wrapped_jit, self._cluster, new.ordering)
 
     def _compiled(self, compiler_options: dict[str, Any] | None) -> Compiled:
@@ -160,16 +160,27 @@ class Compiled:
         text, frames = self._compiled.as_text(), self.schedule and self.schedule.frames
         return frames.restored(text) if text and frames else text
 
-    def audit(self) -> Audit:
-        """Audit the compiled schedule: which communication hides behind which matmuls."""
-        return replace(audit(self.as_text() or ""), speedup=self.speedup)
+    def audit(self, *, multi_streaming: bool | None = None) -> Audit:
+        """Audit the compiled schedule: which communication hides behind which matmuls.
 
-    def simulate(self, cluster: str | Cluster | CostModel | None = None) -> Simulation:
+        Args:
+            multi_streaming: as for `jaxoverlap.simulate`.
+        """
+        found = audit(self.as_text() or "", multi_streaming=multi_streaming)
+        return replace(found, speedup=self.speedup)
+
+    def simulate(
+        self,
+        cluster: str | Cluster | CostModel | None = None,
+        *,
+        multi_streaming: bool | None = None,
+    ) -> Simulation:
         """Simulate the step on a cluster, by `jaxoverlap.simulate`, to get its seconds.
 
         Args:
             cluster: as for `jaxoverlap.simulate`. Default: the one that `overlap` was given, or
                 the one that the step's GPUs form.
+            multi_streaming: as for `jaxoverlap.simulate`.
 
         Raises:
             ValueError: if no cluster is known, or `simulate` refuses it.
@@ -182,7 +193,7 @@ class Compiled:
                 "simulate() knows no cluster: name the GPUs, as in "
                 "compiled.simulate('h100-sxm:8x8') or overlap(step, cluster='h100-sxm:8x8')"
             )
-        simulation = simulate(self.as_text() or "", cluster)
+        simulation = simulate(self.as_text() or "", cluster, multi_streaming=multi_streaming)
         return replace(simulation, speedup=self.speedup) if cluster == self._cluster else simulation
 
     def __getattr__(self, name: str) -> Any:

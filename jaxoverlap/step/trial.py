@@ -29,7 +29,7 @@ import msgspec
 
 from jaxoverlap._jax import jobs
 from jaxoverlap._jax.jobs import Job
-from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap._util.files import write_atomically
 from jaxoverlap._util.source_hash import source_hash
 from jaxoverlap._util.text import first_line
@@ -117,7 +117,7 @@ class Request:
 
 
 def attempt(
-    request: Request, kept: Path, timeout_s: float, kernels: Kernels | None = None
+    request: Request, kept: Path, timeout_s: float, kernels: KnownKernels | None = None
 ) -> Trial | Failure:
     """Try a candidate in a child process, unless its result is kept already.
 
@@ -129,7 +129,7 @@ def attempt(
     known, there = _read(path), _schedule_in(kept, request).exists()
     if isinstance(known, Failure) or (known is not None and there):
         return known
-    with (kernels or Kernels()).lent() as loan:
+    with (kernels or KnownKernels()).lent() as loan:
         borrowed = loan.file.exists()
         result = _in_child(request, _schedule_in(kept, request), loan.file, timeout_s)
         loan.ended_well = isinstance(result, Trial)

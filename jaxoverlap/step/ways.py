@@ -16,14 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax.partitioner import many_processes_of_cpus
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
-from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
+from jaxoverlap.passes.analysis.partitioned import Picture, Shardings
 from jaxoverlap.passes.manual.decide import decide_manual
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_plan import Ring
@@ -32,16 +31,16 @@ from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
 from jaxoverlap.passes.rewriting.one_view import with_one_view
 from jaxoverlap.passes.rewriting.prefetch import prefetch
 from jaxoverlap.passes.rewriting.rewrite import rewrite
-from jaxoverlap.passes.rewriting.rewriting import Point, Rewriting
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
+    Point,
+    Rewriting,
     points,
     scatter_sums,
     with_sums_scattered,
 )
 from jaxoverlap.passes.rings.chunks import without_ties
-from jaxoverlap.passes.scheduling.estimate import estimate
-from jaxoverlap.plan.decisions import LEFT_PLAIN
+from jaxoverlap.plan.decisions import Reason
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import (
@@ -55,6 +54,10 @@ from jaxoverlap.step.halves import (
 )
 from jaxoverlap.step.layouts import LaidOut, changed, lay_out
 from jaxoverlap.step.options import Options
+from jaxoverlap.step.programs import Edited
+
+LAYOUTS = "results of the step and of its matmuls pinned, tables gathered"
+VIEWS = "dims of size 1 left out once for all matmuls that read a value"
 
 
 @dataclass(frozen=True)
@@ -67,26 +70,26 @@ class Way:
         rings: its rings, except those written by hand.
         step_s: seconds of the step, estimated from its partitioned program; None where no price
             is known.
-        plain, laid: the partitioned program of the step as it is, and laid out, with whole rows and
-            no rings; None where the step was not partitioned.
+        picture: its partitioned program; None where no price is known.
+        laid: the partitioned program of the step laid out, with whole rows and no rings; None where
+            the step was not partitioned.
+        edited: the step after each edit, the rewritten step last.
     """
 
     plan: Plan
     jaxpr: Any
     rings: tuple[Ring, ...]
     step_s: float | None = None
-    plain: Picture | None = None
+    picture: Picture | None = None
     laid: Picture | None = None
+    edited: tuple[Edited, ...] = ()
 
 
-def overlapped(
-    step: StepContext, traced: jax.stages.Traced | None, terms: Terms, options: Options
-) -> Way:
+def overlapped(step: StepContext, terms: Terms, options: Options) -> Way:
     """Find the fastest way to run a step, as far as can be told before it is compiled.
 
     Args:
         step: the step.
-        traced: the traced step; None where its shardings cannot be read.
         terms: the terms to decide by.
         options: what was asked for.
 
@@ -94,28 +97,26 @@ def overlapped(
         RewriteError: if XLA does not partition the step, or a pass fails on it.
         ValueError: if a plan is followed whose rows run in parts, and here they cannot.
     """
-    if traced is None:
+    if terms.unread:
         return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
-    plain = step.once("plain", lambda: partitioned(traced, step.jaxpr, step.mesh))
-
     timed: _Timed = {}
 
     def ways_of(laid: LaidOut) -> _Ways:
-        return _Ways(step, traced, terms, options, plain, laid, timed)
+        return _Ways(step, terms, options, laid, timed)
 
     def soonest_s(laid: LaidOut) -> float:
         whole_s, parts = ways_of(laid).soonest_s(), options.halves
         if parts is None:
             return whole_s
-        cut = in_parts(step, traced, plain, laid, 2 if parts == "auto" else parts, options.unroll)
-        if not cut.is_cut or too_large(plain, cut.picture):
+        cut = in_parts(step, laid, 2 if parts == "auto" else parts, options.unroll)
+        if not cut.is_cut or too_large(step.plain, cut.picture):
             return whole_s
         return min(whole_s, seconds(ways_of(cut).fastest(rings=False)))
 
-    laid = lay_out(step, traced, plain, options, soonest_s)
+    laid = lay_out(step, options, soonest_s)
     whole_rows = laid
     if isinstance(options.halves, int):
-        laid = in_parts(step, traced, plain, laid, options.halves, options.unroll)
+        laid = in_parts(step, laid, options.halves, options.unroll)
         terms = safe_terms(step, laid, terms)
         if options.plan and laid.halves and not laid.is_cut:  # its sites are those of all parts
             raise UserError(
@@ -127,12 +128,15 @@ def overlapped(
     elif options.halves != "auto":
         way = ways_of(laid).fastest()
     else:
-        way = in_halves(step, traced, plain, laid, ways_of)
-    return replace(way, plain=plain, laid=whole_rows.picture)
+        way = in_halves(step, laid, ways_of)
+    pinned = Edited(
+        LAYOUTS, whole_rows.jaxpr, functools.partial(step.seconds, whole_rows.picture.module)
+    )
+    return replace(way, laid=whole_rows.picture, edited=(pinned, *way.edited))
 
 
-_Timed = dict[tuple[Any, ...], tuple[Any, float | None]]
-"""The seconds of ways that were timed, by what they change in a step, and that step."""
+_Timed = dict[tuple[Any, ...], tuple[Any, float | None, Picture]]
+"""That step, the seconds and the program of ways that were timed, by what they change in a step."""
 
 
 class _Ways:
@@ -141,15 +145,13 @@ class _Ways:
     def __init__(
         self,
         step: StepContext,
-        traced: jax.stages.Traced,
         terms: Terms,
         options: Options,
-        plain: Picture,
         laid: LaidOut,
         timed: _Timed,
     ):
-        self._step, self._traced, self._terms, self._options = step, traced, terms, options
-        self._plain, self._laid, self._times = plain, laid, timed
+        self._step, self._terms, self._options = step, terms, options
+        self._laid, self._times = laid, timed
         self._ways: list[Way] = []
 
     # -- by bytes -----------------------------------------------------------------------------
@@ -158,19 +160,15 @@ class _Ways:
         """Take the way asked for, or the rules', with sums scattered where that sends less."""
         way = self._finished(self._by_bytes())
         if not any(way.plan.changes):
-            return replace(way, jaxpr=self._step.jaxpr, step_s=self._plain_s)
+            plain = self._step.plain
+            step_s = self._step.seconds(plain.module)
+            return replace(way, jaxpr=self._step.jaxpr, step_s=step_s, picture=plain)
         after = self._partitioned(way.jaxpr)
-        if why := changed(self._plain, after):
+        if why := changed(self._step.plain, after):
             return self._without_rings(way, why)
         if self._terms.prices is None:
             return way
-        return replace(way, step_s=estimate(after.module, self._terms.prices.cost).step_s)
-
-    @property
-    def _plain_s(self) -> float | None:
-        """The seconds of the step as it is; None where no price is known."""
-        cost = self._step.cost
-        return None if cost is None else estimate(self._plain.module, cost).step_s
+        return replace(way, step_s=self._step.estimate(after.module).step_s, picture=after)
 
     def _by_bytes(self) -> Rewriting:
         mesh, sums = self._step.mesh, self._options.sums
@@ -180,7 +178,7 @@ class _Ways:
 
         first = self._decided(self._terms)
         if sums is None:
-            return scatter_sums(self._traced, first, anew, mesh, self._terms.costs)
+            return scatter_sums(self._step.traced, first, anew, mesh, self._terms.costs)
         where = {s.site: Point(s.dim, s.axes) for s in sums}
         return self._with_sums_scattered(where, anew) if where else first
 
@@ -199,9 +197,10 @@ class _Ways:
         if best_s < base_s * (1 - GAIN if rings else 1):  # gathers ahead alone risk nothing
             return next(way for way in ways if seconds(way) <= best_s * (1 + GAIN))
         rings_s = min((seconds(way) for way in ways if way.plan.decisions), default=math.inf)
-        why = f"by price the step takes {base_s * 1e3:.4g} ms without rings"
+        why = f"estimated step time {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-        return replace(self._without_rings(ways[0], why), step_s=base_s)
+        whole = self._without_rings(ways[0], why)
+        return replace(whole, step_s=base_s, picture=self._laid.picture)
 
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
@@ -236,17 +235,17 @@ class _Ways:
             if way.plan.rewrites:
                 key = id(self._laid.jaxpr), way.plan.decisions, way.plan.scattered, way.plan.sums
                 if key not in self._times:
-                    self._times[key] = self._laid.jaxpr, self._seconds_of(way)
-                way = replace(way, step_s=self._times[key][1])
+                    self._times[key] = self._laid.jaxpr, *self._seconds_of(way)
+                _, step_s, picture = self._times[key]
+                way = replace(way, step_s=step_s, picture=picture)
             yield way
 
-    def _seconds_of(self, way: Way) -> float | None:
+    def _seconds_of(self, way: Way) -> tuple[float | None, Picture]:
         """Return a way's estimated seconds; None if its results would lie in another way."""
-        assert self._terms.prices is not None
         after = self._partitioned(way.jaxpr)
-        if changed(self._plain, after):
-            return None
-        return estimate(after.module, self._terms.prices.cost).step_s
+        if changed(self._step.plain, after):
+            return None, after
+        return self._step.estimate(after.module).step_s, after
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
         """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.
@@ -283,7 +282,7 @@ class _Ways:
     def _knowing(self, picture: Picture) -> tuple[float, Terms]:
         """Return a step's seconds, and terms that know the exposed time of whole collectives."""
         assert self._terms.prices is not None
-        estimated = estimate(picture.module, self._terms.prices.cost)
+        estimated = self._step.estimate(picture.module)
         beside = collectives_of_sites(picture.module)
 
         def bare_s(ring: Ring) -> float | None:
@@ -307,7 +306,7 @@ class _Ways:
     def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Rewriting:
         jaxpr, shardings = self._laid.jaxpr, self._laid.picture.shardings
         mesh = self._step.mesh
-        return with_sums_scattered(self._traced, jaxpr, shardings, where, decided, mesh)
+        return with_sums_scattered(self._step.traced, jaxpr, shardings, where, decided, mesh)
 
     def _finished(self, rewriting: Rewriting) -> Way:
         return _finished(self._step, rewriting, self._options, self._laid)
@@ -321,11 +320,12 @@ class _Ways:
         """
         laid = self._laid
         jaxpr = with_one_view(laid.jaxpr) if laid.differs else self._step.jaxpr
-        return Way(way.plan.without_rings(LEFT_PLAIN + why), jaxpr, ())
+        plan = way.plan.without_rings(Reason("not ringed", why))
+        return Way(plan, jaxpr, (), edited=(*_split(self._step, laid), Edited(VIEWS, jaxpr)))
 
     def _partitioned(self, jaxpr: Any) -> Picture:
         """Partition a rewritten step with XLA, and return the picture."""
-        return partitioned(self._traced, jaxpr, self._step.mesh, ask=False)
+        return self._step.partitioned(jaxpr, ask=False)
 
 
 def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
@@ -361,9 +361,12 @@ def _finished(
     step: StepContext, rewriting: Rewriting, options: Options, laid: LaidOut | None = None
 ) -> Way:
     """Finish a way: gather scanned weights a step ahead, and scatter the gradients of lookups."""
-    rewritten, prefetched = rewriting.rewritten, 0
+    ringed, prefetched = rewriting.rewritten, 0
+    ahead = ringed
     if options.fsdp == "prefetch":
-        rewritten, prefetched = prefetch(rewritten, rewriting.gathered)
+        ahead, prefetched = prefetch(ringed, rewriting.gathered)
+    scattered = scatter(ahead, rewriting.known, step.mesh)
+    jaxpr = with_one_view(scattered)
     sums = rewriting.sums.items()
     plan = Plan(
         step=step.params["name"],
@@ -377,4 +380,19 @@ def _finished(
         fsdp=options.fsdp,
     )
     rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)
-    return Way(plan, with_one_view(scatter(rewritten, rewriting.known, step.mesh)), rings)
+    edited = (
+        *(_split(step, laid) if laid else ()),
+        Edited("rings, and sums that stay scattered", ringed),
+        Edited("weights of scans gathered a step ahead", ahead),
+        Edited("gradients of lookups scattered", scattered),
+        Edited(VIEWS, jaxpr),
+    )
+    return Way(plan, jaxpr, rings, edited=edited)
+
+
+def _split(step: StepContext, laid: LaidOut) -> tuple[Edited, ...]:
+    """Return the step after its batch was split, if it is."""
+    if not laid.is_cut:
+        return ()
+    seconds = functools.partial(step.seconds, laid.picture.module)
+    return (Edited("the batch split in parts", laid.jaxpr, seconds),)

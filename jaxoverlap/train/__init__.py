@@ -1,8 +1,9 @@
 """Train with less communication: algorithms that send less often than once a step.
 
-The extra `train` brings what this room needs beside the package: `pip install 'jaxoverlap[train]'`.
+It needs the extra `train`: `pip install '.[train]'` in the checkout.
 """
 
+from jaxoverlap.train.elastic.elastic import Elastic, ElasticRound
 from jaxoverlap.train.local_updates.algorithms import (
     bmuf,
     co2,
@@ -19,6 +20,8 @@ from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState
 
 __all__ = [
+    "Elastic",
+    "ElasticRound",
     "LocalState",
     "LocalUpdates",
     "NonFiniteRoundError",

@@ -28,7 +28,7 @@ LOOKED_AT = (0, 1, 2, 10, 100, 1000, 10_000, 100_000, 1_000_000)
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return a whole number of at least so much, Python's or numpy's."""
+    """Return an integer, Python's or numpy's, of at least `least`."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -67,10 +67,10 @@ def number(
     )
     if not fits:
         bounds = {"above": above, "at least": least, "below": below, "at most": most}
-        said = " and ".join(
+        options = " and ".join(
             f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None
         )
-        raise ValueError(f"{name}={value!r}: expected a finite number {said}{why}".rstrip())
+        raise ValueError(f"{name}={value!r}: expected a finite number {options}{why}".rstrip())
     return found
 
 
@@ -178,7 +178,7 @@ def check_count(tree: Any, workers: int) -> None:
 
 
 def warn_of_raw_keys(state: Any) -> None:
-    """Warn of leaves that look like keys of `jax.random.PRNGKey`, which cannot be told apart."""
+    """Warn of leaves that look like untyped keys of `jax.random.PRNGKey`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         dtype, shape = getattr(leaf, "dtype", None), np.shape(leaf)
         if dtype == np.uint32 and shape in ((2,), (4,)):
@@ -224,7 +224,7 @@ def check_workers(mesh: Mesh, axis: str) -> None:
 
 
 def overlap_options(overlap: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the options of `jaxoverlap.overlap` that are asked for; None for no overlap."""
+    """Return the options for `jaxoverlap.overlap`; None for no overlap."""
     if isinstance(overlap, bool):
         return {} if overlap else None
     if not isinstance(overlap, Mapping):

@@ -1,4 +1,4 @@
-"""Say where arrays lie on a mesh of workers."""
+"""Shardings of arrays on a mesh of workers, and each worker's own keys of jax.random."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where arrays lie: the mesh, the workers' axis, and whether outer state is scattered over it.
+class WorkerPlacement:
+    """Shardings: the mesh, the workers' axis, and whether outer state is sharded over it.
 
     Scattered is a leaf along its first dim that the workers divide and no other axis takes; a leaf
     without such a dim stays whole.
@@ -56,7 +56,7 @@ class Placement:
         return NamedSharding(self.mesh, P(*spec))
 
     def on_mesh(self, tree: Any) -> Any:
-        """Put leaves that lie elsewhere, as committed to one device, on the mesh, whole."""
+        """Replicate leaves that are committed elsewhere, as to one device, over the mesh."""
 
         def one(leaf: Any) -> Any:
             at = getattr(leaf, "sharding", None)
@@ -67,7 +67,7 @@ class Placement:
         return jax.tree.map(one, tree)
 
     def with_specs_of(self, tree: Any) -> Any:
-        """Put leaves that lie on another mesh on this one, with the specs that they have there."""
+        """Move leaves from another mesh to this one, with the specs that they have there."""
 
         def one(leaf: Any) -> Any:
             at = getattr(leaf, "sharding", None)
@@ -109,7 +109,7 @@ class Placement:
     def of_optimizer(
         self, optimizer: optax.GradientTransformation, shapes: Any, at: Any, *, others: Any
     ) -> Any:
-        """Return the shardings of an optimizer's state: moments lie where parameters do.
+        """Return the shardings of an optimizer's state: moments are sharded as the parameters.
 
         Args:
             optimizer: any optax one.
@@ -144,6 +144,17 @@ class Placement:
 def copies(leaf: Any, workers: int) -> jax.Array:
     """Return a leaf with a leading dim of workers, each of which has the same."""
     return jnp.broadcast_to(leaf, (workers, *leaf.shape))
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether an array is of keys of jax.random."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def folded(keys: jax.Array, number: Any) -> jax.Array:
+    """Return keys of any shape, a number folded into each."""
+    flat = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.reshape(-1))
+    return flat.reshape(keys.shape)
 
 
 def mean_of_workers(leaf: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Compiled programs by their settings: made when first needed, or beside the one that runs."""
+"""Compiled programs by their settings: compiled when first needed, or in the background."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Programs:
         return found
 
     def beside(self, key: Hashable, make: Callable[[], Any]) -> None:
-        """Make a program in a thread of its own, unless it is there or on the way.
+        """Compile a program in a thread, unless it is compiled or being compiled.
 
         What was on the way and has not been asked for when more than `most` are is let go.
         """
@@ -76,7 +76,7 @@ def batch_like(leaf: Any, default: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def key_of(args: Any) -> Hashable:
-    """Return what tells arguments of one program from those of another."""
+    """Return a key of a program's arguments."""
     leaves, treedef = jax.tree.flatten(args)
     shapes = ((np.shape(x), str(x.dtype), getattr(x, "sharding", None)) for x in leaves)
     return treedef, tuple(shapes)

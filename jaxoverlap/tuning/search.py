@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.plan.plan import Plan
@@ -121,7 +121,7 @@ class Search:
     look: Look = lambda options: None
     model: Callable[[Tried], GranularityModel] = lambda rules: GranularityModel()
     show: Callable[[Tried], None] = lambda tried: None
-    kernels: Kernels = field(default_factory=Kernels)
+    kernels: KnownKernels = field(default_factory=KnownKernels)
     workers: int = field(default_factory=lambda: min(_MOST_WORKERS, _cores()))
     tried: list[Tried] = field(default_factory=list)
     looked: dict[Hashable, Looked] = field(default_factory=dict)

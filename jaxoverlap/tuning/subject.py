@@ -68,13 +68,11 @@ class Subject:
     memory_bytes: int
 
 
-def subject_of(
-    jitted: Any, start: StepContext, call: jits.Call, args: tuple, kwargs: dict, options: Options
-) -> Subject:
+def subject_of(call: jits.Call, start: StepContext, options: Options) -> Subject:
     """Make the subject of a tuning from a step with arguments like these.
 
     Args:
-        jitted, call, args, kwargs: as for `run_passes`.
+        call: the step's call.
         start: the facts of the step.
         options: the options that overlap() takes by default.
     """
@@ -82,8 +80,8 @@ def subject_of(
     def lowered(options: Options | None) -> tuple[jax.stages.Lowered, StepProgram]:
         new = as_it_is(call, start.mesh)
         if options is not None:
-            new = step_program(jitted, call, args, kwargs, options)
-        return lowered_as(jitted.trace(*args, **kwargs), new), new
+            new = step_program(call, options)
+        return lowered_as(call, new), new
 
     def lower(options: Options | None) -> Ready:
         stage, new = lowered(options)
@@ -91,7 +89,7 @@ def subject_of(
         return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
 
     def look(options: Options) -> float | None:
-        return run_passes(jitted, call, args, kwargs, options, start).step_s
+        return run_passes(call, options, start).step_s
 
     def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
         stage, new = lowered(options)
@@ -101,10 +99,10 @@ def subject_of(
     return Subject(
         lower=lower,
         look=look,
-        sites=lambda options: sites_of(jitted, call, args, kwargs, options),
+        sites=lambda options: sites_of(call, options),
         compiled=compiled,
-        args=args,
-        kwargs=kwargs,
+        args=call.args,
+        kwargs=call.kwargs,
         base=replace(options, on_error="raise"),
         origin=start.origin,
         cost=start.cost,
@@ -112,16 +110,14 @@ def subject_of(
     )
 
 
-def sites_of(
-    jitted: Any, call: jits.Call, args: tuple, kwargs: dict, options: Options
-) -> tuple[Site, ...]:
+def sites_of(call: jits.Call, options: Options) -> tuple[Site, ...]:
     """List all rings that a step could have, for a model of them; the cluster has a cost model.
 
     Raises:
         As `run_passes`.
     """
     every = replace(options, granularity=Variant(), choices={}, plan=None, rings=True)
-    done = run_passes(jitted, call, args, kwargs, every)
+    done = run_passes(call, every)
     assert done.cost is not None
     groups = groups_of(done.mesh, options.cluster)
     prices = RingCosts(done.cost, groups)

@@ -5,6 +5,7 @@ Every pass sees the `dot_general`s of a step in one order, and knows each by its
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AxisType
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.matmul_group import MATMUL_GROUP
 
 REMATS = ("remat2", "checkpoint")  # one primitive, by the names that it has had
@@ -95,6 +97,7 @@ class Dot:
         inside: the primitive whose body has rules of its own, or None.
         place: the equation's number in its body.
         manual: the shard_maps around it, if there are any and all devices run it.
+        around: the equations whose bodies it is in, outer ones first.
     """
 
     index: int
@@ -103,6 +106,7 @@ class Dot:
     inside: str | None
     place: int
     manual: Manual | None = None
+    around: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ class Body:
         ahead: values that are known one step of a scan ahead: slices of what the step is given, as
             the weights of a scan over layers are.
         opaque: whether it must stay as it is.
+        around: the equations whose bodies it is in, outer ones first.
     """
 
     index: int
@@ -125,6 +130,12 @@ class Body:
     dots: tuple[Dot, ...]
     ahead: frozenset[Any] = frozenset()
     opaque: bool = False
+    around: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def uses(self) -> DefUse:
+        """The makers and readers of its values."""
+        return DefUse(self.eqns, self.outvars)
 
 
 Visit = Callable[[Body], list[Any] | None]
@@ -252,6 +263,7 @@ class _Walk:
         runs: int,
         inside: str | None,
         manual: Manual | None = None,
+        around: tuple[Any, ...] = (),
     ) -> Any:
         index = self.num_bodies
         self.num_bodies += 1
@@ -260,14 +272,15 @@ class _Walk:
         for place, eqn in enumerate(jaxpr.eqns):
             known.follow(eqn)
             if eqn.primitive.name in MATMULS:
-                own_dots.append(Dot(self.num_dots, eqn, runs, inside, place, manual))
+                own_dots.append(Dot(self.num_dots, eqn, runs, inside, place, manual, around))
                 self.num_dots += 1
                 eqns.append(eqn)
             else:
-                eqns.append(self.eqn(eqn, known, runs=runs, inside=inside, manual=manual))
+                eqns.append(self.eqn(eqn, known, runs, inside, manual, around))
         ahead = frozenset(known.ahead)
         ours = inside is None or manual is not None
-        body = Body(index, tuple(eqns), tuple(jaxpr.outvars), tuple(own_dots), ahead, not ours)
+        outvars, own = tuple(jaxpr.outvars), tuple(own_dots)
+        body = Body(index, tuple(eqns), outvars, own, ahead, not ours, around)
         new = self.visit(body)
         assert new is None or ours, "the body of an opaque primitive is not ours"
         if not ours or (new is None and all(map(operator.is_, eqns, jaxpr.eqns))):
@@ -275,7 +288,13 @@ class _Walk:
         return jaxpr.replace(eqns=eqns if new is None else new)
 
     def eqn(
-        self, eqn: Any, known: _Known, *, runs: int, inside: str | None, manual: Manual | None
+        self,
+        eqn: Any,
+        known: _Known,
+        runs: int,
+        inside: str | None,
+        manual: Manual | None,
+        around: tuple[Any, ...],
     ) -> Any:
         name = eqn.primitive.name
         if not compat.has_jaxprs(eqn):
@@ -288,7 +307,12 @@ class _Walk:
             manual, opaque = None, f"{name} in {opaque}"
         return compat.map_jaxprs(
             lambda jaxpr: self.jaxpr(
-                jaxpr, known.inside(eqn, jaxpr), runs=inner_runs, inside=opaque, manual=manual
+                jaxpr,
+                known.inside(eqn, jaxpr),
+                runs=inner_runs,
+                inside=opaque,
+                manual=manual,
+                around=(*around, eqn),
             ),
             eqn,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxoverlap._jax import jits
+from jaxoverlap._jax import explicit, jits
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import equations
 
@@ -126,10 +126,7 @@ def automatic(mesh: Mesh) -> Mesh | AbstractMesh:
     Where axes are explicit it is abstract: it stands inside `auto_axes`, where JAX knows the
     devices, and a step with an operation that partitions itself may name but one mesh of devices.
     """
-    if not explicit_axes(mesh):
-        return mesh
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    return mesh.abstract_mesh.update(axis_types=types)
+    return explicit.automatic_mesh(mesh.abstract_mesh) if explicit_axes(mesh) else mesh
 
 
 def is_cpu(mesh: Mesh) -> bool:

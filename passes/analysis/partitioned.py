@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat, jits, partitioner
+from jaxoverlap._jax import compat, explicit, jits, partitioner
 from jaxoverlap._jax.propagated import Side, Tagged
+from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
@@ -133,7 +134,8 @@ def _partition(
     options: Mapping[str, str] | None = None,
 ) -> partitioner.Partitioned:
     """Partition a traced step with another jaxpr in the place of its own."""
-    params = jits.with_jaxpr(jits.traced_params(traced), jaxpr, {})
+    params = jits.traced_params(traced)
+    params = jits.with_jaxpr(params, explicit.typed_as(jaxpr, params["jaxpr"]), {})
     params["name"] = partitioner.new_name()
     try:
         return partitioner.ask(jits.traced_with(traced, params).lower(), mesh, tag, options)
@@ -253,55 +255,40 @@ def _asked(body: Body) -> Iterator[tuple[Any, _Asked]]:
     """Yield what to ask about each matmul and scatter-add of a body, by its number."""
     if body.opaque:
         return
-    around = _Around(body)
+    live = _live(body)
     for place, eqn in enumerate(body.eqns):
-        if eqn.primitive.name == "scatter-add" and eqn.outvars[0] in around.live:
-            yield (body.index, place), around.asked(eqn, eqn.invars[0], eqn.invars[2])
+        if eqn.primitive.name == "scatter-add" and eqn.outvars[0] in live:
+            yield (body.index, place), _asked_of(body.uses, eqn, eqn.invars[0], eqn.invars[2])
     for dot in body.dots:
         readable = not dot.inside or (dot.manual and dot.manual.automatic)
-        live = dot.eqn.outvars[0] in around.live
-        if readable and dot.eqn.primitive.name == "dot_general" and live:
-            yield dot.index, around.asked(dot.eqn, *dot.eqn.invars)
+        is_live = dot.eqn.outvars[0] in live
+        if readable and dot.eqn.primitive.name == "dot_general" and is_live:
+            yield dot.index, _asked_of(body.uses, dot.eqn, *dot.eqn.invars)
 
 
-class _Around:
-    """The reshards around the values of a body."""
+def _asked_of(uses: DefUse, eqn: Any, lhs: Any, rhs: Any) -> _Asked:
+    out = eqn.outvars[0]
+    return _Asked(eqn, lhs, rhs, out, _sources(uses, lhs), _sources(uses, rhs), _sinks(uses, out))
 
-    def __init__(self, body: Body):
-        self.made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
-        self.readers: dict[Any, list[Any]] = {}
-        for eqn in body.eqns:
-            for v in compat.variables(eqn.invars):
-                self.readers.setdefault(v, []).append(eqn)
-        for v in compat.variables(body.outvars):
-            self.readers.setdefault(v, []).append(None)
-        self.live = _live(body)
 
-    def asked(self, eqn: Any, lhs: Any, rhs: Any) -> _Asked:
-        out = eqn.outvars[0]
-        sources = self._sources(lhs), self._sources(rhs)
-        return _Asked(eqn, lhs, rhs, out, *sources, self._sinks(out))
+def _sources(uses: DefUse, var: Any) -> int:
+    """Count the reshards that made a value, one after the other."""
+    count = 0
+    while (eqn := uses.maker(var)) is not None and eqn.primitive.name in _RESHARDS:
+        var, count = eqn.invars[0], count + 1
+    return count
 
-    def _sources(self, var: Any) -> int:
-        """Count the reshards that made a value, one after the other."""
-        count = 0
-        while not compat.is_literal(var) and (eqn := self.made.get(var)) is not None:
-            if eqn.primitive.name not in _RESHARDS:
-                break
-            var = eqn.invars[0]
-            count += 1
-        return count
 
-    def _sinks(self, var: Any) -> int:
-        """Count the reshards of a result, as long as nobody else reads it."""
-        count = 0
-        while len(readers := self.readers.get(var, [])) == 1 and readers[0] is not None:
-            eqn = readers[0]
-            if eqn.primitive.name not in (*_RESHARDS, *_VIEWS):
-                break
-            var = eqn.outvars[0]
-            count += eqn.primitive.name in _RESHARDS
-        return count
+def _sinks(uses: DefUse, var: Any) -> int:
+    """Count the reshards of a result, as long as nobody else reads it."""
+    count = 0
+    while (place := uses.only_reader(var)) is not None:
+        eqn = uses.eqns[place]
+        if eqn.primitive.name not in (*_RESHARDS, *_VIEWS):
+            break
+        var = eqn.outvars[0]
+        count += eqn.primitive.name in _RESHARDS
+    return count
 
 
 def _live(body: Body) -> set[Any]:

@@ -9,8 +9,6 @@ same way a result that is only resharded may be given as it is wanted, be it tra
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax import Array, lax
@@ -66,17 +64,7 @@ class Reshards:
     """The reshards of one body."""
 
     def __init__(self, body: Body):
-        self._eqns: Sequence[Any] = body.eqns
-        self._made: dict[Any, int] = {}
-        self._readers: defaultdict[Any, list[int | None]] = defaultdict(list)
-        for place, eqn in enumerate(body.eqns):
-            self._made.update((v, place) for v in eqn.outvars)
-            for atom in eqn.invars:
-                if not compat.is_literal(atom):
-                    self._readers[atom].append(place)
-        for atom in body.outvars:
-            if not compat.is_literal(atom):
-                self._readers[atom].append(None)
+        self._uses = body.uses
 
     def origin(self, var: Any) -> tuple[Any, int]:
         """Follow a matmul's operand back through reshards that only matmuls read.
@@ -85,38 +73,39 @@ class Reshards:
             Its variable, and how many reshards there are.
         """
         reshards = 0
-        while not compat.is_literal(var) and (place := self._made.get(var)) is not None:
-            if not (self._moves(place) and all(map(self._is_matmul, self._readers[var]))):
+        while (eqn := self._uses.maker(var)) is not None:
+            if not (_moves(eqn) and all(map(self._is_matmul, self._uses.readers(var)))):
                 break
-            var, reshards = self._eqns[place].invars[0], reshards + 1
+            var, reshards = eqn.invars[0], reshards + 1
         return var, reshards
 
     def end(self, var: Any) -> End:
         """Follow a result to its last reshard, as long as nobody else reads it."""
         end, places, views, inside = End(var), [], [], []
-        while len(readers := self._readers[var]) == 1 and readers[0] is not None:
-            eqn = self._eqns[readers[0]]
-            places.append(readers[0])
+        while (place := self._uses.only_reader(var)) is not None:
+            eqn = self._uses.eqns[place]
+            places.append(place)
             if eqn.primitive.name in _VIEWS:
                 views.append(eqn)
-            elif not self._moves(readers[0]):
+            elif not _moves(eqn):
                 break
             inside.append(var)
             var = eqn.outvars[0]
-            if self._moves(readers[0]):
+            if _moves(eqn):
                 end = End(var, tuple(places), tuple(views), tuple(inside))
         return end
-
-    def _moves(self, place: int) -> bool:
-        eqn = self._eqns[place]
-        if eqn.primitive.name not in _MOVES or compat.states_some(eqn.outvars[0]):
-            return False
-        return not compat.states_others(eqn)  # as at the edge of explicit_axes
 
     def _is_matmul(self, place: int | None) -> bool:
         if place is None:
             return False
-        eqn = self._eqns[place]
+        eqn = self._uses.eqns[place]
         if eqn.primitive.name == "dot_general":
             return True
-        return self._moves(place) and all(map(self._is_matmul, self._readers[eqn.outvars[0]]))
+        return _moves(eqn) and all(map(self._is_matmul, self._uses.readers(eqn.outvars[0])))
+
+
+def _moves(eqn: Any) -> bool:
+    """Return whether an equation only reshards, within the axes of the step's mesh."""
+    if eqn.primitive.name not in _MOVES or compat.states_some(eqn.outvars[0]):
+        return False
+    return not compat.states_others(eqn)  # as at the edge of explicit_axes

@@ -19,9 +19,9 @@ from typing import Any
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import equations
-from jaxoverlap.passes.halves.body import Body
+from jaxoverlap.passes.halves.body import SplitBody
 from jaxoverlap.passes.halves.own_names import own_slices
-from jaxoverlap.passes.halves.rows import Cut, follow
+from jaxoverlap.passes.halves.rows import RowSplit, follow
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call", "core_call")
 
@@ -42,7 +42,7 @@ class Halved:
         self,
         jaxpr: Any,
         rows_of: RowsOf,
-        cut: Cut,
+        cut: RowSplit,
         unroll: int = 1,
         whole: Callable[[Any], bool] = lambda eqn: False,
     ):
@@ -62,7 +62,7 @@ class Halved:
         self.mixing: list[Any] = []
         self.unroll = 1
         self._rows_of, self._cut, self._unroll, self._whole = rows_of, cut, unroll, whole
-        body = Body(cut)
+        body = SplitBody(cut)
         for var in jaxpr.invars:
             if (dim := self._start(var)) is not None:
                 body.parts(var, dim, jaxpr.eqns[0])
@@ -86,7 +86,7 @@ class Halved:
             The new body, whose operands and results are the parts in the place of each value that
             is in parts; and the dims along which its results' rows lie.
         """
-        body = Body(self._cut)
+        body = SplitBody(self._cut)
         invars = [
             v for var, dim in zip(jaxpr.invars, given, strict=True) for v in body.bound(var, dim)
         ]
@@ -98,7 +98,7 @@ class Halved:
 
     # -- equations ----------------------------------------------------------------------------
 
-    def _eqn(self, body: Body, eqn: Any) -> None:
+    def _eqn(self, body: SplitBody, eqn: Any) -> None:
         if (called := self._opened(body, eqn)) is not None:
             inner, results = called
             for one in inner:
@@ -118,7 +118,7 @@ class Halved:
             self.mixing.append(eqn)
             body.whole(eqn)
 
-    def _opened(self, body: Body, eqn: Any) -> Any:
+    def _opened(self, body: SplitBody, eqn: Any) -> Any:
         """Open an inner jit, or a call with a derivative of its own, where rows go into it."""
         called = eqn.params.get("call_jaxpr") if eqn.primitive.name in _CALLS else None
         if called is None and not compat.is_plain_jit(eqn):
@@ -127,7 +127,7 @@ class Halved:
             return None
         return inlining.opened(eqn, called or eqn.params["jaxpr"])
 
-    def _operand_dims(self, body: Body, eqn: Any) -> Dims:
+    def _operand_dims(self, body: SplitBody, eqn: Any) -> Dims:
         """Return where the rows of a body's operands lie; whole ones are to be cut."""
         return [self._start(v) if (d := body.dim(v)) is None else d for v in eqn.invars]
 
@@ -138,7 +138,7 @@ class Halved:
             return None
         return dim if self._cut.divides(atom.aval.shape[dim]) else None
 
-    def _scan(self, body: Body, eqn: Any) -> bool:
+    def _scan(self, body: SplitBody, eqn: Any) -> bool:
         """Run a scan on parts, if it does not scan over the rows themselves."""
         num_consts, num_carry = compat.scan_counts(eqn)
         first = num_consts + num_carry
@@ -202,7 +202,7 @@ class Halved:
         self.mixing = before
         return dims
 
-    def _remat(self, body: Body, eqn: Any) -> bool:
+    def _remat(self, body: SplitBody, eqn: Any) -> bool:
         dims = self._operand_dims(body, eqn)
         if all(d is None for d in dims):
             return False
@@ -212,7 +212,7 @@ class Halved:
         body.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
         return True
 
-    def _cond(self, body: Body, eqn: Any) -> bool:
+    def _cond(self, body: SplitBody, eqn: Any) -> bool:
         dims = self._operand_dims(body, eqn)
         if all(d is None for d in dims) or dims[0] is not None:
             return False
@@ -226,7 +226,7 @@ class Halved:
         )
         return True
 
-    def _barrier(self, body: Body, eqn: Any) -> bool:
+    def _barrier(self, body: SplitBody, eqn: Any) -> bool:
         dims = [body.dim(v) for v in eqn.invars]
         if all(d is None for d in dims):
             return False
@@ -240,7 +240,7 @@ def _is_scan_or_offloads(eqn: Any) -> bool:
     return eqn.primitive.name == "scan" or any(map(compat.in_host_memory, values))
 
 
-_CALLED: dict[str, Callable[[Halved, Body, Any], bool]] = {
+_CALLED: dict[str, Callable[[Halved, SplitBody, Any], bool]] = {
     "scan": Halved._scan,
     "remat2": Halved._remat,
     "checkpoint": Halved._remat,

@@ -18,6 +18,7 @@ from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.halves.shardings import matmuls_of_parts
 from jaxoverlap.passes.planning.decide import matmul_of
 from jaxoverlap.passes.planning.profit import local_sizes
+from jaxoverlap.passes.planning.splits import ShardedMatmul
 
 
 def least_matmul(
@@ -57,8 +58,8 @@ def _sharing(jaxpr: Any, cut: Any, parts: int) -> Iterator[list[Dot]]:
 def _local_bytes(dot: Dot, shardings: Shardings | None, axis_sizes: Mapping[str, int]) -> int:
     """Return the bytes of a matmul's three sides on one device; all of them if it is not known."""
     avals = [v.aval for v in (*dot.eqn.invars, *dot.eqn.outvars)]
-    matmul = matmul_of(dot, shardings, axis_sizes) if shardings else ""
-    if isinstance(matmul, str):
+    matmul = matmul_of(dot, shardings, axis_sizes) if shardings else None
+    if not isinstance(matmul, ShardedMatmul):
         return sum(aval.size * aval.dtype.itemsize for aval in avals)
     sizes = local_sizes(matmul)
     return sum(

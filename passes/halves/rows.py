@@ -21,10 +21,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxoverlap.passes.analysis.sharding_rules import BACKWARD, FORWARD, rule_of
-from jaxoverlap.passes.halves.elementwise import ELEMENTWISE
+
+# They compute each element of their results from the same element of their operands.
+_ELEMENTWISE = frozenset(
+    [
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+        "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
+        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac",
+        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "log2", "logistic",
+        "lt", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not",
+        "one_minus_square", "or", "polygamma", "population_count", "pow", "real",
+        "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n",
+        "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
+        "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
+    ]
+)  # fmt: skip
 
 
-class Cut(NamedTuple):
+class RowSplit(NamedTuple):
     """How rows are cut: each shard of the rows in the same number of parts.
 
     A dim of `size` rows is `[shards, parts, size / shards / parts]`, and a part has the rows at one
@@ -65,7 +80,7 @@ Dims = Sequence[int | None]
 """The dim of each operand along which its rows lie; None for one that is whole."""
 
 
-def follow(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def follow(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """Follow the rows through an equation; None if it mixes them.
 
     Args:
@@ -74,7 +89,7 @@ def follow(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
         cut: how the rows are cut.
     """
     name = eqn.primitive.name
-    rule = _elementwise if name in ELEMENTWISE else _RULES.get(name)
+    rule = _elementwise if name in _ELEMENTWISE else _RULES.get(name)
     return rule(eqn, dims, cut) if rule else None
 
 
@@ -84,7 +99,7 @@ def _only(dims: Dims) -> int | None:
     return known.pop() if len(known) == 1 else None
 
 
-def _elementwise(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _elementwise(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """Operands have the rows where the result has them; one that is repeated there is shared."""
     if (dim := _only(dims)) is None:
         return None
@@ -96,7 +111,7 @@ def _alike(eqn: Any, dim: int) -> tuple[int | None, ...]:
     return tuple(dim if v.aval.ndim and v.aval.shape[dim] > 1 else None for v in eqn.invars)
 
 
-def _dot_general(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _dot_general(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """Rows of one operand are the result's; those of a batch, or those contracted, both have.
 
     Where each operand has rows of its own, as the queries and keys of attention over a cut
@@ -127,7 +142,7 @@ def _rounds(eqn: Any) -> bool:
     return whole and any(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars)
 
 
-def _broadcast_in_dim(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _broadcast_in_dim(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim = dims[0]
     if dim is None:
         return None
@@ -135,11 +150,11 @@ def _broadcast_in_dim(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return Followed(tuple(dims), (out,), {"shape": _halved(eqn.params["shape"], out, cut)})
 
 
-def _halved(shape: Sequence[int], dim: int, cut: Cut) -> tuple[int, ...]:
+def _halved(shape: Sequence[int], dim: int, cut: RowSplit) -> tuple[int, ...]:
     return (*shape[:dim], cut.part(shape[dim]), *shape[dim + 1 :])
 
 
-def _reshape(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _reshape(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """The rows stay together where dims behind them are merged with theirs, or split off it."""
     if (dim := dims[0]) is None or eqn.params["dimensions"] is not None:
         return None
@@ -153,7 +168,7 @@ def _reshape(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return None
 
 
-def _transpose(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _transpose(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     return Followed(tuple(dims), (tuple(eqn.params["permutation"]).index(dims[0]),))
 
 
@@ -162,17 +177,17 @@ def _without(dim: int, gone: Sequence[int], ndim: int) -> int:
     return kept.index(dim)
 
 
-def _squeeze(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _squeeze(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim = dims[0]
     assert dim is not None
     out = _without(dim, eqn.params["dimensions"], eqn.invars[0].aval.ndim)
     return Followed(tuple(dims), (out,))
 
 
-def _reduction(combine: str | None) -> Callable[[Any, Dims, Cut], Followed | None]:
+def _reduction(combine: str | None) -> Callable[[Any, Dims, RowSplit], Followed | None]:
     """A reduction over the rows too is combined from those of the parts, if that is possible."""
 
-    def rule(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+    def rule(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
         dim, axes = dims[0], eqn.params["axes"]
         assert dim is not None
         if dim in axes:
@@ -182,10 +197,10 @@ def _reduction(combine: str | None) -> Callable[[Any, Dims, Cut], Followed | Non
     return rule
 
 
-def _along(param: str) -> Callable[[Any, Dims, Cut], Followed | None]:
+def _along(param: str) -> Callable[[Any, Dims, RowSplit], Followed | None]:
     """An equation that works along one dim, or some, treats the rows of the others alike."""
 
-    def rule(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+    def rule(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
         dim, along = _only(dims), eqn.params[param]
         ndim = eqn.outvars[0].aval.ndim
         worked = {d % ndim for d in np.atleast_1d(along)}
@@ -196,7 +211,7 @@ def _along(param: str) -> Callable[[Any, Dims, Cut], Followed | None]:
     return rule
 
 
-def _slice(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _slice(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim, params = dims[0], eqn.params
     assert dim is not None
     size, strides = eqn.invars[0].aval.shape[dim], params["strides"]
@@ -207,35 +222,35 @@ def _slice(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return Followed(tuple(dims), (dim,), {"limit_indices": limits})
 
 
-def _dynamic_slice(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _dynamic_slice(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim, sizes = dims[0], eqn.params["slice_sizes"]
     if dim is None or sizes[dim] != eqn.invars[0].aval.shape[dim]:
         return None
     return Followed(tuple(dims), (dim,), {"slice_sizes": _halved(sizes, dim, cut)})
 
 
-def _dynamic_update_slice(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _dynamic_update_slice(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim, (operand, update) = _only(dims[:2]), (v.aval.shape for v in eqn.invars[:2])
     if dim is None or update[dim] != operand[dim]:
         return None
     return Followed((dim, dim, *[None] * (len(dims) - 2)), (dim,))
 
 
-def _pad(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _pad(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim = dims[0]
     if dim is None or any(eqn.params["padding_config"][dim]):
         return None
     return Followed(tuple(dims), (dim,))
 
 
-def _top_k(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _top_k(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim, ndim = dims[0], eqn.invars[0].aval.ndim
     if dim is None or dim == eqn.params.get("axis", ndim - 1) % ndim:
         return None
     return Followed(tuple(dims), (dim,) * len(eqn.outvars))
 
 
-def _gather(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _gather(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """Rows of the indices are rows of the result; a dim that is taken whole keeps its rows."""
     numbers, out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
     rows = [d for d in range(out.ndim) if d not in numbers.offset_dims]
@@ -261,7 +276,7 @@ def _paired(ours: Sequence[int], theirs: Sequence[int], dim: int) -> Any:
     return theirs[ours.index(dim)] if dim in ours else None
 
 
-def _scatter(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _scatter(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """Rows that all three operands have are the result's; a sum over rows is left whole.
 
     A part's sum would be a whole buffer of its own, and be sent alone.
@@ -289,7 +304,7 @@ def _scatter(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return None
 
 
-def _convolution(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _convolution(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """Each image is convolved alone; the gradient of the kernel adds over them."""
     numbers, given = eqn.params["dimension_numbers"], tuple(dims)
     if given == (numbers.lhs_spec[0], None) and eqn.params["batch_group_count"] == 1:
@@ -300,7 +315,7 @@ def _convolution(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return None
 
 
-def _attention(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _attention(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """Each sequence of the batch attends to itself; what is dropped depends on its place in it."""
     rule = rule_of(eqn)
     if rule is None or eqn.params["dropout_rate"]:
@@ -316,27 +331,27 @@ def _attention(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
 _BATCH = "b"  # the batch's name in the rule of cuDNN's attention
 
 
-def _stack(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _stack(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     if (dim := _only(dims)) is None:
         return None
     return Followed((dim,) * len(dims), (dim + (dim >= eqn.params["axis"]),))
 
 
-def _unstack(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _unstack(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim, axis = dims[0], eqn.params["axis"]
     if dim is None or dim == axis:
         return None
     return Followed((dim,), (dim - (dim > axis),) * len(eqn.outvars))
 
 
-def _tile(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _tile(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     dim = dims[0]
     if dim is None or eqn.params["reps"][dim] != 1:
         return None
     return Followed((dim,), (dim,))
 
 
-def _sharding_constraint(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _sharding_constraint(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """A part lies like the whole, if its rows divide among the devices."""
     dim, sharding = dims[0], eqn.params["sharding"]
     assert dim is not None
@@ -348,7 +363,7 @@ def _sharding_constraint(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return Followed((dim,), (dim,))
 
 
-def _device_put(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
+def _device_put(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     """A move to another kind of memory moves each part; a sharding has to divide the parts too."""
     for dim, var, place in zip(dims, eqn.invars, eqn.params["devices"], strict=True):
         if place is None or isinstance(place, jax.memory.Space) or dim is None:
@@ -363,7 +378,7 @@ def _device_put(eqn: Any, dims: Dims, cut: Cut) -> Followed | None:
     return Followed(known, known) if len(known) == len(dims) else None
 
 
-_RULES: dict[str, Callable[[Any, Dims, Cut], Followed | None]] = {
+_RULES: dict[str, Callable[[Any, Dims, RowSplit], Followed | None]] = {
     "dot_general": _dot_general,
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.halves.rows import Cut
+from jaxoverlap.passes.halves.rows import RowSplit
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import weights_of
 
@@ -40,9 +40,9 @@ class Rows(NamedTuple):
         """Return whether each device has rows for all parts."""
         return self.held >= parts and self.held % parts == 0
 
-    def cut(self, parts: int) -> Cut:
+    def cut(self, parts: int) -> RowSplit:
         """Return the cut in this many parts."""
-        return Cut(self.shards, parts)
+        return RowSplit(self.shards, parts)
 
     def dim(self, dims: DimNames, var: Any) -> int | None:
         """Return the dim of a value that has the name; None if none has."""

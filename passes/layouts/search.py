@@ -30,7 +30,7 @@ MEMORY = 1.05  # times the memory that the step needs without pins
 
 
 @dataclass(frozen=True)
-class Answer:
+class PricedLayout:
     """The answer to one question: the step with some pins, as XLA partitions it.
 
     Attributes:
@@ -45,11 +45,11 @@ class Answer:
     why_not: str = ""
 
 
-Ask = Callable[[Pins], Answer]
+Ask = Callable[[Pins], PricedLayout]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A way to lay out the step.
 
     Attributes:
@@ -59,7 +59,7 @@ class Candidate:
     """
 
     pins: Pins
-    answer: Answer
+    answer: PricedLayout
     layout: Layout | None = None
 
 
@@ -83,16 +83,16 @@ class LayoutSearch:
     dims: DimNames
     sizes: Mapping[str, int]
     ask: Ask
-    plain: Answer
+    plain: PricedLayout
     most: int
     thorough: bool = False
-    best: Candidate = field(init=False)
+    best: LayoutCandidate = field(init=False)
     asked: int = 0
-    _first: list[Candidate] = field(default_factory=list)
-    _answers: dict[Any, Answer | None] = field(default_factory=dict)
+    _first: list[LayoutCandidate] = field(default_factory=list)
+    _answers: dict[Any, PricedLayout | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.best = Candidate({}, self.plain)
+        self.best = LayoutCandidate({}, self.plain)
 
     def run(self, starts: Iterable[Layout]) -> None:
         """Search from the layouts to start from."""
@@ -105,9 +105,9 @@ class LayoutSearch:
             self._improve(fastest.layout)
             self._mix()
         if self.best.answer.step_s > self.plain.step_s * (1 - GAIN):
-            self.best = Candidate({}, self.plain)
+            self.best = LayoutCandidate({}, self.plain)
 
-    def rivals(self, most: int) -> list[Candidate]:
+    def rivals(self, most: int) -> list[LayoutCandidate]:
         """Return the best candidate and others that rings or halves may make faster.
 
         They are the layouts to start from, as its neighbours differ from the best one by little,
@@ -122,7 +122,7 @@ class LayoutSearch:
         others = [c for c in self._first if c.answer.step_s <= limit_s]
         others.sort(key=lambda c: c.answer.step_s)
         pinned = [self.best, *(c for c in others if c.pins != self.best.pins)][:most]
-        unpinned = [Candidate({}, self.plain)] if self.plain.step_s <= limit_s else []
+        unpinned = [LayoutCandidate({}, self.plain)] if self.plain.step_s <= limit_s else []
         return [*pinned, *unpinned]
 
     def leave_out(self, chosen: Mapping[int, Spec | None]) -> None:
@@ -163,7 +163,7 @@ class LayoutSearch:
         """Keep only some of the best candidate's pins, if the step is as fast with them alone."""
         answer = self._answer(fewer) if fewer else None
         if answer and answer.step_s <= self.best.answer.step_s * (1 + _STEP):
-            self.best = Candidate(fewer, answer, self.best.layout)
+            self.best = LayoutCandidate(fewer, answer, self.best.layout)
 
     def _improve(self, layout: Layout) -> None:
         """Go from a layout to a faster neighbour, as long as there is one."""
@@ -188,7 +188,7 @@ class LayoutSearch:
                 pins = {**self.best.pins, **{site: other.pins[site] for site in sites}}
                 answer = self._answer(pins)
                 if answer and answer.step_s < self.best.answer.step_s * (1 - _STEP):
-                    self.best = Candidate(pins, answer, self.best.layout)
+                    self.best = LayoutCandidate(pins, answer, self.best.layout)
 
     def _by_line(self) -> Iterator[list[int]]:
         """Yield the numbers of the matmuls of each source line."""
@@ -198,17 +198,17 @@ class LayoutSearch:
             lines.setdefault((file, line), []).append(dot.index)
         yield from lines.values()
 
-    def _try(self, layout: Layout) -> Candidate | None:
+    def _try(self, layout: Layout) -> LayoutCandidate | None:
         """Ask about a layout of the whole step, and keep it if it is the best so far."""
         pins = self._pins(layout)
         if (answer := self._answer(pins)) is None:
             return None
-        candidate = Candidate(pins, answer, layout)
+        candidate = LayoutCandidate(pins, answer, layout)
         if answer.step_s < self.best.answer.step_s:
             self.best = candidate
         return candidate
 
-    def _answer(self, pins: Pins) -> Answer | None:
+    def _answer(self, pins: Pins) -> PricedLayout | None:
         """Ask about pins; None if that was done, they cannot be taken, or no question is left."""
         key = frozenset(pins.items())
         if key in self._answers or self.asked >= self.most:

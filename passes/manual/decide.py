@@ -31,9 +31,9 @@ from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.manual.find import ManualRing, ManualSite, Sites, possible_rings
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.planning.decide import variant_of
-from jaxoverlap.passes.planning.entries import reader_entry, ring_entry, skip_of, source_of
-from jaxoverlap.passes.planning.requests import Requests
-from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
+from jaxoverlap.passes.planning.entries import names_of, reader_entry, ring_entry, skip_of
+from jaxoverlap.passes.planning.terms import Requests
+from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
 
 
 @dataclass
@@ -54,7 +54,7 @@ class ManualSharing:
     rings: list[ManualRing] = field(default_factory=list)
     late: dict[int, ManualRing] = field(default_factory=dict)
     left: dict[int, list[str]] = field(default_factory=dict)
-    skipped: dict[int, str] = field(default_factory=dict)
+    skipped: dict[int, Reason] = field(default_factory=dict)
 
 
 def decide_manual(
@@ -96,16 +96,16 @@ def _chosen(body: Body, shardings: Mapping[int, Shardings], requests: Requests) 
         sharing = _share(body, shardings, requests, left)
         before = len(left)
         for ring in sharing.rings:
-            wanted = requests.variant(ring.site, source_of(ring.sites[0].dot)) or Variant()
+            wanted = requests.variant(ring.site, names_of(ring.sites[0].dot)) or Variant()
             ring.variant, ring.why = variant_of(ring.collective.kind, ring.chunk, wanted)
             if wanted.style == "plain":
-                left |= {site.dot.index: LEFT_PLAIN + "as chosen" for site in ring.sites}
+                left |= {site.dot.index: Reason("not ringed", "as chosen") for site in ring.sites}
         if len(left) == before:
             return sharing
 
 
 def _share(
-    body: Body, shardings: Mapping[int, Shardings], requests: Requests, left: Mapping[int, str]
+    body: Body, shardings: Mapping[int, Shardings], requests: Requests, left: Mapping[int, Reason]
 ) -> ManualSharing:
     """Choose the matmuls of a manual body that have rings; the largest collectives choose first.
 
@@ -167,9 +167,12 @@ def _leave(
     done = {ring.collective.place for ring in sharing.rings}
     beside = {ring.collective.place: (str(ring.collective), ring.sites) for ring in possible}
     for place, collective in sites.collectives.items():
-        if isinstance(collective, str) and not collective.startswith("no collective"):
+        if isinstance(collective, Reason) and collective.code != "no collective":
             summed = sites.summed(place)
-            beside[place] = (collective, [*sites.reading(place)[0], *(summed[0] if summed else [])])
+            beside[place] = (
+                str(collective),
+                [*sites.reading(place)[0], *(summed[0] if summed else [])],
+            )
     for place, (text, met) in beside.items():
         first = next((s.dot.index for s in met if s.dot.index in taken), None)
         if first is not None and place not in done:

@@ -10,7 +10,6 @@ body.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from jaxoverlap._util.text import human_bytes
 from jaxoverlap.passes.analysis.einsum import Einsum, Side, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.plan.collectives import RINGED, Kind
-from jaxoverlap.plan.plan import Variant
+from jaxoverlap.plan.decisions import Reason, Variant
 
 
 def is_view(eqn: Any) -> bool:
@@ -38,7 +37,7 @@ def is_sum(eqn: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Collective:
+class WrittenCollective:
     """A collective of the user's that a ring can do.
 
     Attributes:
@@ -116,7 +115,7 @@ class ManualRing:
         why: the reason if they do not travel as asked for.
     """
 
-    collective: Collective
+    collective: WrittenCollective
     sites: list[ManualSite]
     dim: int
     between: set[int]
@@ -157,7 +156,7 @@ class ManualRing:
         return rows if self.arrives else rows // self.collective.axis_size
 
 
-def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | str:
+def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> WrittenCollective | Reason:
     """Describe a collective that a ring can do, or say why no ring can.
 
     Args:
@@ -167,23 +166,24 @@ def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> Collective | st
     """
     name, params = eqn.primitive.name, eqn.params
     if name not in RINGED:
-        return f"{name} beside it is not decomposed"
+        return Reason("no ring", f"{name} beside it is not decomposed")
     named = params["axes"] if "axes" in params else params["axis_name"]
     named = named if isinstance(named, tuple) else (named,)
     if params.get("axis_index_groups") is not None:
-        return f"{name} is over groups of an axis (axis_index_groups)"
+        return Reason("no ring", f"{name} is over groups of an axis (axis_index_groups)")
     if len(named) != 1 or named[0] not in axes:
-        return f"{name} is over {' x '.join(map(str, named))}: a ring has one manual mesh axis"
+        over = " x ".join(map(str, named))
+        return Reason("no ring", f"{name} is over {over}: a ring has one manual mesh axis")
     if not params.get("tiled", True):
-        return f"{name} is not tiled"
+        return Reason("no ring", f"{name} is not tiled")
     axis, n = named[0], axes[named[0]]
     if n == 1:
-        return f"no collective: axis {axis} has one device"
+        return Reason("no collective", f"axis {axis} has one device")
     dims = [params.get(k) for k in ("all_gather_dimension", "scatter_dimension", "concat_axis")]
     dim = next((d for d in dims if d is not None), None)
     if dim is not None and dim == params.get("split_axis"):
-        return f"{name} splits the dim that it gathers"
-    return Collective(place, eqn, RINGED[name], axis, n, dim, params.get("split_axis"))
+        return Reason("no ring", f"{name} splits the dim that it gathers")
+    return WrittenCollective(place, eqn, RINGED[name], axis, n, dim, params.get("split_axis"))
 
 
 class Sites:
@@ -191,18 +191,14 @@ class Sites:
 
     Attributes:
         collectives: by its place each collective, or the reason why no ring can do it.
+        uses: the makers and readers of the body's values.
     """
 
     def __init__(self, body: Body, axes: Mapping[str, int]):
         self.eqns = body.eqns
         dots = (dot for dot in body.dots if dot.eqn.primitive.name == "dot_general")
         self.dots = {dot.place: dot for dot in dots}
-        self.made = {v: place for place, eqn in enumerate(body.eqns) for v in eqn.outvars}
-        self.readers: defaultdict[Any, list[int | None]] = defaultdict(list)
-        operands = [(v, place) for place, eqn in enumerate(body.eqns) for v in eqn.invars]
-        for v, place in [*operands, *((v, None) for v in body.outvars)]:
-            if not compat.is_literal(v):
-                self.readers[v].append(place)
+        self.uses = body.uses
         self.collectives = {
             place: collective(place, eqn, axes)
             for place, eqn in enumerate(body.eqns)
@@ -215,7 +211,7 @@ class Sites:
         places: set[int] = set()
         views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[place].outvars[0], ())]
         for var, above in views:  # it grows
-            for reader in dict.fromkeys(self.readers[var]):
+            for reader in dict.fromkeys(self.uses.readers(var)):
                 eqn = None if reader is None else self.eqns[reader]
                 if eqn is not None and reader in self.dots:
                     sides = [s for s, v in zip(("lhs", "rhs"), eqn.invars, strict=True) if v is var]
@@ -231,9 +227,9 @@ class Sites:
         return terms and (sorted(terms[0], key=lambda site: site.dot.index), terms[1])
 
     def _terms(self, var: Any) -> tuple[list[ManualSite], set[int]] | None:
-        if compat.is_literal(var) or len(self.readers[var]) != 1 or var not in self.made:
+        if self.uses.maker(var) is None or len(self.uses.readers(var)) != 1:
             return None
-        place = self.made[var]
+        place = self.uses.made[var]
         eqn = self.eqns[place]
         if place in self.dots:
             return [ManualSite(self.dots[place], "out")], set()
@@ -257,13 +253,13 @@ class Sites:
 
     def read_beyond(self, place: int, places: set[int]) -> bool:
         """Return whether anybody but the equations at `places` reads the result of `place`."""
-        return any(r not in places for r in self.readers[self.eqns[place].outvars[0]])
+        return any(r not in places for r in self.uses.readers(self.eqns[place].outvars[0]))
 
 
 def possible_rings(sites: Sites) -> Iterator[ManualRing]:
     """Yield each collective with all matmuls that read it, and with those whose sum it reads."""
     for place, this_collective in sites.collectives.items():
-        if isinstance(this_collective, str):
+        if isinstance(this_collective, Reason):
             continue
         if this_collective.kind in ("all_gather", "all_to_all"):
             reading, views = sites.reading(place)
@@ -283,7 +279,7 @@ def possible_rings(sites: Sites) -> Iterator[ManualRing]:
                 yield ManualRing(this_collective, summed[0], dim, summed[1])
 
 
-def dim_of_sum(all_reduce: Collective) -> int | None:
+def dim_of_sum(all_reduce: WrittenCollective) -> int | None:
     """Choose the dim of an all-reduce to cut into chunks: the largest that divides."""
     shape = all_reduce.eqn.invars[0].aval.shape
     fits = [d for d, size in enumerate(shape) if size % all_reduce.axis_size == 0]

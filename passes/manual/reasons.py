@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import SIDES
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
@@ -20,46 +19,52 @@ from jaxoverlap.passes.manual.find import (
     is_view,
 )
 from jaxoverlap.passes.planning.decide import matmul_of, refusal
-from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.splits import Refusal, ShardedMatmul
+from jaxoverlap.passes.planning.terms import Requests
 from jaxoverlap.plan.collectives import RINGED, Kind
+from jaxoverlap.plan.decisions import Reason
 
 _BEFORE: tuple[Kind, ...] = ("all_gather", "all_to_all")
 _AFTER: tuple[Kind, ...] = ("reduce_scatter", "all_reduce", "all_to_all")
 
 
-def refusal_of(dot: Dot, requests: Requests) -> str | None:
+def refusal_of(dot: Dot, requests: Requests) -> Reason | None:
     """Return why a matmul is left alone, whatever stands beside it; None if it need not be."""
     assert dot.manual is not None
     if dot.manual.explicit:
-        return f"mesh axis {', '.join(dot.manual.explicit)} is explicit beside the manual ones"
+        axes = ", ".join(dot.manual.explicit)
+        return _no_ring(f"mesh axis {axes} is explicit beside the manual ones")
     return refusal(dataclasses.replace(dot, inside=None), requests)
 
 
-def crossed(ring: ManualRing, site: ManualSite, shardings: Mapping[int, Shardings]) -> str | None:
+def crossed(
+    ring: ManualRing, site: ManualSite, shardings: Mapping[int, Shardings]
+) -> Reason | None:
     """Return why the axes that are automatic beside the manual ones forbid a ring, or None."""
     matmul = beside(site.dot, shardings)
-    if matmul is None or isinstance(matmul, str):
+    if matmul is None or isinstance(matmul, Reason):
         return matmul
     moved = [s.axis for s in matmul.splits if isinstance(s, Refusal) or s.motion]
     if moved:
-        return f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk"
+        return _no_ring(f"XLA moves it along {', '.join(moved)} too, and would do so once a chunk")
     dims = [d for d in (ring.dim, ring.collective.dim, ring.collective.wanted) if d is not None]
     letters = {site.einsum.side(site.side)[d] for d in dims}
     for side in SIDES:
         for letter, axes in zip(matmul.einsum.side(side), getattr(matmul, side), strict=True):
             if letter in letters and axes:
-                return f"dim {letter} moves, and automatic axis {', '.join(axes)} shards it"
+                return _no_ring(
+                    f"dim {letter} moves, and automatic axis {', '.join(axes)} shards it"
+                )
     return None
 
 
-def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | str | None:
+def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | Reason | None:
     """Return a matmul sharded on automatic axes, or why it is unknown; None without such axes."""
     sizes = dot.manual.automatic if dot.manual else {}
     if not sizes:
         return None
     if dot.index not in shardings:
-        return "its sharding on the automatic axes is not known"
+        return _no_ring("its sharding on the automatic axes is not known")
     # Drop the manual axes: shardings of a shard_map's operands name them, but they are cut already.
     lhs, rhs, out = (
         spec and tuple(tuple(a for a in axes if a in sizes) for axes in spec)
@@ -71,12 +76,12 @@ def beside(dot: Dot, shardings: Mapping[int, Shardings]) -> ShardedMatmul | str 
 def spread(site: ManualSite, shardings: Mapping[int, Shardings]) -> int:
     """Count the devices of automatic axes over which the moving value is spread."""
     matmul = beside(site.dot, shardings)
-    if matmul is None or isinstance(matmul, str):
+    if matmul is None or isinstance(matmul, Reason):
         return 1
     return math.prod(matmul.axis_sizes[a] for axes in getattr(matmul, site.side) for a in axes)
 
 
-def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> str:
+def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> Reason:
     """Return why a matmul that none of the rings takes is left alone."""
     done = {ring.collective.place: ring.site for ring in rings}
     lhs, rhs = dot.eqn.invars
@@ -86,23 +91,26 @@ def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> str:
         _below(sites, dot.eqn.outvars[0], done),
     ]
     whys = dict.fromkeys(why for why in reasons if why)
-    waiting = [why for why in whys if not why.startswith("no collective")]
-    return "; ".join(waiting or whys) or "no collective beside it inside shard_map"
+    waiting = [why.detail for why in whys if why.code != "no collective"]
+    if waiting:
+        return _no_ring("; ".join(waiting))
+    idle = [why.detail for why in whys] or ["none beside it inside shard_map"]
+    return Reason("no collective", "; ".join(idle))
 
 
-def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
+def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that an operand comes from has no ring; None without one."""
     through = ""
-    while not compat.is_literal(var) and (place := sites.made.get(var)) is not None:
-        eqn = sites.eqns[place]
+    while (eqn := sites.uses.maker(var)) is not None:
+        place = sites.uses.made[var]
         collective = sites.collectives.get(place)
         if collective is not None:
             if RINGED.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
                 return None  # a sum that it waits for
             if place in done:
-                return f"no collective left: ring {done[place]} does its {eqn.primitive.name}"
+                return _done(done[place], eqn.primitive.name)
             what = f"reads the result of {eqn.primitive.name}"
-            return collective if isinstance(collective, str) else _left(what, through)
+            return collective if isinstance(collective, Reason) else _left(what, through)
         if not is_view(eqn):
             if through or len(eqn.invars) != 1:
                 return None
@@ -111,24 +119,23 @@ def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
     return None
 
 
-def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
+def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that a result reaches has no ring; None without one."""
     through = ""
-    while readers := [place for place in sites.readers[var] if place is not None]:
+    while readers := [place for place in sites.uses.readers(var) if place is not None]:
         for place in readers:
             collective, name = sites.collectives.get(place), sites.eqns[place].primitive.name
             if collective is not None:
-                if isinstance(collective, str):
+                if isinstance(collective, Reason):
                     return collective
                 if place in done:
-                    return f"no collective left: ring {done[place]} does its {name}"
-                if len(sites.readers[var]) > 1:
-                    return f"its result is read by {name} and by others"
+                    return _done(done[place], name)
+                if len(sites.uses.readers(var)) > 1:
+                    return _no_ring(f"its result is read by {name} and by others")
                 if collective.kind == "all_reduce" and dim_of_sum(collective) is None:
                     shape = collective.eqn.invars[0].aval.shape
-                    return (
-                        f"no dim of the result {shape} divides into {collective.axis_size} chunks"
-                    )
+                    n = collective.axis_size
+                    return _no_ring(f"no dim of the result {shape} divides into {n} chunks")
                 known = collective.kind in _AFTER
                 return _left(f"its result is read by {name}", through if known else "")
         eqn = sites.eqns[readers[0]]
@@ -140,8 +147,17 @@ def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> str | None:
     return None
 
 
-def _left(what: str, through: str) -> str:
+def _no_ring(detail: str) -> Reason:
+    return Reason("no ring", detail)
+
+
+def _done(ring: int, name: str) -> Reason:
+    return Reason("no collective", f"ring {ring} does its {name}")
+
+
+def _left(what: str, through: str) -> Reason:
     """Return why a matmul is left alone beside a collective that rings can do elsewhere."""
     if through in ("add", "add_any"):
-        return f"{what} in a sum with something else"
-    return f"{what} through {through}" if through else f"{what}, in a way that no ring does"
+        return _no_ring(f"{what} in a sum with something else")
+    how = f" through {through}" if through else ", in a way that no ring does"
+    return _no_ring(what + how)

@@ -20,21 +20,20 @@ from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.planning.entries import (
+    names_of,
     num_dims,
     reader_entry,
     ring_entry,
     skip_of,
-    source_of,
 )
 from jaxoverlap.passes.planning.independent_matmuls import IndependentMatmuls
 from jaxoverlap.passes.planning.layout import traffic
-from jaxoverlap.passes.planning.requests import Requests
 from jaxoverlap.passes.planning.ring_plan import Member, Ring, Sharing
 from jaxoverlap.passes.planning.share import Specs, share
 from jaxoverlap.passes.planning.splits import ShardedMatmul
-from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.plan.collectives import Kind
-from jaxoverlap.plan.decisions import LEFT_PLAIN, Decision, Skip, Variant
+from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
 
 _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
@@ -42,12 +41,14 @@ _DTYPES = (
 )
 
 
-def matmul_of(dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]) -> ShardedMatmul | str:
+def matmul_of(
+    dot: Dot, shardings: Shardings, axis_sizes: Mapping[str, int]
+) -> ShardedMatmul | Reason:
     """Return a matmul as the sharding algebra reads it, or why its sharding is not known."""
     avals = [v.aval for v in (*dot.eqn.invars, dot.eqn.outvars[0])]
     lhs, rhs, out = shardings[:3]
     if lhs is None or rhs is None or out is None:
-        return "its sharding splits a mesh axis, or could not be read"
+        return Reason("no ring", "its sharding splits a mesh axis, or could not be read")
     return ShardedMatmul(
         einsum=einsum_of(dot.eqn.params["dimension_numbers"], avals[0].shape, avals[1].shape),
         lhs=lhs,
@@ -98,11 +99,11 @@ def _shared(body: Body, step: _Step) -> Sharing:
         sharing = share(
             body, read, step.beyond, ahead=terms.prefetch, costs=terms.costs, rings=terms.rings
         )
-        lost: dict[int, str] = {}
+        lost: dict[int, Reason] = {}
         for ring in sharing.rings:
             ring.variant, ring.why = step.chosen(body, ring)
             if ring.variant.style == "plain":
-                lost |= {m.dot.index: LEFT_PLAIN + ring.why for m in ring.members}
+                lost |= {m.dot.index: Reason("not ringed", ring.why) for m in ring.members}
         if not lost:
             return sharing
         rejected = rejected | lost
@@ -118,12 +119,13 @@ class _Step:
         self._seconds = functools.cache(self._local_s)
         self._bodies = {body.index: body for body in bodies}
         self._independent = functools.cache(self._independent_matmuls)
-        sources = {index: source_of(self.matmuls[index]) for index in sorted(self.matmuls)}
-        terms.requests.check(sources)
+        names = {index: names_of(self.matmuls[index]) for index in sorted(self.matmuls)}
+        terms.requests.check(names)
 
-    def read(self, rejected: Mapping[int, str], dot: Dot) -> ShardedMatmul | str:
+    def read(self, rejected: Mapping[int, Reason], dot: Dot) -> ShardedMatmul | Reason:
         """Return a matmul with its sharding, or why it is left alone."""
-        left = self.terms.unread or refusal(dot, self.terms.requests)
+        unread = self.terms.unread
+        left = Reason("no ring", unread) if unread else refusal(dot, self.terms.requests)
         left = left or _typed_otherwise(dot, self.terms.explicit)
         return left or rejected.get(dot.index) or self._known(dot.index)
 
@@ -135,7 +137,7 @@ class _Step:
     def chosen(self, body: Body, ring: Ring) -> tuple[Variant, str]:
         """Choose how a ring's pieces travel: as asked, else the cheapest way; and say why."""
         chunk, prices = ring.first.chunk(), self.terms.prices
-        if asked := self.terms.requests.variant(ring.site, source_of(ring.members[0].dot)):
+        if asked := self.terms.requests.variant(ring.site, names_of(ring.members[0].dot)):
             if asked.style == "plain":
                 return asked, "as chosen"
             return variant_of(ring.kind, chunk, asked)
@@ -153,33 +155,35 @@ class _Step:
     def _local_s(self, index: int) -> float:
         dot, matmul, prices = self.matmuls[index], self._known(index), self.terms.prices
         assert prices is not None
-        if _unfit(dot) or isinstance(matmul, str):
+        if _unfit(dot) or isinstance(matmul, Reason):
             return 0.0
         return prices.local_s(dot, matmul)
 
-    def _matmul(self, index: int) -> ShardedMatmul | str:
+    def _matmul(self, index: int) -> ShardedMatmul | Reason:
         if index not in self._shardings:
             why = "it was dropped as unused, or lowered to something else"
-            return f"its sharding is not known: {why}"
+            return Reason("no ring", f"its sharding is not known: {why}")
         return matmul_of(self.matmuls[index], self._shardings[index], self.terms.axis_sizes)
 
 
-def refusal(dot: Dot, requests: Requests) -> str | None:
+def refusal(dot: Dot, requests: Requests) -> Reason | None:
     """Return why a matmul is left alone before its sharding is looked at, or None."""
-    if (asked := requests.refusal(dot.index, source_of(dot))) is not None:
+    if (asked := requests.refusal(dot.index, names_of(dot))) is not None:
         return asked
-    return _unfit(dot)
+    unfit = _unfit(dot)
+    return Reason("no ring", unfit) if unfit else None
 
 
-def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> str | None:
+def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> Reason | None:
     """Return why a matmul whose types state other axes than the mesh is left alone, or None."""
     stated = compat.stated_axes(dot.eqn)
     if stated is None or set(stated) == set(explicit):
         return None
     here, there = (", ".join(axes) or "no axis" for axes in (stated, explicit))
-    return (
+    return Reason(
+        "no ring",
         f"its types state shardings over {here}, the step's mesh over {there}: no ring is written "
-        "inside explicit_axes or auto_axes"
+        "inside explicit_axes or auto_axes",
     )
 
 

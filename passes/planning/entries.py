@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from jaxoverlap._jax import compat
 from jaxoverlap._util.text import short_source
 from jaxoverlap.passes.analysis.einsum import LETTERS, einsum_of
 from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.plan.collectives import RING_PASSES, Kind
-from jaxoverlap.plan.decisions import Decision, Skip, Variant
+from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
 
 
 class AnyRing(Protocol):
@@ -51,8 +51,23 @@ class AnyRing(Protocol):
 
 def source_of(dot: Dot) -> str:
     """Return the "folder/file.py:line" that wrote a matmul."""
-    file, line, _ = compat.source_line(dot.eqn)
+    return line_of(dot.eqn, dot.around)
+
+
+def line_of(eqn: Any, around: Sequence[Any]) -> str:
+    """Return the "folder/file.py:line" that wrote an equation, or one of those around it."""
+    file, line, _ = compat.source_line(compat.lined_as(eqn, around))
     return short_source(file, line)
+
+
+def module_of(dot: Dot) -> str:
+    """Return the named scopes around a matmul, as in "GPT.layers_0.mlp.up"; "" for none."""
+    return compat.module_path((*dot.around, dot.eqn))
+
+
+def names_of(dot: Dot) -> tuple[str, str]:
+    """Return the names by which a user may name a matmul: its source line and its module."""
+    return source_of(dot), module_of(dot)
 
 
 def num_dims(dot: Dot) -> int:
@@ -68,10 +83,16 @@ def letters_of(dot: Dot) -> str:
     return str(einsum_of(dot.eqn.params["dimension_numbers"], lhs, rhs))
 
 
-def skip_of(dot: Dot, reason: str) -> Skip:
+def skip_of(dot: Dot, why: Reason) -> Skip:
     """Make the entry of a matmul that is left alone."""
+    source, module = names_of(dot)
     return Skip(
-        site=dot.index, source=source_of(dot), einsum=letters_of(dot), runs=dot.runs, reason=reason
+        site=dot.index,
+        source=source,
+        module=module,
+        einsum=letters_of(dot),
+        runs=dot.runs,
+        why=why,
     )
 
 
@@ -102,6 +123,7 @@ def ring_entry(
         ring=ring.site,
         variant=ring.variant,
         source=source_of(dot),
+        module=module_of(dot),
         einsum=letters_of(dot),
         kind=RING_PASSES[ring.kind],
         axis=ring.axis,
@@ -130,6 +152,7 @@ def reader_entry(
         site=dot.index,
         ring=ring,
         source=source_of(dot),
+        module=module_of(dot),
         einsum=letters_of(dot),
         kind=RING_PASSES[kind],
         axis=axis,

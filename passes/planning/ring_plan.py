@@ -13,7 +13,7 @@ from jaxoverlap.passes.analysis.reshards import End
 from jaxoverlap.passes.planning.layout import Layout
 from jaxoverlap.passes.planning.splits import ShardedMatmul
 from jaxoverlap.plan.collectives import Kind
-from jaxoverlap.plan.plan import Variant
+from jaxoverlap.plan.decisions import Reason, Variant
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Sharing:
     rings: list[Ring] = field(default_factory=list)
     readers: list[Member] = field(default_factory=list)
     hoisted: dict[Value, Hoist] = field(default_factory=dict)
-    skipped: dict[int, str] = field(default_factory=dict)
+    skipped: dict[int, Reason] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
     read: set[Any] = field(default_factory=set)
     absorbed: set[Any] = field(default_factory=set)

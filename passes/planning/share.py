@@ -13,7 +13,6 @@ the ring and once for all that read it, the recomputed forward pass and the data
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +24,13 @@ from jaxoverlap.passes.analysis.reshards import End, Reshards
 from jaxoverlap.passes.planning.layout import Layout, hoistable, lay_out, traffic
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.planning.splits import Motion, Refusal, ShardedMatmul, Split
+from jaxoverlap.plan.decisions import Reason
 
-Read = Callable[[Dot], ShardedMatmul | str]
+Read = Callable[[Dot], ShardedMatmul | Reason]
 Specs = Sequence[Spec | None]
 Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
-NO_COLLECTIVE = "no collective"
-NO_RINGS = "left plain: only weights are gathered ahead"
+NO_COLLECTIVE = Reason("no collective")
+NO_RINGS = Reason("not ringed", "only weights are gathered ahead")
 _View = tuple[Member, ShardedMatmul]
 
 
@@ -59,7 +59,7 @@ def share(
     late: list[tuple[Dot, ShardedMatmul]] = []
     for dot in body.dots:
         matmul = read(dot)
-        if isinstance(matmul, str):
+        if isinstance(matmul, Reason):
             sharing.skipped[dot.index] = matmul
         elif not rings:
             _read_gathered(sharing, _views(chains, dot, matmul, beyond(dot)), early)
@@ -179,7 +179,7 @@ def _early_gather(
     return None
 
 
-def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> str | None:
+def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> Reason | None:
     """Give a matmul its ring, seen in one way; or say why it has none."""
     given = member
     while True:
@@ -209,7 +209,7 @@ def _place_as(sharing: Sharing, member: Member, matmul: ShardedMatmul) -> str | 
         return None
     refusals = [s.reason for s in matmul.splits if isinstance(s, Refusal)]
     reasons = refusals or [c for c in candidates if isinstance(c, str)]
-    return "; ".join(dict.fromkeys(reasons))
+    return Reason("no ring", "; ".join(dict.fromkeys(reasons)))
 
 
 def _add(sharing: Sharing, member: Member) -> None:
@@ -370,13 +370,12 @@ def _preference(sharing: Sharing, member: Member) -> tuple[float, int, int]:
 
 def _add_up(sharing: Sharing, body: Body) -> None:
     """Let rings whose results are added up, and read by nobody else, send one sum."""
-    reads = Counter(v for e in body.eqns for v in e.invars if not compat.is_literal(v))
-    reads.update(v for v in body.outvars if not compat.is_literal(v))
     sums = [ring for ring in sharing.rings if not ring.arrives and not ring.members[0].end.views]
     made = {ring.members[0].end.var: ring for ring in sums}
     added: set[int] = set()  # rings that are a part of another now
     for place, eqn in enumerate(body.eqns):
-        rings = [made.get(v) for v in eqn.invars if not compat.is_literal(v) and reads[v] == 1]
+        once = [v for v in compat.variables(eqn.invars) if len(body.uses.readers(v)) == 1]
+        rings = [made.get(v) for v in once]
         if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
             continue
         one, other = rings

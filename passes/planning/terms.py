@@ -1,12 +1,97 @@
-"""The terms by which all matmuls of a step are decided on."""
+"""The terms by which all matmuls of a step are decided on.
+
+Requests name matmuls by source line or module (the user's), or by number (a plan's).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
+from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.planning.profit import RingCosts
-from jaxoverlap.passes.planning.requests import Requests
+from jaxoverlap.plan.decisions import Reason, Variant
+
+Granularity = Variant | Mapping[str, Variant] | None
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests for single matmuls that `overlap` was given.
+
+    Attributes:
+        skip: source lines ("gpt.py:88") or modules ("mlp.up") whose matmuls are skipped; globs.
+        granularity: how the pieces of every ring travel, or of those of some lines or modules.
+        choices: how the pieces of single rings travel, by the site that a ring is named after;
+            "plain" leaves all the matmuls of the ring alone.
+        alone: sites that are left alone, and have no part in any ring.
+        rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
+    """
+
+    skip: Collection[str] = ()
+    granularity: Granularity = None
+    choices: Mapping[int, Variant] = field(default_factory=dict)
+    alone: Collection[int] = ()
+    rejected: Mapping[int, str] = field(default_factory=dict)
+
+    def check(self, names: Mapping[int, Sequence[str]]) -> None:
+        """Check that every named line or module has a matmul, and that every site is one.
+
+        Args:
+            names: the line and the module of each matmul, by its site.
+
+        Raises:
+            ValueError: if one does not.
+        """
+        if strange := sorted({*self.choices, *self.alone} - names.keys()):
+            raise UserError(
+                f"a choice for site {', '.join(map(str, strange))}: the step has {len(names)} "
+                "matmuls, counted from 0"
+            )
+        lines = self.granularity if isinstance(self.granularity, Mapping) else ()
+        asked = [("skip", line) for line in self.skip] + [("granularity", line) for line in lines]
+        for option, pattern in asked:
+            if not any(_matches(pattern, of) for of in names.values()):
+                known = ", ".join(_known(names)) or "none"
+                raise UserError(
+                    f"{option}={pattern!r} names no line and no module of a matmul; the step's "
+                    f"matmuls are at: {known}"
+                )
+
+    def refusal(self, site: int, names: Sequence[str]) -> Reason | None:
+        """Return why a matmul is skipped; None if it is not.
+
+        Args:
+            site: its number.
+            names: its line and its module.
+        """
+        if site in self.alone:
+            return Reason("skipped", "by the plan")
+        if any(_matches(pattern, names) for pattern in self.skip):
+            return Reason("skipped", "by skip=")
+        if (asked := self._for(names)) is not None and asked.style == "plain":
+            return Reason("not ringed", "by granularity=")
+        return None
+
+    @property
+    def left_plain(self) -> dict[int, Reason]:
+        """Site -> reason of its skip, for the rejected matmuls."""
+        return {site: Reason("not ringed", why) for site, why in self.rejected.items()}
+
+    def variant(self, site: int, names: Sequence[str]) -> Variant | None:
+        """Return how the pieces of a ring are to travel; None if that was not said.
+
+        Args:
+            site: the site that the ring is named after.
+            names: its line and its module.
+        """
+        return self.choices.get(site) or self._for(names)
+
+    def _for(self, names: Sequence[str]) -> Variant | None:
+        if not isinstance(self.granularity, Mapping):
+            return self.granularity
+        return next((v for line, v in self.granularity.items() if _matches(line, names)), None)
 
 
 @dataclass(frozen=True)
@@ -34,3 +119,24 @@ class Terms:
     lookups: bool = True
     explicit: Sequence[str] = ()
     unread: str | None = None
+
+
+def _matches(pattern: str, names: Sequence[str]) -> bool:
+    """Return whether a pattern names a line or a module; the front of either may be left out."""
+    source, module = names
+    return (
+        fnmatchcase(source, pattern)
+        or fnmatchcase(source, f"*/{pattern}")
+        or pattern.endswith(f"/{source}")
+        or (bool(module) and fnmatchcase(f".{module}", f"*.{pattern}"))
+    )
+
+
+def _known(names: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    """Yield each line once, with its modules."""
+    modules: dict[str, dict[str, None]] = {}
+    for source, module in names.values():
+        modules.setdefault(source, {})[module] = None
+    for source, of in modules.items():
+        listed = ", ".join(filter(None, of))
+        yield f"{source} ({listed})" if listed else source

@@ -26,12 +26,12 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat, inlining
-from jaxoverlap._util.text import short_source
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body
 from jaxoverlap.passes.analysis.mesh import partition_spec
+from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.passes.rings import chunks
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.plan.plan import Scattered
 
 
@@ -41,15 +41,17 @@ class Lookup:
 
     Attributes:
         eqn: its scatter-add.
+        source: "file:line" of the lookup.
         updates, out: how the tokens' gradients and the result lie.
         scatters: (dim of the result, mesh axis, how the dim is cut), in order.
         sums: axes over which the sum is wanted whole.
     """
 
     eqn: Any
+    source: str
     updates: Spec
     out: Spec
-    scatters: tuple[tuple[int, str, Cut], ...]
+    scatters: tuple[tuple[int, str, Chunking], ...]
     sums: tuple[str, ...]
 
     def entry(self, axis_sizes: Mapping[str, int]) -> Scattered:
@@ -60,9 +62,8 @@ class Lookup:
         for _, axis, _ in self.scatters:
             local //= axis_sizes[axis]
             sent += local * (axis_sizes[axis] - 1)
-        file, line, _ = compat.source_line(self.eqn)
         axes = tuple(axis for _, axis, _ in self.scatters)
-        return Scattered(source=short_source(file, line), axes=axes, bytes_moved=sent)
+        return Scattered(source=self.source, axes=axes, bytes_moved=sent)
 
 
 def lookups(
@@ -88,7 +89,10 @@ def lookups(
                 continue
             if compat.stated_axes(eqn):  # inside explicit_axes: its types say how it lies
                 continue
-            lookup = _lookup(eqn, read.rhs, read.out, mesh, costs) if _adds_rows(eqn) else None
+            if not _adds_rows(eqn):
+                continue
+            source = line_of(eqn, body.around)
+            lookup = _lookup(eqn, source, read.rhs, read.out, mesh, costs)
             known += [lookup] if lookup else []
     return known
 
@@ -116,7 +120,7 @@ def _adds_rows(eqn: Any) -> bool:
 
 
 def _lookup(
-    eqn: Any, updates: Spec, out: Spec, mesh: Mesh, costs: Mapping[str, float]
+    eqn: Any, source: str, updates: Spec, out: Spec, mesh: Mesh, costs: Mapping[str, float]
 ) -> Lookup | None:
     """Plan the scatters of one gradient; None if its shardings do not allow any."""
     summed = {a for dim in updates[:-1] for a in dim if mesh.shape[a] > 1}
@@ -135,9 +139,9 @@ def _lookup(
         later = {a for d, a in order[i + 1 :] if d == dim}
         major = out[dim][: out[dim].index(axis)]
         outer = math.prod(mesh.shape[a] for a in major if a in later)
-        scatters.append((dim, axis, Cut(mesh.shape[axis], outer=outer)))
+        scatters.append((dim, axis, Chunking(mesh.shape[axis], outer=outer)))
     sums = tuple(a for a in mesh.axis_names if a in summed and a not in {a for _, a in moved})
-    return Lookup(eqn, updates, out, tuple(scatters), sums)
+    return Lookup(eqn, source, updates, out, tuple(scatters), sums)
 
 
 def scatter(jaxpr: Any, known: Sequence[Lookup], mesh: Mesh) -> Any:

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.mesh import explicit_axes
 
@@ -64,15 +65,15 @@ def pin_results(jaxpr: Any, results: Sequence[Spec | None], mesh: Mesh) -> Any:
         results: how each of its results lies; None for one that need not be pinned.
         mesh: the step's mesh.
     """
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    uses = DefUse(jaxpr.eqns, jaxpr.outvars)
     eqns, outvars, pinned = list(jaxpr.eqns), [], dict[Any, Any]()
     for var, spec in zip(jaxpr.outvars, results, strict=True):
-        if spec is None or compat.is_literal(var) or var not in made:
+        if spec is None or uses.maker(var) is None:
             outvars.append(var)
             continue
         if var not in pinned:
             pinned[var] = compat.like_var(var)
-            like = compat.in_no_context(made[var])
+            like = compat.in_no_context(uses.maker(var))
             eqns += constrained(var, pinned[var], dims_of(spec), mesh, like)
         outvars.append(pinned[var])
     return jaxpr.replace(eqns=eqns, outvars=outvars)

@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import REMATS, has_matmul
 
 
@@ -91,7 +92,7 @@ class _Ahead:
             leaves = [*slices.leaves(v)]
             operands = [outer[leaf] for leaf in leaves]
             yield from inlining.inline(
-                slices.function(leaves, v), operands, [result], slices.made[v]
+                slices.function(leaves, v), operands, [result], slices.uses.maker(v)
             )
         body = compat.with_binders(inner, [*inner.invars, *ready], inner.outvars)
         body = body.replace(eqns=slices.without(ready))
@@ -120,7 +121,7 @@ def _double_buffered(
     before: list[Any] = []
     ahead = inlining.inline(lambda i: [lax.add(i, np.int32(1))], [step], [after], scan)
     for v, at_first, at_last in zip(ready, first, later, strict=True):
-        leaves, like = [*slices.leaves(v)], slices.made[v]
+        leaves, like = [*slices.leaves(v)], slices.uses.maker(v)
         gather = _gather(slices.function(leaves, v), scan.params)
         stacked = [arrays[leaf] for leaf in leaves]
         before += inlining.inline(functools.partial(gather, np.int32(0)), stacked, [at_first], like)
@@ -162,14 +163,14 @@ class _Slices:
 
     def __init__(self, body: Any):
         self.body = body
-        self.made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        self.uses = DefUse(body.eqns, body.outvars)
         self._eqns: dict[Any, dict[int, Any]] = {}
 
     def eqns(self, var: Any) -> dict[int, Any]:
         """Return the equations that a value is made by, in order, by their identity."""
         if var not in self._eqns:
             eqns: dict[int, Any] = {}
-            if (eqn := self.made.get(var)) is not None:
+            if (eqn := self.uses.maker(var)) is not None:
                 for atom in eqn.invars:
                     if not compat.is_literal(atom):
                         eqns |= self.eqns(atom)
@@ -181,11 +182,11 @@ class _Slices:
         """Return the operands of the body that a value is made from."""
         eqns = self.eqns(var).values()
         read = {a for eqn in eqns for a in eqn.invars if not compat.is_literal(a)}
-        return {a for a in read if a not in self.made}
+        return {a for a in read if a not in self.uses.made}
 
     def bare(self, gathers: Collection[Any]) -> list[Any]:
         """List the gathers read no later than the first matmul: they have none to hide behind."""
-        bare, wanted = [], {v for v in gathers if v in self.made}
+        bare, wanted = [], {v for v in gathers if v in self.uses.made}
         for eqn in self.body.eqns:
             if has_matmul(eqn):
                 return bare + [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]

@@ -21,7 +21,7 @@ from jaxoverlap.passes.planning.splits import Split
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, wide
 from jaxoverlap.passes.rings.by_kind import Along, Dim, operand_ring, result_ring
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term
 from jaxoverlap.plan.collectives import RING_PASSES
 
@@ -250,7 +250,7 @@ def _gather_others(operand: Array, side: Side, layout: Layout) -> Array:
         motion = split.motion
         if motion is not None and motion.kind == "all_gather" and motion.side == side:
             dim = layout.matmul.einsum.side(side).index(motion.letter)
-            cut = Cut(split.axis_size, outer=layout.outer(side, motion.letter, split.axis))
+            cut = Chunking(split.axis_size, outer=layout.outer(side, motion.letter, split.axis))
             operand = chunks.gather(operand, dim, split.axis, cut)
     return operand
 
@@ -274,9 +274,9 @@ def _reduce_others(out: Array, layout: Layout) -> Array:
     return out
 
 
-def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Cut]:
+def _cut(layout: Layout, split: Split, letter: str) -> tuple[int, Chunking]:
     """Return a dim of the result, and how its chunks lie when it moves along an axis."""
-    cut = Cut(split.axis_size, outer=layout.outer("out", letter, split.axis))
+    cut = Chunking(split.axis_size, outer=layout.outer("out", letter, split.axis))
     return layout.matmul.einsum.out.index(letter), cut
 
 

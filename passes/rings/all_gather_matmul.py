@@ -40,7 +40,7 @@ from jax import Array, lax
 
 from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.rings import chunks, orders
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.plan.plan import Variant
 
 LocalDot = Callable[..., Array]
@@ -99,7 +99,7 @@ def all_gather_matmul(
     Raises:
         ValueError: if a chunk does not divide into the variant's slices.
     """
-    arrivals = Arrivals(readers, dim, Cut(axis_size, variant.slices, outer), keep)
+    arrivals = Arrivals(readers, dim, Chunking(axis_size, variant.slices, outer), keep)
     gather_under(arrivals, shard, axis, variant)
     return arrivals.finish()
 
@@ -108,7 +108,7 @@ class Reads(Protocol):
     """The readers of an operand while it is gathered, with their results: `Arrivals` is one."""
 
     dim: int
-    cut: Cut
+    cut: Chunking
 
     def tie(self, held: dict[Any, Array], /) -> dict[Any, Array]:
         """Tie what is read next: neither it nor a hop of it may start before the last read."""
@@ -156,7 +156,7 @@ def read_slices(arrivals: Reads, parts: list[Array], send: Callable[[Array], Arr
 class Arrivals:
     """The results of all readers while pieces of their operand arrive."""
 
-    def __init__(self, readers: Sequence[Reader], dim: int, cut: Cut, keep: bool):
+    def __init__(self, readers: Sequence[Reader], dim: int, cut: Chunking, keep: bool):
         assert readers
         self.readers, self.dim, self.cut, self.keep = list(readers), dim, cut, keep
         self.results: list[Array] = []  # a reader's each, once the first piece is read

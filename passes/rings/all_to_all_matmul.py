@@ -49,7 +49,7 @@ from jax import Array, lax
 
 from jaxoverlap.passes.rings import chunks, orders
 from jaxoverlap.passes.rings.all_gather_matmul import Arrivals, Reader, read_slices
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Hops, Products, Term
 from jaxoverlap.plan.plan import Variant
 
@@ -91,8 +91,8 @@ def all_to_all_matmul(
     """
     assert dim != wanted
     _check(variant)
-    arrivals = Arrivals(readers, dim, Cut(axis_size, variant.slices, outer), keep)
-    split = Cut(axis_size, 1, wanted_outer)
+    arrivals = Arrivals(readers, dim, Chunking(axis_size, variant.slices, outer), keep)
+    split = Chunking(axis_size, 1, wanted_outer)
     pieces = [chunks.take(shard, dim, arrivals.cut.shard(), piece=j) for j in range(variant.slices)]
     if variant.style == "sliced":
         read_slices(
@@ -148,8 +148,8 @@ def matmul_all_to_all(
     """
     assert dim != wanted
     _check(variant)
-    products = Products(terms, wanted, Cut(axis_size, variant.slices, wanted_outer))
-    cut, shard_cut = Cut(axis_size, 1, outer), products.cut.shard()
+    products = Products(terms, wanted, Chunking(axis_size, variant.slices, wanted_outer))
+    cut, shard_cut = Chunking(axis_size, 1, outer), products.cut.shard()
     if variant.style == "sliced":
         return chunks.join(_slices(products, dim, cut, axis, dtype), wanted, shard_cut)
     steps = orders.scatter_steps("direct", axis_size)
@@ -173,16 +173,16 @@ def matmul_all_to_all(
     return chunks.join([results[j] for j in range(variant.slices)], wanted, shard_cut)
 
 
-def _place(result: Array | None, part: Array, dim: int, cut: Cut, chunk: Any) -> Array:
+def _place(result: Array | None, part: Array, dim: int, cut: Chunking, chunk: Any) -> Array:
     """Write one chunk into the result."""
     if result is None:
         result = chunks.room(part, dim, cut, chunk)
     return chunks.put(result, part, dim, cut, chunk)
 
 
-def _slices(products: Products, dim: int, cut: Cut, axis: str, dtype: Any) -> list[Array]:
+def _slices(products: Products, dim: int, cut: Chunking, axis: str, dtype: Any) -> list[Array]:
     """Exchange each slice as a whole, under the matmul of the next slice."""
-    split = Cut(products.cut.chunks, 1, products.cut.outer)
+    split = Chunking(products.cut.chunks, 1, products.cut.outer)
     results: list[Array] = []
     product = products.multiply(None, 0, dtype)
     for j in range(1, products.cut.pieces):

@@ -44,7 +44,7 @@ def tied[Tree](values: Tree, tie: Callable[[Tree], Tree] = lax.optimization_barr
 
 
 @dataclass(frozen=True)
-class Cut:
+class Chunking:
     """The cut of a dim into chunks and pieces; see the module.
 
     Attributes:
@@ -72,12 +72,12 @@ class Cut:
             )
         return whole // parts
 
-    def shard(self) -> Cut:
+    def shard(self) -> Chunking:
         """Return the cut of a dim that holds one chunk only."""
         return replace(self, chunks=1)
 
 
-def take(array: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) -> Array:
+def take(array: Array, dim: int, cut: Chunking, chunk: Any = None, piece: int = 0) -> Array:
     """Take one piece of one chunk along a dim; of every chunk, in order, if `chunk` is None."""
     size = cut.size(array.shape[dim])
     if chunk is None and cut.pieces == 1:
@@ -91,7 +91,9 @@ def take(array: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) ->
     return taken.reshape(_with(array.shape, dim, _count(cut, chunk) * size))
 
 
-def put(array: Array, part: Array, dim: int, cut: Cut, chunk: Any = None, piece: int = 0) -> Array:
+def put(
+    array: Array, part: Array, dim: int, cut: Chunking, chunk: Any = None, piece: int = 0
+) -> Array:
     """Replace what `take` takes of an array by `part`."""
     size = cut.size(array.shape[dim])
     if chunk is None and cut.pieces == 1:
@@ -105,7 +107,7 @@ def put(array: Array, part: Array, dim: int, cut: Cut, chunk: Any = None, piece:
     return whole.reshape(array.shape)
 
 
-def room(part: Array, dim: int, cut: Cut, chunk: Any = None) -> Array:
+def room(part: Array, dim: int, cut: Chunking, chunk: Any = None) -> Array:
     """Make zeros for all chunks and pieces, of which `part` is one to `put`."""
     size = part.shape[dim] // _count(cut, chunk)
     whole = cut.outer * cut.chunks * cut.pieces * size
@@ -123,7 +125,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, after: Array) -> Array:
     return jnp.full(shape, zero)
 
 
-def join(parts: list[Array], dim: int, cut: Cut) -> Array:
+def join(parts: list[Array], dim: int, cut: Chunking) -> Array:
     """Join all pieces of one chunk, in order."""
     if len(parts) == 1:
         return parts[0]
@@ -137,7 +139,7 @@ def join(parts: list[Array], dim: int, cut: Cut) -> Array:
 # -- whole collectives ----------------------------------------------------------------------------
 
 
-def gather(part: Array, dim: int, axis: str, cut: Cut, *, invarying: bool = False) -> Array:
+def gather(part: Array, dim: int, axis: str, cut: Chunking, *, invarying: bool = False) -> Array:
     """Gather all devices' parts of a dim: view(outer, size) -> view(outer, chunks, size).
 
     Under `check_vma` only an `invarying` one has a type that says it is alike on all devices.
@@ -150,7 +152,7 @@ def gather(part: Array, dim: int, axis: str, cut: Cut, *, invarying: bool = Fals
     return whole.reshape(_with(part.shape, dim, cut.chunks * part.shape[dim]))
 
 
-def scatter(part: Array, dim: int, axis: str, cut: Cut) -> Array:
+def scatter(part: Array, dim: int, axis: str, cut: Chunking) -> Array:
     """Scatter all devices' sum, a chunk each: view(outer, chunks, size) -> view(outer, size)."""
     if cut.outer == 1:
         return lax.psum_scatter(part, axis, scatter_dimension=dim, tiled=True)
@@ -159,7 +161,9 @@ def scatter(part: Array, dim: int, axis: str, cut: Cut) -> Array:
     return mine.reshape(_with(part.shape, dim, part.shape[dim] // cut.chunks))
 
 
-def exchange(part: Array, dim: int, cut: Cut, wanted: int, wanted_cut: Cut, axis: str) -> Array:
+def exchange(
+    part: Array, dim: int, cut: Chunking, wanted: int, wanted_cut: Chunking, axis: str
+) -> Array:
     """Exchange a dim that is sharded for one that is wanted so.
 
     `dim`: view(outer, size) -> view(outer, chunks, size); `wanted` the other way round.
@@ -180,7 +184,7 @@ def exchange(part: Array, dim: int, cut: Cut, wanted: int, wanted_cut: Cut, axis
 
 
 def _window(
-    array: Array, dim: int, cut: Cut, chunk: Any, piece: int
+    array: Array, dim: int, cut: Chunking, chunk: Any, piece: int
 ) -> tuple[Array, list[Any], list[int]]:
     """Return the view of an array, and the start and the size of a piece in it."""
     size = cut.size(array.shape[dim])
@@ -191,7 +195,7 @@ def _window(
     return view, starts, sizes
 
 
-def _starts(array: Array, dim: int, cut: Cut, chunk: Any, piece: int, size: int) -> list[Any]:
+def _starts(array: Array, dim: int, cut: Chunking, chunk: Any, piece: int, size: int) -> list[Any]:
     """Return the start of a piece in each dim."""
     starts: list[Any] = [np.int32(0)] * array.ndim
     starts[dim] = np.int32(piece * size)
@@ -203,7 +207,7 @@ def _starts(array: Array, dim: int, cut: Cut, chunk: Any, piece: int, size: int)
     return starts
 
 
-def _count(cut: Cut, chunk: Any) -> int:
+def _count(cut: Chunking, chunk: Any) -> int:
     """Count the runs of one piece's size that are taken: `outer`, times all chunks for None."""
     return cut.outer * (cut.chunks if chunk is None else 1)
 

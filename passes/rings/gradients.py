@@ -30,7 +30,7 @@ from jaxoverlap.passes.analysis.einsum import Einsum, Side
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.all_gather_matmul import Reader, all_gather_matmul
 from jaxoverlap.passes.rings.all_to_all_matmul import all_to_all_matmul, matmul_all_to_all
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_all_reduce import matmul_all_reduce
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.passes.rings.query_split import attend_and_project, attend_and_project_backward
@@ -161,7 +161,7 @@ def reduced(how: RingMatmul, x: Array, w: Array) -> Array:
 
 def _reduced_backward(how: RingMatmul, operands: tuple, dy: Array) -> tuple[Array, Array]:
     # Each device's result depends on every device's sums: `psum`, too, has `psum` as its transpose.
-    mine = chunks.scatter(dy, how.y.index(how.moved), how.axis, Cut(how.axis_size))
+    mine = chunks.scatter(dy, how.y.index(how.moved), how.axis, Chunking(how.axis_size))
     return _scattered_backward(how, operands, mine)
 
 

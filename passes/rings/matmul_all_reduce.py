@@ -23,7 +23,7 @@ from typing import Any
 from jax import Array
 
 from jaxoverlap.passes.rings import chunks
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_reduce_scatter import Term, matmul_reduce_scatter
 from jaxoverlap.plan.plan import Variant
 
@@ -59,4 +59,6 @@ def matmul_all_reduce(
     scattered = matmul_reduce_scatter(
         terms, dim=dim, axis=axis, axis_size=axis_size, dtype=dtype, variant=variant, outer=outer
     )
-    return chunks.gather(scattered, dim, axis, Cut(axis_size, outer=outer), invarying=invarying)
+    return chunks.gather(
+        scattered, dim, axis, Chunking(axis_size, outer=outer), invarying=invarying
+    )

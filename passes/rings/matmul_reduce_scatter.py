@@ -42,7 +42,7 @@ from jax import Array, lax
 from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.rings import chunks, orders
 from jaxoverlap.passes.rings.all_gather_matmul import LocalDot, wide
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.plan.plan import Variant
 
 Kept = dict[int, Array]
@@ -93,7 +93,7 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: if a chunk does not divide into the variant's slices.
     """
-    products = Products(terms, dim, Cut(axis_size, variant.slices, outer))
+    products = Products(terms, dim, Chunking(axis_size, variant.slices, outer))
     return scatter_under(products, axis, dtype, variant)
 
 
@@ -101,7 +101,7 @@ class Computes(Protocol):
     """The source of a result's partial sums, a piece of a chunk at a time: `Products` is one."""
 
     dim: int
-    cut: Cut
+    cut: Chunking
 
     def tie[Tree](self, leaving: Tree, /) -> Tree:
         """Tie what is about to leave to the next piece: neither may start before the other."""
@@ -192,7 +192,7 @@ class Hops:
 class Products:
     """The sum of all terms, a piece of a chunk at a time."""
 
-    def __init__(self, terms: Sequence[Term], dim: int, cut: Cut):
+    def __init__(self, terms: Sequence[Term], dim: int, cut: Chunking):
         assert terms
         self.terms, self.dim, self.cut = list(terms), dim, cut
 

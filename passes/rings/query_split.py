@@ -46,7 +46,7 @@ from jax import Array, lax
 
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.all_gather_matmul import gather_under
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.passes.rings.matmul_reduce_scatter import scatter_under
 from jaxoverlap.passes.rings.ring_attention import SCORES, TO_KEY, TO_QUERY, Attention, dot
 
@@ -90,7 +90,7 @@ class _Slices:
 
     def __init__(self, how: Attention, q: Array, k: Array, v: Array, wo: Array):
         self.how, self.q, self.k, self.v, self.wo = how, q, k, v, wo
-        self.dim, self.cut = _SEQUENCE, Cut(how.axis_size, how.variant.slices)
+        self.dim, self.cut = _SEQUENCE, Chunking(how.axis_size, how.variant.slices)
 
     def tie[Tree](self, leaving: Tree) -> Tree:
         """Tie what leaves to the queries that are sliced next: neither starts before the other."""

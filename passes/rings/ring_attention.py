@@ -38,7 +38,7 @@ from jax import Array, lax
 
 from jaxoverlap.passes.rings import chunks, orders
 from jaxoverlap.passes.rings.all_gather_matmul import wide
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from jaxoverlap.plan.plan import Variant
 
 Pair = tuple[Array, Array]
@@ -121,7 +121,7 @@ class _Travel:
     """Keys and values on their way: each piece is sent on under the matmuls that read it."""
 
     def __init__(self, how: Attention, k: Array, v: Array):
-        self.how, self.cut = how, Cut(1, how.variant.slices)
+        self.how, self.cut = how, Chunking(1, how.variant.slices)
         self.size = k.shape[_SEQUENCE]
         self.rank = lax.axis_index(how.axis)
         self.held: dict[tuple[int, int], Pair] = {}  # by chunk and piece
@@ -190,7 +190,7 @@ class _Home:
 
     def finish(self) -> Pair:
         """Return the own chunk's sums, whole."""
-        cut = Cut(1, self.how.variant.slices)
+        cut = Chunking(1, self.how.variant.slices)
         pairs = [_add(self.sums[j], self.landed.get(j)) for j in sorted(self.sums)]
         to_k, to_v = (
             chunks.join(list(parts), _SEQUENCE, cut) for parts in zip(*pairs, strict=True)

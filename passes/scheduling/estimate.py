@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import joined, moved
-from jaxoverlap.passes.scheduling.kernels import LOOPS, Kernels, turned_bytes
-from jaxoverlap.passes.scheduling.list_schedule import Rule, Turn, list_schedule, order_outcome
+from jaxoverlap.passes.scheduling.kernels import Kernels, turned_bytes
+from jaxoverlap.passes.scheduling.list_schedule import (
+    Rule,
+    Turn,
+    list_schedule,
+    order_outcome,
+    waits,
+)
 from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.replay import group_of
+from jaxoverlap.simulation.streams import stream
 from jaxoverlap.simulation.timeline import NETWORK, NVLINK
 
 _LEADS: tuple[tuple[float, Turn], ...] = (
@@ -59,14 +65,16 @@ class Estimate:
         return self.step_s - self.compute_s
 
 
-def estimate(module: hlo.Module, cost: CostModel) -> Estimate:
+def estimate(module: hlo.Module, cost: CostModel, *, nvlink_stream: bool = False) -> Estimate:
     """Estimate how long a partitioned module takes on a cluster, in a good order.
 
     Args:
         module: from `partitioned.Picture`.
         cost: the cost model of the cluster.
+        nvlink_stream: whether NVLink's collectives get a stream of their own (`flags/required.py`);
+            else all collectives share one.
     """
-    return _Estimator(module, cost).computation(module.entry)
+    return _Estimator(module, cost, nvlink_stream).computation(module.entry)
 
 
 _NOTHING = Estimate(0.0, 0.0, {}, {})
@@ -88,8 +96,8 @@ def _added(one: Estimate, other: Estimate, times: int = 1) -> Estimate:
 class _Estimator:
     """The estimator of one module on one cluster."""
 
-    def __init__(self, module: hlo.Module, cost: CostModel):
-        self._module, self._cost = module, cost
+    def __init__(self, module: hlo.Module, cost: CostModel, nvlink_stream: bool):
+        self._module, self._cost, self._nvlink_stream = module, cost, nvlink_stream
         sums = not cost.on_cpus
         found = moved(module) if sums else collectives(module)
         sent = {(c.computation, c.name): c for c in found}
@@ -109,16 +117,17 @@ class _Estimator:
         for i in body:
             needs = tuple(dict.fromkeys(places[n.partition("#")[0]] for n in i.operands))
             if (c := self._collectives.get((name, i.name))) is not None:
-                lane, seconds, sms = self._link(c)
+                flight, sms = self._flight(c)
+                lane, seconds = flight.lane, flight.seconds
                 flights[len(tasks)] = i.name
-                tasks.append(Task(needs, flight=Flight(lane, seconds)))
+                tasks.append(Task(needs, flight=flight))
                 tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
                 if turned := turned_bytes(i, kernels):
                     tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(turned)))
                 own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
                 total = _added(total, own)
                 slowed_s += seconds * sms / self._cost.cluster.chip.num_sms
-            elif i.opcode in LOOPS:
+            elif i.opcode in hlo.CONTROL_FLOW:
                 inner = self._called(i)
                 total = _added(total, replace(inner, step_s=0.0, compute_s=0.0))
                 tasks.append(Task(needs, seconds=inner.step_s))
@@ -155,7 +164,7 @@ class _Estimator:
         step_s, order = min(timed, key=lambda one: one[0])
         wire_s = sum(task.flight.seconds for task in tasks if task.flight)
         hidden = 1 - min((step_s - compute_s) / wire_s, 1.0) if wire_s else 0.0
-        waited_s = {(name, flights[i]): seconds for i, seconds in _waits(problem, order).items()}
+        waited_s = {(name, flights[i]): seconds for i, seconds in waits(problem, order).items()}
         return replace(
             total,
             step_s=step_s + hidden * max(slowed_s, 0.0),
@@ -173,37 +182,12 @@ class _Estimator:
             lambda so_far, name: _added(so_far, self.computation(name), times), called, _NOTHING
         )
 
-    def _link(self, c: Collective) -> tuple[str, float, float]:
-        """Return the lane of a collective, its seconds, and the SMs that it takes."""
+    def _flight(self, c: Collective) -> tuple[Flight, float]:
+        """Return the flight of a collective, and the SMs that it takes."""
         cluster = self._cost.cluster
         group = group_of(replace(c, by_copy=c.kind == PERMUTE), self._module.num_devices, cluster)
         seconds = self._cost.collective_s(c.kind, c.bytes_moved, group)
         sms = self._cost.share(c.kind, c.bytes_moved, group).sms
-        return NETWORK if group.domains > 1 else NVLINK, seconds, sms
-
-
-def _waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
-    """Return the seconds for which the kernels wait for each start of an order.
-
-    A wait counts for the collectives that run meanwhile on the lane of the one awaited.
-    """
-    now, lanes, waited = 0.0, defaultdict[str, list[tuple[float, float, int]]](list), {}
-    for index in order:
-        task = problem.tasks[index]
-        if task.flight:
-            lane = lanes[task.flight.lane]
-            begin = max(now, lane[-1][1]) if lane else now
-            lane.append((begin, begin + task.flight.seconds, index))
-            waited[index] = 0.0
-        elif task.awaits is not None:
-            flight = problem.tasks[task.awaits].flight
-            assert flight is not None
-            lane = lanes[flight.lane]
-            until = next(end for _, end, start in reversed(lane) if start == task.awaits)
-            for begin, end, start in reversed(lane):
-                if end <= now:
-                    break
-                waited[start] += max(min(end, until) - max(begin, now), 0.0)
-            now = max(now, until)
-        now += task.seconds
-    return waited
+        lane = NETWORK if group.domains > 1 else NVLINK
+        own = stream(scale_up=self._nvlink_stream and lane == NVLINK)
+        return Flight(lane, seconds, None if self._cost.on_cpus else own), sms

@@ -14,7 +14,6 @@ from jaxoverlap.plan.collectives import OPCODES
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.hlo_work import work
 
-LOOPS = ("while", "call", "conditional")
 _FREE = (
     *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "reshape", "opt-barrier"),
     *("partition-id", "replica-id", "after-all", "iota", "add-dependency"),
@@ -94,7 +93,9 @@ class Kernels:
         return made is not None and made.opcode == "dot"
 
     def _fuses(self, i: hlo.Instruction) -> bool:
-        return i.opcode not in (*_FREE, *_OWN_KERNELS, *LOOPS) and i.opcode not in OPCODES
+        return (
+            i.opcode not in (*_FREE, *_OWN_KERNELS, *hlo.CONTROL_FLOW) and i.opcode not in OPCODES
+        )
 
     def _ends(self, i: hlo.Instruction) -> bool:
         """Return whether a kernel ends at an instruction: somebody reads its value from memory."""

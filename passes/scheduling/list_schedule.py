@@ -2,9 +2,10 @@
 
 Plain values, no XLA: `passes/scheduling/reorder.py` makes them of a computation. A list scheduler
 after Graham (1966), with one lane that computes and one for each class of links: it walks through
-time, and always takes the first task of XLA's order that can run. Two things differ from XLA's own.
-A start is issued as soon as its values are there and its turn has come, so that what it hides
-behind comes after it. And while a collective is on its way, whatever else is ready may run; where a
+time, and always takes the first task of XLA's order that can run. A collective waits for those
+before it on its link and on its communication stream. Two things differ from XLA's own. A start is
+issued as soon as its values are there and its turn has come, so that what it hides behind comes
+after it. And while a collective is on its way, whatever else is ready may run; where a
 rule says so (`turn`), what the longest path to the end hangs on goes first, and all else is kept
 for the waits (Hu, Operations Research 9, 1961).
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxoverlap.passes.scheduling.feeding import Feeding
+from jaxoverlap.passes.scheduling.synchronous import synchronous
 from jaxoverlap.passes.scheduling.tasks import Problem, Task
 
 # A turn says what computes next: the first of XLA's order; the first of it that is ready; of those
@@ -26,6 +28,7 @@ from jaxoverlap.passes.scheduling.tasks import Problem, Task
 # collective, either at once or after a short wait for one that sets off the next one sooner.
 Turn = Literal["first", "ready", "path", "feed", "wait"]
 
+_NONE = frozenset[int]()
 _IDLE = 0.25  # of the task that would run instead: the longest such wait
 
 
@@ -56,17 +59,23 @@ class OrderOutcome:
         seconds: from the first task to the end of the last, collectives included.
         peak_bytes: the most that is live at a time; operands of the computation not counted.
         bare: starts of collectives with no matmul before their done.
+        clashes: how often a collective meets one on its way that it must not run beside.
     """
 
     seconds: float
     peak_bytes: int
     bare: tuple[int, ...]
+    clashes: int = 0
 
 
 def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
-    """Predict an order's seconds and peak memory. Each lane carries one collective at a time."""
-    clock, memory = _Clock(), _Memory(problem)
+    """Predict an order's seconds and peak memory: one collective at a time on a link or a stream.
+
+    Those that XLA makes synchronous wait for no stream.
+    """
+    clock, memory = _Clock(frozenset(synchronous(problem, order).values())), _Memory(problem)
     matmuls, bare, at = 0, list[int](), dict[int, int]()
+    flying, clashes = set[int](), 0
     for index in order:
         task = problem.tasks[index]
         clock.run(index, task)
@@ -75,17 +84,39 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
         at[index] = matmuls
         if task.awaits is not None and at[task.awaits] == matmuls:
             bare.append(task.awaits)
-    return OrderOutcome(max(clock.now, *clock.busy_until.values(), 0.0), memory.peak, tuple(bare))
+        clashes += len(problem.apart.get(index, _NONE) & flying)
+        flying ^= {index} if task.flight else {task.awaits} if task.awaits is not None else _NONE
+    seconds = max(clock.now, *clock.arrives.values(), 0.0)
+    return OrderOutcome(seconds, memory.peak, tuple(bare), clashes)
 
 
 def on_the_way(problem: Problem, order: Sequence[int]) -> int:
     """Count the most collectives of an order in flight at a time, on a link or waiting for it."""
-    clock, most = _Clock(), 0
+    clock, most = _Clock(frozenset(synchronous(problem, order).values())), 0
     for index in order:
         clock.run(index, problem.tasks[index])
         if problem.tasks[index].flight:
             most = max(most, sum(arrives > clock.now for arrives in clock.arrives.values()))
     return most
+
+
+def waits(problem: Problem, order: Sequence[int]) -> dict[int, float]:
+    """Return the seconds for which the kernels wait for each start of an order.
+
+    A wait counts for the collectives that run meanwhile and that the one awaited stands behind, on
+    its link or on its stream.
+    """
+    clock, waited = _Clock(), dict[int, float]()
+    for index in order:
+        task = problem.tasks[index]
+        if task.flight:
+            waited[index] = 0.0
+        start = task.awaits
+        while start is not None and clock.arrives[start] > clock.now:
+            waited[start] += clock.arrives[start] - clock.begins(start, clock.now)
+            start = clock.behind[start]
+        clock.run(index, task)
+    return waited
 
 
 def live_bytes(problem: Problem, order: Sequence[int]) -> Iterator[int]:
@@ -114,14 +145,20 @@ def earlier(problem: Problem, order: Sequence[int], start: int) -> list[int]:
 def _late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:
     """Yield all tasks: the anchors in order, each other just before the first that needs it.
 
-    So a done waits no sooner than it must, however wrong the predicted seconds are.
+    So a done waits no sooner than it must, however wrong the predicted seconds are; but for one
+    that must not be on its way beside what comes next.
     """
     emitted: set[int] = set()
+    done_of = {task.awaits: i for i, task in enumerate(problem.tasks) if task.awaits is not None}
     rest = [i for i, task in enumerate(problem.tasks) if not task.anchored]
     for index in (*anchors, *rest):
         stack = [index]
         while stack:
-            missing = [n for n in problem.tasks[stack[-1]].needs if n not in emitted]
+            at = stack[-1]
+            needs = problem.tasks[at].needs
+            avoided = (done_of[n] for n in problem.apart.get(at, _NONE) & emitted & done_of.keys())
+            needs += tuple(d for d in avoided if emitted.issuperset(problem.tasks[d].needs))
+            missing = [n for n in needs if n not in emitted]
             if missing:
                 stack += sorted(missing, reverse=True)
                 continue
@@ -134,18 +171,27 @@ def _late(problem: Problem, anchors: Sequence[int]) -> Iterator[int]:
 class _Clock:
     """The clock, as tasks are put one after the other."""
 
+    synchronous: frozenset[int] = frozenset()  # starts on the stream of the kernels
     now: float = 0.0
-    busy_until: dict[str, float] = field(default_factory=dict)  # by lane
+    last: dict[str | int, int] = field(default_factory=dict)  # start, by link and by stream
     arrives: dict[int, float] = field(default_factory=dict)  # by start
+    behind: dict[int, int | None] = field(default_factory=dict)  # the start that one waits for
 
     def run(self, index: int, task: Task) -> None:
-        if task.flight:
-            begins = max(self.now, self.busy_until.get(task.flight.lane, 0.0))
-            self.arrives[index] = begins + task.flight.seconds
-            self.busy_until[task.flight.lane] = self.arrives[index]
+        if flight := task.flight:
+            queues = (flight.lane,) if index in self.synchronous else flight.queues
+            before = [self.last[queue] for queue in queues if queue in self.last]
+            self.behind[index] = max(before, key=self.arrives.__getitem__, default=None)
+            self.arrives[index] = self.begins(index, self.now) + flight.seconds
+            self.last.update(dict.fromkeys(queues, index))
         elif task.awaits is not None:
             self.now = max(self.now, self.arrives[task.awaits])
         self.now += task.seconds
+
+    def begins(self, start: int, now: float) -> float:
+        """Return when a collective is on its link, if not before now."""
+        at = self.behind[start]
+        return now if at is None else max(now, self.arrives[at])
 
 
 class _Memory:
@@ -193,7 +239,8 @@ class _Scheduler:
         self._starts: list[tuple[float, int]] = []  # those that are ready, the most urgent first
         self._ready: list[int] = []  # those that compute, the first to run first
         self._flying: list[tuple[float, int]] = []  # ready dones, by arrival
-        self._on_the_way = 0
+        self._on_the_way = set[int]()
+        self._apart = problem.apart
         self._next = 0  # the first task of XLA's order that computes and has not run
         self._done = [False] * len(self._tasks)
         self._order: list[int] = []
@@ -240,7 +287,10 @@ class _Scheduler:
             self._clock.run(at, task)
             self._memory.run(task)
             self._computed += task.seconds
-            self._on_the_way += (task.flight is not None) - (task.awaits is not None)
+            if task.flight:
+                self._on_the_way.add(at)
+            elif task.awaits is not None:
+                self._on_the_way.discard(task.awaits)
             self._done[at] = True
             if self._feeding:
                 self._feeding.run(at)
@@ -267,7 +317,8 @@ class _Scheduler:
         assert flight
         lead_s = self._rule.leads[flight.lane] * flight.seconds
         return (
-            self._on_the_way < self._rule.in_flight
+            len(self._on_the_way) < self._rule.in_flight
+            and self._apart.get(index, _NONE).isdisjoint(self._on_the_way)
             and deadline - self._computed <= lead_s
             and self._fits(index)
         )

@@ -13,8 +13,6 @@ from jaxoverlap.passes.scheduling.buffers import Buffers, leaves, root
 from jaxoverlap.passes.scheduling.list_schedule import Problem, Task, live_bytes
 from jaxoverlap.simulation import hlo
 
-CALLS = ("while", "conditional", "call")  # the opcodes that run other computations
-
 
 def rooms(
     module: hlo.Module,
@@ -60,7 +58,7 @@ def _innermost_first(module: hlo.Module, computation: str) -> dict[str, None]:
 
 
 def _called(instruction: hlo.Instruction) -> tuple[str, ...]:
-    return instruction.called if instruction.opcode in CALLS else ()
+    return instruction.called if instruction.opcode in hlo.CONTROL_FLOW else ()
 
 
 def _live(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -30,18 +29,18 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     on_the_way,
     order_outcome,
 )
-from jaxoverlap.passes.scheduling.memory_limits import CALLS, rooms
+from jaxoverlap.passes.scheduling.memory_limits import rooms
 from jaxoverlap.passes.scheduling.synchronous import ahead, as_compiled
 from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import ModuleCosts
+from jaxoverlap.simulation.streams import apart
 
 SAME = 1e-4  # relative: predictions that differ by less do not tell two orders apart
 _LEADS = (1.0, 2.0, 8.0, math.inf)
 _LEAN: tuple[Turn, ...] = ("path", "feed", "wait")  # turns that a lower ceiling makes need less
 _LOWER = (0.85, 0.7, 0.55, 0.45)  # of the ceiling
 _MEMORY = 0.01  # of its time: what an order may take longer for all the memory that is allowed
-_NAMES = re.compile(r"%?([\w.\-]+)")
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,13 @@ class _Walk:
                 task = replace(task, awaits=needs[0])
             tasks.append(task)
         kept = frozenset(leaves(own_buffers.values[root(self._module, computation).name]))
-        return Problem(tuple(tasks), tuple(own_buffers.bytes), kept)
+        asynchronous = [self._prices.asynchronous(computation, i) for i in body]
+        separate = apart(asynchronous, self._module.num_devices)
+        return Problem(tuple(tasks), tuple(own_buffers.bytes), kept, separate)
 
     def _task(self, computation: str, instruction: hlo.Instruction) -> Task:
         """Make the task of an instruction, but for what it needs and holds."""
-        if instruction.opcode in CALLS:
+        if instruction.opcode in hlo.CONTROL_FLOW:
             inner = [self.outcome(name) for name in instruction.called]
             times = instruction.trip_count or 1 if instruction.opcode == "while" else 1
             most = sum if instruction.opcode == "while" else max
@@ -149,7 +150,7 @@ class _Walk:
         if collective := self._prices.collectives.get((computation, instruction.name)):
             lane, seconds, _ = self._prices.link(collective)
             if collective.asynchronous:
-                return Task(flight=Flight(lane, seconds))
+                return Task(flight=Flight(lane, seconds, self._prices.stream(collective)))
             return Task(seconds=seconds)
         if kernel := self._prices.works(computation).get(instruction.name):
             work, *_ = kernel
@@ -193,7 +194,11 @@ def best(
         return round(outcome.seconds * worth / unit), len(outcome.bare), outcome.peak_bytes
 
     def cheapest(several: Sequence[_Ordered]) -> _Ordered:
-        allowed = [one for one in several if one[1].peak_bytes <= ceiling_bytes]
+        allowed = [
+            (order, outcome)
+            for order, outcome in several
+            if outcome.peak_bytes <= ceiling_bytes and outcome.clashes <= orders[0][1].clashes
+        ]
         return min(allowed or several[:1], key=cost)
 
     chosen = cheapest(orders)
@@ -235,5 +240,4 @@ def reordered(module: hlo.Module, orders: Mapping[str, NewOrder]) -> hlo.Module:
 
 def _needs(instruction: hlo.Instruction) -> list[str]:
     """List the names of what an instruction waits for, for its value or by control."""
-    control = instruction.attribute("control-predecessors")
-    return [*instruction.operands, *_NAMES.findall(control.strip("{}"))]
+    return [*instruction.operands, *instruction.control]

@@ -25,6 +25,7 @@ from jaxoverlap.passes.scheduling.reorder import SAME, NewOrder, reordered, sche
 from jaxoverlap.passes.scheduling.source_lines import SourceLines
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import replay
+from jaxoverlap.simulation.streams import scheduled_module
 from jaxoverlap.simulation.timeline import Timeline
 
 
@@ -130,7 +131,7 @@ class SchedulerCallback:
         """Return the orders that make a module's step faster; none if XLA's is as fast."""
         began = time.perf_counter()
         options, cost = self._options, self._cost
-        module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
+        module = replace(scheduled_module(text), num_devices=cost.cluster.num_devices)
         new_orders = schedule(module, cost, **dataclasses.asdict(options))
         xla = replay(module, cost)
         kept, step, reason = _faster(module, new_orders, xla, cost)

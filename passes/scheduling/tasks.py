@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxoverlap.passes.scheduling.feeding import starts_fed
 
 
 @dataclass(frozen=True)
 class Flight:
-    """The collective that a start sets off: the lane that it takes, and for how long."""
+    """The collective that a start sets off.
+
+    Attributes:
+        lane: the link that it takes.
+        seconds: for how long.
+        stream: the communication stream that it waits its turn on; None for none.
+    """
 
     lane: str
     seconds: float
+    stream: int | None = None
+
+    @property
+    def queues(self) -> tuple[str | int, ...]:
+        """Return what carries one collective at a time: its link and its stream."""
+        return (self.lane,) if self.stream is None else (self.lane, self.stream)
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,14 @@ class Problem:
         tasks: each needs only earlier ones.
         buffer_bytes: size of each buffer.
         kept: buffers that are still needed when the computation ends.
+        apart: the starts that must not be on their way when a task runs, by the task, which is a
+            start or runs some inside (`streams.apart`).
     """
 
     tasks: tuple[Task, ...]
     buffer_bytes: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
+    apart: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     # Every rule asks for these, so they are worked out once.
 

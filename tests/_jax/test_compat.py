@@ -45,7 +45,8 @@ def test_jitted_functions_are_recognized():
 
 
 def test_infer_gives_the_equations_parameters():
-    params, flat, out_tree = jits.infer(jax.jit(product), (X, W), {})
+    call = jits.infer(jax.jit(product), (X, W), {})
+    params, flat, out_tree = call.params, call.flat, call.out_tree
     missing = {
         "jaxpr",
         "name",
@@ -65,13 +66,13 @@ def test_infer_gives_the_equations_parameters():
 def test_infer_gives_one_jaxpr_a_signature():
     """The identity of the jaxpr is the key under which a rewritten step is kept."""
     jitted = jax.jit(product)
-    first = jits.infer(jitted, (X, W), {})[0]["jaxpr"]
-    assert jits.infer(jitted, (2 * X, W), {})[0]["jaxpr"] is first, "jit traced again"
+    first = jits.infer(jitted, (X, W), {}).params["jaxpr"]
+    assert jits.infer(jitted, (2 * X, W), {}).params["jaxpr"] is first, "jit traced again"
     struct = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    assert jits.infer(jitted, (struct, W), {})[0]["jaxpr"] is first
+    assert jits.infer(jitted, (struct, W), {}).params["jaxpr"] is first
     assert jitted.trace(X, W).jaxpr is first, "trace() no longer shares the call's jaxpr"
-    assert jits.infer(jitted, (X[:8], W), {})[0]["jaxpr"] is not first
-    placed = (jits.infer(jitted, (jax.device_put(X, s), W), {})[0] for s in (ROWS, COLUMNS))
+    assert jits.infer(jitted, (X[:8], W), {}).params["jaxpr"] is not first
+    placed = (jits.infer(jitted, (jax.device_put(X, s), W), {}).params for s in (ROWS, COLUMNS))
     one, other = (params["jaxpr"] for params in placed)
     assert one is other, "jit traces again for another placement on one mesh"
 
@@ -79,7 +80,8 @@ def test_infer_gives_one_jaxpr_a_signature():
 def test_static_arguments_leave_and_constants_stay_in_the_jaxpr():
     captured = jnp.asarray(W)
     jitted = jax.jit(lambda scale, x: scale * x @ captured, static_argnums=0)
-    params, flat, _ = jits.infer(jitted, (3, X), {})
+    call = jits.infer(jitted, (3, X), {})
+    params, flat = call.params, call.flat
     assert len(flat) == len(params["jaxpr"].invars) == 1
     assert flat[0] is X
     assert [c is captured for c in params["jaxpr"].consts] == [True]
@@ -87,16 +89,16 @@ def test_static_arguments_leave_and_constants_stay_in_the_jaxpr():
 
 def test_shardings_of_the_jit_are_namedshardings():
     jitted = jax.jit(product, in_shardings=(ROWS, COLUMNS), out_shardings=COLUMNS)
-    params, _, _ = jits.infer(jitted, (X, W), {})
+    params = jits.infer(jitted, (X, W), {}).params
     assert params["in_shardings"] == (ROWS, COLUMNS)
     assert params["out_shardings"] == (COLUMNS,)
-    free, _, _ = jits.infer(jax.jit(product), (X, W), {})
+    free = jits.infer(jax.jit(product), (X, W), {}).params
     assert not any(isinstance(s, NamedSharding) for s in free["in_shardings"])
 
 
 def test_the_context_mesh_is_a_parameter():
     with jax.set_mesh(MESH):
-        params, _, _ = jits.infer(jax.jit(product), (X, W), {})
+        params = jits.infer(jax.jit(product), (X, W), {}).params
     assert params["ctx_mesh"] == MESH
 
 
@@ -111,14 +113,16 @@ def test_only_committed_arrays_are_bound():
 
 
 def test_a_jit_equation_can_be_called():
-    params, flat, _ = jits.infer(jax.jit(product), (X, W), {})
+    call = jits.infer(jax.jit(product), (X, W), {})
+    params, flat = call.params, call.flat
     np.testing.assert_array_equal(jits.bind_jit(flat, params)[0], X @ W)
     inside = jax.make_jaxpr(lambda x, w: jits.bind_jit([x, w], params))(X, W)
     assert [e.primitive.name for e in inside.eqns] == ["jit"]
 
 
 def test_another_jaxpr_in_the_equation_is_what_runs():
-    params, flat, _ = jits.infer(jax.jit(product), (X, W), {})
+    call = jits.infer(jax.jit(product), (X, W), {})
+    params, flat = call.params, call.flat
     other = jax.jit(lambda x, w: 2 * (x @ w)).trace(X, W).jaxpr
     changed = jits.with_jaxpr(params, other, {})
     np.testing.assert_array_equal(jits.bind_jit(flat, changed)[0], 2 * (X @ W))
@@ -127,7 +131,7 @@ def test_another_jaxpr_in_the_equation_is_what_runs():
 
 def test_compiler_options_are_pairs_and_the_jits_own_win():
     jitted = jax.jit(product, compiler_options={"a": "theirs"})
-    params, _, _ = jits.infer(jitted, (X, W), {})
+    params = jits.infer(jitted, (X, W), {}).params
     assert dict(params["compiler_options_kvs"]) == {"a": "theirs"}
     merged = jits.with_jaxpr(params, params["jaxpr"], {"a": "ours", "b": "ours"})
     assert dict(merged["compiler_options_kvs"]) == {"a": "theirs", "b": "ours"}

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap._jax import custom_partitioners, jobs
-from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself, rule_of
 from tests.support.pods import needs_plugin
 
@@ -94,7 +94,7 @@ def test_a_process_without_the_python_compiles_the_job(tmp_path):
     """The keys of the job are none of this process's, so that only the answers can serve."""
     lowered = jax.jit(step).lower(*arguments())
     job = jobs.job_of(lowered)
-    with Kernels().lent() as loan:
+    with KnownKernels().lent() as loan:
         compiled = jobs.compile_job(job, jax.devices()[:8], loan.file)
     assert "CustomSPMDPartitioning" not in compiled.text
     plain = lowered.compile().as_text()
@@ -105,7 +105,7 @@ def test_an_answer_that_was_not_recorded_is_an_error(monkeypatch):
     job = jobs.job_of(jax.jit(step).lower(*arguments()))
     monkeypatch.setattr(custom_partitioners, "_given", {"operation 0": {}})
     monkeypatch.setattr(custom_partitioners, "give", lambda answers: None)
-    with Kernels().lent() as loan, pytest.raises(jax.errors.JaxRuntimeError, match="KeyError"):
+    with KnownKernels().lent() as loan, pytest.raises(jax.errors.JaxRuntimeError, match="KeyError"):
         jobs.compile_job(job, jax.devices()[:8], loan.file)
 
 

@@ -131,7 +131,7 @@ def test_plain_and_overlapped_may_call_each_other_inside():
 def test_a_partial_of_a_jit_keeps_its_donation():
     step = jax.jit(lambda scale, x: x * scale, donate_argnums=1)
     x = jax.device_put(np.ones((8, 16), np.float32), X.sharding)
-    with pytest.warns(UserWarning, match="changes nothing"):
+    with pytest.warns(UserWarning, match="rewrites nothing"):
         jaxoverlap.overlap(functools.partial(step, 2.0))(x)
     assert x.is_deleted()
 

@@ -450,7 +450,7 @@ def line_of(mark: str) -> int:
 def test_skip_leaves_one_line_alone(form: str):
     step = overlap(two_lines, skip=[f"{form}{line_of('# the first')}"])
     first, second = step.explain(X, W).entries
-    assert isinstance(first, jaxoverlap.Skip) and "as asked" in first.reason
+    assert isinstance(first, jaxoverlap.Skip) and "by skip=" in first.reason
     assert isinstance(second, jaxoverlap.Decision)
     assert second.source == f"api/{HERE}:{line_of('# the second')}"
     assert hops(step.trace(X, W)) == N - 1
@@ -461,7 +461,7 @@ def test_skip_leaves_one_line_alone(form: str):
 def test_a_step_without_a_ring_says_so_and_runs():
     step = overlap(lambda x: x @ x.T)
     x = jax.device_put(np.ones((16, 32), np.float32), WHOLE)
-    with pytest.warns(UserWarning, match="overlap\\(\\) changes nothing") as caught:
+    with pytest.warns(UserWarning, match="overlap\\(\\) rewrites nothing") as caught:
         check(step(x), np.full((16, 16), 32))
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -471,10 +471,16 @@ def test_a_step_without_a_ring_says_so_and_runs():
 
 def test_it_says_so_once_a_step_and_not_once_a_signature():
     step = overlap(lambda x: x @ x.T)
-    with pytest.warns(UserWarning, match="changes nothing") as caught:
+    with pytest.warns(UserWarning, match="rewrites nothing") as caught:
         for rows in (16, 24, 32):
             step(jax.device_put(np.ones((rows, 32), np.float32), WHOLE))
     assert len(caught) == 1
+
+
+def test_asked_for_no_rings_it_does_not_say_that_there_are_none():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(overlap(two_lines, granularity="plain")(X, W)[0])
 
 
 def test_of_a_long_step_it_names_the_reasons():
@@ -484,7 +490,7 @@ def test_of_a_long_step_it_names_the_reasons():
         return x
 
     x = jax.ShapeDtypeStruct((16, 16), np.float32, sharding=WHOLE)
-    with pytest.warns(UserWarning, match="changes nothing in step; explain") as caught:
+    with pytest.warns(UserWarning, match="rewrites nothing in step; explain") as caught:
         overlap(step).lower(x)
     assert str(caught[0].message).splitlines()[1:] == ["  50 matmuls: no collective"]
 
@@ -524,7 +530,7 @@ def test_on_error_raise_names_the_matmul_and_the_way_out():
 @pytest.mark.usefixtures("broken")
 def test_the_way_out_works():
     sources = [f"api/{HERE}:{line_of(mark)}" for mark in ("# the first", "# the second")]
-    with pytest.warns(UserWarning, match="changes nothing"):
+    with pytest.warns(UserWarning, match="rewrites nothing"):
         check(overlap(two_lines, skip=sources)(X, W)[0])
 
 
@@ -574,6 +580,6 @@ def test_a_lowered_step_can_be_copied():
 
 def test_a_warning_of_lower_points_at_the_caller():
     x = jax.device_put(np.ones((16, 32), np.float32), WHOLE)
-    with pytest.warns(UserWarning, match="changes nothing") as caught:
+    with pytest.warns(UserWarning, match="rewrites nothing") as caught:
         overlap(lambda x: x @ x.T).lower(x)
     assert caught[0].filename == __file__

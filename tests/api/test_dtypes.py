@@ -95,7 +95,7 @@ def test_fractions_with_a_whole_result_are_rounded_as_in_plain(kind: str, dtype:
     plain = of(lax.dot_general)
     if by == "overlap":
         ours = jaxoverlap.overlap(plain)
-        with pytest.warns(UserWarning, match="overlap.. changes nothing"):
+        with pytest.warns(UserWarning, match="overlap.. rewrites nothing"):
             (entry,) = ours.explain(lhs, rhs).entries
         got = ours(lhs, rhs)
     else:

@@ -16,7 +16,7 @@ import jaxoverlap
 from jaxoverlap import Plan
 from tests.support.pods import pytestmark as pods
 
-pytestmark = [*pods, pytest.mark.filterwarnings("ignore:overlap.. changes nothing")]
+pytestmark = [*pods, pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")]
 
 HIDDEN, HEADS, LAYERS = 2048, 16, 2
 

@@ -96,7 +96,7 @@ def test_another_fault_in_another_signature_is_told_too(monkeypatch):
 def test_a_warning_of_ours_that_filters_raise_is_no_fault():
     whole = jax.device_put(X, NamedSharding(MESH, P()))
     step = overlap(lambda x: x @ x.T, on_error="plain")
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match="changes nothing"):
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="rewrites nothing"):
         warnings.simplefilter("error")
         step(whole)
 
@@ -216,3 +216,18 @@ def test_an_error_of_a_run_is_no_refusal_of_xlas(monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
         step(X, W)
     assert len(ran) == 1
+
+
+def test_the_environment_can_turn_it_off(monkeypatch):
+    monkeypatch.setenv("JAXOVERLAP", "off")
+    step = overlap(product)
+    with pytest.warns(UserWarning, match="product runs as it is: JAXOVERLAP=off asks") as caught:
+        np.testing.assert_array_equal(step(X, W), jax.jit(product)(X, W))
+    assert len(caught) == 1
+    lowered = step.lower(X, W)
+    assert lowered.plan is None and "ppermute" not in str(step.trace(X, W).jaxpr)
+    with pytest.raises(ValueError, match="JAXOVERLAP=off asks for it"):
+        step.explain(X, W)
+    monkeypatch.setenv("JAXOVERLAP", "0")
+    with pytest.raises(ValueError, match="JAXOVERLAP=0: expected 'on' or 'off'"):
+        overlap(product)(X, W)

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+import jaxoverlap
 from benchmarks.lanes import dealt, done, kernels
 from benchmarks.plain_gpt import Sizes, plain_mlp
 from benchmarks.pod_step import in_child
 from benchmarks.pods import rows as r
 from benchmarks.pods.child import measure
 from benchmarks.pods.hand_ring import hand_mlp
-from benchmarks.pods.presets import PRESETS, accepted
 from benchmarks.pods.suite import (
     ALL,
     BY_PROCESS,
@@ -36,6 +36,7 @@ from benchmarks.pods.suite import (
     STEPS,
     Step,
 )
+from jaxoverlap.flags.published import PUBLISHED, accepted
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from tests.support.pods import marked
@@ -289,8 +290,8 @@ def test_a_small_step_becomes_a_row(name: str):
 
 @marked(pods)
 def test_a_preset_leaves_out_what_xla_refuses():
-    for name, preset in PRESETS.items():
-        options, refused = accepted(name)
-        assert set(preset.options) - set(options) == set(refused)
-        assert "xla_gpu_enable_triton_gemm" in options
-    assert accepted("gpu-recipes")[1] == ("xla_gpu_graph_level",)
+    device = jaxoverlap.pod_mesh("h100-sxm:1x2", {"x": 2}).devices.flat[0]
+    for name, published in PUBLISHED.items():
+        options, refused = accepted(name, device)
+        assert set(published.options) - set(options) == set(refused)
+    assert accepted("gpu-recipes", device)[1] == ("xla_gpu_graph_level",)

@@ -118,8 +118,8 @@ def test_markdown_has_as_many_cells_in_every_line():
     assert {line.count("|") for line in table.splitlines()} == {len(rows.COLUMNS) + 1}
     assert table.splitlines()[1].startswith("| --- | --- | ---: |")
     assert reasons.splitlines() == [
-        "- their trainer: 2 left alone: a | b",
-        "- their trainer: 1 left alone: other",
+        "- their trainer: 2 skipped: a | b",
+        "- their trainer: 1 skipped: other",
     ]
     assert rows.markdown([FAILED]).endswith("|\n")
 

@@ -9,11 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxoverlap.calibrate import calibrate, fit, step_factors, this_machine, xla_perf_table
-from jaxoverlap.calibrate.grid import Grid
+from benchmarks.chip_tables import sources, xla_perf_table
+from jaxoverlap.calibrate import calibrate, fit, step_factors, this_machine
+from jaxoverlap.calibrate.this_machine import Grid
 from jaxoverlap.cost import adjusted_tables, find
 from jaxoverlap.cost import model as cost
 from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.collective_tables import Permutes, Skew
+from jaxoverlap.cost.interpolation import Curve
 from jaxoverlap.simulation.replay import replay
 
 RATES = fit.Rates(3e-6, 8e14, 3e12, 2.0, 2.0)
@@ -91,14 +94,14 @@ def _installed(*packages):
 
 
 @pytest.mark.skipif(
-    not _installed(calibrate.PACKAGE, xla_perf_table.PACKAGE),
-    reason="the measurements are in the extra `calibrate`",
+    not _installed(sources.PACKAGE, xla_perf_table.PACKAGE),
+    reason="the measurements are in the extra `chip-tables`",
 )
-@pytest.mark.parametrize("source", calibrate.SOURCES, ids=lambda s: s.chip)
-def test_the_packages_tables_are_what_calibrate_makes(source):
+@pytest.mark.parametrize("source", sources.SOURCES, ids=lambda s: s.chip)
+def test_the_packages_tables_are_what_their_measurements_make(source):
     committed = measured.packaged(source.chip)
     assert committed is not None
-    assert calibrate.chip_tables(source, committed.date) == committed
+    assert sources.chip_tables(source, committed.date) == committed
 
 
 def test_this_machine_is_measured(tmp_path, monkeypatch, capsys):
@@ -168,7 +171,7 @@ def test_a_row_that_took_too_long_moves_a_fit_less_than_one_that_took_too_short(
 
 def test_the_wait_for_the_last_device_is_found_under_noise():
     computed_s = np.array([3e-4, 6e-4, 12e-4, 24e-4])
-    skew = measured.Skew(8e-4, {2: 1e-4, 8: 5e-4}, "")
+    skew = Skew(8e-4, {2: 1e-4, 8: 5e-4}, "")
     waited_s = np.array([[skew.seconds(s, size) for s in computed_s] for size in (2, 8)])
     noise = np.random.default_rng(0).normal(scale=2e-5, size=waited_s.shape)
     got = fit.fit_skew(computed_s, waited_s + noise, (2, 8), "made up")
@@ -177,21 +180,21 @@ def test_the_wait_for_the_last_device_is_found_under_noise():
     assert fit.fit_skew(computed_s, -waited_s, (2, 8), "").most_s == {2: 0.0, 8: 0.0}
 
 
-def _loops() -> measured.Tables:
+def _loops() -> measured.ChipTables:
     """Return tables as of loops, of nothing in particular."""
-    curve = measured.Curve((1e3, 1e7), (1e-6, 1e-3))
-    permutes = measured.Permutes(1e-4, 0.0, 1e10, "", None, curve)
+    curve = Curve((1e3, 1e7), (1e-6, 1e-3))
+    permutes = Permutes(1e-4, 0.0, 1e10, "", None, curve)
     gathers = {kind: {2: curve, 8: curve} for kind in ("all-gather", "reduce-scatter")}
     h100 = measured.packaged("h100-sxm")
     assert h100 is not None
     return msgspec.structs.replace(
         h100,
         matmuls={"f32": msgspec.structs.replace(h100.matmuls["bf16"], launch_s=1e-2)},
-        memory=measured.Memory(1e-6, 1e10, "", curve, 1e-9),
-        collectives=msgspec.structs.replace(h100.collectives, curves=gathers),
+        memory=measured.MemoryTable(1e-6, 1e10, "", curve, 1e-9),
+        collectives=msgspec.structs.replace(h100.collectives, curves=gathers, graph_sizes=()),
         permutes=permutes,
         channels=0,
-        skew=measured.Skew(1e-3, {2: 1e-4, 8: 5e-4}, ""),
+        skew=Skew(1e-3, {2: 1e-4, 8: 5e-4}, ""),
         here=measured.Here(8, "cpu", "", measured.InAStep()),
     )
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from jaxoverlap.calibrate import from_profile
+from jaxoverlap.cost.collective_tables import Skew
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.cost.tables import Skew
 from jaxoverlap.profiling.compare import COPIES, NETWORK, KindRatio
 from jaxoverlap.profiling.profile import Profile, read
 from tests.profiling import synthetic

@@ -34,9 +34,9 @@ def layouts(*pins: PinnedResult, peak_bytes: int = 10, **more) -> Layouts:
 
 def test_a_pin_is_a_line_to_paste_with_what_it_saves():
     text = "\n".join(advice(layouts(pin(0, ("fsdp", "tp"), (), ("cp",), gain_s=0.456))))
-    assert "# gpt.py:88: the result of type bfloat16[8,8,8]: 456.0 ms less, by price" in text
+    assert "# gpt.py:88: the result of type bfloat16[8,8,8]: 456.0 ms less (estimated)" in text
     assert 'x, NamedSharding(mesh, P(("fsdp", "tp"), None, "cp")))' in text
-    assert "1 result is pinned: 2000.0 ms -> 1000.0 ms by price" in text
+    assert "1 result is pinned: 2000.0 ms -> 1000.0 ms (estimated" in text
 
 
 def test_the_same_advice_is_given_once():
@@ -54,7 +54,7 @@ def test_axes_are_rules_with_examples():
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (layouts(), "XLA's layout stays: none is faster by price (7 layouts asked)."),
+        (layouts(), "XLA's layout stays: no other has a lower estimated time (7 layouts tried)."),
         (layouts(peak_bytes=300), "It may not fit: about 300 B of a device's 100 B."),
         (layouts(unnamed=("sort (gpt.py:9)",)), "No dim was followed through sort (gpt.py:9)."),
     ],

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxoverlap.cli import app
-from jaxoverlap.cli.target import parse_axes
+from jaxoverlap.cli.shell.options import parse_axes
 from jaxoverlap.flags import PRESETS, preset
+from jaxoverlap.flags.sources import DATES
 from tests.support.command import python, run, run_json
 from tests.support.pods import needs_plugin
 
@@ -27,7 +28,14 @@ def test_a_preset_is_a_table_with_reasons_and_sources():
     for s in PRESETS["gcp-a3-mega"].settings:
         assert s.name in shown
     assert "Google's" in shown
-    assert "AI-Hypercomputer/gpu-recipes@2e1fd5e src/helm-charts/a3mega/nccl-tests" in shown
+    assert "gpu-recipes@2e1fd5e src/helm-charts/a3mega/nccl-tests (2026-08-12)" in shown
+
+
+def test_every_source_that_names_a_commit_has_its_date():
+    cited = {s for p in PRESETS.values() for one in p.settings for s in one.source.split("; ")}
+    cited |= {s for p in PRESETS.values() for c in p.conflicts for _, s in c.said}
+    commits = {s.partition("@")[2].partition(" ")[0] for s in cited if "@" in s}
+    assert commits and commits <= DATES.keys()
 
 
 def test_a_preset_in_the_forms_that_machines_take():
@@ -67,7 +75,9 @@ def test_pods_gives_meshes_that_fit():
     meshes = run_json("pods", "gb200:18x4")["meshes"]
     assert all(m["data"] * m["model"] == 72 for m in meshes)
     assert {"data": 1, "model": 72} in meshes
-    assert "NVLink among 8 (hosts of it: 1; 1 a process)" in run("pods", "h100-sxm:8x8/8")
+    assert "64 GPUs, 1 per process; an NVLink domain has 8, on 1 host." in run(
+        "pods", "h100-sxm:8x8/8"
+    )
     assert run_json("pods", "h100-sxm:8x8/2")["processes_per_host"] == 2
 
 
@@ -77,7 +87,9 @@ def test_pods_gives_meshes_that_fit():
 @needs_plugin
 @pods
 def test_explain_shows_the_plan():
-    assert "2 matmuls: 2 ringed" in run("explain", "tests.support.build_step", *POD)
+    shown = run("explain", "tests.support.build_step", *POD)
+    assert "2 matmuls: 2 ringed" in shown
+    assert "estimated from XLA's partitioned program" in shown
     plan = run_json("explain", "tests.support.build_step:build", *POD)
     assert [e["type"] for e in plan["entries"]] == ["ring", "ring"]
 
@@ -87,7 +99,7 @@ def test_explain_shows_the_plan():
 def test_explain_says_no_where_nothing_is_to_hide():
     shown = run("explain", "tests.support.build_step:whole", *POD, code=1)
     assert "0 ringed" in shown
-    assert "\nWarning: overlap() changes nothing" in f"\n{shown}"
+    assert "\nWarning: overlap() rewrites nothing" in f"\n{shown}"
 
 
 @needs_plugin
@@ -99,8 +111,9 @@ def test_explain_takes_a_trainer():
 @needs_plugin
 @pods
 def test_audit_counts_and_can_be_held_to_a_share():
-    shown = run("audit", "tests.support.build_step", *POD, "--plain", "--at-least", "1")
+    shown = run("audit", "tests.support.build_step", *POD, "--plain", "--at-least", "0.5")
     assert "6 of 6 covered" in shown and "the plain step's:  " in shown
+    assert re.search(r"\nhidden: \d+\.\d% of \S+ ms of communication, by simulation\n", shown)
     assert re.search(r"\nplain \S+ ms -> overlapped \S+ ms, \S+ x\n", shown)
     got = run_json("audit", "tests.support.build_step:overlapped", *POD, "--keep-rings")[
         "overlapped"
@@ -108,6 +121,16 @@ def test_audit_counts_and_can_be_held_to_a_share():
     assert got["speedup"] is None
     assert got["hops"]["count"] == got["hops"]["covered"] == 6
     assert len(got["collectives"]) >= 6
+
+
+@needs_plugin
+@pods
+def test_a_step_without_rings_is_held_to_what_is_hidden_of_its_communication():
+    """Its hops are 0 of 0, which once passed for all covered."""
+    for command in ("audit", "simulate"):
+        arguments = (command, "tests.support.build_step:gathered", *POD)
+        assert "hidden: " in run(*arguments, "--at-least", "0.95", code=1)
+        run(*arguments, "--at-least", "0")
 
 
 @needs_plugin
@@ -186,7 +209,7 @@ def test_processes_of_a_host_are_said_by_an_option_or_after_a_slash():
         ),
         (
             ("tune", "x", "--mesh", "tp=8", "--measure", "--processes-per-host", "8"),
-            "--processes-per-host is of a --pod",
+            "--processes-per-host describes the hosts of a --pod",
         ),
         (("simulate", "x", *POD, "--html", "/no/such/folder/x.html"), "there is no folder"),
     ],
@@ -206,7 +229,6 @@ def test_a_mistake_is_a_line_and_code_2(arguments: tuple[str, ...], says: str):
         ("nowhere.at.all:build", "no module 'nowhere'"),
         ("tests.support.build_step:nope", "tests.support.build_step has no function 'nope'"),
         ("tests.support.build_step:no_pair", "expected (step, args)"),
-        ("models.gpt", "this trainer's axes are data, model"),
     ],
 )
 def test_what_is_no_step_says_what_is(step: str, says: str):
@@ -222,9 +244,10 @@ def test_plain_wants_the_step_as_it_was():
 
 @needs_plugin
 @pods
-def test_a_failure_is_a_line_and_code_3_and_a_trace_with_debug():
-    shown = run("explain", "tests.support.build_step:broken", *POD, code=3)
-    assert "Error: RuntimeError: no such checkpoint\n--debug shows where" in shown
+def test_a_targets_failure_is_a_line_and_code_4_and_a_trace_with_debug():
+    shown = run("explain", "tests.support.build_step:broken", *POD, code=4)
+    assert "Error: RuntimeError: no such checkpoint\n  at tests/support/build_step.py:" in shown
+    assert "this trainer's axes are data, model" in run("explain", "models.gpt", *POD, code=4)
     done = CliRunner().invoke(app, ["explain", "tests.support.build_step:broken", *POD, "--debug"])
     assert isinstance(done.exception, RuntimeError)
 
@@ -254,6 +277,6 @@ def test_the_script_finds_a_module_beside_it(tmp_path: Path):
     (tmp_path / "mine.py").write_text("from tests.support.build_step import broken as build\n")
     script = "from jaxoverlap.cli import main; main()"  # an installed `jaxoverlap` does this
     done = python("-P", "-c", script, "explain", "mine", *POD, cwd=tmp_path)
-    assert done.returncode == 3
+    assert done.returncode == 4
     assert "Error: RuntimeError: no such checkpoint" in done.stderr
     assert "Traceback" not in done.stderr

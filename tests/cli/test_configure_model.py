@@ -62,7 +62,7 @@ def test_one_that_fails_is_a_row(tmp_path):
 def test_what_cannot_be_compiled_is_refused(tmp_path):
     said = run(tmp_path, "--compile", "1", "--stack", "megatron")
     assert said.exit_code == 2
-    assert "JAX steps alone" in said.stderr
+    assert "only JAX steps" in said.stderr
     said = run(tmp_path, "--trainer", "models.configured:build_it")
     assert said.exit_code == 2
     assert "give --compile 3" in said.stderr

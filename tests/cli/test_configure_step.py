@@ -88,7 +88,7 @@ def test_options_of_a_model_are_refused_beside_over(option):
     command = ["configure", STEP, "--pod", "h100-sxm:1x8", "--over", "data,model", *option]
     run = CliRunner().invoke(app, command)
     assert run.exit_code == 2
-    assert f"{option[0]}: of a model" in run.stderr
+    assert f"{option[0]}: for a model by name" in run.stderr
 
 
 def test_a_model_of_unknown_fields_is_refused(tmp_path):

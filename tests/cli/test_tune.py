@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 import jaxoverlap
 from jaxoverlap.cli import app
 from jaxoverlap.cli.differences import differences
+from jaxoverlap.cli.tune import conditions
 from jaxoverlap.flags import FLAGS
 from jaxoverlap.flags.nccl_tuner import ChannelRow, tuner_csv
-from jaxoverlap.plan.plan import Attempt, Plan, Skip
+from jaxoverlap.plan.plan import Attempt, Plan, Reason, Skip
 from tests.support import build_step
 from tests.support.command import python, run, run_json
 from tests.support.plans import TUNED
@@ -112,7 +113,7 @@ def test_by_the_clock_where_nothing_is_known(tmp_path: Path):
         (("tests.support.build_step", *TP, "--measure", "--budget", "-1"), "a budget of -1.0 s"),
         (
             ("tests.support.build_step", "--mesh", "tp=3", "--measure"),
-            "has 3 devices, and here are 8",
+            "has 3 devices, and JAX sees 8",
         ),
         (
             ("tests.support.build_step", *POD, "--out", "/no/such/folder/p.json"),
@@ -180,6 +181,16 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, file: str):
     assert "does not exist" in run("plan", "show", str(tmp_path / "none.json"), code=2)
 
 
+def test_a_step_time_that_needs_nccls_plugin_says_so_and_what_it_is_without(file: str):
+    assert FULL.nccl.channels and FULL.predictions
+    taken = Attempt(name="rules", taken=True, step_s=0.8)
+    (said,) = conditions(msgspec.structs.replace(FULL, tried=(taken,)), Path(file))
+    assert f"{FULL.predictions.step_s * 1e3:.1f} ms needs NCCL's tuner plugin" in said
+    assert "without it the step takes 800.0 ms" in said and f"plan show {file} --as csv" in said
+    without = msgspec.structs.replace(FULL, nccl=jaxoverlap.Nccl(), tried=(taken,))
+    assert not list(conditions(without, Path(file)))
+
+
 # -- plan diff --------------------------------------------------------------------------------------
 
 
@@ -189,13 +200,19 @@ def test_a_plan_does_not_differ_from_itself(file: str, tmp_path: Path):
     again = msgspec.structs.replace(FULL, entries=entries, tried=())
     again.write(tmp_path / "again.json")
     shown = run("plan", "diff", file, str(tmp_path / "again.json"))
-    assert "for the same" in shown
+    assert "the same decisions" in shown
     assert run_json("plan", "diff", file, str(tmp_path / "again.json")) == []
 
 
 def other() -> Plan:
     ring = FULL.entries[3]
-    skip = Skip(site=3, source=ring.source, einsum=ring.einsum, runs=ring.runs, reason="left")
+    skip = Skip(
+        site=3,
+        source=ring.source,
+        einsum=ring.einsum,
+        runs=ring.runs,
+        why=Reason("no ring", "left"),
+    )
     row = msgspec.structs.replace(FULL.nccl.channels[0], channels=2)
     versions = {**FULL.made_for.versions, "jaxlib": "0.12.1"}
     return msgspec.structs.replace(
@@ -213,7 +230,7 @@ def test_each_thing_that_differs_is_named_with_both_sides():
     sides = {(d.part, d.name): (d.a, d.b) for d in differences(FULL, other())}
     assert sides.pop(("matmul", "3")) == (
         "abc,cd->abd, 4 times: all_gather_matmul over model, one_way, 8 chunks",
-        "abc,cd->abd, 4 times: left alone",
+        "abc,cd->abd, 4 times: skipped",
     )
     assert sides.pop(("compile", "schedule")) == ({"slack": 0.05, "in_flight": 8}, None)
     option = "xla_gpu_enable_latency_hiding_scheduler"
@@ -228,7 +245,7 @@ def test_each_thing_that_differs_is_named_with_both_sides():
 def test_a_difference_is_code_1(file: str, tmp_path: Path):
     other().write(tmp_path / "other.json")
     shown = run("plan", "diff", file, str(tmp_path / "other.json"), code=1)
-    assert "left alone" in shown and "0.7575" in shown
+    assert "skipped" in shown and "0.7575" in shown
     done = CliRunner().invoke(app, ["plan", "diff", file, str(tmp_path / "other.json"), "--json"])
     assert done.exit_code == 1 and len(json.loads(done.stdout)) == 6
 
@@ -246,4 +263,4 @@ def test_as_a_process(tmp_path: Path):
     FULL.write(tmp_path / "a.json")
     done = python("-m", "jaxoverlap", "plan", "diff", "a.json", "a.json", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "a.json and a.json do, promise and are for the same\n"
+    assert done.stdout == "a.json and a.json have the same decisions, predictions and origin\n"

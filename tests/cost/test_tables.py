@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from jaxoverlap.cost import tables as measured
+from jaxoverlap.cost.collective_tables import Collectives, Skew
+from jaxoverlap.cost.interpolation import Curve, FitError
 from jaxoverlap.hardware.cluster import chips
 
 TABLES = {chip.name: measured.packaged(chip.name) for chip in chips()}
@@ -72,18 +74,19 @@ def test_a_batch_is_looked_up_as_more_rows():
 
 
 def test_a_curve_meets_its_points_and_runs_on_at_its_last_rate():
-    curve = measured.Curve((1e3, 1e6), (1e-5, 1e-4))
-    assert [curve.at(b) for b in (0, 1e3, 1e6, 1e9)] == pytest.approx([1e-5, 1e-5, 1e-4, 0.1])
+    curve = Curve((1e3, 1e6), (1e-5, 1e-4))
+    last_s = 1e-4 + (1e9 - 1e6) / (1e6 - 1e3) * 9e-5  # the last interval's rate
+    assert [curve.at(b) for b in (0, 1e3, 1e6, 1e9)] == pytest.approx([1e-5, 1e-5, 1e-4, last_s])
     assert curve.at(math.sqrt(1e9)) == pytest.approx(math.sqrt(1e-9))
 
 
 def test_groups_past_the_largest_pay_for_more_steps():
     curves = {
-        2: measured.Curve((1.0, 2.0), (1e-6, 1e-6)),
-        4: measured.Curve((1.0, 2.0), (3e-6, 3e-6)),
+        2: Curve((1.0, 2.0), (1e-6, 1e-6)),
+        4: Curve((1.0, 2.0), (3e-6, 3e-6)),
     }
-    error = measured.FitError(0, 0, 0, 0)
-    table = measured.Collectives({"all-gather": curves}, "", error, error)
+    error = FitError(0, 0, 0, 0)
+    table = Collectives({"all-gather": curves}, "", error, error)
     assert table.seconds("all-gather", 1, 8) == pytest.approx(3e-6 + 4 * 1e-6)
 
 
@@ -105,7 +108,7 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_collectives_wait_longer_after_more_compute():
-    skew = measured.Skew(1e-3, {2: 2e-4, 8: 5e-4}, "")
+    skew = Skew(1e-3, {2: 2e-4, 8: 5e-4}, "")
     assert skew.seconds(0.0, 2) == 0
     assert skew.seconds(1e-6, 2) == pytest.approx(2e-7, rel=1e-3)
     assert skew.seconds(1.0, 2) == pytest.approx(2e-4)

@@ -74,7 +74,7 @@ def test_a_row_can_leave_the_channels_to_nccl():
 
 def test_sends_and_chunks_are_comments():
     csv = tuner_csv(ROWS)
-    assert "# collective_permute, 6 channels: NCCL asks no tuner about sends" in csv
+    assert "# collective_permute, 6 channels: NCCL's tuner does not set sends" in csv
     assert "# chunks of 700416 bytes: not this file's to set" in csv
     rows = [line for line in csv.splitlines() if not line.startswith("#")]
     assert rows[0] == "allgather,0,1048575,ring,simple,2,1,8,-1,-1"
@@ -127,7 +127,7 @@ def test_rows_that_are_none(changes, says: str):
 
 
 def test_rows_may_not_hold_for_the_same():
-    with pytest.raises(ValueError, match="two rows for all_gather of 5 bytes"):
+    with pytest.raises(ValueError, match="two entries for all_gather of 5 bytes"):
         tuner_csv((row(), row(min_bytes=5, max_bytes=20, ranks=8)))
     tuner_csv((row(nodes=1), row(nodes=2), row(kind="all_reduce")))
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxoverlap.hardware.cluster import Cluster, Link, chips, parse_cluster
+from jaxoverlap.hardware.cluster import NETWORKS, Cluster, Link, chips, parse_cluster
 
 NAMES = [chip.name for chip in chips()]
 
@@ -189,7 +189,7 @@ def test_a_name_can_say_the_network_of_a_host(text: str, gbit_a_gpu: float, late
 
 
 @pytest.mark.parametrize(
-    "text", ("h100-sxm:2x8@", "h100-sxm:2x8@-5", "h100-sxm:2x8@80,", "h100-sxm:2x8@x")
+    "text", ("h100-sxm:2x8@", "h100-sxm:2x8@-5", "h100-sxm:2x8@80,", "h100-sxm:2x8@efa,5")
 )
 def test_a_network_in_another_form_is_refused(text: str):
     with pytest.raises(ValueError, match="@80,50"):
@@ -199,3 +199,12 @@ def test_a_network_in_another_form_is_refused(text: str):
 def test_a_network_of_nothing_is_refused():
     with pytest.raises(ValueError, match="more than 0 Gbit/s"):
         parse_cluster("h100-sxm:2x8@0")
+
+
+def test_a_cloud_s_network_has_a_name():
+    cluster = parse_cluster("b200:4x8@efa")
+    assert cluster.network == NETWORKS["efa"]
+    assert str(cluster) == "b200:4x8@efa" and cluster.names_network
+    assert parse_cluster(str(parse_cluster("h100-sxm:2x8/8@tcpx"))).network == NETWORKS["tcpx"]
+    with pytest.raises(ValueError, match=r"unknown network 'x'.*efa, tcpx, gib"):
+        parse_cluster("h100-sxm:2x8@x")

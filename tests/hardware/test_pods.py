@@ -90,7 +90,9 @@ def test_a_cluster_that_does_not_parse_is_refused():
 
 def test_without_the_plugin_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(pods, "_PLUGINS", {"jax_plugins_of_nobody.xla": "nothing"})
-    with pytest.raises(PodsUnavailableError, match=re.escape("pip install 'jaxoverlap[pods]'")):
+    with pytest.raises(
+        PodsUnavailableError, match=re.escape("pip install '.[pods]' in the checkout")
+    ):
         pod_mesh("h100-sxm:1x7", {"tp": 7})
 
 

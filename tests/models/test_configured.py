@@ -85,14 +85,14 @@ def test_some_meshes_train_to_the_losses_of_one_device(run, axes, alone):
     np.testing.assert_allclose(losses(run, Configuration(**axes)), alone[run], atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 def test_and_overlapped(alone):
     got = losses(GPT, Configuration(data=2, fsdp=2, model=2, micro_batch=4), overlap=True)
     np.testing.assert_allclose(got, alone[GPT], atol=1e-4)
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize(
     ("run", "split"), [(run, of) for run in (GPT, MOE) for of in legal(run)], ids=named

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -259,3 +260,15 @@ def test_the_demo_draws_curves_that_agree_and_that_differ(tmp_path):
     assert len(lines) == 5
     assert [line.count("█") for line in lines] == [1, 1, 1, 1, 2]  # only the start is high
     assert demo.picture([1.0, 1.0]).splitlines()[-1].endswith("▁▁")
+
+
+def test_the_demo_compares_losses_and_no_seconds(tmp_path, monkeypatch, capsys):
+    """A CPU's seconds say nothing about a GPU's."""
+    monkeypatch.chdir(tmp_path)
+    demo.OUT.mkdir(parents=True)
+    demo.compare(dataclasses.replace(TINY, steps=3))
+    shown = capsys.readouterr().out
+    largest = re.search(r"largest relative difference of the losses: (\S+)", shown)
+    assert largest and float(largest[1]) < 1e-5
+    assert not re.search(r"\d ?(?:s|ms)\b|seconds|tokens|hops", shown)
+    assert (tmp_path / demo.OUT / "losses.svg").is_file()

@@ -74,7 +74,7 @@ def test_leaves_operations(mesh: Mesh):
     step, args = make_step(mesh, jaxoverlap.einsum)
     usual, _ = make_step(mesh, jnp.einsum)
     overlapped = jaxoverlap.overlap(step, operations="leave")
-    with pytest.warns(UserWarning, match="changes nothing"):
+    with pytest.warns(UserWarning, match="rewrites nothing"):
         compiled = overlapped.lower(*args).compile()
     decided = jaxoverlap.decisions(compiled)
     assert [d for d in decided if isinstance(d, jaxoverlap.Decision)]

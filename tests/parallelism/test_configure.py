@@ -19,7 +19,7 @@ from jaxoverlap.parallelism.file import load_configuration
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.sharding import mesh_of, spec_of
-from jaxoverlap.parallelism.stack import JAX, MEGATRON
+from jaxoverlap.parallelism.stack import JAX, MEGATRON, STACKS
 
 SMALL = replace(named_model("gpt-3.6b"), layers=8)
 
@@ -53,6 +53,9 @@ def test_axes_are_kept():
     assert {s.configuration.pipeline for s in found} == {2}
     with pytest.raises(ValueError, match="expected the sizes allowed"):
         configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"model": 4})  # type: ignore[dict-item]
+    for none in ([], [0]):
+        with pytest.raises(ValueError, match="expected the sizes allowed"):
+            configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"model": none})
     with pytest.raises(jaxoverlap.NothingFitsError, match=r"with model in \[3\]: .* the sizes, "):
         configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"model": [3]})
     with pytest.raises(ValueError, match="unknown axes"):
@@ -164,8 +167,23 @@ def test_it_says_which_tools_the_choice_uses():
     found = configure(SMALL, cluster, global_batch=64, axes=axes)
     assert any("local updates" in line for line in found.tools)
     assert "Use for 1:" in str(found)
+    one_host = replace(jaxoverlap.parse_cluster("h100-sxm:1x8"), nvlink=slow)
+    near = configure(SMALL, one_host, global_batch=64, axes={"data": [8]})
+    assert near[0].terms.data > 0.1 * near[0].step_s  # but not on the network
+    assert not any("local updates" in line for line in near.tools)
     staged = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"pipeline": [2]})
     assert any("jaxoverlap.pipeline" in line for line in staged.tools)
     sharded = configure(SMALL, "h100-sxm:1x8", global_batch=64, axes={"fsdp": [8]})
     assert sharded.tools[0].startswith("jaxoverlap.overlap(step)")
     assert not configure(SMALL, "h100-sxm:1x8", global_batch=64, stack=MEGATRON).tools
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_stack_ranks_and_says_how_far_published_steps_were_off(name):
+    axes = {"pipeline": [1], "context": [1], "model": [1, 2]}
+    stack = STACKS[name]
+    found = configure("llama3-8b", "h100-sxm:2x8", global_batch=64, axes=axes, stack=stack, keep=2)
+    assert "Error band, published steps on h100-sxm in bf16" in str(found)
+    assert found.to_builtins()["error_band"] == found.error_band
+    unknown = configure("gpt-3.6b", "mi250x-gcd:2x8", global_batch=64, axes=axes, stack=stack)
+    assert "Error band: none" in unknown.error_band

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.parallelism import LARGE_RUNS
+from jaxoverlap.cost.find import cost_or_facts
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism import traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
@@ -16,14 +17,13 @@ from jaxoverlap.parallelism.memory import StageParams, memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.models import named_model
-from jaxoverlap.parallelism.rates import rates_of
-from jaxoverlap.parallelism.stack import JAX, MEGATRON
+from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_CORE
 
 MIXTRAL = named_model("mixtral-8x7b")
 
 
 def times(model, pod="h100-sxm:2x8", stack=JAX, batch=64):
-    return IterationTime(model, rates_of(parse_cluster(pod)), stack, global_batch=batch)
+    return IterationTime(model, cost_or_facts(parse_cluster(pod)), stack, global_batch=batch)
 
 
 def terms(model, config, *, pod="h100-sxm:2x8", stack=JAX, batch=64):
@@ -110,14 +110,23 @@ def test_fsdp_moves_the_tables(stack):
 
 
 def test_the_first_gather_and_the_last_scatter_are_exposed():
-    """Large matmuls hide all other gathers; one in a layer's and one in a table's way remain."""
+    """Large matmuls hide all other gathers; one in a layer's and one in a table's way remain.
+
+    Of the others a step pays the stack's share: `hidden_cost`.
+    """
     model, cluster = named_model("gpt-18.4b"), parse_cluster("h100-sxm:1x8")
-    config, form = Configuration(fsdp=8, micro_batch=8, overlap=True), times(model, "h100-sxm:1x8")
+    config = Configuration(fsdp=8, micro_batch=8, overlap=True)
+    form, costly = (
+        times(model, "h100-sxm:1x8", replace(JAX, hidden_cost=share)) for share in (0.0, 0.5)
+    )
     placement = place(config, cluster)
     layer = [s for s in traffic.of_layer(model, config, MEGATRON) if s.term == "fsdp"]
     gather, _, scatter = (form._sent_s(s, placement) for s in layer)
     tables = [form._sent_s(s, placement, pieces=1) for s in traffic.of_tables(model, config, JAX)]
-    assert form.terms(config, placement).fsdp == pytest.approx(gather + scatter + sum(tables))
+    exposed_s = gather + scatter + sum(tables)
+    assert form.terms(config, placement).fsdp == pytest.approx(exposed_s)
+    paid_s = 0.5 * model.layers * (2 * gather + scatter)
+    assert costly.terms(config, placement).fsdp == pytest.approx(exposed_s + paid_s)
 
 
 def test_a_pipeline_of_one_program_hides_no_gather():
@@ -200,3 +209,100 @@ def test_a_search_interleaves_as_often_as_layers_allow():
         axes={"pipeline": [2], "data": [1], "fsdp": [1]},
     )  # fmt: skip
     assert {1, 2, 4, 8, 16} <= {s.configuration.interleave for s in found}
+
+
+def test_what_a_stack_computes_again():
+    """Its matmuls by name: MaxText's policy saves qkv and the attention's output."""
+    model = named_model("llama2-70b")
+    config = Configuration(recompute="selective")
+    none, up, gate, all_four = (
+        work.layer(model, config, replace(JAX, selective=names)).again.flops
+        for names in ((), ("up",), ("gate",), ("qkv", "out", "up", "down"))
+    )
+    tokens = model.sequence
+    assert none == 0
+    assert up == 2 * gate == 2 * tokens * model.hidden * 2 * model.inner
+    assert all_four == 2 * tokens * sum(model.layer_params()) - 4 * tokens * model.norm_params
+
+
+def test_fp8_matmuls_are_faster_and_their_casts_are_counted():
+    model, config = named_model("llama2-70b"), Configuration(fsdp=64, micro_batch=2)
+    fp8 = replace(JAX, matmul_dtype="fp8")
+    plain, cast = (work.layer(model, config, stack) for stack in (JAX, fp8))
+    m = plain.forward.matmuls
+    operands = sum(x.k * (x.m + x.n) for x in m)
+    assert cast.forward.memory_bytes - plain.forward.memory_bytes == 4 * operands
+    assert cast.backward.memory_bytes - plain.backward.memory_bytes == 4 * sum(x.m * x.n for x in m)
+    step = terms(model, config, pod="h100-sxm:8x8", stack=fp8, batch=128).step_s
+    assert step < 0.8 * terms(model, config, pod="h100-sxm:8x8", batch=128).step_s
+
+
+def test_scales_wait_for_more_hosts_up_to_a_limit():
+    model = named_model("llama2-70b")
+    added = []
+    for hosts in (1, 8, 32, 64):
+        config, pod = Configuration(fsdp=8, data=hosts), f"h100-sxm:{hosts}x8"
+        data_s = [
+            terms(model, config, pod=pod, stack=replace(JAX, scale_syncs=n), batch=8 * hosts).data
+            for n in (0, 12)
+        ]
+        added.append(data_s[1] - data_s[0])
+    assert added[0] < added[1] / 2 < added[2] / 4
+    assert added[3] == pytest.approx(added[2], rel=0.1)
+
+
+def test_experts_in_groups_take_longer_and_tokens_are_sorted():
+    model, config = named_model("qwen3-30b-a3b"), Configuration(expert=16)
+    plain = replace(MEGATRON_CORE, expert_factor=1.0, permutes=0, expert_launch_s=0.0)
+    step, slower, sorting = (
+        terms(model, config, stack=stack, batch=1024).compute
+        for stack in (plain, replace(plain, expert_factor=2.0), replace(plain, permutes=4))
+    )
+    cost, tokens = cost_or_facts(parse_cluster("h100-sxm:2x8")), model.sequence
+    layer = work.layer(model, config, plain)
+    grouped = [m for m in (*layer.forward.matmuls, *layer.backward.matmuls) if m.batch > 1]
+    assert len(grouped) == 6
+    once_s = sum(cost.matmul_s(**vars(m)) for m in grouped)
+    assert slower - step == pytest.approx(64 * model.layers * once_s)
+    moved = 2 * 4 * 2 * 2 * tokens * model.choices * model.hidden * plain.memory_factor
+    sorted_s = moved / cost.tables.memory.bytes_per_s
+    assert sorting - step == pytest.approx(64 * model.layers * sorted_s)
+
+
+def test_a_token_crosses_to_a_host_once():
+    """Eight choices of 128 experts on two hosts: nearly all tokens have experts on both."""
+    model, config = named_model("qwen3-30b-a3b"), Configuration(expert=16)
+    each, once = (
+        terms(model, config, stack=replace(MEGATRON_CORE, sends_once=sends), batch=1024).expert
+        for sends in (False, True)
+    )
+    assert each / once == pytest.approx(8 / (2 * (1 - 0.5**8)), rel=0.05)
+
+
+def test_a_token_goes_to_a_device_of_its_host_once():
+    """Eight choices on eight devices: 5.25 of them, on average, have one of a token's experts."""
+    model, config = named_model("qwen3-30b-a3b"), Configuration(expert=8, data=2, micro_batch=8)
+    each, once = (
+        terms(model, config, stack=replace(MEGATRON_CORE, sends_once=sends), batch=1024).expert
+        for sends in (False, True)
+    )
+    assert each / once == pytest.approx(8 / (8 * (1 - (7 / 8) ** 8)), rel=0.05)
+
+
+def test_layers_with_experts_take_no_less_than_their_launches():
+    """Small micro-batches are bound by the host; large ones, and dense layers, are not."""
+    model, stack = named_model("qwen3-30b-a3b"), MEGATRON_CORE
+    none = replace(stack, expert_launch_s=0.0)
+    pod = "b200:1x8"
+
+    def both(model, **changes):
+        config = Configuration(recompute="none", **changes)
+        return [terms(model, config, pod=pod, stack=s, batch=512).compute for s in (stack, none)]
+
+    launched, kernels = both(model, expert=8)
+    layers_s = 64 * model.layers * stack.expert_launch_s
+    assert kernels < layers_s < launched < layers_s + kernels
+    large, kernels = both(model, expert=8, micro_batch=8)
+    assert large == kernels
+    dense, kernels = both(named_model("llama3-8b"), data=8)
+    assert dense == kernels

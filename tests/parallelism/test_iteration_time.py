@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import parallelism
+from jaxoverlap.cost.find import cost_or_facts
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.parallelism import picture, traffic, work
 from jaxoverlap.parallelism.configuration import Configuration
@@ -15,7 +16,6 @@ from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place, placements
 from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.published.recipes import FRONTIER, SCALING, megatron_flops
-from jaxoverlap.parallelism.rates import rates_of
 from jaxoverlap.parallelism.stack import JAX, MEGATRON
 
 MODEL = named_model("gpt-175b")
@@ -70,7 +70,7 @@ def test_traffic_is_conserved():
     """What devices send in all is what the terms count, and none sends to itself."""
     cluster, model = parse_cluster("h100-sxm:1x8"), named_model("gpt-3.6b")
     of = Configuration(data=2, pipeline=2, model=2, micro_batch=2)
-    times = IterationTime(model, rates_of(cluster), JAX, global_batch=16)
+    times = IterationTime(model, cost_or_facts(cluster), JAX, global_batch=16)
     from jaxoverlap.parallelism.memory import peak
     from jaxoverlap.parallelism.search import best_placement
 
@@ -95,9 +95,27 @@ def test_placements_keep_tensor_groups_on_a_host():
         place(Configuration(model=8), cluster)
 
 
+@pytest.mark.parametrize(
+    ("pod", "axes", "axis", "domains"),
+    [
+        ("h100-sxm:3x8", {"data": 4, "fsdp": 6}, "fsdp", 2),  # devices 6 to 11 are on two hosts
+        ("h100-sxm:3x8", {"data": 3, "fsdp": 8}, "fsdp", 1),
+        ("h100-sxm:3x8", {"data": 4, "fsdp": 6}, "data", 3),
+        ("h100-sxm:3x8", {"fsdp": 12, "model": 2}, "fsdp", 3),
+        ("h100-sxm:3x8", {"fsdp": 8, "model": 3}, "model", 2),
+    ],
+)
+def test_a_collective_is_as_slow_as_its_most_spread_group(pod, axes, axis, domains):
+    cluster = parse_cluster(pod)
+    at = place(Configuration(**axes), cluster)
+    assert at.group(axis).domains == domains
+    groups = {tuple(at.members(device, (axis,))) for device in range(cluster.num_devices)}
+    assert domains == max(len({device // 8 for device in group}) for group in groups)
+
+
 def test_interleaving_divides_the_bubble():
     cluster = parse_cluster("a100-sxm-80:8x8")
-    times = IterationTime(MODEL, rates_of(cluster), MEGATRON, global_batch=64)
+    times = IterationTime(MODEL, cost_or_facts(cluster), MEGATRON, global_batch=64)
 
     def bubble(v):
         of = Configuration(model=8, pipeline=8, interleave=v)
@@ -111,7 +129,7 @@ def test_interleaving_divides_the_bubble():
 
 def test_overlap_is_never_slower():
     cluster = parse_cluster("h100-sxm:8x8")
-    times = IterationTime(MODEL, rates_of(cluster), JAX, global_batch=64)
+    times = IterationTime(MODEL, cost_or_facts(cluster), JAX, global_batch=64)
     for axes in ({"fsdp": 8, "model": 8}, {"data": 8, "model": 8}, {"fsdp": 64}):
         seconds = []
         for overlap in (False, True):
@@ -127,7 +145,9 @@ def test_weights_gathered_matrix_by_matrix_wait_for_each_ones_latency():
 
     def fsdp_s(apart: bool) -> float:
         stack = replace(JAX, gathers_matrices=apart)
-        return IterationTime(MODEL, rates_of(cluster), stack, global_batch=512).terms(of, at).fsdp
+        return (
+            IterationTime(MODEL, cost_or_facts(cluster), stack, global_batch=512).terms(of, at).fsdp
+        )
 
     assert fsdp_s(True) > fsdp_s(False)
     layer = sum(
@@ -139,7 +159,7 @@ def test_weights_gathered_matrix_by_matrix_wait_for_each_ones_latency():
 
 def test_terms_add_up():
     cluster = parse_cluster("h100-sxm:8x8")
-    times = IterationTime(MODEL, rates_of(cluster), JAX, global_batch=64)
+    times = IterationTime(MODEL, cost_or_facts(cluster), JAX, global_batch=64)
     of = Configuration(data=2, fsdp=4, model=8)
     terms = times.terms(of, place(of, cluster))
     assert terms.step_s == pytest.approx(sum(terms.by_term.values()))

@@ -45,7 +45,8 @@ def test_between_steps_it_is_nine_bytes_a_parameter():
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("gpt-22b", 22), ("gpt-175b", 175), ("gpt-530b", 530), ("gpt-1t", 1008), ("llama3-70b", 70.6),
-     ("llama3-8b", 8.03), ("mixtral-8x7b", 46.7)],
+     ("llama3-8b", 8.03), ("mixtral-8x7b", 46.7), ("mixtral-8x22b", 141), ("qwen3-32b", 32.8),
+     ("gpt-oss-20b", 20.9)],
 )  # fmt: skip
 def test_models_have_the_parameters_that_their_papers_say(name, billions):
     assert named_model(name).params / 1e9 == pytest.approx(billions, rel=0.01)

@@ -103,7 +103,7 @@ def test_an_edited_file_is_refused(tmp_path, written):
         (b'"axis": "model"', b'"axis": "data"'),
         (b'"slices": 2', b'"slices": 4'),
         (b'"step_s": 0.7575', b'"step_s": 0.5'),
-        (f'"schema": {SCHEMA}'.encode(), b'"schema": 9'),
+        (f'"schema": {SCHEMA}'.encode(), f'"schema": {SCHEMA + 1}'.encode()),
         (b'"style": "two_way"', b'"style": "two_ways"'),
     ):
         assert old in written

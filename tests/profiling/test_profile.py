@@ -166,7 +166,7 @@ def test_the_command(folder: Path, tmp_path: Path):
     assert facts["ratios"][0]["ratio"] > 0 and facts["simulated"]["step_s"] > 0
     run("profile", str(folder), "--at-least", "0.99", code=1)
     said = run("profile", str(tmp_path / "nothing"), code=2)
-    assert "no such file or folder" in said
+    assert "there is no profile" in said
     run("profile", str(folder), "--html", "/no/such/x.html", code=2)
     run("profile", str(folder), "--hlo", "/no/such.hlo", code=2)
     run("profile", str(folder), "--processes-per-host", "2", code=2)

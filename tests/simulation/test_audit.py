@@ -67,6 +67,7 @@ def test_a_matmul_between_start_and_done_covers():
         asynchronous=True,
         matmuls=("gemm",),
         groups="mesh['data'=8,'model'=8] {'model'}",
+        stream=0,
     )
     assert got.covered
 

@@ -118,6 +118,36 @@ def test_flash_attention_has_the_operations_of_its_matmuls(target, matmuls, mask
     assert not got.unknown
 
 
+@pytest.mark.parametrize(("way", "matmuls"), [("forward", 2), ("backward", 5)])
+@pytest.mark.parametrize("mask", [0, 1, 2, 3])
+@pytest.mark.parametrize("head", ["head_dim", "qk_head_dim"])
+def test_transformer_engines_attention_has_the_operations_of_its_matmuls(way, matmuls, mask, head):
+    """As the call prints with JAX's typed FFI: batch 2, 8 heads of 128, 1024 tokens."""
+    lines = [f"%{n} = bf16[2,1024,8,128]{{3,2,1,0}} parameter(0)" for n in "qkv"]
+    config = (
+        f"attn_heads = 8 : i64, {head} = 128 : i64, input_batch = 2 : i64, is_training = true, "
+        f"kv_max_seqlen = 1024 : i64, mask_type = {mask} : i64, num_gqa_groups = 8 : i64, "
+        "q_max_seqlen = 1024 : i64, scaling_factor = 1.0e-01 : f32, window_size_left = -1 : i64"
+    )
+    got = of(
+        *lines,
+        "%a = (bf16[2,1024,8,128]{3,2,1,0}, f32[2,8,1024,1]{3,2,1,0}) custom-call(%q, %k, %v), "
+        f'custom_call_target="te_fused_attn_{way}_ffi", api_version=API_VERSION_TYPED_FFI, '
+        f"backend_config={{{config}}}",
+    )
+    flops = matmuls * 2 * 2 * 8 * 1024 * 1024 * 128 / (2 if mask >= 2 else 1)
+    assert got.attention and got.attention.flops == flops
+    assert (got.attention.backward, got.attention.heads) == (way == "backward", 16)
+    assert got.memory_bytes == 4 * 2 * 2 * 1024 * 8 * 128 + 4 * 2 * 8 * 1024
+    assert not got.unknown
+    short = of(
+        *lines,
+        "%a = bf16[2,1024,8,128]{3,2,1,0} custom-call(%q, %k, %v), "
+        f'custom_call_target="te_fused_attn_{way}_ffi", backend_config={{mask_type = 2 : i64}}',
+    )
+    assert short.attention is None and short.unknown == f"te_fused_attn_{way}_ffi"
+
+
 # -- bytes ------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""A module is replayed in time: seconds by hand, from modules cut down as in test_yardstick.py."""
+"""A module is replayed in time: seconds by hand."""
 
 from __future__ import annotations
 
@@ -92,11 +92,36 @@ def test_a_link_carries_one_collective_at_a_time():
     assert got.link_s == {NVLINK: 2, NETWORK: 0}
 
 
-def test_the_links_are_two():
+def test_a_stream_runs_one_collective_at_a_time_on_whatever_link():
     got = times(hop("h"), hop("i", 0.25, FAR), gemm("a"), done("h"), done("i"))
+    near(got, 2, 1, 2, 1)
+    assert got.link_s == {NVLINK: 1, NETWORK: 1}
+    assert {s.collective.name: s.exposed_s for s in got.spent} == {"i": 1, "h": 0}
+
+
+def test_a_stream_for_nvlink_lets_both_links_run_at_once():
+    got = times(hop("h", scale_up=True), hop("i", 0.25, FAR), gemm("a"), done("h"), done("i"))
     near(got, 1, 1, 2, 0)
     assert got.link_s == {NVLINK: 1, NETWORK: 1}
     assert got.bound_s == 1
+
+
+def test_who_waits_for_one_stream_waits_for_what_runs_there_on_another_link():
+    got = times(hop("i", 0.5, FAR), hop("h"), gemm("a"), done("h"), gemm("b"), done("i"))
+    near(got, 4, 2, 3, 2)
+    assert {s.collective.name: s.exposed_s for s in got.spent} == {"i": 1, "h": 1}
+
+
+def test_a_synchronous_collective_waits_for_no_stream():
+    """It runs on the stream of the kernels: beside a network collective that is on its way."""
+    got = times(hop("i", 0.5, FAR), gemm("a"), sync("s"), gemm("b"), done("i"))
+    near(got, 3, 2, 3, 1)
+    assert {s.collective.name: s.exposed_s for s in got.spent} == {"s": 1, "i": 0}
+
+
+def test_so_does_one_with_no_kernel_before_its_done():
+    got = times(hop("i", 0.5, FAR), gemm("a"), hop("s"), done("s"), gemm("b"), done("i"))
+    near(got, 3, 2, 3, 1)
 
 
 def test_what_runs_on_the_link_is_exposed_and_not_who_is_waited_for():
@@ -126,7 +151,8 @@ def test_kernels_slow_down_only_while_a_collective_runs():
 
 def test_two_collectives_take_more_than_one():
     # 1 s at a third, then 1 s at a half, and 1/6 alone.
-    got = times(hop("h"), hop("i", 0.5, FAR), gemm("a"), done("h"), done("i"), sms=1)
+    near_by = hop("h", scale_up=True)  # on a stream of its own
+    got = times(near_by, hop("i", 0.5, FAR), gemm("a"), done("h"), done("i"), sms=1)
     near(got, 1 + 1 + 1 / 6, 1, 3, 0)
 
 
@@ -187,8 +213,8 @@ def test_a_call_runs_what_it_calls():
 def test_the_slowest_branch_runs():
     branches = "%c = () conditional(%x, %x), branch_computations={%inner, %body, %inner}"
     got = times(hop("s", 1, FAR), branches, done("s"), gemm("e"), before=BODY + INNER)
-    near(got, 5, 3, 6, 2)
-    assert [e.name for e in got.events] == ["s", "r", "a", "r", "b", "s", "e"]
+    near(got, 8, 3, 6, 5)  # the hop stands behind what was started before the branch
+    assert [e.name for e in got.events] == ["s", "r", "a", "s", "r", "b", "e"]
 
 
 # -- what is not known, and mistakes ----------------------------------------------------------------

@@ -47,7 +47,7 @@ def test_strays_are_named_with_what_would_remove_them():
     assert exchange.bytes_moved == size * 7 // 8
     assert exchange.exposed_s == exchange.seconds == pytest.approx(size * 7 // 8 / 1e6)
     assert exchange.advice.startswith(
-        "backward of models/gpt.py:80 (checkpoint/mul): f32[8,512,4096] a device changes"
+        "backward of models/gpt.py:80 (checkpoint/mul): f32[8,512,4096] changes from one"
     )
     assert "with_sharding_constraint" in exchange.advice
     assert "reduce-scatter" in sums.advice

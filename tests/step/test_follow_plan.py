@@ -119,7 +119,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_same_step_comes_out_again(tmp_path, options):
     plan = same_again(tmp_path, overlap(train_step(), **options), *arguments())
@@ -177,7 +177,7 @@ def test_manual_code(tmp_path, variant):
     choices = {0: Variant("plain"), 1: Variant("direct")}
     chosen = same_again(tmp_path, Overlapped(step, Options(choices=choices)), *args)
     left, ring = chosen.entries
-    assert isinstance(left, Skip) and left.reason == "left plain: as chosen" and left.chosen
+    assert isinstance(left, Skip) and left.reason == "not ringed: as chosen" and left.chosen
     assert isinstance(ring, Decision) and ring.variant == Variant("direct")
 
 
@@ -216,7 +216,7 @@ def test_arguments_of_any_kind():
 _rings = st.sampled_from(["plain", "one_way", "two_way", "direct x 2", "sliced x 2"])
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 @settings(max_examples=6, deadline=None)
 @given(
     variants=st.lists(_rings, min_size=9, max_size=9), fsdp=st.sampled_from(["prefetch", "ring"])
@@ -242,7 +242,7 @@ def test_a_choice_is_for_the_whole_ring(plan):
             if isinstance(entry, Decision):
                 assert name == "two_way" and str(entry.variant) == name
             else:
-                assert name == "plain" and entry.reason == "left plain: as chosen"
+                assert name == "plain" and entry.reason == "not ringed: as chosen"
 
 
 def test_a_choice_for_no_matmul():
@@ -348,7 +348,7 @@ def test_other_versions_and_devices_are_refused(plan, fields, said):
     assert "matmul" not in message, "it is the same step"
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 def test_another_cluster_is_refused():
     plan = overlap(train_step(), cluster="h100-sxm:1x8").explain(*arguments())
     said = refused(plan, train_step(), *arguments(), cluster="h200:1x8")

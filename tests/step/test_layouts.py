@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.step import context as step_context
 from jaxoverlap.step import layouts as step_layouts
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
@@ -87,14 +88,21 @@ def test_a_plan_whose_pins_cannot_be_kept_is_refused(plan, args, monkeypatch):
 
 
 def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
-    partitioned = step_layouts.partitioned
+    laid_jaxpr, partitioned = step_layouts._Asker.laid_jaxpr, step_context.partitioned
+    with_pins = []
+
+    def recorded(asker, pins, tables=()):
+        jaxpr = laid_jaxpr(asker, pins, tables)
+        with_pins.extend([jaxpr] if pins else [])
+        return jaxpr
 
     def refusing(traced, jaxpr, mesh, *, ask=True):
-        if not ask:
+        if any(jaxpr is one for one in with_pins):
             raise RewriteError("XLA's partitioner gave no answer")
-        return partitioned(traced, jaxpr, mesh)
+        return partitioned(traced, jaxpr, mesh, ask=ask)
 
-    monkeypatch.setattr("jaxoverlap.step.layouts.partitioned", refusing)
+    monkeypatch.setattr("jaxoverlap.step.layouts._Asker.laid_jaxpr", recorded)
+    monkeypatch.setattr("jaxoverlap.step.context.partitioned", refusing)
     fresh = jax.jit(lambda *given: step(*given))  # what was found for another is remembered
     layouts = jaxoverlap.overlap(fresh, cluster=POD).explain(*args).layouts
     assert layouts.pins == ()
@@ -129,3 +137,29 @@ def test_other_layouts_are_refused(layouts):
 def test_a_plan_says_the_layouts_already(plan):
     with pytest.raises(ValueError, match="layouts beside plan="):
         jaxoverlap.overlap(jax.jit(step), plan=plan, layouts=None)
+
+
+@pytest.mark.parametrize(("groups", "asks"), [(4, False), (64, True)])
+def test_no_layout_is_asked_about_where_xla_would_end_the_process(mesh, groups: int, asks: bool):
+    """The groups of a convolution are fewer than the devices that may hold a shard of each."""
+
+    def loss(weights, x):
+        kernel, dense = weights
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=groups)
+        y = jax.nn.gelu(y.reshape(x.shape[0], -1, dense.shape[0]) @ dense)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+    def shape(*dims, spec):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    weights = (
+        shape(64, 64 // groups, 3, 3, spec=P()),
+        shape(1024, 4096, spec=P("fsdp", "tp")),
+    )
+    x = shape(16, 64, 32, 32, spec=P("fsdp"))
+    layouts = jaxoverlap.overlap(step, cluster=POD).explain(weights, x).layouts
+    assert layouts and (layouts.questions > 0) == asks
+    assert ("no layout was tried" in str(layouts.lines)) != asks

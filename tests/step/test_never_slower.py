@@ -17,13 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap.cost.find import cost_model
+from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.simulation.timeline import Event, Timeline
 from jaxoverlap.step import never_slower, trial
-from jaxoverlap.step.never_slower import CompiledStep, Rival, Unpriced, choose, predicted
+from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated, choose, predicted
 from jaxoverlap.step.trial import Failure, Trial
 from tests.support.megatron import megatron
 from tests.support.pods import pytestmark as pods
@@ -32,8 +33,11 @@ POD = "h100-sxm:1x8"
 GB = 10**9
 
 
-def made(step_s: float, gigabytes: float = 10, loops: int = 0) -> CompiledStep:
-    return CompiledStep(step_s, round(gigabytes * GB), loops, lambda: "")
+def made(
+    step_s: float, gigabytes: float = 10, loops: int = 0, compute_s: float = 1e9
+) -> CompiledStep:
+    """A compiled step; of the plain one with nothing left to gain, unless `compute_s` says so."""
+    return CompiledStep(step_s, round(gigabytes * GB), loops, lambda: "", compute_s)
 
 
 def plan_of(*decisions: Decision) -> Plan:
@@ -69,13 +73,18 @@ def chosen(
         assert way == "reordered" and reordered is not None
         return reordered
 
-    rival: Any = Rival("step", plan_of(), cost_model(POD), reordered is not None, None, None)  # type: ignore[arg-type]
+    comparison: Any = Comparison(
+        "step", plan_of(), cost_model(POD), reordered is not None, True, None, None
+    )  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(never_slower, "_lost", lambda *_: "")
-        late = choose(rival, {"plain": plain}, rings, compiled)
+        late = choose(comparison, {"plain": plain}, rings, compiled, None)
         if reordered is None or late.taken == "overlapped":
             return late
-        assert choose(rival, {"plain": plain, "reordered": reordered}, rings, compiled) == late
+        assert (
+            choose(comparison, {"plain": plain, "reordered": reordered}, rings, compiled, None)
+            == late
+        )
         return late
 
 
@@ -95,7 +104,7 @@ CHOICES = {
     "plain is too large": (made(1, 90), made(2, 70), None, "overlapped", 2),
     "both are too large": (made(2, 90), made(1, 91), None, "overlapped", 1),
     "rings do not compile": (made(2), NO, made(1), "reordered", 1),
-    "rings have no price": (made(1), Unpriced("odd"), None, "overlapped", None),
+    "rings cannot be simulated": (made(1), Unsimulated("odd"), None, "overlapped", None),
     "neither compiles": (NO, NO, None, "overlapped", None),
     "loops of both turn unknown times": (made(1, loops=1), made(2, loops=1), None, "plain", 1),
 }
@@ -113,15 +122,72 @@ def test_the_fastest_that_fits_is_taken(plain, rings, other, taken: str, step_s:
 
 def test_the_scheduler_pass_alone_is_taken_where_it_beats_a_step_that_beats_plain():
     """As in a contrastive step whose parts are joined for the softmax over the global batch."""
-    rival: Any = Rival("step", plan_of(), cost_model(POD), True, None, None)  # type: ignore[arg-type]
+    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, True, None, None)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(never_slower, "_lost", lambda *_: "")
         others: Any = {"plain": made(0.0477), "reordered": made(0.0415)}
-        speedup = choose(rival, others, made(0.0474), None)  # type: ignore[arg-type]
+        speedup = choose(comparison, others, made(0.0474), None, None)  # type: ignore[arg-type]
     assert (speedup.taken, speedup.step_s) == ("reordered", 0.0415)
     assert str(speedup) == (
         "plain 47.7 ms -> scheduler pass alone 41.5 ms, 1.15 x (overlapped 47.4 ms)"
     )
+
+
+@pytest.mark.parametrize(
+    ("whole_s", "cut", "said"),
+    [
+        (0.067, True, "plain 197.0 ms -> overlapped 67.3 ms, 2.93 x (batch split 68.9 ms)"),
+        (0.067, False, "plain 197.0 ms -> overlapped 67.3 ms, 2.93 x (batch not split 68.9 ms)"),
+    ],
+)
+def test_halves_and_whole_rows_are_both_compiled_where_the_price_hardly_tells_them_apart(
+    whole_s: float, cut: bool, said: str
+):
+    why_not = "" if cut else "the step is faster with whole rows"
+    halves = Halves(parts=2, whole_s=whole_s, step_s=0.069, why_not=why_not)
+    plan = msgspec.structs.replace(plan_of(), halves=halves)
+    comparison = Comparison("step", plan, cost_model(POD), True, True, None, None)  # type: ignore[arg-type]
+    assert comparison.compares_split
+    assert not replace(
+        comparison, may_split=False
+    ).compares_split  # the user chose how the batch is split
+    others: Any = {"plain": made(0.197), "other rows": made(0.0673)}
+    speedup = choose(comparison, others, made(0.0689), None, None)  # type: ignore[arg-type]
+    assert speedup.taken == "other rows" and speedup.is_overlapped
+    assert str(speedup) == said
+
+
+@pytest.mark.parametrize(
+    ("o1_s", "recipes_s", "taken", "said"),
+    [
+        (0.373, 0.4, "O1", "plain 490.0 ms -> published options O1 373.0 ms, 1.31 x (overlapped 391.0 ms)"),
+        (0.4, 0.38, "gpu-recipes", "of gpu-recipes 380.0 ms, 1.29 x (overlapped 391.0 ms)"),
+        (0.4, 0.395, "overlapped", "plain 490.0 ms -> overlapped 391.0 ms, 1.25 x"),
+    ],
+)  # fmt: skip
+def test_published_options_are_compiled_where_something_is_left_to_gain(
+    o1_s: float, recipes_s: float, taken: str, said: str
+):
+    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, True, None, None)  # type: ignore[arg-type]
+    published: Any = {"O1": made(o1_s), "gpu-recipes": made(recipes_s)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(never_slower, "_lost", lambda *_: "")
+        plain: Any = {"plain": made(0.49, compute_s=0.33)}
+        speedup = choose(comparison, plain, made(0.391), None, published.get)  # type: ignore[arg-type]
+    assert speedup.taken == taken and said in str(speedup)
+
+
+def test_published_options_are_not_compiled_where_kernels_are_all_that_is_left():
+    comparison: Any = Comparison("step", plan_of(), cost_model(POD), True, True, None, None)  # type: ignore[arg-type]
+    plain: Any = {"plain": made(0.49, compute_s=0.33)}
+    assert choose(comparison, plain, made(0.339), None, None).taken == "overlapped"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("whole_s", [None, 0.06])
+def test_the_other_rows_are_not_compiled_where_the_price_is_clear(whole_s: float | None):
+    plan = msgspec.structs.replace(plan_of(), halves=Halves(parts=2, whole_s=whole_s, step_s=0.069))
+    comparison = Comparison("step", plan, cost_model(POD), True, True, None, None)  # type: ignore[arg-type]
+    assert not comparison.compares_split
 
 
 @pytest.mark.parametrize(
@@ -140,15 +206,19 @@ def test_the_scheduler_pass_alone_is_compiled_where_it_may_be_as_fast(
     price = Price(plain_s=1.0, plain_exposed_s=0.5, step_s=step_s)
     plan = plan_of(ring(0, "a.py:1")) if changes else plan_of()
     plan = msgspec.structs.replace(plan, price=price)
-    rival = Rival("step", plan, cost_model(POD), reorders, None, None)  # type: ignore[arg-type]
-    assert rival.is_close == close
+    comparison = Comparison("step", plan, cost_model(POD), reorders, True, None, None)  # type: ignore[arg-type]
+    assert comparison.is_close == close
 
 
 @pytest.mark.parametrize(
     ("plain", "rings", "why"),
     [
         (NO, made(1), "plain was not compiled: SIGABRT: the check"),
-        (made(1), Unpriced("a collective is never waited for"), "not held against plain: a coll"),
+        (
+            made(1),
+            Unsimulated("a collective is never waited for"),
+            "not compared with plain: a coll",
+        ),
         (made(1), made(2, loops=1), "plain was not compared: XLA says of only one of the two"),
     ],
 )

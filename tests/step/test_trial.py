@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap._jax import jobs
-from jaxoverlap._jax.kernel_cache import Kernels
+from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.passes.scheduling.scheduler import Scheduler, scheduler_pass_for
 from jaxoverlap.step import trial
@@ -65,7 +65,7 @@ class TestPods:
         assert jaxoverlap.simulate(text, POD).step_s == outcome.step_s
 
     def test_kernels_that_are_there_change_nothing(self, request_, tmp_path):
-        kernels = Kernels()
+        kernels = KnownKernels()
         first, again = tmp_path / "first", tmp_path / "again"
         first.mkdir()
         again.mkdir()
@@ -116,7 +116,7 @@ def test_what_fails_with_the_kernels_of_others_is_tried_without(monkeypatch, tmp
         return refused if file.exists() else fine
 
     monkeypatch.setattr(trial, "_in_child", in_child)
-    kernels = Kernels()
+    kernels = KnownKernels()
     with kernels.lent() as loan:
         loan.file.write_bytes(b"kernels")
         loan.ended_well = True

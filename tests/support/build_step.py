@@ -46,6 +46,16 @@ def overlapped(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     return jaxoverlap.overlap(step), args
 
 
+def gathered(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Return a step that gathers its result, which nothing hides: no matmul becomes a ring."""
+    axis = mesh.axis_names[-1]
+    x = jax.ShapeDtypeStruct(
+        (8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P(axis, None))
+    )
+    gathered = NamedSharding(mesh, P())
+    return jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, gathered)), (x,)
+
+
 def whole(mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
     """Return a step in which nothing is sharded, so that there is nothing to hide."""
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))

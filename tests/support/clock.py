@@ -19,6 +19,8 @@ class Clock:
     memory-bound kernels at 1 / (1 + memory_bytes_per_s).
     """
 
+    on_cpus = False
+
     cluster: Cluster
     sms: float = 0.0
     memory: float = 0.0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 from hypothesis import strategies as st
 
+from jaxoverlap.plan.decisions import Code, Reason
 from jaxoverlap.plan.plan import (
     ChannelRow,
     Decision,
@@ -49,17 +52,25 @@ OUT = Decision(
 )
 
 
-ODD = Skip(site=1, source="gpt.py:81", einsum="ab,bc->ac", runs=2, reason="dim s has size 30")
+ODD = Skip(
+    site=1,
+    source="gpt.py:81",
+    einsum="ab,bc->ac",
+    runs=2,
+    why=Reason("no ring", "dim s has size 30"),
+)
 
 
-IDLE = Skip(site=0, source="gpt.py:80", einsum="ab,bc->ac", runs=1, reason="no collective")
+IDLE = Skip(site=0, source="gpt.py:80", einsum="ab,bc->ac", runs=1, why=Reason("no collective"))
 
 
-ALSO_IDLE = Skip(site=2, source="gpt.py:86", einsum="ab,cb->ac", runs=7, reason="no collective")
+ALSO_IDLE = Skip(
+    site=2, source="gpt.py:86", einsum="ab,cb->ac", runs=7, why=Reason("no collective")
+)
 
 
 OPAQUE = Skip(
-    site=4, source="gpt.py:90", einsum="ab,bc->ac", runs=1, reason="no collective known: auto"
+    site=4, source="gpt.py:90", einsum="ab,bc->ac", runs=1, why=Reason("no collective", "auto")
 )
 
 
@@ -101,7 +112,7 @@ _decisions = st.builds(
 
 
 _skips = st.builds(
-    Skip, site=_count, source=_text, einsum=_text, runs=_count, reason=_text
+    Skip, site=_count, source=_text, einsum=_text, runs=_count, why=st.builds(Reason, st.sampled_from(get_args(Code)), _text)
 )  # fmt: skip
 
 

@@ -22,11 +22,13 @@ def copy(name: str, of: str = "m") -> str:
     return f"%{name} = s8[1000000]{{0}} copy(%{of})"
 
 
-def hop(name: str, seconds: float = 1, pairs: str = PAIRS) -> str:
+def hop(name: str, seconds: float = 1, pairs: str = PAIRS, *, scale_up: bool = False) -> str:
     size = round(seconds * 1e6)
+    domain = "COLLECTIVE_COMMUNICATION_DOMAIN_SCALE_UP_FABRIC"
+    own = f', backend_config={{"communication_domain":"{domain}"}}' if scale_up else ""
     return (
         f"%p.{name} = s8[{size}]{{0}} bitcast(%x)\n  %{name} = (s8[{size}]{{0}}, s8[{size}]{{0}}) "
-        f"collective-permute-start(%p.{name}), source_target_pairs={pairs}"
+        f"collective-permute-start(%p.{name}), source_target_pairs={pairs}{own}"
     )
 
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxoverlap.passes.planning.requests import Requests
-from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.passes.planning.terms import Requests, Terms
 
 _REQUESTS = {field.name for field in dataclasses.fields(Requests)}
 

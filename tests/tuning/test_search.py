@@ -15,7 +15,7 @@ from msgspec.structs import replace as replaced
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.plan.halves import Halves
-from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
+from jaxoverlap.plan.plan import Decision, Plan, Reason, Skip, Variant
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Failure, Trial, Waited
 from jaxoverlap.tuning import search as the_search
@@ -53,8 +53,11 @@ def ring(site: int, variant: str = "one_way", kind: str = "all_gather_matmul") -
     )
 
 
-def left(site: int, reason: str = "left plain: its hops take 2 µs") -> Skip:
-    return Skip(site=site, source=f"gpt.py:{site}", einsum="ab,bc->ac", runs=1, reason=reason)
+DEAR = Reason("not ringed", "its hops take 2 µs")
+
+
+def left(site: int, why: Reason = DEAR) -> Skip:
+    return Skip(site=site, source=f"gpt.py:{site}", einsum="ab,bc->ac", runs=1, why=why)
 
 
 def plan(*entries: Decision | Skip, **more: Any) -> Plan:
@@ -215,7 +218,9 @@ def test_what_was_stopped_leaves_the_search_incomplete(tmp_path):
 
 
 def test_seeds_are_what_the_rules_leave_open():
-    rules = plan(ring(1), left(2), left(3, "no collective"), prefetched=2, xla_options={"a": "1"})
+    rules = plan(
+        ring(1), left(2), left(3, Reason("no collective")), prefetched=2, xla_options={"a": "1"}
+    )
     options_of = {c.name: c.options for c in seeds(BASE, rules)}
     assert set(options_of) == {
         *("no rings", "all rings", "others sliced x 2", "others sliced x 4"),
@@ -327,7 +332,9 @@ class Model(GranularityModel):
 @pytest.mark.parametrize(("model", "first"), [(GranularityModel(), 2), (Model(), 1)])
 def test_moves_begin_with_the_smallest_h_then_where_the_step_waits_longest(model, first: int):
     at = Candidate(RULES, BASE, {})
-    rules = plan(ring(1), ring(2, kind="matmul_reduce_scatter"), left(3), left(4, "no collective"))
+    rules = plan(
+        ring(1), ring(2, kind="matmul_reduce_scatter"), left(3), left(4, Reason("no collective"))
+    )
     result = trial(1.0, {1: 0.1, 2: 0.3, 3: 0.0})
     ways = {1: ("two_way", "one_way x 2"), 2: ("direct", "two_way")}
     order = [first, 3 - first]

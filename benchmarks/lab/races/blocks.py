@@ -1,4 +1,4 @@
-"""A stack of MLP blocks on hosts: sharded in three ways, and what a step of it can be at best.
+"""A stack of MLP blocks on hosts, with three shardings, and the bound of its step.
 
     way            weights               batch                 what moves
     tensor         split by inner dim    rows split, gathered  the stream, twice a block, forward
@@ -30,7 +30,7 @@ _RATE = 1e-3
 
 @dataclass(frozen=True)
 class Size:
-    """Rows (over all hosts), features, inner features and number of blocks."""
+    """Batch (over all hosts), features, inner features and number of blocks."""
 
     rows: int = 2048
     hidden: int = 1024
@@ -40,7 +40,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks on a mesh of one axis, sharded in one of three ways."""
+    """The blocks on a mesh of one axis, with one of three shardings."""
 
     mesh: Mesh
     way: str
@@ -57,7 +57,7 @@ class Blocks:
 
     @property
     def specs(self) -> tuple[P, P]:
-        """Return how the two weights of a block lie."""
+        """Return the shardings of a block's two weights."""
         if self.way == "tensor":
             return P(None, AXIS), P(AXIS, None)
         return (P(AXIS, None), P(AXIS, None)) if self.way == "fsdp" else (P(), P())
@@ -67,9 +67,9 @@ class Blocks:
         random, size = np.random.default_rng(0), self.size
 
         def array(rows: int, columns: int, spec: P) -> jax.Array:
-            whole = (random.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
+            full = (random.standard_normal((rows, columns)) / np.sqrt(rows)).astype(np.float32)
             sharding = NamedSharding(self.mesh, spec)
-            return jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])
+            return jax.make_array_from_callback(full.shape, sharding, lambda at: full[at])
 
         up, down = self.specs
         weights = [
@@ -79,7 +79,7 @@ class Blocks:
         return weights, array(size.rows, size.hidden, P(AXIS, None))
 
     def step(self) -> Any:
-        """Return the jitted step, with the constraints that say how its values lie."""
+        """Return the jitted step, with its sharding constraints."""
         rows, inner = self.at(AXIS, None), self.at(None, AXIS)
         tensor = self.way == "tensor"
 
@@ -100,8 +100,10 @@ class Blocks:
             value, gradients = jax.value_and_grad(loss)(weights)
             return jax.tree.map(lambda w, g: w - _RATE * g, weights, gradients), value
 
-        lies = [tuple(NamedSharding(self.mesh, spec) for spec in self.specs)] * self.size.blocks
-        return jax.jit(train, out_shardings=(lies, self.at()))
+        shardings = [
+            tuple(NamedSharding(self.mesh, spec) for spec in self.specs)
+        ] * self.size.blocks
+        return jax.jit(train, out_shardings=(shardings, self.at()))
 
     def by_hand(self) -> Any:
         """Return the tensor-parallel step as JAX's documentation overlaps matmuls by hand.
@@ -154,14 +156,14 @@ class Blocks:
         def forward(weights: Weights, x: jax.Array) -> jax.Array:
             if self.way == "tensor":
                 for _ in weights:
-                    whole = lax.all_gather(x, AXIS, tiled=True)
-                    x = lax.psum_scatter(whole, AXIS, tiled=True)
+                    full = lax.all_gather(x, AXIS, tiled=True)
+                    x = lax.psum_scatter(full, AXIS, tiled=True)
                 return x
             for weight in jax.tree.leaves(weights):
                 weight = lax.optimization_barrier((weight, x))[0]
                 if self.way == "fsdp":
-                    whole = lax.all_gather(weight, AXIS, tiled=True)
-                    x = _after(x, lax.psum_scatter(whole, AXIS, tiled=True))
+                    full = lax.all_gather(weight, AXIS, tiled=True)
+                    x = _after(x, lax.psum_scatter(full, AXIS, tiled=True))
                 else:
                     x = _after(x, lax.psum(weight, AXIS))
             return x

@@ -1,4 +1,4 @@
-"""The trainers' GPT on hosts: its train step, with arguments in their places."""
+"""The trainers' GPT on hosts: its train step, with sharded arguments."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from benchmarks.lab.races.gpt import gpt_step
 from benchmarks.lab.races.predict import predicted_s
 from benchmarks.lab.timing import Rows, interleaved
 from jaxoverlap.calibrate import calibrate, this_machine
-from jaxoverlap.calibrate.grid import Grid
+from jaxoverlap.calibrate.this_machine import Grid
 from jaxoverlap.cost.find import cost_model
-from jaxoverlap.cost.tables import Tables
+from jaxoverlap.cost.tables import ChipTables
 
 GRID = Grid(
     dtypes=("f32",),
@@ -32,7 +32,7 @@ GRID = Grid(
     rounds=5,
 )
 SMALL_GRID = replace(GRID, m=(8, 64), nk=(64, 128), elements=(64, 256, 1024), rounds=2)
-# The flags of XLA:CPU that bear on what runs beside what: the order that gives its threads most to
+# The flags of XLA:CPU that bear on what runs concurrently: the order that gives its threads most to
 # do at once, at the price of memory.
 FLAGS = {"xla_cpu_enable_concurrency_optimized_scheduler": True}
 PRICES = "prices.json"
@@ -45,13 +45,13 @@ class _State:
     """The state of this host between calls."""
 
     barrier: Contender | None = None
-    tables: Tables | None = None
+    tables: ChipTables | None = None
     cases: dict[str, Case] = field(default_factory=dict)
 
 
 @dataclass
 class Case:
-    """A step to race, in one way of sharding.
+    """A step to race, with one sharding.
 
     Attributes:
         step: the jitted step.
@@ -75,11 +75,11 @@ def start(host: Host) -> None:
     """Start JAX, and make the barrier."""
     host.start_jax()
     mesh = host.mesh(**{AXIS: host.count})
-    whole = jax.sharding.NamedSharding(mesh, P())
+    replicated = jax.sharding.NamedSharding(mesh, P())
     mapped = jax.shard_map(
         lambda x: jax.lax.psum(x, AXIS), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
-    add, one = jax.jit(mapped), jax.device_put(jnp.ones(1), whole)
+    add, one = jax.jit(mapped), jax.device_put(jnp.ones(1), replicated)
     _HERE.barrier = lambda: jax.block_until_ready(add(one))
 
 

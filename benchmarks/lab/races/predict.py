@@ -25,7 +25,7 @@ def predicted_s(
         plain: whether it is compiled without the options of an overlapped step.
     """
     traced = step.trace(*args)
-    picture = partitioned(
+    program = partitioned(
         traced, flatten(traced.jaxpr), mesh, ask=False, options={} if plain else None
     )
-    return estimate(picture.module, cost).step_s
+    return estimate(program.module, cost).step_s

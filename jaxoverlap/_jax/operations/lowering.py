@@ -16,7 +16,7 @@ from jax._src.interpreters import mlir
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
-from jaxoverlap._jax.operations.partitioning import Before, Partitioning, Seen, gathered_of
+from jaxoverlap._jax.operations.partitioning import Before, FirstReader, Partitioning, gathered_of
 from jaxoverlap._jax.operations.question import Partition
 
 
@@ -104,7 +104,7 @@ def lower_as(
             if not shares or gathered.of(value):
                 continue  # a first one, of a forward pass, tells more of how its operands lie
             again = zip(op.again, results[op.results :], strict=True)
-            gathered.put(value, Seen(op, n, [r for (m, _), r in again if m == n]))
+            gathered.put(value, FirstReader(op, n, [r for (m, _), r in again if m == n]))
         return results[: op.results]
 
     mlir.register_lowering(primitive, lowering, cacheable=False)

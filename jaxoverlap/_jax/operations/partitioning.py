@@ -135,7 +135,7 @@ class Partitioning:
         return self.mesh, local, back, ([sharding_of(self.mesh, spec) for spec in at],)
 
 
-class Seen(NamedTuple):
+class FirstReader(NamedTuple):
     """The first operation of a block that read a value.
 
     Attributes:
@@ -153,14 +153,14 @@ class Gathered:
     """The values that operations of a module have read, and may have gathered."""
 
     def __init__(self) -> None:
-        self._first: dict[Any, Seen] = {}
+        self._first: dict[Any, FirstReader] = {}
 
-    def of(self, value: Any) -> Seen | None:
+    def of(self, value: Any) -> FirstReader | None:
         """Return the first operation of this block that read a value."""
         seen, here = self._first.get(value), ir.InsertionPoint.current.block
         return seen if seen and all(v.owner.operation.block == here for v in seen.again) else None
 
-    def put(self, value: Any, seen: Seen) -> None:
+    def put(self, value: Any, seen: FirstReader) -> None:
         """Note the operation that reads a value first."""
         self._first[value] = seen
 

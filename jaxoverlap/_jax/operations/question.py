@@ -49,7 +49,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Partitioned:
+class DeviceProgram:
     """What one device does of an operation.
 
     Attributes:
@@ -65,7 +65,7 @@ class Partitioned:
     fulfilled: tuple[Wish, ...]
 
 
-Partition = Callable[[Operation], Partitioned]
+Partition = Callable[[Operation], DeviceProgram]
 
 
 def even(operation: Operation, place: int) -> Spec:

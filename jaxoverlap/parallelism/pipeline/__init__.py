@@ -2,11 +2,11 @@
 
 from jaxoverlap.parallelism.pipeline.accumulate import accumulated
 from jaxoverlap.parallelism.pipeline.execute import value_and_grad
-from jaxoverlap.parallelism.pipeline.schedule import Schedule, stage_order
+from jaxoverlap.parallelism.pipeline.schedule import PipelineSchedule, stage_order
 from jaxoverlap.parallelism.pipeline.timetable import Timetable, one_f_one_b, zb_h1
 
 __all__ = [
-    "Schedule",
+    "PipelineSchedule",
     "Timetable",
     "accumulated",
     "one_f_one_b",

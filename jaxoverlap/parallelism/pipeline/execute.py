@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.parallelism.pipeline.schedule import NONE, Schedule
+from jaxoverlap.parallelism.pipeline.schedule import NONE, PipelineSchedule
 
 Tree = Any
 First = Callable[[Tree, Tree], Tree]
@@ -77,7 +77,7 @@ def value_and_grad(
     if axis not in mesh.shape:
         raise ValueError(f"a mesh of {tuple(mesh.shape)} has no axis {axis!r}: add one of stages")
     data = data_axes(mesh, data)
-    schedule = Schedule(mesh.shape[axis], micro_batches, pieces)
+    schedule = PipelineSchedule(mesh.shape[axis], micro_batches, pieces)
     body = functools.partial(_device, schedule, stage, first, last, axis, data)
 
     def call(stages: Tree, shared: Tree, batch: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
@@ -98,7 +98,7 @@ def value_and_grad(
     return call
 
 
-def _check(stages: Tree, shared: Tree, batch: Tree, schedule: Schedule) -> None:
+def _check(stages: Tree, shared: Tree, batch: Tree, schedule: PipelineSchedule) -> None:
     for leaf in jax.tree.leaves((stages, shared)):
         if not _moves(leaf):
             raise ValueError(
@@ -140,7 +140,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _device(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     stage: Stage,
     first: First,
     last: Last,
@@ -275,7 +275,7 @@ def data_axes(mesh: Mesh, data: Sequence[str]) -> tuple[str, ...]:
 
 
 def rows_of(batch: Tree, data: tuple[str, ...]) -> Tree:
-    """Return the specs of a batch [micro-batch, rows, ...] whose rows are split over `data`."""
+    """Return the specs of a batch [micro-batch, sequence, ...], sharded over `data`."""
     return jax.tree.map(lambda leaf: P(None, data) if data and leaf.ndim > 1 else P(), batch)
 
 

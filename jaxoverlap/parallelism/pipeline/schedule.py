@@ -30,7 +30,7 @@ NONE = -1  # no micro-batch
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """The ticks of a pipeline.
 
     Attributes:
@@ -78,7 +78,7 @@ class Schedule:
         return self.bubble_ticks / (self.micro_batches * self.pieces)
 
     def live_pieces(self, stage: int) -> int:
-        """Pieces of a stage whose inputs are kept at most, by the closed form."""
+        """The most pieces of a stage whose inputs are saved, in closed form."""
         p, v = self.stages, self.pieces
         return min(v * p + p - 1 - 2 * stage, self.micro_batches * v)
 
@@ -117,7 +117,7 @@ class Schedule:
         return Tables(*tables.arrays, slots=slots)
 
     def _fill(self, stage: int, tables: Tables) -> None:
-        """Give each input a slot of the buffer, the lowest that is free while it is kept."""
+        """Give each input the lowest slot of the buffer that is free while it is saved."""
         free, held = list[int](), dict[tuple[int, int], int]()
         for tick in range(self.ticks):
             if (of := self.forward(stage, tick))[0] != NONE:

@@ -23,7 +23,7 @@ _COLOURS = {"F": "#4c72b0", "B": "#dd8452", "W": "#55a868"}
 
 
 @dataclass(frozen=True)
-class Pass:
+class StagePass:
     """One pass of one chunk: `kind` is "F", "B" or "W"; B includes W where it is not split."""
 
     stage: int
@@ -44,7 +44,7 @@ class Timetable:
     """
 
     stages: int
-    passes: tuple[Pass, ...]
+    passes: tuple[StagePass, ...]
 
     @property
     def step_s(self) -> float:
@@ -85,7 +85,7 @@ class Timetable:
         return self.text()
 
     def draw(self, path: str | Path) -> None:
-        """Write a picture, a bar a pass and a row a stage, as the file's ending says.
+        """Write a figure with a bar per pass and a line per stage, in the format of the suffix.
 
         Raises:
             ImportError: if matplotlib is not installed.
@@ -147,7 +147,7 @@ def _timed(
 ) -> Timetable:
     """Start each pass as soon as its stage is free and what it needs has ended."""
     ended, free = dict[tuple[str, int, int], float](), [0.0] * stages
-    passes, left = list[Pass](), [list(order) for order in orders]
+    passes, left = list[StagePass](), [list(order) for order in orders]
     last = stages * chunks - 1
     while any(left):
         moved = False
@@ -160,7 +160,7 @@ def _timed(
                 start = max(free[stage], ready)
                 free[stage] = start + seconds[kind]
                 ended[kind, micro_batch, chunk * stages + stage] = free[stage]
-                passes.append(Pass(stage, kind, micro_batch, chunk, start, free[stage]))
+                passes.append(StagePass(stage, kind, micro_batch, chunk, start, free[stage]))
                 order.pop(0)
                 moved = True
         assert moved, "a schedule's stages wait for each other"

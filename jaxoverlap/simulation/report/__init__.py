@@ -1,4 +1,4 @@
-"""Pictures of a timeline: a trace for Perfetto, an SVG, a page to zoom into."""
+"""Write a timeline as an SVG, an interactive HTML page, or a trace for Perfetto."""
 
 from jaxoverlap.simulation.report.page import write_page
 from jaxoverlap.simulation.report.perfetto import write_perfetto

@@ -1,4 +1,4 @@
-"""A timeline as one HTML page to zoom into: page.html, with the timelines as its data.
+"""Write timelines as an interactive HTML page: page.html, with the events as JSON in it.
 
 The page gets each loop's iteration once and draws its copies itself, so that a step of a hundred
 thousand events stays small.
@@ -29,7 +29,7 @@ _WORST = 12  # source lines in the table
 
 
 def write_page(path: str | Path, timelines: Mapping[str, Timeline], *, title: str) -> None:
-    """Write a page with timelines under each other, at one scale."""
+    """Write a page with timelines one above the other, at one scale."""
     words, lanes = _Words(), lanes_of(timelines.values())
     data = {
         "lanes": lanes,
@@ -53,7 +53,7 @@ def write_page(path: str | Path, timelines: Mapping[str, Timeline], *, title: st
 
 
 class _Words:
-    """Texts by number: source lines and ops repeat a thousand times."""
+    """A table of texts by number, as source lines and operations repeat a thousand times."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -67,7 +67,7 @@ class _Words:
 
 
 def _item(item: Event | Loop, words: _Words, lanes: tuple[str, ...]) -> list[Any]:
-    """Times in microseconds. An event is a list of eight, a loop one of four."""
+    """Return an event as a list of eight or a loop as one of four, times in microseconds."""
     if isinstance(item, Loop):
         r = item.repeat
         items = [_item(inner, words, lanes) for inner in item.items]
@@ -82,7 +82,7 @@ def _us(seconds: float) -> float:
 
 
 def _worst(timeline: Timeline) -> list[list[str]]:
-    """The source lines whose collectives are exposed longest: kind, line, runs, bytes, ms, ms."""
+    """Return the source lines that expose most: kind, line, runs, bytes, ms, exposed ms."""
     lines: dict[tuple[str, str, str], list[float]] = {}
     for s in timeline.spent:
         c = s.collective

@@ -1,4 +1,4 @@
-"""A timeline in Chrome's trace event format, which ui.perfetto.dev opens.
+"""Write timelines in Chrome's trace event format, which ui.perfetto.dev opens.
 
 The format: "Trace Event Format" (Google, 2016); complete events ("X"), times in microseconds.
 """
@@ -16,7 +16,7 @@ from jaxoverlap.simulation.timeline import Event, Timeline
 
 
 def write_perfetto(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
-    """Write timelines as processes of one trace, their lanes as threads, loops unrolled."""
+    """Write timelines as processes of one trace, and lanes as threads, with loops unrolled."""
     events = []
     for process, (name, timeline) in enumerate(timelines.items()):
         lanes = lanes_of([timeline])

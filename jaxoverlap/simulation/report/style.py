@@ -1,4 +1,4 @@
-"""What all pictures share: colours, and how an event is put in words."""
+"""Colours, legend and texts that all pictures share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEGEND = (
 
 
 def lanes_of(timelines: Iterable[Timeline]) -> tuple[str, ...]:
-    """Return the lanes to draw: kernels and links, and all others on which something happens."""
+    """Return the lanes to draw: kernels, links, and all other lanes with events."""
     used = {event.lane for timeline in timelines for event in timeline.events}
     others = sorted(
         used - {COMPUTE, NVLINK, NETWORK, *KINDS}, key=lambda lane: (base_lane(lane), lane)
@@ -46,18 +46,18 @@ def lanes_of(timelines: Iterable[Timeline]) -> tuple[str, ...]:
 
 
 def legend_of(timelines: Iterable[Timeline]) -> tuple[tuple[str, str], ...]:
-    """Return the legend: colours by key, with their words."""
+    """Return the legend: the keys of colours, each with its text."""
     unknown = any(base_lane(e.lane) == COLLECTIVES for t in timelines for e in t.events)
     return (*LEGEND, *((COLLECTIVES, "collective"),) * unknown)
 
 
 def paint(event: Event) -> str:
-    """The key of an event's colour."""
+    """Return the key of an event's colour."""
     return base_lane(event.lane) if event.kind == "collective" else event.kind
 
 
 def headline(title: str, timeline: Timeline) -> str:
-    """A step in one line, in milliseconds."""
+    """Return a step's times as one line, in milliseconds."""
     t = timeline
     parts = " + ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in t.parts.items())
     links = ", ".join(f"{lane} {seconds * 1e3:.1f}" for lane, seconds in t.link_s.items())
@@ -69,7 +69,7 @@ def headline(title: str, timeline: Timeline) -> str:
 
 
 def detail(event: Event) -> str:
-    """What an event works on."""
+    """Describe an event: a collective's sizes, or a kernel's work."""
     if (c := event.collective) and c.kind in KINDS:
         return f"{'waits for ' * (event.kind == 'wait')}{human_bytes(c.bytes_moved)} {c.kind}"
     if (c := event.collective) and not c.group_size:  # no HLO says more
@@ -77,7 +77,9 @@ def detail(event: Event) -> str:
     if c := event.collective:
         where = f"{c.kind} of {c.group_size} devices, {human_bytes(c.bytes_moved)} sent by each"
         ring = f", {c.ring}" if c.ring else ""
-        return f"waits for {where}{ring}" if event.kind == "wait" else f"{where}{ring}"
+        stream = "" if c.stream is None else f", stream {c.stream}"
+        said = f"{where}{ring}{stream}"
+        return f"waits for {said}" if event.kind == "wait" else said
     asked = event.work
     parts = [str(kernel) for kernel in (*asked.matmuls, asked.attention) if kernel]
     if event.work.memory_bytes:

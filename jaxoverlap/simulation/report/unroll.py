@@ -1,4 +1,4 @@
-"""Loops in pictures: as a tree, every iteration in its place, or each loop once."""
+"""Arrange the events of loops for pictures: as a tree, unrolled, or each loop once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxoverlap.simulation.timeline import Event, Repeat, Timeline
 
 @dataclass(frozen=True)
 class Loop:
-    """An iteration and all its copies; items' times are those of the first of them."""
+    """A loop: the items of its first iteration, which all others repeat."""
 
     repeat: Repeat
     items: tuple[Event | Loop, ...]
 
 
 def tree(timeline: Timeline) -> tuple[Event | Loop, ...]:
-    """The events of a timeline, those of each loop in a node of their own."""
+    """Return the events of a timeline as a tree, in which each loop is a node."""
     outer_first = sorted(timeline.repeats, key=lambda r: (r.events[0], -r.events[1]))
     return _items(timeline, outer_first, 0, len(timeline.events))
 
@@ -25,7 +25,7 @@ def tree(timeline: Timeline) -> tuple[Event | Loop, ...]:
 def _items(
     timeline: Timeline, repeats: list[Repeat], first: int, last: int
 ) -> tuple[Event | Loop, ...]:
-    """The items of [first, last); takes the repeats that stand in it off the front of the list."""
+    """Return the items of [first, last); removes its repeats from the front of the list."""
     items: list[Event | Loop] = []
     while repeats and repeats[0].events[1] <= last:
         repeat = repeats.pop(0)
@@ -36,7 +36,7 @@ def _items(
 
 
 def unrolled(timeline: Timeline) -> Iterator[Event]:
-    """Every event of a step, each where it runs, with `runs` of one."""
+    """Yield every event of a step at each time that it runs, with `runs` of 1."""
     return _unrolled(tree(timeline), 0.0)
 
 
@@ -51,7 +51,7 @@ def _unrolled(items: tuple[Event | Loop, ...], later_s: float) -> Iterator[Event
 
 
 def folded_s(timeline: Timeline, time_s: float) -> float:
-    """A time of the step on an axis from which the copies of every iteration are cut out."""
+    """Return a time of the step on an axis that has each loop's first iteration only."""
     cut = 0.0
     for r in timeline.repeats:
         past_first = time_s - r.start_s - r.period_s

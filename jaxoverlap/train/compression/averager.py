@@ -112,10 +112,10 @@ class Averager:
         }
 
     def compensated(self, gradient: jax.Array, state: LeafState) -> tuple[jax.Array, LeafState]:
-        """Return the gradient plus what was held back, float32, and the state with it added up."""
+        """Return the gradient and what was held back, float32, and the state with it added up."""
         whole = gradient.astype(jnp.float32)
         if state.error is not None:
-            whole = whole + state.error
+            whole = whole + self.sync.error_decay * state.error
         if self.accumulate:
             assert state.accumulated is not None
             state = state._replace(accumulated=state.accumulated + whole)
@@ -257,7 +257,7 @@ class Averager:
         raw: Sequence[jax.Array],
         done: Mapping[int, Reduced] | None = None,
     ) -> jax.Array:
-        """Return 1 for each layer whose values are finite here, and last for raw leaves.
+        """Return 1 for each layer whose values are finite here, and last for uncompressed leaves.
 
         Flags of the leaves that are `done` are known already.
         """
@@ -290,7 +290,7 @@ class Averager:
     # -- measuring --------------------------------------------------------------------------------
 
     def at(self, places: Any, *, accumulate: bool = False) -> Averager:
-        """Return the averager at other settings, given as places among each layer's candidates."""
+        """Return the averager at other settings, given as indices into each layer's candidates."""
         chosen = tuple(
             None if place == RAW else self.sync.candidates(layer)[place]
             for layer, place in zip(self.layers, places.tolist(), strict=True)

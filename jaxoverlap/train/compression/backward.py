@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.train.compression.averager import LeafState, Reduced
 
@@ -84,8 +85,8 @@ class Backward:
             self._run_plain(waiting, values)
             waiting = []
             hooks = self.hooks[number]
-            own = {hook.leaf: states[hook.leaf] for hook in hooks}
-            outs, reduced = _run_scan(eqn, [read(v) for v in eqn.invars], hooks, own, reduce)
+            reached = {hook.leaf: states[hook.leaf] for hook in hooks}
+            outs, reduced = _run_scan(eqn, [read(v) for v in eqn.invars], hooks, reached, reduce)
             values |= zip(eqn.outvars, outs, strict=True)
             done |= reduced
         self._run_plain(waiting, values)
@@ -114,29 +115,26 @@ def find(program: Any, gradients: Mapping[int, int]) -> Backward:
             gradient.
     """
     jaxpr = flatten(program, take_over=False)
-    made = {v: (n, eqn) for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    uses = dict[Any, int]()
-    for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars):
-        for var in compat.variables(atoms):
-            uses[var] = uses.get(var, 0) + 1
+    uses = DefUse(jaxpr.eqns, jaxpr.outvars)
     hooks, refused = dict[int, list[Hook]](), dict[int, str]()
     for leaf, output in gradients.items():
         var = jaxpr.outvars[output]
-        while var in made and made[var][1].primitive.name in _PASSED_ON and uses[var] == 1:
-            var = made[var][1].invars[0]
-        number, eqn = made.get(var, (-1, None))
+        while (eqn := uses.maker(var)) is not None and len(uses.readers(var)) == 1:
+            if eqn.primitive.name not in _PASSED_ON:
+                break
+            var = eqn.invars[0]
         if eqn is None or eqn.primitive.name != "scan":
             name = "an argument" if eqn is None else eqn.primitive.name
             refused[leaf] = f"its gradient is made by {name}, not by a scan over layers"
-        elif uses[var] != 1:
+        elif len(uses.readers(var)) != 1:
             refused[leaf] = "its gradient has other readers inside the program"
         else:
             _, carries = compat.scan_counts(eqn)
-            place = eqn.outvars.index(var) - carries
-            if place < 0:
+            index = eqn.outvars.index(var) - carries
+            if index < 0:
                 refused[leaf] = "its gradient is summed up over the scan's iterations"
                 continue
-            hooks.setdefault(number, []).append(Hook(leaf, place))
+            hooks.setdefault(uses.made[var], []).append(Hook(leaf, index))
     return Backward(jaxpr, hooks, refused)
 
 
@@ -147,7 +145,7 @@ def _run_scan(
     states: dict[int, LeafState],
     reduce: Reduce,
 ) -> tuple[list[Any], dict[int, Reduced]]:
-    """Run a scan one iteration late, so that averages stand beside the next iteration."""
+    """Run a scan one iteration late, so that averages overlap with the next iteration."""
     consts_count, carries = compat.scan_counts(scan)
     consts = operands[:consts_count]
     carry = operands[consts_count : consts_count + carries]

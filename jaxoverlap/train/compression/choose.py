@@ -14,7 +14,7 @@ from jaxoverlap.train.compression.sync import Sync
 
 
 class Choice(NamedTuple):
-    """Settings, as places among each layer's candidates, and what they were chosen against.
+    """Settings, as indices into each layer's candidates, and the errors they were chosen by.
 
     Attributes:
         settings: int32 [layers].
@@ -49,11 +49,11 @@ def choose(
     if not sync.by_error:
         return Choice(reference, reference, False)
     costs = [cost_bytes(sync, layer, workers) for layer in layers]
-    own = [errors[i, : len(c)].astype(np.float64) for i, c in enumerate(costs)]
-    budget = total(own, reference)
-    found = solve(costs, own, budget=budget)
+    layer_errors = [errors[i, : len(c)].astype(np.float64) for i, c in enumerate(costs)]
+    budget = total(layer_errors, reference)
+    found = solve(costs, layer_errors, budget=budget)
     settings = reference if found is None else np.array(found, np.int32)
-    return never_worse_than_uniform(settings, reference, costs, own)
+    return never_worse_than_uniform(settings, reference, costs, layer_errors)
 
 
 def never_worse_than_uniform(
@@ -75,7 +75,7 @@ def never_worse_than_uniform(
 
 
 def cost_bytes(sync: Sync, layer: Layer, workers: int) -> np.ndarray:
-    """Return the bytes of each candidate of a layer, all workers together: whole numbers."""
+    """Return the bytes of each candidate of a layer, all workers together, as integers."""
     of_one = [sent(sync.compressor, layer, s, workers) for s in sync.candidates(layer)]
     return np.array([round(b * workers) * layer.count for b in of_one], np.int64)
 

@@ -16,7 +16,7 @@ from jaxoverlap.train.compression.averager import Averager, averager_of
 from jaxoverlap.train.compression.explain import explained, in_vain
 from jaxoverlap.train.compression.state import Control, SyncState, checked, kept_by_workers
 from jaxoverlap.train.compression.sync import Sync
-from jaxoverlap.train.placement import Placement, copies
+from jaxoverlap.train.placement import WorkerPlacement, copies
 from jaxoverlap.train.programs import Programs
 
 
@@ -49,7 +49,7 @@ class ControlLoop:
         self, sync: Sync, mesh: Mesh, axis: str, stacked: Sequence[str], *, shared: bool = False
     ):
         self.sync, self.programs = sync, Programs()
-        self._placement = Placement(mesh, axis, False)
+        self._placement = WorkerPlacement(mesh, axis, False)
         self._stacked, self._shared = tuple(stacked), shared
         self._averagers: dict[Hashable, Averager] = {}
 
@@ -64,12 +64,12 @@ class ControlLoop:
         leaves, treedef = jax.tree.flatten(params)
         key = (treedef, *((leaf.shape, str(leaf.dtype)) for leaf in leaves))
         if key not in self._averagers:
-            place = self._placement
+            placement = self._placement
             self._averagers[key] = found = averager_of(
                 self.sync,
                 params,
-                axis=place.axis,
-                workers=place.workers,
+                axis=placement.axis,
+                workers=placement.workers,
                 stacked=self._stacked,
                 shared=self._shared,
             )
@@ -89,11 +89,11 @@ class ControlLoop:
 
     def shardings(self, params: Any, specs: Any) -> SyncState:
         """Return the sharding of each leaf of the state of all workers."""
-        averager, place = self.averager(params), self._placement
+        averager, placement = self.averager(params), self._placement
         leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, P))
-        own = {str(n): place.at(place.axis, *leaves[n]) for n in averager.of_leaf}
+        own = {str(n): placement.at(placement.axis, *leaves[n]) for n in averager.of_leaf}
         shapes = jax.eval_shape(averager.init, params)
-        at = jax.tree.map(lambda _: place.at(), shapes)
+        at = jax.tree.map(lambda _: placement.at(), shapes)
         return replace(
             at,
             error=own if shapes.error else {},

@@ -28,7 +28,7 @@ from jaxoverlap.train.arguments import (
 )
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
-from jaxoverlap.train.compression.explain import Price, price
+from jaxoverlap.train.compression.explain import AveragePrice, price
 from jaxoverlap.train.compression.state import (
     COMES_FROM,
     Flags,
@@ -39,7 +39,7 @@ from jaxoverlap.train.compression.state import (
 )
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.compression.worker import WorkerStep
-from jaxoverlap.train.placement import Placement, copies, mean_of_workers
+from jaxoverlap.train.placement import WorkerPlacement, copies, mean_of_workers
 from jaxoverlap.train.programs import batch_like, key_of, like
 
 _UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
@@ -50,7 +50,7 @@ class DataParallel:
 
     def __init__(
         self,
-        loss_and_grads: Callable[[Any, Any], tuple[Any, Any]],
+        loss_and_grads: Callable[..., tuple[Any, Any]],
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         *,
@@ -58,6 +58,7 @@ class DataParallel:
         sync: Sync,
         stacked: Sequence[str],
         in_backward: bool,
+        stateful: bool,
         overlap: bool | Mapping[str, Any],
     ):
         if not isinstance(sync, Sync):
@@ -67,11 +68,9 @@ class DataParallel:
         transformation("optimizer", optimizer)
         self.mesh, self.axis, self.sync = mesh, axis, sync
         self._loss_and_grads, self._optimizer = loss_and_grads, optimizer
-        self._stacked, self._in_backward = (
-            keys("stacked", stacked),
-            flag("in_backward", in_backward),
-        )
-        self._placement = Placement(mesh, axis, False)
+        self._stacked, self._stateful = keys("stacked", stacked), flag("stateful", stateful)
+        self._in_backward = flag("in_backward", in_backward)
+        self._placement = WorkerPlacement(mesh, axis, False)
         self._overlap = overlap_options(overlap)
         self._loop = ControlLoop(sync, mesh, axis, self._stacked, shared=self._in_backward)
         self._flags = Flags()
@@ -83,33 +82,36 @@ class DataParallel:
 
     # -- states -----------------------------------------------------------------------------------
 
-    def init(self, params: Any) -> TrainState:
+    def init(self, params: Any, model: Any = None) -> TrainState:
         """Return the state of a run that begins, placed on the mesh.
 
         Args:
             params: arrays, whole along the workers' axis; sharded over other axes or not.
+            model: with `stateful`, the model's state besides its parameters, likewise.
 
         Raises:
             ValueError: if a parameter is not of floats, or is sharded over the workers.
         """
-        params = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), params)
+        params, model = jax.tree.map(
+            lambda x: x if hasattr(x, "shape") else jnp.asarray(x), (params, model)
+        )
         check_floats(params)
-        at = self._shardings(params)
-        new = jax.jit(self._new, out_shardings=(at.params, at.optimizer, at.sync))
-        params, optimizer, sync = new(self._placement.on_mesh(params))
-        return TrainState(params, optimizer, sync, self._loop.new_control(params))
+        at = self._shardings(params, model)
+        new = jax.jit(self._new, out_shardings=(at.params, at.optimizer, at.sync, at.model))
+        params, optimizer, sync, model = new(*self._placement.on_mesh((params, model)))
+        return TrainState(params, optimizer, sync, self._loop.new_control(params), model)
 
-    def abstract(self, params: Any, *, workers: int | None = None) -> TrainState:
+    def abstract(self, params: Any, model: Any = None, *, workers: int | None = None) -> TrainState:
         """Return what `init` would, as shapes with shardings: to restore a checkpoint, say.
 
         Args:
-            params: arrays or shapes.
+            params, model: arrays or shapes.
             workers: of the run that wrote the checkpoint, if others than the mesh has; what differs
                 between them is then whole on every device, for `consolidate`.
         """
-        at = self._shardings(params)
-        new, optimizer, sync = jax.eval_shape(self._new, params)
-        shapes = TrainState(new, optimizer, sync, self._loop.new_control(params))
+        at = self._shardings(params, model)
+        new, optimizer, sync, model = jax.eval_shape(self._new, params, model)
+        shapes = TrainState(new, optimizer, sync, self._loop.new_control(params), model)
         like = jax.tree.map(
             lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, at
         )
@@ -143,27 +145,35 @@ class DataParallel:
         check_is(state, TrainState, "consolidate()")
         self._loop.in_use(state.params, state.control)
         place = self._placement
-        params, control = place.with_specs_of(state.params), state.control
-        at = self._shardings(params)
+        params, model = place.with_specs_of((state.params, state.model))
+        at = self._shardings(params, model)
         optimizer = jax.tree.map(jnp.copy, jax.device_put(state.optimizer, at.optimizer))
 
         def of_all(sync: SyncState) -> SyncState:
             return kept_by_workers(sync, lambda leaf: copies(leaf, self.workers))
 
         sync = jax.jit(of_all, out_shardings=at.sync)(place.on_mesh(state.sync))
-        return TrainState(params, optimizer, sync, control)
+        return TrainState(params, optimizer, sync, state.control, model)
 
-    def _new(self, params: Any) -> tuple[Any, Any, SyncState]:
-        params = jax.tree.map(jnp.asarray, params)
-        return params, self._optimizer.init(params), self._loop.new_state(params)
+    def _new(self, params: Any, model: Any) -> tuple[Any, Any, SyncState, Any]:
+        params, model = jax.tree.map(jnp.asarray, (params, model))
+        return params, self._optimizer.init(params), self._loop.new_state(params), model
 
-    def _shardings(self, params: Any) -> TrainState:
+    def _shardings(self, params: Any, model: Any) -> TrainState:
+        if (model is not None) != self._stateful:
+            raise ValueError(
+                "a model's state with stateful=False: give data_parallel stateful=True"
+                if model is not None
+                else "stateful=True without the model's state: give init(params, model)"
+            )
         place = self._placement
         specs = jax.tree.map(place.spec_of, params)
         at = jax.tree.map(lambda spec: place.at(*spec), specs)
         optimizer = place.of_optimizer(self._optimizer, params, at, others=place.at())
         sync, control = self._loop.shardings(params, specs), self._loop.new_control(params)
-        return TrainState(at, optimizer, sync, jax.tree.map(lambda _: place.at(), control))
+        of_model = jax.tree.map(lambda leaf: place.at(*place.spec_of(leaf)), model)
+        whole = jax.tree.map(lambda _: place.at(), control)
+        return TrainState(at, optimizer, sync, whole, of_model)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -197,12 +207,10 @@ class DataParallel:
         turn = self._loop.turn(state.params, state.sync, state.control, compile_beside)
         state = replace(state, sync=turn.sync)
         program = self._loop.programs.get(*self._compiling(state, batch, turn.averager))
-        (params, optimizer, sync), value, finite = program(
-            (state.params, state.optimizer, state.sync), batch
-        )
+        (params, optimizer, model, sync), value, finite = program(_arrays(state), batch)
         number = int(turn.control.count) - 1
         self._flags.add(number, finite, turn.averager.layers)
-        return TrainState(params, optimizer, sync, turn.control), value
+        return TrainState(params, optimizer, sync, turn.control, model), value
 
     def check(self, *, unread: int = 0) -> None:
         """Raise if the gradient of a step so far was not finite; wait for all but `unread` steps.
@@ -223,7 +231,7 @@ class DataParallel:
         table = self._loop.explain(state.params, state.control)
         return table if cost is None else f"{table}\n{self.price(state, cost)}"
 
-    def price(self, state: TrainState, cost: CostModel) -> Price:
+    def price(self, state: TrainState, cost: CostModel) -> AveragePrice:
         """Return the seconds of an average on a cluster: compressed, and raw."""
         averager = self._loop.in_use(state.params, state.control)
         group = groups_of(self.mesh, cost.cluster)[self.axis]
@@ -237,7 +245,8 @@ class DataParallel:
             also: bytes of the first result of loss_and_grads; 4 for one float32.
         """
         averager = self._loop.in_use(state.params, state.control)
-        return averager.sent_bytes(state.params, also=also)
+        floats = (x for x in jax.tree.leaves(state.model) if jnp.issubdtype(x.dtype, jnp.floating))
+        return averager.sent_bytes(state.params, also=also + sum(x.nbytes for x in floats))
 
     def lower(self, state: TrainState, batch: Any, *, settings: Sequence[int] | None = None) -> Any:
         """Lower the step as one program, at some settings: to audit and simulate.
@@ -251,14 +260,16 @@ class DataParallel:
         averager = self._loop.averager(state.params)
         default = [averager.sync.default(layer) for layer in averager.layers]
         chosen = np.array(default if settings is None else settings, np.int32)
-        args = ((state.params, state.optimizer, state.sync), batch)
+        args = (_arrays(state), batch)
         return self._jitted(state, averager.at(chosen)).lower(*args)
 
     # -- programs ---------------------------------------------------------------------------------
 
     def _jitted(self, state: Any, averager: Averager) -> Any:
-        at = jax.tree.map(lambda x: x.sharding, (state.params, state.optimizer, state.sync))
-        step = WorkerStep(self._loss_and_grads, self._optimizer, averager, self._in_backward)
+        at = jax.tree.map(lambda x: x.sharding, _arrays(state))
+        step = WorkerStep(
+            self._loss_and_grads, self._optimizer, averager, self._in_backward, self._stateful
+        )
         jitted = jax.jit(step.over(self.mesh), donate_argnums=0, out_shardings=(at, None, None))
         return jitted if self._overlap is None else overlapped(jitted, **self._overlap)
 
@@ -267,8 +278,9 @@ class DataParallel:
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a program and what compiles it, which holds shapes alone."""
         placed = jax.tree.map(self._batch_like, batch)
-        args = jax.tree.map(like, ((state.params, state.optimizer, state.sync), placed))
-        shapes = TrainState(*args[0], control=state.control)
+        args = jax.tree.map(like, (_arrays(state), placed))
+        params, optimizer, model, sync = args[0]
+        shapes = TrainState(params, optimizer, sync, state.control, model)
         key = ("step", averager.settings, averager.accumulate, key_of(args))
         return key, lambda: self._jitted(shapes, averager).lower(*args).compile()
 
@@ -285,8 +297,13 @@ class DataParallel:
                 )
 
 
+def _arrays(state: TrainState) -> tuple[Any, Any, Any, SyncState]:
+    """Return what is on devices."""
+    return state.params, state.optimizer, state.model, state.sync
+
+
 def data_parallel(
-    loss_and_grads: Callable[[Any, Any], tuple[Any, Any]],
+    loss_and_grads: Callable[..., tuple[Any, Any]],
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,
@@ -294,6 +311,7 @@ def data_parallel(
     sync: Sync,
     stacked: Sequence[str] = (),
     in_backward: bool = False,
+    stateful: bool = False,
     overlap: bool | Mapping[str, Any] = False,
 ) -> DataParallel:
     """Return a train step in which workers average their gradients compressed.
@@ -317,6 +335,11 @@ def data_parallel(
         in_backward: whether gradients of stacked leaves are averaged inside the backward scan that
             makes them, each beside the layer below. All layers of such a leaf then have one
             setting, as a scan's iterations are one program.
+        stateful: whether the model has a state besides its parameters (BatchNorm's averages, nnx's
+            state, keys): `step.init(params, model)`, and loss_and_grads(params, model, batch) ->
+            ((value, the state after it), gradients), as `jax.value_and_grad(loss, has_aux=True)`
+            gives. Its floats are averaged over the workers; of typed keys each worker sees its own,
+            and the next step has new ones; integers have to be the same on all workers.
         overlap: whether the step is overlapped (`jaxoverlap.overlap`), or with which options.
 
     Raises:
@@ -330,5 +353,6 @@ def data_parallel(
         sync=sync,
         stacked=stacked,
         in_backward=in_backward,
+        stateful=stateful,
         overlap=overlap,
     )

@@ -1,4 +1,4 @@
-"""Tell what a synchronisation sends, a row a layer, and what it costs on a cluster."""
+"""List what a synchronisation sends per layer, and what it costs on a cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def explained(averager: Averager, control: Control, params: Any) -> str:
     errors = _at(control, control.settings)
     budget = float(np.sum(_at(control, control.reference)))
     for number, layer in enumerate(averager.layers):
-        sent, raw = averager.layer_bytes(number), raw_bytes(layer, workers) * layer.count
+        sent, uncompressed = averager.layer_bytes(number), raw_bytes(layer, workers) * layer.count
         shape = f"{layer.rows} x {layer.cols}" + (f" x {layer.stack}" if layer.stack else "")
         known = math.isfinite(errors[number])
         table.add_row(
@@ -47,7 +47,7 @@ def explained(averager: Averager, control: Control, params: Any) -> str:
             shape,
             "raw" if (setting := averager.settings[number]) is None else f"{setting:g}",
             f"{sent / 1e3:.1f}",
-            f"1 / {raw / sent:.1f}",
+            f"1 / {uncompressed / sent:.1f}",
             f"{errors[number]:.3g}" if known else "-",
             f"{errors[number] / budget:.1%}" if known and budget > 0 else "-",
         )
@@ -62,12 +62,14 @@ def explained(averager: Averager, control: Control, params: Any) -> str:
 def _summary(averager: Averager, control: Control, params: Any, error: float, budget: float) -> str:
     sync, workers = averager.sync, averager.workers
     leaves = jax.tree.leaves(params)
-    raw = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * 2 * (workers - 1) / workers
+    uncompressed = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * 2 * (workers - 1) / workers
+    )
     sent = averager.sent_bytes(params)
-    rest = len(leaves) - len(averager.of_leaf)
+    left = len(leaves) - len(averager.of_leaf)
     text = (
-        f"A worker sends {sent / 1e3:.1f} kB a step, 1 / {raw / max(sent, 1):.1f} of "
-        f"{raw / 1e3:.1f} kB; {rest} of {len(leaves)} leaves go raw, in one all-reduce."
+        f"A worker sends {sent / 1e3:.1f} kB a step, 1 / {uncompressed / max(sent, 1):.1f} of "
+        f"{uncompressed / 1e3:.1f} kB; {left} of {len(leaves)} leaves go raw, in one all-reduce."
     )
     if math.isfinite(error) and sync.by_error:
         text += f" Error {error:.4g} of a budget of {budget:.4g}."
@@ -83,8 +85,8 @@ def _summary(averager: Averager, control: Control, params: Any, error: float, bu
 
 
 @dataclass(frozen=True)
-class Price:
-    """Seconds of one average on a cluster, by the cost model, with nothing beside it.
+class AveragePrice:
+    """Seconds of one average on a cluster, by the cost model, without concurrent work.
 
     Attributes:
         raw_s: of all gradients in one all-reduce.
@@ -109,8 +111,8 @@ class Price:
         )
 
 
-def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Price:
-    """Price an average: what it sends beside what it computes.
+def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> AveragePrice:
+    """Estimate an average: seconds of its collectives and of its compute.
 
     Args:
         averager: at the settings in use.
@@ -134,15 +136,15 @@ def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Pri
             sums[at] = sums.get(at, 0) + size * layer.count * shares[layer.leaf]
         arithmetic_s += layer.count * cost.memory_s(passes)
     sizes = [leaf.size * leaf.dtype.itemsize * s for leaf, s in zip(leaves, shares, strict=True)]
-    raw = sum(size for n, size in enumerate(sizes) if n not in averager.of_leaf)
-    sums[0, "mean"] = sums.get((0, "mean"), 0) + raw
+    uncompressed = sum(size for n, size in enumerate(sizes) if n not in averager.of_leaf)
+    sums[0, "mean"] = sums.get((0, "mean"), 0) + uncompressed
 
     def seconds(kind: Any, size: float) -> float:
         moved = round(sent_bytes(kind, size, averager.workers))
         return cost.collective_s(_HLO_KINDS[kind], moved, group)
 
     wire_s = sum(seconds(kind, size) for (_, kind), size in sums.items())
-    return Price(seconds("mean", sum(sizes)), wire_s, arithmetic_s)
+    return AveragePrice(seconds("mean", sum(sizes)), wire_s, arithmetic_s)
 
 
 def _share(leaf: Any) -> float:
@@ -204,8 +206,8 @@ def _left_raw(averager: Averager) -> str:
 
 
 def _at(control: Control, settings: np.ndarray) -> np.ndarray:
-    places = enumerate(settings.tolist())
-    return np.array([0.0 if s == RAW else control.errors[n, s] for n, s in places], np.float64)
+    indices = enumerate(settings.tolist())
+    return np.array([0.0 if s == RAW else control.errors[n, s] for n, s in indices], np.float64)
 
 
 def _name(averager: Averager) -> str:

@@ -1,4 +1,4 @@
-"""Divide a tree of parameters into layers: matrices that are compressed, and leaves sent raw."""
+"""Divide a tree of parameters into layers: matrices to compress, and other leaves."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Layer:
         return jnp.dtype(self.dtype).itemsize
 
     def matrices(self, leaf: jax.Array) -> list[jax.Array]:
-        """Cut this layer's matrices out of its leaf."""
+        """Return this layer's matrices, as slices of its leaf."""
         if self.stack:
             return [leaf[i].reshape(self.rows, self.cols) for i in range(self.stack)]
-        whole = leaf if self.part is None else leaf[self.part]
-        return [whole.reshape(self.rows, self.cols)]
+        values = leaf if self.part is None else leaf[self.part]
+        return [values.reshape(self.rows, self.cols)]
 
 
 def layers_of(
@@ -89,10 +89,10 @@ def layers_of(
             raise ValueError(f"{name} is a scalar and stands below a key of stacked={stacked!r}")
         if not keys.isdisjoint(raw):
             continue
-        own = shape[1:] if is_stack else shape
-        if len(own) < 2 or math.prod(own) < SMALLEST or not jnp.issubdtype(dtype, jnp.floating):
+        dims = shape[1:] if is_stack else shape
+        if len(dims) < 2 or math.prod(dims) < SMALLEST or not jnp.issubdtype(dtype, jnp.floating):
             continue
-        rows, cols = _cut(own)
+        rows, cols = _cut(dims)
         if not is_stack:
             found.append(Layer(name, number, shape, dtype, rows, cols))
         elif shared:
@@ -116,9 +116,9 @@ def layers_of(
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns of the cut of dims that has the least rows + columns."""
-    cuts = ((math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape)))
-    return min(cuts, key=sum)
+    """Return rows and columns of the split of a shape into two groups with the least sum."""
+    splits = ((math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape)))
+    return min(splits, key=sum)
 
 
 def _key(entry: Any) -> str:

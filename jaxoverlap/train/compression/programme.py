@@ -54,9 +54,9 @@ def solve(
     before = np.zeros(buckets + 1, kind)
     rows = [before]
     room = np.empty(buckets + 1, kind)
-    for (_, costs, taken), low, rest, enough in zip(layers, below, above, most, strict=True):
+    for (_, costs, taken), low, after, enough in zip(layers, below, above, most, strict=True):
         now = np.full(buckets + 1, infinite, kind)
-        end = buckets - rest + 1  # what the layers after this one leave
+        end = buckets - after + 1  # what the layers after this one leave
         high = min(end, enough + 1)
         for cost, step in zip((costs // unit).tolist(), taken.tolist(), strict=True):
             first = max(low, step)
@@ -73,18 +73,18 @@ def solve(
 
 def _walked_back(rows: list[np.ndarray], layers: list, unit: int, buckets: int) -> list[int]:
     """Read the settings off the table, from the last layer to the first."""
-    at, chosen = buckets, list[int]()
+    bucket, chosen = buckets, list[int]()
     for number in range(len(layers) - 1, -1, -1):
         kept, costs, taken = layers[number]
-        before, value = rows[number], int(rows[number + 1][at])
+        before, value = rows[number], int(rows[number + 1][bucket])
         fits = [
             i
             for i, step in enumerate(taken.tolist())
-            if step <= at and int(before[at - step]) + int(costs[i]) // unit == value
+            if step <= bucket and int(before[bucket - step]) + int(costs[i]) // unit == value
         ]
         first = fits[0]
         chosen.append(int(kept[first]))
-        at -= int(taken[first])
+        bucket -= int(taken[first])
     return chosen[::-1]
 
 

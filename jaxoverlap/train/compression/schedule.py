@@ -63,9 +63,13 @@ def measure_over(mesh: Mesh, averager: Averager) -> Callable[[SyncState], Any]:
 
 def measuring(mesh: Mesh, averager: Averager, sync: SyncState) -> Any:
     """Return the jitted program that measures all candidates; it donates the state."""
-    at = jax.tree.map(lambda leaf: leaf.sharding, sync)
-    whole = jax.sharding.NamedSharding(mesh, P())
-    return jax.jit(measure_over(mesh, averager), donate_argnums=0, out_shardings=(whole, whole, at))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, sync)
+    replicated = jax.sharding.NamedSharding(mesh, P())
+    return jax.jit(
+        measure_over(mesh, averager),
+        donate_argnums=0,
+        out_shardings=(replicated, replicated, shardings),
+    )
 
 
 def chosen(

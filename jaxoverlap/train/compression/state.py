@@ -65,7 +65,7 @@ class Control:
 
     @classmethod
     def new(cls, sync: Sync, layers: Sequence[Layer]) -> Control:
-        """Return the control of a run that begins: default settings, or raw until `sync.start`."""
+        """Return the control of a run that begins: default settings, or none until `sync.start`."""
         default = np.array([sync.default(layer) for layer in layers], np.int32)
         most = max((len(sync.candidates(layer)) for layer in layers), default=0)
         return cls(
@@ -114,19 +114,21 @@ class NonFiniteGradientError(ValueError):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """The state of training, a pytree; checkpoint it whole.
+    """The state of training, a pytree to checkpoint.
 
     Attributes:
         params: parameters, the same on all workers.
         optimizer: the optimizer's state.
         sync: what the synchronisation keeps on devices; a leading dim of workers on what differs.
         control: the settings, on the host.
+        model: the model's state besides its parameters, the same on all workers; None without one.
     """
 
     params: Any
     optimizer: Any
     sync: SyncState
     control: Control
+    model: Any = None
 
 
 class Flags:
@@ -190,7 +192,7 @@ def check_placed(state: TrainState, workers: int) -> None:
         ValueError: if it is of another type, traced, not placed, or of other workers.
     """
     check_is(state, TrainState, COMES_FROM)
-    check_arrays((state.params, state.optimizer, state.sync), state.control)
+    check_arrays((state.params, state.optimizer, state.sync, state.model), state.control)
     check_count((state.sync.error, state.sync.accumulated), workers)
 
 

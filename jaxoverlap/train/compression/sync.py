@@ -59,6 +59,7 @@ class Sync:
         start: averages before the first compressed one, in which all leaves go raw.
         seed: of what is random.
         raw: keys of the parameters; leaves below one of them are not compressed.
+        error_decay: what is kept by error feedback is multiplied by it when it is added.
     """
 
     compressor: Compressor
@@ -70,6 +71,7 @@ class Sync:
     start: int = 0
     seed: int = 0
     raw: tuple[str, ...] = ()
+    error_decay: float = 1.0
 
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return the settings that a layer may come to have, in order of bytes."""
@@ -119,7 +121,12 @@ def raw_bytes(layer: Layer, workers: int) -> float:
 
 
 def uniform(
-    compressor: Compressor, *, start: int = 0, seed: int = 0, raw: Sequence[str] = ()
+    compressor: Compressor,
+    *,
+    start: int = 0,
+    seed: int = 0,
+    raw: Sequence[str] = (),
+    error_decay: float = 1.0,
 ) -> Sync:
     """Use the compressor's default setting for every layer, always.
 
@@ -129,12 +136,27 @@ def uniform(
             of the first steps change most, and go raw.
         seed: of what is random.
         raw: keys of the parameters; leaves below one of them (an embedding, say) go raw.
+        error_decay: in (0, 1]: e = error_decay · e + gradient is what is compressed, and what of it
+            is not sent is the next e. Below 1 it forgets, as an outer momentum does.
 
     Raises:
-        ValueError: for something that is no compressor, or a negative start.
+        ValueError: for something that is no compressor, a negative start, or a decay without error
+            feedback.
     """
     start, seed = whole("start", start, 0), whole("seed", seed, 0)
-    return Sync(compressor=_compressor(compressor), start=start, seed=seed, raw=keys("raw", raw))
+    decay = number("error_decay", error_decay, above=0, most=1)
+    if decay < 1 and not _compressor(compressor).error_feedback:
+        raise ValueError(
+            f"error_decay={decay:g} with {compressor!r}, which keeps no errors: give it "
+            "error_feedback=True, or leave error_decay out"
+        )
+    return Sync(
+        compressor=_compressor(compressor),
+        start=start,
+        seed=seed,
+        raw=keys("raw", raw),
+        error_decay=decay,
+    )
 
 
 def accordion(

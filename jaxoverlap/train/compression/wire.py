@@ -1,4 +1,4 @@
-"""Collectives that compressors ask for, fused over layers, with their closed form of bytes.
+"""The collectives of compressors, fused over layers, and their bytes in closed form.
 
 A compressor is written for one matrix as a generator that yields requests and is sent their
 results. `together` runs the generators of many matrices side by side: requests that are yielded at
@@ -23,7 +23,7 @@ SCOPE = "compressed_average"  # the scope of the collectives, by which an audit 
 
 
 @dataclass(frozen=True)
-class Request:
+class WireRequest:
     """A collective over the workers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Request:
     value: jax.Array
 
 
-Average = Generator[Request, jax.Array, Any]
+Average = Generator[WireRequest, jax.Array, Any]
 
 
 def sent_bytes(kind: Kind, value_bytes: float, workers: int) -> float:
@@ -61,7 +61,7 @@ def together(averages: Sequence[Average], *, axis: str, workers: int) -> list[An
         workers: its size.
     """
     results: list[Any] = [None] * len(averages)
-    waiting = dict[int, Request]()
+    waiting = dict[int, WireRequest]()
 
     def resume(number: int, answer: jax.Array | None) -> None:
         try:
@@ -73,31 +73,31 @@ def together(averages: Sequence[Average], *, axis: str, workers: int) -> list[An
         resume(number, None)
     first = True
     while waiting:
-        asked, waiting = waiting if first else _tied(waiting), {}
+        requests, waiting = waiting if first else _tied(waiting), {}
         first = False
-        for number, answer in _answers(asked, axis, workers).items():
+        for number, answer in _answers(requests, axis, workers).items():
             resume(number, answer)
     return results
 
 
-def _tied(asked: dict[int, Request]) -> dict[int, Request]:
+def _tied(requests: dict[int, WireRequest]) -> dict[int, WireRequest]:
     """Have all requests wait for the last of them, which has waited for the round before.
 
     XLA would join one layer's second mean with the next layer's first one, and so make a chain of
     collectives as long as there are layers.
     """
-    values = lax.optimization_barrier({n: request.value for n, request in asked.items()})
-    return {n: Request(request.kind, values[n]) for n, request in asked.items()}
+    values = lax.optimization_barrier({n: request.value for n, request in requests.items()})
+    return {n: WireRequest(request.kind, values[n]) for n, request in requests.items()}
 
 
-def _answers(asked: dict[int, Request], axis: str, workers: int) -> dict[int, jax.Array]:
+def _answers(requests: dict[int, WireRequest], axis: str, workers: int) -> dict[int, jax.Array]:
     groups = dict[Any, list[int]]()
-    for number, request in asked.items():
+    for number, request in requests.items():
         groups.setdefault((request.kind, request.value.dtype), []).append(number)
     found = dict[int, jax.Array]()
     with jax.named_scope(SCOPE):
         for (kind, _), numbers in groups.items():
-            values = [asked[number].value for number in numbers]
+            values = [requests[number].value for number in numbers]
             found |= zip(numbers, _fused(kind, values, axis, workers), strict=True)
     return found
 
@@ -120,11 +120,11 @@ def _fused(kind: Kind, values: list[jax.Array], axis: str, workers: int) -> list
         out = lax.all_gather(joined, axis)
     else:
         out = lax.all_to_all(joined, axis, 0, 0, tiled=True)
-    results, at = [], 0
+    results, offset = [], 0
     for shape in shapes:
         size = math.prod(shape)
-        results.append(out[..., at : at + size].reshape(workers, *shape))
-        at += size
+        results.append(out[..., offset : offset + size].reshape(workers, *shape))
+        offset += size
     return results
 
 
@@ -162,4 +162,4 @@ def _joined_sums(values: list[jax.Array], axis: str) -> list[jax.Array]:
 
 def mean_of(value: jax.Array) -> Average:
     """Average a value as it is; an average of no compression."""
-    return (yield Request("mean", value))
+    return (yield WireRequest("mean", value))

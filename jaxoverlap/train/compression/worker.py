@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +17,7 @@ from jaxoverlap.train.compression import backward
 from jaxoverlap.train.compression.averager import Averager, Reduced
 from jaxoverlap.train.compression.state import SyncState
 from jaxoverlap.train.finite import all_fine, kept_if
+from jaxoverlap.train.placement import folded, is_key
 
 
 @dataclass(frozen=True)
@@ -27,29 +29,32 @@ class WorkerStep:
         optimizer: that sees the averaged gradients.
         averager: that averages them.
         in_backward: whether stacked leaves are averaged inside the backward scan.
+        stateful: whether loss_and_grads takes the model's state behind the parameters, and gives
+            (value, the state after it) for its value.
     """
 
-    loss_and_grads: Callable[[Any, Any], tuple[Any, Any]]
+    loss_and_grads: Callable[..., tuple[Any, Any]]
     optimizer: optax.GradientTransformation
     averager: Averager
     in_backward: bool
+    stateful: bool = False
 
     def over(self, mesh: Mesh) -> Callable[[Any, Any], tuple[Any, Any, jax.Array]]:
         """Return the step of all workers.
 
-        It takes (params, optimizer, sync) and a batch, and gives the same, the value, and
+        It takes (params, optimizer, model, sync) and a batch, and gives the same, the value, and
         what was finite: the flags of the average, and whether the optimizer's update was. The
         flags outlive the state.
         """
         axis = self.averager.axis
 
         def compressed_step(state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-            whole = (P(), P(), specs_of(state[2], axis))
+            replicated = (P(), P(), P(), specs_of(state[3], axis))
             return jax.shard_map(
                 self._of_one,
                 mesh=mesh,
-                in_specs=(whole, P(axis)),
-                out_specs=(whole, P(), P()),
+                in_specs=(replicated, P(axis)),
+                out_specs=(replicated, P(), P()),
                 axis_names={axis},
                 check_vma=False,
             )(state, batch)
@@ -57,34 +62,53 @@ class WorkerStep:
         return compressed_step
 
     def _of_one(self, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        params, moments, sync = state
-        sync = of_one(sync)
-        value, gradients, reduced = self._gradients(params, batch, sync)
-        _check_gradients(gradients, params)
-        values, treedef = jax.tree.flatten(value)
+        params, moments, model, sync = state
+        sync, axis = of_one(sync), self.averager.axis
+        (value, seen), gradients, reduced = self._gradients(
+            params, own_keys(model, axis), batch, sync
+        )
+        _check_like(gradients, params, "gradients of", "the parameters")
+        _check_like(seen, model, "a model state of", "the one it was given")
+        values, treedef = jax.tree.flatten((value, _floats(seen)))
         floats = [_as_float(v) for v in values]
         gradients, new, means = self.averager.average(gradients, sync, reduced=reduced, also=floats)
         updates, moved = self.optimizer.update(gradients, moments, params)
-        after, before = (optax.apply_updates(params, updates), moved), (params, moments)
+        value, means = jax.tree.unflatten(treedef, means)
+        model_after = _next_model(model, seen, means, self.averager.workers)
+        after = optax.apply_updates(params, updates), moved, model_after
+        before = params, moments, model
         fine = all_fine(after) | ~all_fine(before)
-        (params, moments), kept = if_finite(after, before, new, sync, fine)
-        state = (params, moments, with_workers(kept))
+        kept_state, kept = if_finite(after, before, new, sync, fine)
+        state = (*kept_state, with_workers(kept))
         finite = jnp.append(new.finite, fine.astype(jnp.float32))
-        return state, jax.tree.unflatten(treedef, means), finite
+        return state, value, finite
+
+    def _called(self, params: Any, model: Any, batch: Any) -> tuple[tuple[Any, Any], Any]:
+        """Return ((value, the model's state after it), gradients)."""
+        given = (params, model, batch) if self.stateful else (params, batch)
+        both = self.loss_and_grads(*given)
+        if not isinstance(both, tuple) or len(both) != 2:
+            raise ValueError(
+                f"loss_and_grads returned a {type(both).__name__}: expected (value, gradients), as "
+                "jax.value_and_grad(loss) gives"
+            )
+        value, gradients = both
+        if not self.stateful:
+            return (value, None), gradients
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise ValueError(
+                f"loss_and_grads returned a value of type {type(value).__name__}: expected (value, "
+                "the model's state), as jax.value_and_grad(loss, has_aux=True) gives"
+            )
+        return value, gradients
 
     def _gradients(
-        self, params: Any, batch: Any, sync: SyncState
-    ) -> tuple[Any, Any, dict[int, Reduced]]:
-        """Return the value, gradients, and those leaves that the backward scan has averaged."""
+        self, params: Any, model: Any, batch: Any, sync: SyncState
+    ) -> tuple[tuple[Any, Any], Any, dict[int, Reduced]]:
+        """Return what `_called` does, and those leaves that the backward scan has averaged."""
         if not self.in_backward:
-            both = self.loss_and_grads(params, batch)
-            if not isinstance(both, tuple) or len(both) != 2:
-                raise ValueError(
-                    f"loss_and_grads returned a {type(both).__name__}: expected (value, gradients),"
-                    " as jax.value_and_grad(loss) gives"
-                )
-            return (*both, {})
-        closed, shapes = jax.make_jaxpr(self.loss_and_grads, return_shape=True)(params, batch)
+            return (*self._called(params, model, batch), {})
+        closed, shapes = jax.make_jaxpr(self._called, return_shape=True)(params, model, batch)
         before = len(jax.tree.leaves(shapes[0]))
         stacks = [
             leaf
@@ -107,7 +131,7 @@ class WorkerStep:
         def reduce(slices: Any, own: Any, position: Any) -> dict[int, Reduced]:
             return self.averager.reduce_slices(slices, own, sync.count, position)
 
-        outs, reduced = found.run(jax.tree.leaves((params, batch)), states, reduce)
+        outs, reduced = found.run(jax.tree.leaves((params, model, batch)), states, reduce)
         tree = jax.tree.unflatten(jax.tree.structure(shapes), outs)
         return (*tree, reduced)
 
@@ -127,14 +151,46 @@ def if_finite(
     return kept, replace(state, count=new.count, finite=new.finite)
 
 
-def _check_gradients(gradients: Any, params: Any) -> None:
-    """Raise a ValueError if gradients are not a tree like the parameters."""
-    found, wanted = jax.tree.structure(gradients), jax.tree.structure(params)
-    if found != wanted:
+def _check_like(found: Any, wanted: Any, what: str, like: str) -> None:
+    """Raise a ValueError if what loss_and_grads returned is no tree like another one."""
+    one, other = jax.tree.structure(found), jax.tree.structure(wanted)
+    if one != other:
         raise ValueError(
-            f"loss_and_grads returned gradients of {found}: expected a tree like the parameters, "
-            f"{wanted}"
+            f"loss_and_grads returned {what} {one}: expected a tree like {like}, {other}"
         )
+
+
+# -- the model's state ----------------------------------------------------------------------------
+
+
+def own_keys(model: Any, axis: str) -> Any:
+    """Return a model's state with keys of this worker's own in the place of those of all."""
+    return jax.tree.map(lambda x: folded(x, lax.axis_index(axis)) if is_key(x) else x, model)
+
+
+def _floats(model: Any) -> Any:
+    """Return the leaves of a model's state that are averaged; None in the place of others."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, model)
+
+
+def _next_model(before: Any, seen: Any, means: Any, workers: int) -> Any:
+    """Return the model's state after a step: means of floats, and new keys for all.
+
+    Args:
+        before: the step.
+        seen: after it, on this worker.
+        means: of its floats, over the workers.
+        workers: how many there are, the first number that none of them has.
+    """
+
+    def one(old: Any, own: Any, mean: Any) -> Any:
+        if is_key(old):
+            return folded(old, workers)
+        return own if mean is None else mean.astype(own.dtype)
+
+    flat, treedef = jax.tree.flatten(before)
+    leaves = jax.tree.leaves(means, is_leaf=lambda leaf: leaf is None)
+    return treedef.unflatten(map(one, flat, jax.tree.leaves(seen), leaves))
 
 
 def _as_float(value: Any) -> jax.Array:

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.compression.state import kept_by_workers
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn
-from jaxoverlap.train.placement import Placement, copies, mean_of_workers
+from jaxoverlap.train.placement import WorkerPlacement, copies, folded, is_key, mean_of_workers
 
 
 def consolidated(
-    state: LocalState, outer: Outer, params_in: ParamsIn, place: Placement
+    state: LocalState, outer: Outer, params_in: ParamsIn, place: WorkerPlacement
 ) -> LocalState:
     """Return a state without a dim of workers; see `LocalUpdates.consolidate`.
 
@@ -68,7 +68,7 @@ def with_rest(state: LocalState, outer: Outer, workers: int) -> LocalState:
     return replace(state, begin=begin, optimizer=(moved,), sent=sent)
 
 
-def _shardings_there(state: LocalState, shapes: Any, outer: Outer, place: Placement) -> Any:
+def _shardings_there(state: LocalState, shapes: Any, outer: Outer, place: WorkerPlacement) -> Any:
     """Return shardings of a consolidated state on the mesh where the state lies.
 
     Leaves keep the axes inside a worker, and lose the workers'.
@@ -112,11 +112,6 @@ def of_workers(state: LocalState, outer: Outer, change: Callable[[Any], Any]) ->
 
 def _copies_or_keys(leaf: Any, workers: int) -> jax.Array:
     leaf = jnp.asarray(leaf)
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not is_key(leaf):
         return copies(leaf, workers)
-
-    def folded(number: jax.Array) -> jax.Array:
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(leaf.reshape(-1))
-        return keys.reshape(leaf.shape)
-
-    return jax.vmap(folded)(jnp.arange(workers))
+    return jax.vmap(lambda number: folded(leaf, number))(jnp.arange(workers))

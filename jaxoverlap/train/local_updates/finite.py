@@ -46,7 +46,7 @@ class NonFiniteRoundError(ValueError):
         )
 
 
-class Seen(NamedTuple):
+class RoundReport(NamedTuple):
     """What a round's program reports, the same on all devices.
 
     Attributes:
@@ -62,11 +62,11 @@ class Seen(NamedTuple):
     outer: jax.Array
 
     @classmethod
-    def new(cls, number: jax.Array, workers: int) -> Seen:
+    def new(cls, number: jax.Array, workers: int) -> RoundReport:
         """Return the report of a round in which all was finite so far."""
         return cls(number, jnp.ones(workers), jnp.ones(workers), jnp.ones((), bool))
 
-    def joined(self, told: jax.Array | None, outer: jax.Array) -> Seen:
+    def joined(self, told: jax.Array | None, outer: jax.Array) -> RoundReport:
         """Return the report with another average's [2, workers] and outer step's."""
         assert told is not None
         return self._replace(
@@ -78,10 +78,10 @@ class Reports:
     """The reports of rounds, which the host reads late, so as not to wait for devices."""
 
     def __init__(self) -> None:
-        self._unread = deque[Seen]()
+        self._unread = deque[RoundReport]()
         self._named = -1  # the last round whose workers were named
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: RoundReport) -> None:
         """Keep the report of a round."""
         self._unread.append(seen)
 

@@ -37,7 +37,7 @@ from jaxoverlap.train.local_updates.consolidate import (
     spread,
     with_rest,
 )
-from jaxoverlap.train.local_updates.finite import Reports, Seen
+from jaxoverlap.train.local_updates.finite import Reports, RoundReport
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds, Step
 from jaxoverlap.train.local_updates.shardings import (
@@ -47,8 +47,8 @@ from jaxoverlap.train.local_updates.shardings import (
     shardings_of,
 )
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
-from jaxoverlap.train.local_updates.step_check import check_batches, check_step
-from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.local_updates.step_check import check_batches, check_outer, check_step
+from jaxoverlap.train.placement import WorkerPlacement
 from jaxoverlap.train.programs import Programs, batch_like, key_of, like
 
 COMES_FROM = "init(), spread(), a round, or a checkpoint restored to abstract()"
@@ -91,6 +91,8 @@ class LocalUpdates:
         check: whether a worker whose steps end in something infinite or not a number goes back to
             where they began, and a `NonFiniteRoundError` says so. The train state is then held
             twice on a device during a round. Without it a NaN reaches all workers and stays.
+        donate: whether a round may reuse the memory of the state given; False keeps that state
+            valid, so that a round that fails can be taken again (`Elastic`).
 
     Raises:
         ValueError: for a mesh without the axis, or with explicit or manual axes.
@@ -110,34 +112,22 @@ class LocalUpdates:
         stacked: Sequence[str] = (),
         overlap: bool | Mapping[str, Any] = True,
         check: bool = True,
+        donate: bool = True,
     ):
-        if not isinstance(outer, Outer):
-            raise ValueError(f"outer={outer!r}: expected an outer optimizer, as co2(every=12)")
+        self.donate, self.shard_outer = flag("donate", donate), flag("shard_outer", shard_outer)
+        check_outer(outer, sync, shard_outer=self.shard_outer)
         check_workers(mesh, axis)
         function("train_step", train_step, "train_step(state, batch) -> (state, metrics)")
-        if sync is not None and not isinstance(sync, Sync):
-            raise ValueError(f"sync={sync!r}: expected None, or one such as uniform(power_sgd(4))")
         stacked = keys("stacked", stacked)
         if sync is None and stacked:
             raise ValueError(f"stacked={stacked!r} without sync: it says what is compressed")
-        check, shard_outer = flag("check", check), flag("shard_outer", shard_outer)
-        if outer.eager and shard_outer:
-            raise ValueError(
-                "shard_outer=True with an eager outer optimizer: its state differs between "
-                "workers, so there is nothing to scatter; leave out either"
-            )
-        if sync is not None and shard_outer:
-            raise ValueError(
-                "shard_outer=True with sync: a compressed average is whole on every worker, so "
-                "nothing is saved by scattering it; leave out either"
-            )
         self.mesh, self.axis, self.outer, self.sync = mesh, axis, outer, sync
-        self._check_finite, self._reports = check, Reports()
+        self._check_finite, self._reports = flag("check", check), Reports()
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
-        self._placement = Placement(mesh, axis, shard_outer)
+        self._placement = WorkerPlacement(mesh, axis, shard_outer)
         self._outer_dtype = None if outer_dtype is None else floating("outer_dtype", outer_dtype)
-        self._overlap = overlap_options(overlap)
+        self.overlap = overlap_options(overlap)
         self._loop = None if sync is None else ControlLoop(sync, mesh, axis, stacked)
         self._programs = Programs() if self._loop is None else self._loop.programs
 
@@ -245,7 +235,7 @@ class LocalUpdates:
     def round(
         self, state: LocalState, batches: Any, *, steps: int | None = None
     ) -> tuple[LocalState, Any]:
-        """Run a round; the state is donated.
+        """Run a round; the state is donated, unless `donate` is False.
 
         Args:
             state: from `init`, `spread` or the round before.
@@ -359,21 +349,22 @@ class LocalUpdates:
     def _one_program(self, state: LocalState, averager: Averager | None = None) -> Any:
         rounds, at = self._rounds(state, averager), named_shardings(state)
 
-        def local_round(state: LocalState, batches: Any) -> tuple[LocalState, Any, Seen]:
+        def local_round(state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
             return rounds.round(state, batches)
 
         out = (at, None, self._placement.at())
-        jitted = jax.jit(local_round, donate_argnums=0, out_shardings=out)
-        if self._overlap is None:
+        donated = 0 if self.donate else ()
+        jitted = jax.jit(local_round, donate_argnums=donated, out_shardings=out)
+        if self.overlap is None:
             return jitted
-        if "plan" in self._overlap:  # it has the limits of the step that it was made for
-            return overlap(jitted, **self._overlap)
-        limits = self._overlap.get("schedule", Scheduler())
+        if "plan" in self.overlap:  # it has the limits of the step that it was made for
+            return overlap(jitted, **self.overlap)
+        limits = self.overlap.get("schedule", Scheduler())
         if limits is not None:
             params = self._params_in.get(state.worker)
             beside = beside_bytes(self.outer, params, state.worker if self._check_finite else ())
             limits = replace(limits, extra_bytes=limits.extra_bytes + beside)
-        return overlap(jitted, **{**self._overlap, "schedule": limits})
+        return overlap(jitted, **{**self.overlap, "schedule": limits})
 
     def _rounds(self, state: LocalState, averager: Averager | None = None) -> Rounds:
         params = self._params_in.get(state.worker)

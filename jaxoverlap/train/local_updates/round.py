@@ -22,10 +22,10 @@ from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.worker import if_finite, specs_of, with_workers
 from jaxoverlap.train.compression.worker import of_one as of_one_worker
 from jaxoverlap.train.finite import all_fine, kept_if
-from jaxoverlap.train.local_updates.finite import Seen, each_worker, one_hot
+from jaxoverlap.train.local_updates.finite import RoundReport, each_worker, one_hot
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, joined
-from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.placement import WorkerPlacement
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Take = Callable[[Any], Any]  # of a tree, the leaves of a fragment
@@ -54,17 +54,17 @@ class Rounds:
     step: Step
     outer: Outer
     params_in: ParamsIn
-    placement: Placement
+    placement: WorkerPlacement
     specs: Any
     fragments: tuple[Take, ...]
     averager: Averager | None = None
     check: bool = True
 
-    def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, Seen]:
+    def round(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
         """Take the steps of a round, with the average beside them, and the outer step."""
         outer, workers = self.outer, self.placement.workers
         part = len(jax.tree.leaves(batches)[0]) // outer.fragments  # less in a short round
-        metrics, seen = list[Any](), Seen.new(state.round, workers)
+        metrics, seen = list[Any](), RoundReport.new(state.round, workers)
         late, state = state.finite, replace(state, finite=jnp.ones(workers))
         for number, take in enumerate(self.fragments):
             average, sync, told = None, state.sync, None

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.train.local_updates.finite import Seen
+from jaxoverlap.train.local_updates.finite import RoundReport
 from jaxoverlap.train.local_updates.round import Rounds
 from jaxoverlap.train.local_updates.state import LocalState
 
@@ -64,7 +64,7 @@ class Runner:
             return kept, metrics, fine
 
         def applied(state: LocalState, started: Any, average: Any, told: Any) -> Any:
-            seen = Seen.new(state.round, rounds.placement.workers)
+            seen = RoundReport.new(state.round, rounds.placement.workers)
             after, fine = rounds.applied(state, started, average, 0)
             return replace(after, round=after.round + 1), seen.joined(told, fine)
 
@@ -72,7 +72,7 @@ class Runner:
         self._steps = jax.jit(steps, out_shardings=(shardings.worker, None, shardings.finite))
         self._applied = jax.jit(applied, out_shardings=(shardings, whole))
 
-    def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, Seen]:
+    def __call__(self, state: LocalState, batches: Any) -> tuple[LocalState, Any, RoundReport]:
         """Run a round; nothing here waits for a program."""
         fine = state.finite, self._fine
         there = _moved((state.sent, state.sync, fine), self._others, self._pair)

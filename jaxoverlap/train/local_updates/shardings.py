@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding
 from jaxoverlap.train.compression.control_loop import ControlLoop
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
-from jaxoverlap.train.placement import Placement
+from jaxoverlap.train.placement import WorkerPlacement
 
 
 def shardings_of(
-    state: Any, outer: Outer, params_in: ParamsIn, place: Placement, loop: ControlLoop | None
+    state: Any, outer: Outer, params_in: ParamsIn, place: WorkerPlacement, loop: ControlLoop | None
 ) -> LocalState:
     """Return the sharding of each leaf of the state of all workers.
 

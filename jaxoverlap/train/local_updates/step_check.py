@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.train.compression.sync import Sync
+from jaxoverlap.train.local_updates.outer import Outer
 
 
 def check_step(step: Callable[[Any, Any], Any], worker: Any, batches: Any, axis: str) -> None:
@@ -54,6 +56,24 @@ def check_step(step: Callable[[Any, Any], Any], worker: Any, batches: Any, axis:
         manual = any(one.primitive.name == "shard_map" for one in around)
         if not manual and (text := _refused(eqn, axis)):
             raise ValueError(f"the train step {text}")
+
+
+def check_outer(outer: Any, sync: Any, *, shard_outer: bool) -> None:
+    """Raise a ValueError unless these options of `LocalUpdates` fit together."""
+    if not isinstance(outer, Outer):
+        raise ValueError(f"outer={outer!r}: expected an outer optimizer, as co2(every=12)")
+    if sync is not None and not isinstance(sync, Sync):
+        raise ValueError(f"sync={sync!r}: expected None, or one such as uniform(power_sgd(4))")
+    if outer.eager and shard_outer:
+        raise ValueError(
+            "shard_outer=True with an eager outer optimizer: its state differs between "
+            "workers, so there is nothing to scatter; leave out either"
+        )
+    if sync is not None and shard_outer:
+        raise ValueError(
+            "shard_outer=True with sync: a compressed average is whole on every worker, so "
+            "nothing is saved by scattering it; leave out either"
+        )
 
 
 def check_batches(batches: Any, every: int, workers: int, axis: str) -> None:

@@ -216,10 +216,17 @@ def attention_costs(
             (`fused.py`: Hopper and later, 16 bits).
 
     Raises:
-        ValueError: as `cost_model`, or for a dtype that has no prices.
+        ValueError: as `cost_model`, for a dtype that has no prices, or a size that is no whole
+            number of 1 or more.
     """
     model = cluster if isinstance(cluster, CostModel) else cost_model(cluster)
-    kv_heads, hidden = kv_heads or heads, hidden or heads * head_size
+    kv_heads = heads if kv_heads is None else kv_heads
+    hidden = heads * head_size if hidden is None else hidden
+    rails = model.cluster.gpus_per_host if rails is None else rails
+    sizes = {"heads": heads, "head_size": head_size, "kv_heads": kv_heads, "hidden": hidden}
+    for name, size in {**sizes, "rails": rails, "matrices": matrices}.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r}: expected a whole number, 1 or more")
     itemsize = 4 if dtype == "f32" else 2
     matmuls = _matmul_kernel(model, heads, head_size, dtype)
     takes = model.cluster.chip.compute_capability >= HOPPER and dtype in ("bf16", "f16")
@@ -244,7 +251,7 @@ def attention_costs(
         linear_s=_TRAINING * linear_s / tokens,
         intra=intra,
         network=_hop(model, Group(2, 2)) if several else intra,
-        rails=rails or model.cluster.gpus_per_host,
+        rails=rails,
         backward_bytes=1 + 4 / itemsize,
         tile=tile,
         kv_heads=kv_heads,

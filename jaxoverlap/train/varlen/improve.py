@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxoverlap.train.varlen.sharing import Prices, Sharing
+from jaxoverlap.train.varlen.sharing import Prices, SequenceSharing
 
 _MOVES = 60
 
 
-def improve(sharing: Sharing, price: Prices, *, moves: int = _MOVES, longest: int = 12) -> None:
+def improve(
+    sharing: SequenceSharing, price: Prices, *, moves: int = _MOVES, longest: int = 12
+) -> None:
     """Move single sequences off the slowest device, or swap two, as long as that helps."""
     for _ in range(moves):
         before = _score(sharing)
@@ -21,13 +23,15 @@ def improve(sharing: Sharing, price: Prices, *, moves: int = _MOVES, longest: in
             return
 
 
-def _score(sharing: Sharing) -> tuple[float, float]:
+def _score(sharing: SequenceSharing) -> tuple[float, float]:
     """Return the seconds of the slowest device, and then how uneven all are."""
     seconds = sharing.device_seconds()
     return float(seconds.max()), float((seconds**2).sum())
 
 
-def _moved(sharing: Sharing, price: Prices, index: int, before: tuple[float, float]) -> bool:
+def _moved(
+    sharing: SequenceSharing, price: Prices, index: int, before: tuple[float, float]
+) -> bool:
     """Move a sequence to its best place, or swap it with one there; return whether it helped."""
     at, ring = sharing.take(index, price)
     for new_at, new_ring in _places(sharing, price, index):
@@ -43,7 +47,7 @@ def _moved(sharing: Sharing, price: Prices, index: int, before: tuple[float, flo
     return False
 
 
-def _places(sharing: Sharing, price: Prices, index: int) -> list[tuple[int, int]]:
+def _places(sharing: SequenceSharing, price: Prices, index: int) -> list[tuple[int, int]]:
     """Return the three least loaded rings of each size that have room for a sequence."""
     seconds, found = sharing.device_seconds(), []
     for at, size in enumerate(sharing.nodes.ring_sizes):
@@ -53,7 +57,7 @@ def _places(sharing: Sharing, price: Prices, index: int) -> list[tuple[int, int]
 
 
 def _swapped(
-    sharing: Sharing,
+    sharing: SequenceSharing,
     price: Prices,
     index: int,
     home: tuple[int, int],

@@ -19,7 +19,7 @@ from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floa
 from jaxoverlap.train.varlen.improve import improve
 from jaxoverlap.train.varlen.partition import bound_s, wanted_sizes
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, static_s
-from jaxoverlap.train.varlen.sharing import Prices, Sharing, prices_of
+from jaxoverlap.train.varlen.sharing import Prices, SequenceSharing, prices_of
 
 _SHARES = (8.0, 1.0, 0.6, 0.35, 0.2, 0.05)
 _WEIGHTS = (0.0, 1.0)  # of a token's linear layers, while groups are filled
@@ -52,7 +52,7 @@ def levelled(held: Floats, more: Floats, most: int) -> Floats:
 
 
 @dataclass
-class Packing(Sharing):
+class Packing(SequenceSharing):
     """Sequences on the groups of one program.
 
     Tokens of groups that exchange heads are counted as their mean on a device.

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from jaxoverlap.train.varlen.costs import AttentionCosts
 from jaxoverlap.train.varlen.improve import improve
 from jaxoverlap.train.varlen.rings import Nodes
-from jaxoverlap.train.varlen.sharing import Infeasible, Prices, Sharing, prices_of
+from jaxoverlap.train.varlen.sharing import Infeasible, Prices, SequenceSharing, prices_of
 
 _SHARES = (1.0, 0.5, 0.25)
 _MORE_SHARES = tuple(np.geomspace(0.05, 3.0, 60).tolist())
@@ -38,18 +38,18 @@ def partition(
     *,
     capacity: int,
     token_s: float = 0.0,
-) -> Sharing:
+) -> SequenceSharing:
     """Share sequences out so that the slowest device is done early.
 
     Args:
         lengths: i[sequences], tokens of each.
-        nodes, costs, capacity, token_s: as `Sharing` has them.
+        nodes, costs, capacity, token_s: as `SequenceSharing` has them.
 
     Raises:
         Infeasible: if they do not fit.
     """
     price = prices_of(lengths, nodes, costs, token_s=token_s)
-    fresh = functools.partial(Sharing, lengths, nodes, costs, capacity, token_s)
+    fresh = functools.partial(SequenceSharing, lengths, nodes, costs, capacity, token_s)
     least_s = bound_s(price, nodes)
     few = len(lengths) <= _FEW
     shares = _MORE_SHARES if few else _SHARES
@@ -60,7 +60,7 @@ def partition(
     found = [filled for sizes in distinct if (filled := _filled(fresh(), price, sizes))]
     if not found:
         return _split_all(fresh(), price)
-    found.sort(key=Sharing.makespan_s)
+    found.sort(key=SequenceSharing.makespan_s)
     if not few:
         improve(found[0], price, moves=8, longest=6)
         return found[0]
@@ -68,18 +68,20 @@ def partition(
     for sharing in found[: _IMPROVED // len(lengths)]:
         if best.makespan_s() > GOOD * least_s:
             improve(sharing, price)
-            best = min(best, sharing, key=Sharing.makespan_s)
+            best = min(best, sharing, key=SequenceSharing.makespan_s)
     return _resized(best, price) if len(lengths) <= _FEWEST else best
 
 
-def _better(one: Sharing | None, other: Sharing | None) -> Sharing | None:
+def _better(one: SequenceSharing | None, other: SequenceSharing | None) -> SequenceSharing | None:
     """Return which of two is done first; None is no sharing."""
     if one is None or other is None:
         return one or other
-    return min(one, other, key=Sharing.makespan_s)
+    return min(one, other, key=SequenceSharing.makespan_s)
 
 
-def _tried(sharing: Sharing, price: Prices, wanted: np.ndarray, few: bool) -> Sharing | None:
+def _tried(
+    sharing: SequenceSharing, price: Prices, wanted: np.ndarray, few: bool
+) -> SequenceSharing | None:
     """Put every sequence on a ring of the size wanted, and move some if there are few."""
     found = _filled(sharing, price, wanted)
     if found and few:
@@ -87,7 +89,7 @@ def _tried(sharing: Sharing, price: Prices, wanted: np.ndarray, few: bool) -> Sh
     return found
 
 
-def _resized(best: Sharing, price: Prices) -> Sharing:
+def _resized(best: SequenceSharing, price: Prices) -> SequenceSharing:
     """Try rings of other sizes for each of the longest sequences, one after the other."""
     for index in np.argsort(-best.lengths, kind="stable")[:_RESIZED]:
         for at in range(len(best.nodes.ring_sizes)):
@@ -139,7 +141,7 @@ def _alike(price: Prices, capacity: int) -> list[np.ndarray]:
     return [np.maximum(least, at) for at in range(len(room))]
 
 
-def _filled(sharing: Sharing, price: Prices, wanted: np.ndarray) -> Sharing | None:
+def _filled(sharing: SequenceSharing, price: Prices, wanted: np.ndarray) -> SequenceSharing | None:
     """Put every sequence on a ring, or return None where that does not work out."""
     sizes = sharing.nodes.ring_sizes
     order = np.lexsort((-sharing.lengths, -wanted))
@@ -149,7 +151,7 @@ def _filled(sharing: Sharing, price: Prices, wanted: np.ndarray) -> Sharing | No
     return sharing
 
 
-def _fill(sharing: Sharing, price: Prices, at: int, indices: np.ndarray) -> np.ndarray:
+def _fill(sharing: SequenceSharing, price: Prices, at: int, indices: np.ndarray) -> np.ndarray:
     """Put sequences on rings of one size, the ring first that is done first; return what is left.
 
     What has no room on any of them goes to the larger rings that have.
@@ -180,7 +182,7 @@ def _fill(sharing: Sharing, price: Prices, at: int, indices: np.ndarray) -> np.n
     return _fill(sharing, price, at + 1, left) if left.size and at < last else left
 
 
-def _split_all(sharing: Sharing, price: Prices) -> Sharing:
+def _split_all(sharing: SequenceSharing, price: Prices) -> SequenceSharing:
     """Put all sequences on the largest ring: what always fits if anything does, less rounding."""
     at = len(sharing.nodes.ring_sizes) - 1
     needed = int(price.tokens[at].sum())

@@ -17,7 +17,7 @@ from jaxoverlap.train.varlen.plan import BatchPlan
 from jaxoverlap.train.varlen.programs import fitted, sequences_of
 from jaxoverlap.train.varlen.remap import even_tokens, token_costs, transport
 from jaxoverlap.train.varlen.rings import Bounds, Nodes
-from jaxoverlap.train.varlen.sharing import Infeasible, Sharing
+from jaxoverlap.train.varlen.sharing import Infeasible, SequenceSharing
 
 _TRIED = 3  # programs, the cheapest at first sight, for which sequences are moved while that helps
 
@@ -192,7 +192,7 @@ class Planner:
             partition(checked, self.nodes, priced, capacity=self.capacity, token_s=priced.linear_s)
             for priced in costs
         )
-        return min(map(Sharing.makespan_s, shared))
+        return min(map(SequenceSharing.makespan_s, shared))
 
 
 def nodes_of(nodes: Nodes | Cluster | str) -> Nodes:

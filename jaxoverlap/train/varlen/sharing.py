@@ -16,7 +16,7 @@ class Infeasible(ValueError):
 
 
 @dataclass
-class Sharing:
+class SequenceSharing:
     """Sequences on rings, and what that makes of each device.
 
     Attributes:
@@ -47,9 +47,9 @@ class Sharing:
         self.tokens = [np.zeros(total // g) for g in self.nodes.ring_sizes]
         self._seconds: dict[int, Floats] = {}
 
-    def emptied(self) -> Sharing:
+    def emptied(self) -> SequenceSharing:
         """Return the same without any sequence on a ring."""
-        return Sharing(self.lengths, self.nodes, self.costs, self.capacity, self.token_s)
+        return SequenceSharing(self.lengths, self.nodes, self.costs, self.capacity, self.token_s)
 
     def ring_seconds(self, at: int) -> Floats:
         """Return the seconds of each ring of a size."""

@@ -1,4 +1,4 @@
-"""Define `Layout`: which device does which forward pass, on which part of the batch."""
+"""Define `BatchLayout`: which device does which forward pass, on which part of the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxoverlap.train.arguments import check_automatic
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The two signs and the shards of the batch, spread over axes of a mesh.
 
     The forward pass is mapped over both by `jax.vmap(spmd_axis_name=...)`, so its own constraints,

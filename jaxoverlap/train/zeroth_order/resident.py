@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxoverlap.train.zeroth_order.blocks import Weighted, mean_over
 from jaxoverlap.train.zeroth_order.directions import Draw
 from jaxoverlap.train.zeroth_order.estimator import Mezo
-from jaxoverlap.train.zeroth_order.layout import Layout
+from jaxoverlap.train.zeroth_order.layout import BatchLayout
 from jaxoverlap.train.zeroth_order.state import ZOState, after, nothing, outcome
 
 
@@ -30,7 +30,7 @@ class Resident:
 
     loss: Callable[..., jax.Array]
     transform: Mezo
-    layout: Layout
+    layout: BatchLayout
     deferred: bool = False
     has_aux: bool = False
 

@@ -19,9 +19,10 @@ from jaxoverlap.train.arguments import (
     overlap_options,
     whole,
 )
+from jaxoverlap.train.programs import Programs
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
-from jaxoverlap.train.zeroth_order.layout import Layout
+from jaxoverlap.train.zeroth_order.layout import BatchLayout
 from jaxoverlap.train.zeroth_order.resident import Resident
 from jaxoverlap.train.zeroth_order.state import ZOState, new_state
 from jaxoverlap.train.zeroth_order.streamed import Streamed
@@ -52,12 +53,12 @@ class ZOStep:
     def __init__(
         self,
         made: Resident | Streamed,
-        layout: Layout,
+        layout: BatchLayout,
         overlap: Mapping[str, Any] | None,
         check: bool,
     ):
         self._made, self._layout, self._overlap, self._check = made, layout, overlap, check
-        self._programs: dict[Any, Any] = {}
+        self._programs = Programs()
 
     @property
     def transform(self) -> Mezo:
@@ -178,9 +179,7 @@ class ZOStep:
     def _once(self, name: str, at: Any, make: Callable[[], Any]) -> Any:
         leaves, treedef = jax.tree.flatten(at, is_leaf=lambda leaf: leaf is None)
         key = (name, treedef, *leaves)
-        if key not in self._programs:
-            self._programs[key] = make()
-        return self._programs[key]
+        return self._programs.get(key, make)
 
     def _resident_at(self, leaf: Any) -> Any:
         mesh, at = self._layout.mesh, getattr(leaf, "sharding", None)
@@ -247,7 +246,7 @@ def step(
     given = dict(deferred=deferred, has_aux=has_aux, host=host, sliced=sliced, check=check)
     for name, value in given.items():
         flag(name, value)
-    layout = Layout(mesh, perturb, data)
+    layout = BatchLayout(mesh, perturb, data)
     options = overlap_options(overlap)
     if not host:
         resident = Resident(loss_fn, transform, layout, deferred, has_aux)

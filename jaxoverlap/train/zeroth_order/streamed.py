@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth, mean_over
 from jaxoverlap.train.zeroth_order.directions import Draw, numbers
 from jaxoverlap.train.zeroth_order.estimator import Mezo, Pending
-from jaxoverlap.train.zeroth_order.layout import Layout
+from jaxoverlap.train.zeroth_order.layout import BatchLayout
 from jaxoverlap.train.zeroth_order.state import ZOState, after, nothing, outcome
 
 
@@ -45,7 +45,7 @@ class Streamed:
 
     model: Blocks
     transform: Mezo
-    layout: Layout
+    layout: BatchLayout
     sliced: bool = True
 
     def spec_of(self, leaf: Any) -> tuple[Any, ...]:

@@ -25,16 +25,22 @@ from jaxoverlap.cost.nccl import Channels
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.plan.channel_row import TUNED, ChannelRow
 from jaxoverlap.plan.collectives import KIND_OF, OPCODE_OF
-from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.device_groups import domains
 from jaxoverlap.simulation.replay import group_of, replay
+from jaxoverlap.simulation.streams import scheduled_module
 from jaxoverlap.simulation.timeline import Timeline
 from jaxoverlap.tuning.lagom import search
-from jaxoverlap.tuning.lagom.model import CHUNK_BYTES, Communication, Computation, Makespan, Space
+from jaxoverlap.tuning.lagom.model import (
+    CHUNK_BYTES,
+    Communication,
+    Computation,
+    Makespan,
+    SettingSpace,
+)
 
 # NCCL asks its tuner about these only: permutes and exchanges are sends, with their own channels.
 _TUNED = tuple(OPCODE_OF[kind] for kind in TUNED)
-SPACE = Space(chunk_bytes=(CHUNK_BYTES,))
+SPACE = SettingSpace(chunk_bytes=(CHUNK_BYTES,))
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class CoTuned:
 
 def co_tune(text: str, cost: CostModel) -> CoTuned:
     """Find the channels under which a scheduled module is fastest."""
-    module = replace(hlo.parse(text), num_devices=cost.cluster.num_devices)
+    module = replace(scheduled_module(text), num_devices=cost.cluster.num_devices)
     step = replay(module, cost)
     sent = _sent(step, cost)
     if not sent:

@@ -29,7 +29,13 @@ from jaxoverlap.plan.collectives import OPCODE_OF
 from jaxoverlap.plan.plan import Plan, Variant
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import Timeline
-from jaxoverlap.tuning.lagom.model import CHUNK_BYTES, Communication, Computation, Makespan, Space
+from jaxoverlap.tuning.lagom.model import (
+    CHUNK_BYTES,
+    Communication,
+    Computation,
+    Makespan,
+    SettingSpace,
+)
 from jaxoverlap.tuning.lagom.search import Config, Place, search
 
 _FINER = 2  # times as many pieces as devices
@@ -74,7 +80,7 @@ def site_of(ring: Ring, source: str, group: Group) -> Site:
     ways |= {n: Variant("sliced", n) for n in SLICES if n < devices and rows % n == 0}
     ways |= {devices * n: Variant(ring.variant.style, n) for n in (1, _FINER) if rows % n == 0}
     sent = traffic(layout)[layout.ring.axis]
-    space = Space(chunk_bytes=(CHUNK_BYTES,), pieces=tuple(sorted(ways)))
+    space = SettingSpace(chunk_bytes=(CHUNK_BYTES,), pieces=tuple(sorted(ways)))
     kind = OPCODE_OF[ring.kind]
     cut = tuple((n, _kernels(ring.members, n, ring.arrives)) for n in sorted(ways) if n > 1)
     return Site(
@@ -205,7 +211,7 @@ def granularity(
     return replace(model, problem=_problem(sites, others, left_s, cost))
 
 
-_OTHERS = Space(chunk_bytes=(CHUNK_BYTES,))
+_OTHERS = SettingSpace(chunk_bytes=(CHUNK_BYTES,))
 
 
 def _problem(

@@ -41,7 +41,7 @@ CHUNK_BYTES = 2 << 20  # NCCL's own, for Simple: half of a buffer of 4 MiB
 
 
 @dataclass(frozen=True)
-class Space:
+class SettingSpace:
     """The settings that a communication can have: all combinations of a few axes, each rising.
 
     Attributes:
@@ -100,7 +100,7 @@ class Communication:
     group: Group
     runs: int = 1
     site: int | None = None
-    space: Space = field(default_factory=Space)
+    space: SettingSpace = field(default_factory=SettingSpace)
     ring: int = 0
 
     def bare(self, pieces: int) -> float:

@@ -54,7 +54,7 @@ class ModelledStep:
         return self.step_s > self.computation_s
 
 
-class Problem(Protocol):
+class SearchProblem(Protocol):
     """A problem that the search can solve: axes, a default, and something that measures."""
 
     @property
@@ -76,7 +76,7 @@ class Problem(Protocol):
 
 
 @dataclass(frozen=True)
-class Tried:
+class Measurement:
     """One measurement.
 
     Attributes:
@@ -102,7 +102,7 @@ class Solution:
 
     config: Config
     outcome: ModelledStep
-    trace: tuple[Tried, ...]
+    trace: tuple[Measurement, ...]
 
     @property
     def evaluations(self) -> int:
@@ -111,7 +111,7 @@ class Solution:
 
 
 def search(
-    problem: Problem, *, passes: int = 2, stop: Callable[[], bool] = lambda: False
+    problem: SearchProblem, *, passes: int = 2, stop: Callable[[], bool] = lambda: False
 ) -> Solution:
     """Find the settings under which a step is shortest, by Lagom's walk.
 
@@ -145,7 +145,7 @@ class _Stopped(Exception):
     """The signal that the caller's `stop` ends the search."""
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: SearchProblem) -> None:
     if any(n < 1 for axes in problem.axes for n in axes):
         raise ValueError(f"axes {problem.axes}: give each axis at least one setting")
     sizes = [tuple(axes) for axes in problem.axes]
@@ -160,10 +160,10 @@ def _check(problem: Problem) -> None:
 class _Walk:
     """The state of a search: the configs measured so far, and the walks among them."""
 
-    def __init__(self, problem: Problem, stop: Callable[[], bool]):
+    def __init__(self, problem: SearchProblem, stop: Callable[[], bool]):
         self.problem, self.stop = problem, stop
         self.seen: dict[Config, ModelledStep] = {}
-        self.trace: list[Tried] = []
+        self.trace: list[Measurement] = []
         self.best: Config = ()
 
     def measure(self, config: Config, walk: str, than: ModelledStep | None = None) -> ModelledStep:
@@ -173,7 +173,7 @@ class _Walk:
                 raise _Stopped
             outcome = self.seen[config] = self.problem.measure(config)
             better = than is None or outcome.step_s < than.step_s
-            self.trace.append(Tried(config, outcome, walk, better))
+            self.trace.append(Measurement(config, outcome, walk, better))
             if not self.best or _key(outcome) < _key(self.seen[self.best]):
                 self.best = config
         return self.seen[config]

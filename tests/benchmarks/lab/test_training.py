@@ -72,7 +72,18 @@ def test_the_commands_of_the_files_train(file, one_process, tmp_path):
             slurm |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NUM_NODES": "2"}
             said = {"JOB_COMPLETION_INDEX": str(rank)} if file == "train.yaml" else slurm
             arguments = [said.get(word.lstrip("$"), word) for word in asked]
-            ours = ["--data", "2", "--model", "1", "--steps", "3", "--plain", *SIZES]
+            ours = [
+                "--data",
+                "2",
+                "--model",
+                "1",
+                "--heads",
+                "4",
+                "--steps",
+                "3",
+                "--plain",
+                *SIZES,
+            ]
             ours += ["--checkpoint", str(tmp_path / "states"), "--metrics", str(tmp_path / "rows")]
             if file == "train.yaml":
                 ours += ["--coordinator", "host0:7733", "--processes", "2"]

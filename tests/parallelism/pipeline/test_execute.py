@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.parallelism.pipeline import (
-    Schedule,
+    PipelineSchedule,
     accumulated,
     stage_order,
     value_and_grad,
@@ -106,7 +106,7 @@ def _is_jaxpr(x):
 def test_a_jaxpr_sends_what_the_closed_form_says(p, v, m):
     _, run, args = made(p, v, m)
     sent = list(equations(jax.make_jaxpr(run)(*args).jaxpr, "ppermute"))
-    schedule = Schedule(p, m, v)
+    schedule = PipelineSchedule(p, m, v)
     assert sum(runs for runs, _ in sent) == 2 * schedule.sends() == 2 * (m * v + p - 1)
     assert {size for _, size in sent} == {BATCH * HIDDEN * 4}
 
@@ -115,7 +115,7 @@ def test_inputs_in_flight_are_all_that_is_kept():
     p, m = 4, 8
     _, run, args = made(p, 1, m)
     text = str(jax.make_jaxpr(run)(*args))
-    slots = Schedule(p, m).live_pieces(0)
+    slots = PipelineSchedule(p, m).live_pieces(0)
     assert slots == 2 * p - 1
     assert f"f32[{slots},{BATCH},{HIDDEN}]" in text  # the buffer
     assert f"f32[{m},{BATCH},{HIDDEN}]" not in text  # no micro-batch's activations beside it
@@ -235,7 +235,7 @@ def test_on_a_pod_sends_hide_under_matmuls():
     batch = {"x": like(P(None, "data"), m, rows, hidden)}
     compiled = jax.jit(run).lower(stages, {}, batch).compile(compiler_options())
     sends = [c for c in jaxoverlap.audit(compiled).collectives if c.kind == "collective-permute"]
-    schedule = Schedule(p, m)
+    schedule = PipelineSchedule(p, m)
     assert sum(c.runs for c in sends) == 2 * schedule.sends()
     assert {c.bytes_moved for c in sends} == {rows // 2 * hidden * 2}
     steady = [c for c in sends if c.runs == m]

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxoverlap.parallelism.pipeline.schedule import NONE, Schedule, stage_order
+from jaxoverlap.parallelism.pipeline.schedule import NONE, PipelineSchedule, stage_order
 
 
 @st.composite
 def schedules(draw):
     p, v = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     m = draw(st.integers(1, 4)) * p if v > 1 else draw(st.integers(1, 16))
-    return Schedule(p, m, v)
+    return PipelineSchedule(p, m, v)
 
 
 @given(schedules())
@@ -79,13 +79,13 @@ def test_live_pieces_are_the_closed_form_and_slots_no_more(schedule):
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_interleaving_divides_the_bubble(p, v):
     assume(v > 1)
-    plain, pieces = Schedule(p, 4 * p), Schedule(p, 4 * p, v)
+    plain, pieces = PipelineSchedule(p, 4 * p), PipelineSchedule(p, 4 * p, v)
     assert pieces.bubble_share == pytest.approx(plain.bubble_share / v)
 
 
 def test_interleaving_wants_rounds():
     with pytest.raises(ValueError, match="rounds of 4 stages"):
-        Schedule(4, 6, 2)
+        PipelineSchedule(4, 6, 2)
 
 
 def test_devices_hold_pieces_in_turn():

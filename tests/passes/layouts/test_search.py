@@ -8,9 +8,9 @@ import pytest
 
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.pins import pinnable
-from jaxoverlap.passes.layouts.search import Answer, Candidate, LayoutSearch
+from jaxoverlap.passes.layouts.search import LayoutCandidate, LayoutSearch, PricedLayout
 
-PLAIN = Answer(10.0, 1000)
+PLAIN = PricedLayout(10.0, 1000)
 ROWS, COLUMNS = (("a",), ()), ((), ("a",))
 
 
@@ -21,7 +21,7 @@ class Machine:
         asked: the layouts that it was asked about.
     """
 
-    def __init__(self, **answers: Answer):
+    def __init__(self, **answers: PricedLayout):
         self.asked: list = []
         self._answers = dict(answers)
 
@@ -29,7 +29,7 @@ class Machine:
         (spec,) = pins.values() or ((),)
         self.asked.append(spec)
         name = {ROWS: "rows", COLUMNS: "columns"}.get(spec, "other")
-        return self._answers.get(name, Answer(20.0, 1000))
+        return self._answers.get(name, PricedLayout(20.0, 1000))
 
 
 def search_on(machine: Machine, *, most: int = 20, thorough: bool = True) -> LayoutSearch:
@@ -44,18 +44,18 @@ def search_on(machine: Machine, *, most: int = 20, thorough: bool = True) -> Lay
     return search
 
 
-def searched(machine: Machine, **settings) -> Candidate:
+def searched(machine: Machine, **settings) -> LayoutCandidate:
     return search_on(machine, **settings).best
 
 
 def test_the_fastest_layout_is_taken():
-    best = searched(Machine(rows=Answer(9.0, 900), columns=Answer(8.0, 900)))
+    best = searched(Machine(rows=PricedLayout(9.0, 900), columns=PricedLayout(8.0, 900)))
     assert best.pins == {0: COLUMNS}
-    assert best.answer == Answer(8.0, 900)
+    assert best.answer == PricedLayout(8.0, 900)
 
 
 def test_no_layout_is_asked_about_twice():
-    machine = Machine(rows=Answer(9.0, 900), columns=Answer(8.0, 900))
+    machine = Machine(rows=PricedLayout(9.0, 900), columns=PricedLayout(8.0, 900))
     search = search_on(machine)
     assert len(machine.asked) == len(set(machine.asked)) == search.asked
 
@@ -63,25 +63,25 @@ def test_no_layout_is_asked_about_twice():
 @pytest.mark.parametrize(
     "answer",
     [
-        Answer(9.95, 900),  # too little to tell the two apart
-        Answer(11.0, 900),
-        Answer(5.0, 1051),  # more memory
-        Answer(5.0, 900, "XLA would give result 0 another sharding"),
+        PricedLayout(9.95, 900),  # too little to tell the two apart
+        PricedLayout(11.0, 900),
+        PricedLayout(5.0, 1051),  # more memory
+        PricedLayout(5.0, 900, "XLA would give result 0 another sharding"),
     ],
 )
-def test_nothing_is_pinned_where_nothing_is_better(answer: Answer):
-    assert searched(Machine(rows=answer)) == Candidate({}, PLAIN)
+def test_nothing_is_pinned_where_nothing_is_better(answer: PricedLayout):
+    assert searched(Machine(rows=answer)) == LayoutCandidate({}, PLAIN)
 
 
 def test_questions_are_limited():
-    machine = Machine(rows=Answer(9.0, 900), columns=Answer(8.0, 900))
+    machine = Machine(rows=PricedLayout(9.0, 900), columns=PricedLayout(8.0, 900))
     assert searched(machine, most=1).pins == {0: ROWS}
     assert machine.asked == [ROWS]
     assert searched(machine, most=0).pins == {}
 
 
 def test_repair_stops_where_no_first_layout_is_faster():
-    machine = Machine(columns=Answer(8.0, 900))
+    machine = Machine(columns=PricedLayout(8.0, 900))
     assert searched(machine, thorough=False).pins == {}
     assert machine.asked == [ROWS]
 
@@ -91,7 +91,7 @@ def test_what_xla_does_unasked_is_not_pinned():
     jaxpr = jax.make_jaxpr(lambda x, w: (x @ w, w @ x))(*[jnp.zeros((8, 8))] * 2).jaxpr
     dims = DimNames(jaxpr)
     search = LayoutSearch(
-        tuple(pinnable(jaxpr)), dims, {"a": 2}, lambda pins: Answer(9.0, 900), PLAIN, 20
+        tuple(pinnable(jaxpr)), dims, {"a": 2}, lambda pins: PricedLayout(9.0, 900), PLAIN, 20
     )
     rows, _ = dims.of(jaxpr.invars[0])
     search.run([{"a": (rows,)}])
@@ -107,7 +107,7 @@ def test_pins_that_are_not_needed_are_left_out_and_the_others_have_their_gain():
     ).jaxpr
 
     def ask(pins):
-        return Answer(10.0 - 3 * (1 in pins) - 2 * (4 in pins), 900)
+        return PricedLayout(10.0 - 3 * (1 in pins) - 2 * (4 in pins), 900)
 
     dims = DimNames(jaxpr)
     search = LayoutSearch(tuple(pinnable(jaxpr)), dims, {"a": 2}, ask, PLAIN, 20)
@@ -118,19 +118,19 @@ def test_pins_that_are_not_needed_are_left_out_and_the_others_have_their_gain():
 
 
 def test_rivals_are_the_first_layouts_that_are_not_much_slower():
-    machine = Machine(rows=Answer(8.5, 900), columns=Answer(8.0, 900))
+    machine = Machine(rows=PricedLayout(8.5, 900), columns=PricedLayout(8.0, 900))
     assert [c.pins[0] for c in search_on(machine).rivals(3)] == [COLUMNS, ROWS]
     assert [c.pins[0] for c in search_on(machine).rivals(1)] == [COLUMNS]
-    slow = Machine(rows=Answer(9.3, 900), columns=Answer(8.0, 900))
+    slow = Machine(rows=PricedLayout(9.3, 900), columns=PricedLayout(8.0, 900))
     assert [c.pins[0] for c in search_on(slow).rivals(3)] == [COLUMNS]
-    assert search_on(Machine()).rivals(3) == [Candidate({}, PLAIN)]
+    assert search_on(Machine()).rivals(3) == [LayoutCandidate({}, PLAIN)]
 
 
 def test_the_step_without_pins_is_a_rival_and_nothing_slower_than_it_is():
-    machine = Machine(rows=Answer(10.2, 900), columns=Answer(9.0, 900))
+    machine = Machine(rows=PricedLayout(10.2, 900), columns=PricedLayout(9.0, 900))
     best, plain = search_on(machine).rivals(3)
     assert best.pins == {0: COLUMNS}
-    assert plain == Candidate({}, PLAIN)
+    assert plain == LayoutCandidate({}, PLAIN)
 
 
 def test_a_source_line_may_lie_in_another_way_than_the_rest():
@@ -144,7 +144,7 @@ def test_a_source_line_may_lie_in_another_way_than_the_rest():
     dims = DimNames(jaxpr)
 
     def ask(pins):
-        return Answer(10.0 - 3 * (pins[0] == ROWS) - 2 * (pins[1] == COLUMNS), 900)
+        return PricedLayout(10.0 - 3 * (pins[0] == ROWS) - 2 * (pins[1] == COLUMNS), 900)
 
     search = LayoutSearch(tuple(pinnable(jaxpr)), dims, {"a": 2}, ask, PLAIN, 20)
     rows, columns = dims.of(jaxpr.outvars[0])

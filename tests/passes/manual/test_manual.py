@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.jaxprs import bodies, dots
 from jaxoverlap.passes.manual import rewrite as manual_rings
 from jaxoverlap.passes.manual.decide import decide_manual
-from jaxoverlap.passes.planning.requests import Requests
+from jaxoverlap.passes.planning.terms import Requests
 from jaxoverlap.passes.rewriting.rewrite import rewrite
 from tests.support.engine import equations
 
@@ -183,7 +183,7 @@ def test_an_exchange_between_two_matmuls_is_done_once():
     entries, count = decided(body, X, (D, F), (F // N, D))
     assert count["ppermute"] == N - 1
     assert isinstance(entries[0], Decision)
-    assert entries[1].reason == "no collective left: ring 0 does its all_to_all"
+    assert entries[1].reason == "no collective: ring 0 does its all_to_all"
 
 
 def test_loops_and_shard_maps_inside():
@@ -209,7 +209,7 @@ GROUPS = [[0, 1], [2, 3]]
 @pytest.mark.parametrize(
     ("body", "shapes", "why"),
     [
-        (lambda x, w: x @ w, (X, W), "no collective beside it inside shard_map"),
+        (lambda x, w: x @ w, (X, W), "no collective: none beside it inside shard_map"),
         (
             lambda x, w: gather(x, axis_index_groups=GROUPS) @ w,
             (X, W),
@@ -263,17 +263,21 @@ GROUPS = [[0, 1], [2, 3]]
             "inside cond in shard_map, whose body is not rewritten",
         ),
         (lambda h, w: scatter(h @ w), ((S, F), (F, 0)), "it has a dim of size 0"),
-        (lambda h, w: lax.psum(h, "model") @ w, HW, "no collective beside it inside shard_map"),
+        (
+            lambda h, w: lax.psum(h, "model") @ w,
+            HW,
+            "no collective: none beside it inside shard_map",
+        ),
     ],
 )
 def test_reasons(body: Callable, shapes: tuple, why: str):
     overlapped = jaxoverlap.overlap(jax.jit(stacked(body, check=False)))
-    with pytest.warns(UserWarning, match="changes nothing"):
+    with pytest.warns(UserWarning, match="rewrites nothing"):
         (entry,) = overlapped.explain(*structs(shapes)).entries
     assert entry.reason == why
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 @pytest.mark.parametrize("variant", ["one_way", "direct", "sliced x 2"])
 def test_rings_by_hand_are_left_alone(variant: str):
     """Chunks of a ring stand beside collectives too, and already have them underneath."""
@@ -291,16 +295,16 @@ def test_rings_by_hand_are_left_alone(variant: str):
     shapes = (X, (N * D if variant == "direct" else D, F), (F, D))
     plan = jaxoverlap.overlap(jax.jit(stacked(body))).explain(*structs(shapes))
     assert plan.entries and not plan.decisions
-    assert {e.reason for e in plan.skips} == {"no collective beside it inside shard_map"}
+    assert {e.reason for e in plan.skips} == {"no collective: none beside it inside shard_map"}
 
 
 def test_matmuls_that_the_user_wants_left_alone():
     step = jax.jit(stacked(lambda x, w: gather(x) @ w))
     line = jaxoverlap.overlap(step).explain(*structs((X, W))).entries[0].source
     left = jaxoverlap.overlap(step, skip=[line])
-    with pytest.warns(UserWarning, match="changes nothing"):
+    with pytest.warns(UserWarning, match="rewrites nothing"):
         (entry,) = left.explain(*structs((X, W))).entries
-    assert entry.reason == "left alone as asked (skip=)"
+    assert entry.reason == "skipped: by skip="
 
 
 def test_a_failed_rewrite_says_where(monkeypatch):
@@ -340,7 +344,7 @@ def test_bytes_are_those_of_one_device():
     assert [d.bytes_moved for d in plan.decisions] == [(N - 1) * 4 * (S // N) * 8 * D // 2]
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 def test_what_xla_would_move_once_a_chunk():
     def body(x, w):
         return (gather(x) @ w).sum(0)[None]
@@ -350,7 +354,7 @@ def test_what_xla_would_move_once_a_chunk():
     assert skip.reason == "XLA moves it along data too, and would do so once a chunk"
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. changes nothing")
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
 def test_a_dim_that_an_automatic_axis_shards():
     def body(h, w):
         return scatter(lax.with_sharding_constraint(h, P("data")) @ w)
@@ -369,7 +373,7 @@ def test_an_explicit_axis_beside():
             axis_names={"model"},
         )
         overlapped = jaxoverlap.overlap(jax.jit(step))
-        with pytest.warns(UserWarning, match="changes nothing"):
+        with pytest.warns(UserWarning, match="rewrites nothing"):
             (skip,) = overlapped.explain(jnp.zeros((S, D)), jnp.zeros((D, F))).skips
     assert skip.reason == "mesh axis data is explicit beside the manual ones"
 
@@ -477,7 +481,7 @@ def test_sums_and_exchanges(check: bool):
     kinds = Counter(d.kind for d in plan.decisions if d.axis == "model")
     # Unchecked, the gradient of x is summed once, at the end, and not layer by layer.
     assert kinds == {"matmul_all_reduce": 6 if check else 5, "all_to_all_matmul": 4}
-    (skip,) = (s for s in plan.skips if not s.reason.startswith("no collective"))
+    (skip,) = (s for s in plan.skips if not s.idle)
     assert skip.reason == "its result is read by all_to_all through mul"
 
 

@@ -16,6 +16,7 @@ from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide, matmul_of
 from jaxoverlap.passes.planning.entries import source_of
+from jaxoverlap.plan.decisions import Reason
 from tests.support.reads import NO, D, M, matmul
 from tests.support.terms import terms_of
 
@@ -39,7 +40,7 @@ def one(lhs, rhs, out, *, x=(16, 32), w=(32, 64), dtype="float32", fn=matmul, ax
     (sharing,) = sharings.values()
     ringed = [m.dot.index for ring in sharing.rings for m in ring.members]
     assert ringed == ([0] if isinstance(entry, Decision) else [])
-    assert sharing.skipped == ({} if ringed else {0: entry.reason})
+    assert sharing.skipped == ({} if ringed else {0: entry.why})
     return entry
 
 
@@ -154,7 +155,7 @@ def test_a_sharding_that_could_not_be_read(missing: int):
     shardings = [None if i == missing else s for i, s in enumerate([(M, NO), (NO, M), (NO, M)])]
     assert "splits a mesh axis, or could not be read" in one(*shardings).reason
     (dot,) = dots(found_in(matmul, (16, 32), (32, 64)))
-    assert isinstance(matmul_of(dot, tuple(shardings), AXES), str)
+    assert isinstance(matmul_of(dot, tuple(shardings), AXES), Reason)
 
 
 @pytest.mark.parametrize("dtype", ["int16", "complex64", "bool"])
@@ -180,10 +181,10 @@ def test_one_wrong_dtype_is_enough():
 def test_a_site_may_be_left_plain_and_another_go_two_ways():
     where = one((M, NO), (NO, M), (NO, M)).source
     entry = one((M, NO), (NO, M), (NO, M), granularity={where: Variant("plain")})
-    assert (type(entry), entry.reason) == (Skip, "left plain as asked (granularity=)")
+    assert (type(entry), entry.reason) == (Skip, "not ringed: by granularity=")
     entry = one((M, NO), (NO, M), (NO, M), granularity={where: Variant("two_way")})
     assert isinstance(entry, Decision) and str(entry.variant) == "two_way"
-    with pytest.raises(ValueError, match="names no line that writes a matmul"):
+    with pytest.raises(ValueError, match="names no line and no module of a matmul"):
         one((M, NO), (NO, M), (NO, M), granularity={"none.py:1": Variant("two_way")})
 
 
@@ -237,14 +238,14 @@ FILE, LINE = SOURCE.removeprefix("support/").split(":")
 
 @pytest.mark.parametrize("entry", [SOURCE, f"{FILE}:{LINE}", f"/home/me/support/{FILE}:{LINE}"])
 def test_a_line_to_skip(entry: str):
-    assert one(*GATHER, skip=(entry,)).reason == "left alone as asked (skip=)"
+    assert one(*GATHER, skip=(entry,)).reason == "skipped: by skip="
 
 
 @pytest.mark.parametrize(
     "entry", [f"decide.py:{LINE}", f"{FILE}:{LINE}1", f"other/{FILE}:{LINE}", f":{LINE}", ""]
 )
 def test_a_line_that_names_no_matmul(entry: str):
-    with pytest.raises(ValueError, match=f"skip='{entry}' names no line.*written at: {SOURCE}"):
+    with pytest.raises(ValueError, match=f"skip='{entry}' names no line.*matmuls are at: {SOURCE}"):
         one(*GATHER, skip=(entry,))
 
 

@@ -28,7 +28,7 @@ def test_a_large_matmul_is_cut_and_a_small_one_left_alone(specs):
     small, rings = decided(specs, 64, 512)
     assert isinstance(small, Skip) and not rings
     least, plain = re.findall(r"(\d+) µs", small.reason)
-    assert small.reason.startswith("left plain: its ") and int(least) > int(plain)
+    assert small.reason.startswith("not ringed: its ") and int(least) > int(plain)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from jaxoverlap.passes.analysis.jaxprs import Body, bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide, matmul_of
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
-from jaxoverlap.passes.planning.share import share
+from jaxoverlap.passes.planning.share import NO_COLLECTIVE, share
 from jaxoverlap.passes.planning.terms import Terms
+from jaxoverlap.plan.decisions import Reason
 from tests.support.precision import error
 
 AXES = {"data": 2, "model": 4}
@@ -48,7 +49,7 @@ def shared(body: Body, *shardings: Any, axes: Mapping[str, int] = AXES) -> Shari
 
     def read(dot):
         given = shardings[dot.index]
-        return given if isinstance(given, str) else matmul_of(dot, given, axes)
+        return given if isinstance(given, Reason) else matmul_of(dot, given, axes)
 
     sharing = share(body, read, lambda dot: ((), (), ()))
     check(sharing, body)
@@ -144,10 +145,11 @@ def test_the_same_value_wanted_from_another_sharding_is_not_gathered_again():
 
 
 def test_one_is_enough_for_a_ring():
+    asked = Reason("skipped", "as asked")
     body = body_of(qkv, X, W, W, W)
-    sharing = shared(body, "as asked", GATHER, (WHOLE, COLUMNS, COLUMNS))
+    sharing = shared(body, asked, GATHER, (WHOLE, COLUMNS, COLUMNS))
     assert members(sharing) == [[1]]
-    assert sharing.skipped == {0: "as asked", 2: "no collective"}
+    assert sharing.skipped == {0: asked, 2: NO_COLLECTIVE}
 
 
 def test_the_gradient_of_a_result_feeds_both_gradients():
@@ -185,7 +187,7 @@ def test_numbers_are_no_values():
     body = body_of(lambda x, w: (lax.dot_general(2.0, x @ w, (((), ()), ((), ()))), x @ w), X, W)
     sharing = shared(body, GATHER, ((), COLUMNS, COLUMNS), GATHER)
     assert members(sharing) == [[0, 2]]
-    assert sharing.skipped == {1: "no collective"}
+    assert sharing.skipped == {1: NO_COLLECTIVE}
 
 
 # -- what comes later reads what is kept ----------------------------------------------------------

@@ -18,8 +18,7 @@ from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.partitioned import Shardings as Read
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.rewriting import scatter_sums as scattered
-from jaxoverlap.passes.rewriting.rewriting import Point
-from jaxoverlap.passes.rewriting.scatter_sums import exposure, points
+from jaxoverlap.passes.rewriting.scatter_sums import Point, exposure, points
 from jaxoverlap.plan.plan import Remaining
 from tests.support.engine import assert_close, equations
 from tests.support.terms import terms_of
@@ -296,7 +295,7 @@ def test_a_constraint_of_the_user_wins(what: str):
 def test_lines_that_are_skipped_stay():
     line = f"rewriting/test_scatter_sums.py:{mlp.__code__.co_firstlineno + 2}"
     step = jaxoverlap.overlap(jax.jit(mlp), skip=(line,))
-    with pytest.warns(UserWarning, match="changes nothing"):
+    with pytest.warns(UserWarning, match="rewrites nothing"):
         assert not step.explain(mlp_weights(), rows()).decisions
 
 

@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxoverlap.passes.rings import chunks
-from jaxoverlap.passes.rings.chunks import Cut
+from jaxoverlap.passes.rings.chunks import Chunking
 from tests.support.engine import AXIS, normal, per_device, shards
 
-cuts = st.builds(Cut, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
+cuts = st.builds(Chunking, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
 SIZE = 2
 
 
-def view(array: np.ndarray, dim: int, cut: Cut) -> np.ndarray:
+def view(array: np.ndarray, dim: int, cut: Chunking) -> np.ndarray:
     sizes = (cut.outer, cut.chunks, cut.pieces, SIZE)
     return array.reshape(*array.shape[:dim], *sizes, *array.shape[dim + 1 :])
 
 
 @settings(deadline=None, max_examples=30)
 @given(cuts, st.integers(0, 2), st.data())
-def test_take_and_put(cut: Cut, dim: int, data):
+def test_take_and_put(cut: Chunking, dim: int, data):
     """A piece of one chunk, or of all of them, is read from and written to the same place."""
     shape = [3, 4, 5]
     shape[dim] = cut.outer * cut.chunks * cut.pieces * SIZE
@@ -51,7 +51,7 @@ def test_take_and_put(cut: Cut, dim: int, data):
 
 @settings(deadline=None, max_examples=15)
 @given(cuts, st.integers(0, 1))
-def test_pieces_join_to_their_chunk(cut: Cut, dim: int):
+def test_pieces_join_to_their_chunk(cut: Chunking, dim: int):
     shape = [3, 4]
     shape[dim] = cut.outer * cut.pieces * SIZE
     array = np.arange(np.prod(shape)).reshape(shape)
@@ -63,7 +63,7 @@ def test_pieces_join_to_their_chunk(cut: Cut, dim: int):
 def test_whole_collectives(outer: int):
     n = 4
     whole = normal(3, 8 * n, 2, seed=1)
-    cut = Cut(n, outer=outer)
+    cut = Chunking(n, outer=outer)
     gathered = per_device(n, lambda x: chunks.gather(x, 1, AXIS, cut), shards(whole, 1, n, outer))
     np.testing.assert_array_equal(gathered, np.stack([whole] * n))
     parts = normal(n, 3, 8 * n, 2)
@@ -80,7 +80,7 @@ def test_an_exchange_of_any_two_dims(dims: tuple[int, int], outers: tuple[int, i
 
     def body(x):
         return chunks.exchange(
-            x, dim, Cut(n, outer=outer), wanted, Cut(n, outer=wanted_outer), AXIS
+            x, dim, Chunking(n, outer=outer), wanted, Chunking(n, outer=wanted_outer), AXIS
         )
 
     got = per_device(n, body, shards(whole, dim, n, outer))
@@ -89,8 +89,8 @@ def test_an_exchange_of_any_two_dims(dims: tuple[int, int], outers: tuple[int, i
 
 def test_what_does_not_divide_is_refused():
     for cut, parts in (
-        (Cut(4, 3), "4 chunks of 3 pieces.*12"),
-        (Cut(4, 1, 3), "3 x 4 chunks of 1"),
+        (Chunking(4, 3), "4 chunks of 3 pieces.*12"),
+        (Chunking(4, 1, 3), "3 x 4 chunks of 1"),
     ):
         with pytest.raises(ValueError, match=f"size 8 does not divide into {parts}"):
             chunks.take(jnp.zeros((8,)), 0, cut, 1)
@@ -99,7 +99,7 @@ def test_what_does_not_divide_is_refused():
 def test_a_room_is_made_once_its_first_part_is_there():
     """XLA would otherwise make all rooms of a shape at any time before, as one buffer."""
     part = jnp.ones((4, 3))
-    room = functools.partial(chunks.room, dim=0, cut=Cut(2), chunk=0)
+    room = functools.partial(chunks.room, dim=0, cut=Chunking(2), chunk=0)
     barrier, fill = jax.make_jaxpr(room)(part).eqns[-2:]
     assert barrier.primitive.name == "optimization_barrier" and len(barrier.invars) == 2
     assert fill.primitive.name == "broadcast_in_dim" and fill.invars == barrier.outvars[:1]

@@ -73,7 +73,8 @@ def problems(draw) -> Problem:
         seconds = draw(st.integers(1, 5))
         if kind == "start":
             lane = draw(st.sampled_from(["wire", "network"]))
-            tasks.append(Task(needs, flight=Flight(lane, seconds), holds=holds))
+            stream = draw(st.sampled_from([None, 0, 3]))
+            tasks.append(Task(needs, flight=Flight(lane, seconds, stream), holds=holds))
         elif kind == "done" and waiting:
             tasks.append(Task((*needs, waiting[0]), awaits=waiting[0], holds=holds))
         elif kind == "compute":
@@ -81,7 +82,14 @@ def problems(draw) -> Problem:
         else:
             tasks.append(Task(needs, holds=holds))
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=6, max_size=6)))
-    return Problem(tuple(tasks), sizes, frozenset(draw(st.sets(st.integers(0, 5), max_size=2))))
+    kept = frozenset(draw(st.sets(st.integers(0, 5), max_size=2)))
+    starts = [i for i, task in enumerate(tasks) if task.flight]
+    pairs = draw(st.sets(st.tuples(*[st.sampled_from(starts)] * 2), max_size=3)) if starts else ()
+    apart: dict[int, frozenset[int]] = {}
+    for a, b in pairs:
+        for one, other in ((a, b), (b, a)) if a != b else ():
+            apart[one] = apart.get(one, frozenset()) | {other}
+    return Problem(tuple(tasks), sizes, kept, apart)
 
 
 @given(problems(), st.sampled_from(RULES), st.sampled_from([0, 5, 12, UNBOUND]))
@@ -95,6 +103,37 @@ def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
     assert outcome.seconds >= compute_s
     assert outcome.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
     assert all(is_order(problem, earlier(problem, order, bare)) for bare in outcome.bare)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=2, max_size=6), st.data())
+@settings(max_examples=100, deadline=None)
+def test_collectives_that_must_not_meet_never_do(kinds: list[tuple[int, bool]], data):
+    """Those over all devices, on one stream, and those over NVLink, on another."""
+    tasks: list[Task] = []
+    over_all, near = set[int](), set[int]()
+    for seconds, everywhere in kinds:
+        (over_all if everywhere else near).add(len(tasks))
+        flight = Flight("network", seconds, 0) if everywhere else Flight("wire", seconds, 3)
+        tasks += [Task(flight=flight), Task((len(tasks),), awaits=len(tasks))]
+        tasks.append(Task((len(tasks) - 1,) if data.draw(st.booleans()) else (), 2))
+    apart = {i: frozenset(near if i in over_all else over_all) for i in over_all | near}
+    problem = Problem(tuple(tasks), apart=apart)
+    for rule in RULES:
+        order = list_schedule(problem, rule)
+        assert is_order(problem, order)
+        assert order_outcome(problem, order).clashes == 0
+    together = Problem(tuple(tasks))
+    assert order_outcome(together, order).clashes == 0
+
+
+def test_a_start_waits_on_its_link_and_on_its_stream():
+    def seconds(near: int, far: int) -> float:
+        flights = Task(flight=Flight("wire", 4, near)), Task(flight=Flight("network", 6, far))
+        tasks = of(*flights, compute(1), done(0), compute(1, 3), done(1), compute(1, 5))
+        return order_outcome(tasks, range(7)).seconds
+
+    assert seconds(0, 0) == 11
+    assert seconds(3, 0) == 7
 
 
 def test_a_start_comes_before_the_matmul_that_can_hide_it():

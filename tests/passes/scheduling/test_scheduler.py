@@ -21,7 +21,7 @@ from jaxoverlap.passes.scheduling.scheduler import Scheduled, SchedulerCallback
 from jaxoverlap.simulation import hlo
 from tests.support.pods import pytestmark as pods
 
-pytestmark = [*pods, pytest.mark.filterwarnings("ignore:overlap.. changes nothing")]
+pytestmark = [*pods, pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")]
 
 SCHEDULER = jaxoverlap.Scheduler()
 POD = "h100-sxm:2x8"

@@ -49,3 +49,25 @@ def expected_error(x, bits, bucket):
         share = (part - low) / step % 1
         total += np.sum(share * (1 - share)) * step**2
     return np.sqrt(total)
+
+
+def two_bits(bucket):
+    """Return a bucket of plus or minus two magnitudes: the means above the mean, and of the rest."""
+    size = np.abs(bucket)
+    high = size > size.mean()
+    low = size[~high].mean() if (~high).any() else 0.0
+    levels = np.where(high, size[high].mean() if high.any() else 0.0, low)
+    return np.where(bucket < 0, -levels, levels)
+
+
+def sparse_two_bits(matrices, count, chunk):
+    """Average the `count` largest elements of each chunk of each worker, in two bits each."""
+    sent = []
+    for m in matrices:
+        flat = np.concatenate([m.ravel(), np.zeros(-m.size % chunk)]).reshape(-1, chunk)
+        one = np.zeros_like(flat)
+        for row, values in zip(one, flat, strict=True):
+            places = np.argsort(-np.abs(values), kind="stable")[:count]
+            row[places] = two_bits(values[places])
+        sent.append(one.ravel()[: m.size].reshape(m.shape))
+    return np.mean(sent, 0), [m - s for m, s in zip(matrices, sent, strict=True)]

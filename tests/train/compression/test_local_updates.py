@@ -22,8 +22,10 @@ from jaxoverlap.train.compression import (
     none,
     power_sgd,
     qsgd,
+    top_k,
     uniform,
 )
+from tests.train.compression import numpy_forms
 from tests.train.compression.problem import loss, make_batch, make_params
 
 EVERY = 2
@@ -137,3 +139,36 @@ def test_scattered_outer_state_and_explain_without_sync_are_named():
     updates, start = make_updates(co2(every=EVERY), None)
     with pytest.raises(ValueError, match="give them sync="):
         updates.explain(updates.init(start))
+
+
+def test_sparse_loco_is_its_numpy_form():
+    """e = decay e + (start - end); sent: its largest, in two bits; x = x - mean of what is sent."""
+    decay, count, rows = 0.9, 48, 4
+    rng = np.random.default_rng(8)
+    targets = rng.normal(size=(6 * EVERY, 4 * rows, 32, 32)).astype("f")
+
+    @jax.jit
+    def step(params, batch):
+        pull = params["w"] - batch.mean(0)
+        return {"w": params["w"] - 0.3 * pull}, (pull**2).mean()
+
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    sync = uniform(top_k(0.01, bits=2), error_decay=decay)
+    updates = LocalUpdates(
+        step, mesh, outer=local_sgd(every=EVERY), params=None, sync=sync, overlap=False
+    )
+    state = updates.init({"w": np.ones((32, 32), "f")})
+    x, errors = np.ones((32, 32)), [np.zeros((32, 32))] * 4
+    for t in range(6):
+        own = targets[t * EVERY : (t + 1) * EVERY]
+        state, _ = updates.round(state, own)
+        ends = []
+        for worker in range(4):
+            w = x
+            for batch in own:
+                w = w - 0.3 * (w - batch[worker * rows : (worker + 1) * rows].mean(0))
+            ends.append(w)
+        whole = [decay * e + (x - end) for e, end in zip(errors, ends, strict=True)]
+        mean, errors = numpy_forms.sparse_two_bits(whole, count, 4096)
+        x = x - mean
+        np.testing.assert_allclose(updates.params(state)["w"], x, atol=2e-4)

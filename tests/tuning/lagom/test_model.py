@@ -19,7 +19,7 @@ from jaxoverlap.tuning.lagom.model import (
     Communication,
     Computation,
     Makespan,
-    Space,
+    SettingSpace,
     memory_traffic,
     places,
 )
@@ -91,7 +91,7 @@ def test_the_yardstick_knows_the_best_of_all(p):
 
 def test_pieces_show_less_and_cost_launches():
     """By hand: one piece of each is bare, the rest hides; cut in eight the gather takes longer."""
-    space = Space((24,), (2 << 20,), pieces=(1, 4, 8))
+    space = SettingSpace((24,), (2 << 20,), pieces=(1, 4, 8))
     gather = Communication("all-gather", 40 << 20, Group(8), site=0, space=space)
     p = Makespan(H100, (gather,), (MATMUL,))
     whole, four, eight = (p.measure(((0, 0, 0, n),)) for n in range(3))
@@ -142,9 +142,9 @@ def test_the_fitted_slowdown_is_lagoms():
 
 def test_bad_problems_are_named():
     with pytest.raises(ValueError, match="that rise"):
-        Space((4, 2))
+        SettingSpace((4, 2))
     with pytest.raises(ValueError, match="above zero"):
-        Space((0, 2))
+        SettingSpace((0, 2))
     with pytest.raises(ValueError, match="no computation twice"):
         Makespan(H100, (Communication("all-gather", 1, Group(8), site=1),), (MATMUL,))
     with pytest.raises(ValueError, match="one thread"):

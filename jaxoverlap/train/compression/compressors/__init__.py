@@ -1,1 +1,1 @@
-"""Compressors: averages over workers that send less than the whole."""
+"""Compressors: averages over workers that send less than the gradients."""

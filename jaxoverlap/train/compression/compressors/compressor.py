@@ -30,7 +30,7 @@ class Averaged(NamedTuple):
 
 @runtime_checkable
 class Compressor(Protocol):
-    """A way to average matrices over workers with fewer bytes.
+    """A method to average matrices over workers with fewer bytes.
 
     Attributes:
         setting: the default one, which `uniform` uses for every layer.
@@ -82,7 +82,7 @@ class Compressor(Protocol):
 
 
 class Worker(NamedTuple):
-    """The place of a worker in an average.
+    """The index of a worker in an average.
 
     Attributes:
         workers: how many there are.

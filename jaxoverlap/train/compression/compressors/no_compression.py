@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Kind, Request
+from jaxoverlap.train.compression.wire import Average, Kind, WireRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class NoCompression:
         self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
     ) -> Average:
         """Average a matrix: one mean."""
-        mean = yield Request("mean", matrix.astype(layer.dtype))
+        mean = yield WireRequest("mean", matrix.astype(layer.dtype))
         return Averaged(mean.astype(jnp.float32), None, state)
 
     def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:

@@ -14,7 +14,7 @@ from jaxoverlap.train.arguments import flag, whole
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.compressors.orthogonal import Method, orthonormal
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Kind, Request
+from jaxoverlap.train.compression.wire import Average, Kind, WireRequest
 
 _ITERATIONS = 5  # subspace iterations of a measurement, as in L-GreCo's released code
 
@@ -67,9 +67,9 @@ class PowerSGD:
     ) -> Average:
         """Average a matrix: two means, of [rows, rank] and [columns, rank]."""
         rank, dtype = int(setting), layer.dtype
-        p = yield Request("mean", (matrix @ state[:, :rank]).astype(dtype))
+        p = yield WireRequest("mean", (matrix @ state[:, :rank]).astype(dtype))
         p = orthonormal(p.astype(jnp.float32), self.orthogonalize)
-        q = yield Request("mean", (matrix.T @ p).astype(dtype))
+        q = yield WireRequest("mean", (matrix.T @ p).astype(dtype))
         q = q.astype(jnp.float32)
         mean = p @ q.T
         # A column of zeros would stay one for ever: the old one stays in its place.
@@ -94,14 +94,14 @@ class PowerSGD:
         for _ in range(_ITERATIONS - 1):
             p = orthonormal(matrix @ (matrix.T @ p), self.orthogonalize)
 
-        def without(rest: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
-            rest = rest - jnp.outer(column, column @ rest)
-            return rest, jnp.linalg.norm(rest)
+        def without(residual: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+            residual = residual - jnp.outer(column, column @ residual)
+            return residual, jnp.linalg.norm(residual)
 
         _, left = lax.scan(without, matrix, p.T)
-        whole = [int(rank) >= min(matrix.shape) for rank in settings]
+        full_rank = [int(rank) >= min(matrix.shape) for rank in settings]
         picked = left[jnp.array([min(int(rank), columns) - 1 for rank in settings])]
-        return jnp.where(jnp.array(whole), 0.0, picked)
+        return jnp.where(jnp.array(full_rank), 0.0, picked)
 
 
 def power_sgd(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxoverlap.train.arguments import flag, whole
+from jaxoverlap.train.compression.compressors import two_bits
 from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
 from jaxoverlap.train.compression.compressors.packing import pack, unpack
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Kind, Request
+from jaxoverlap.train.compression.wire import Average, Kind, WireRequest
 
+Levels = Literal["range", "means"]
 BUCKET = 512  # elements that share a range
 _RANGE_BYTES = 8  # least value and step of a bucket, two float32
 
@@ -28,6 +30,7 @@ class QSGD:
     memory_passes: ClassVar[int] = 12  # ranges, codes, packing, and back
     bits: int
     error_feedback: bool = False
+    levels: Levels = "range"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", whole("bits", self.bits, 1, 8))
@@ -37,6 +40,15 @@ class QSGD:
                 "bits=1 with error_feedback=True: one bit of a bucket's range loses more than the "
                 "gradient has, and what is kept would grow without end; give 2 bits or more, or "
                 "no error feedback"
+            )
+        if self.levels not in get_args(Levels):
+            raise ValueError(
+                f"levels={self.levels!r}: expected one of {', '.join(get_args(Levels))}"
+            )
+        if self.levels == "means" and self.bits != 2:
+            raise ValueError(
+                f'bits={self.bits} with levels="means": a sign and one of two magnitudes are 2 '
+                "bits; give bits=2"
             )
 
     @property
@@ -53,7 +65,9 @@ class QSGD:
         return int(setting)
 
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
-        """Return 2 to 8 bits, and the default."""
+        """Return 2 to 8 bits, and the default; 2 alone where levels are means."""
+        if self.levels == "means":
+            return (self.bits,)
         return tuple(sorted({*range(2, 9), self.bits}))
 
     def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> None:
@@ -64,25 +78,30 @@ class QSGD:
     ) -> Average:
         """Average a matrix: parts to their workers, means of parts back to all.
 
-        Both ways are quantised, each time without bias; what the second way loses is kept by the
-        worker that has the part.
+        Both ways are quantised; what the second way loses is kept by the worker that has the part.
         """
         bits, workers = int(setting), at.workers
         first, second = jax.random.split(at.key)
         mine = _in_buckets(matrix, workers)  # [workers, buckets, 512]
-        packed = quantize(mine, bits, first)
-        parts = yield Request("exchange", packed)
-        mean = dequantize(parts, bits).mean(0)
-        again = quantize(mean, bits, second)
-        gathered = yield Request("gather", again)
-        whole = dequantize(gathered, bits)
+        packed = self._quantize(mine, bits, first)
+        parts = yield WireRequest("exchange", packed)
+        mean = self._dequantize(parts, bits).mean(0)
+        again = self._quantize(mean, bits, second)
+        gathered = yield WireRequest("gather", again)
+        whole = self._dequantize(gathered, bits)
         if not self.error_feedback:
             return Averaged(_flat(whole, matrix), None, state)
-        kept = mine - dequantize(packed, bits)
-        lost = (mean - dequantize(again, bits)) * workers
+        kept = mine - self._dequantize(packed, bits)
+        lost = (mean - self._dequantize(again, bits)) * workers
         own = lax.dynamic_index_in_dim(kept, at.number, keepdims=False) + lost
         kept = lax.dynamic_update_index_in_dim(kept, own, at.number, 0)
         return Averaged(_flat(whole, matrix), _flat(kept, matrix), state)
+
+    def _quantize(self, values: jax.Array, bits: int, key: jax.Array) -> jax.Array:
+        return two_bits.quantize(values) if self.levels == "means" else quantize(values, bits, key)
+
+    def _dequantize(self, packed: jax.Array, bits: int) -> jax.Array:
+        return two_bits.dequantize(packed) if self.levels == "means" else dequantize(packed, bits)
 
     def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
         """Return kind and bytes of each value that `average` yields for one matrix, in order."""
@@ -92,6 +111,9 @@ class QSGD:
     def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
         """Return the root of the expected square of what a worker's own quantisation loses."""
         x = _in_buckets(matrix, 1)
+        if self.levels == "means":
+            lost = jnp.linalg.norm(x - two_bits.dequantize(two_bits.quantize(x)))
+            return jnp.full(len(settings), lost)
         low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
 
         def one(bits: int) -> jax.Array:
@@ -103,7 +125,7 @@ class QSGD:
         return jnp.stack([one(int(bits)) for bits in settings])
 
 
-def qsgd(bits: int = 4, *, error_feedback: bool = False) -> QSGD:
+def qsgd(bits: int = 4, *, error_feedback: bool = False, levels: Levels = "range") -> QSGD:
     """Return quantisation with stochastic rounding, which is right in the mean.
 
     Each bucket of 512 elements is rounded to 2**bits values from its least to its greatest, up or
@@ -116,11 +138,15 @@ def qsgd(bits: int = 4, *, error_feedback: bool = False) -> QSGD:
         error_feedback: whether what rounding loses is added to the next gradient; wanted for
             outer gradients, which come seldom. For normally distributed gradients what is kept
             settles at 0.24 of one with 4 bits, 0.6 with 3 and about ten times one with 2.
+        levels: "range" as above; "means", with 2 bits, sends a value as its sign and one of two
+            magnitudes of its bucket (`two_bits`), without chance: biased, and with error feedback
+            far closer than 2 bits of the range. For outer gradients of `MuLoCo`'s kind
+            (arXiv 2505.23725), whose 2-bit code book was not found: a reconstruction.
 
     Raises:
-        ValueError: for other bits, or one bit with error feedback.
+        ValueError: for other bits or levels, or one bit with error feedback.
     """
-    return QSGD(bits=bits, error_feedback=error_feedback)
+    return QSGD(bits=bits, error_feedback=error_feedback, levels=levels)
 
 
 def quantize(values: jax.Array, bits: int, key: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ class Where(NamedTuple):
     position: Array
 
 
-class Side(NamedTuple):
+class AttentionSide(NamedTuple):
     """Queries, or keys and values, with where they are in their sequences."""
 
     arrays: tuple[Array, ...]
@@ -55,7 +55,7 @@ class Grads(NamedTuple):
     keys: tuple[Array, Array]
 
     @classmethod
-    def of(cls, queries: Side, keys: Side, scale: float) -> Grads:
+    def of(cls, queries: AttentionSide, keys: AttentionSide, scale: float) -> Grads:
         """Compute all but the gradient of the queries."""
         (q, to_out, *stats), (k, v) = queries.arrays, keys.arrays
         log_sums, delta = (jnp.moveaxis(x, 1, -1)[..., None] for x in stats)
@@ -71,7 +71,9 @@ class Grads(NamedTuple):
         return dot(TO_QUERY, self.scores, self.read)
 
 
-def folded(state: SoftmaxState | None, queries: Side, keys: Side, scale: float) -> SoftmaxState:
+def folded(
+    state: SoftmaxState | None, queries: AttentionSide, keys: AttentionSide, scale: float
+) -> SoftmaxState:
     """Fold one more block into the softmax."""
     (q,), (k, v) = queries.arrays, keys.arrays
     return fold(state, _scores(q, k, queries.where, keys.where, scale), v)
@@ -124,10 +126,10 @@ class _Tiles(NamedTuple):
         more = self.where.segment.size - arrays[0].shape[1]
         return tuple(jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2)) for x in arrays)
 
-    def side(self, index: Array, *arrays: Array) -> Side:
+    def side(self, index: Array, *arrays: Array) -> AttentionSide:
         """Return one tile of arrays."""
         cut = tuple(self.tile(x, index) for x in arrays)
-        return Side(cut, Where(*(self.tile(w[None], index)[0] for w in self.where)))
+        return AttentionSide(cut, Where(*(self.tile(w[None], index)[0] for w in self.where)))
 
     def tile(self, x: Array, index: Array) -> Array:
         return lax.dynamic_slice_in_dim(x, index * jnp.int32(self.size), self.size, axis=1)

@@ -30,8 +30,8 @@ from jaxoverlap.passes.rings.all_gather_matmul import wide
 from jaxoverlap.passes.rings.chunks import tied
 from jaxoverlap.train.varlen.device import fused
 from jaxoverlap.train.varlen.device.blocks import (
+    AttentionSide,
     Grads,
-    Side,
     Where,
     finished,
     folded,
@@ -248,13 +248,13 @@ class _Exchanged(_Local):
 class _Ring(_Set):
     """Sequences of a ring round which keys and values go; skipped where no ring has any."""
 
-    def halves(self, where: Where, *arrays: Array) -> tuple[Side, Side]:
+    def halves(self, where: Where, *arrays: Array) -> tuple[AttentionSide, AttentionSide]:
         """Return the early and the late chunks."""
         half = self.width // 2
 
-        def part(low: int, high: int) -> Side:
+        def part(low: int, high: int) -> AttentionSide:
             cut = tuple(lax.slice_in_dim(x, low, high, axis=1) for x in arrays)
-            return Side(cut, Where(*(w[low:high] for w in where)))
+            return AttentionSide(cut, Where(*(w[low:high] for w in where)))
 
         return part(0, half), part(half, self.width)
 

@@ -1,0 +1,1 @@
+"""Make the tables of the chips whose measurements are published."""

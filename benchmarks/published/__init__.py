@@ -1,0 +1,1 @@
+"""What others measured, read from files of published rows, and what the cost model predicts."""

@@ -1,0 +1,390 @@
+"""Predict published training steps: `python -m benchmarks.accuracy --steps FILE`.
+
+A file has the columns framework, model, seq, gbs, per_gpu_batch, gpus, chip, mesh, precision,
+remat, overlap, step_s, source and notes, as ../shared/data/published/steps.csv has them. A row that
+the form cannot describe is named with its reason, never dropped.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.markdown import markdown
+from benchmarks.published.stacks import stack_of
+from jaxoverlap._util.text import table
+from jaxoverlap.cost.find import cost_model
+from jaxoverlap.cost.model import CostModel
+from jaxoverlap.parallelism.configuration import Configuration, Recompute
+from jaxoverlap.parallelism.iteration_time import IterationTime
+from jaxoverlap.parallelism.model import Transformer
+from jaxoverlap.parallelism.placement import place
+from jaxoverlap.parallelism.published.bands import Band, Kind
+from jaxoverlap.parallelism.published.models import named_model
+from jaxoverlap.parallelism.stack import Stack
+from jaxoverlap.parallelism.terms import StepTerms
+
+FILE = Path("../shared/data/published/steps.csv")
+_CHIPS = {
+    "A100-40": "a100-sxm-40",
+    "A100-80": "a100-sxm-80",
+    "H100-80": "h100-sxm",
+    "H100-SXM": "h100-sxm",
+    "H100": "h100-sxm",
+    "H200": "h200",
+    "B200": "b200",
+    "GB200": "gb200",
+    "B300": "b300",
+    "GB300": "gb300",
+}
+_TO_EACH_EXPERT = "alltoall"  # in the column mesh: NCCL's all-to-all, a copy for each expert
+_UNFUSED = "before the cuDNN kernel"  # in the column notes: attention was einsums
+_500W = "500 W"  # in the column chip
+_MODELS = {
+    "fuji-7b-v2": "llama2-7b",
+    "fuji-70b-v2": "llama2-70b",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "gpt3-126m": "gpt-126m",
+    "gpt3-5b": "gpt-5b",
+    "gpt3-175b": "gpt-175b",
+    "grok1-314b": "grok-1",
+    "nemotron-15b": "nemotron4-15b",
+    "nemotron-340b": "nemotron4-340b",
+    "llama3.1-8b": "llama3-8b",
+    "llama3.1-70b": "llama3-70b",
+    "llama3.1-405b": "llama3-405b",
+}
+_AXES = re.compile(r"\b(fsdp|dp|data|tp|pp|cp|ep|etp|vp|mbs)(\d+)")
+_MICRO_BATCH = re.compile(r"(?:micro-batch |mbs)(\d+)")
+_DTYPES = {  # of matmuls, by the column precision
+    "bf16": "bf16",
+    "amp_bf16": "bf16",
+    "fp8": "fp8",
+    "amp_fp8": "fp8",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+    "fp8 tensorwise": "fp8",
+    "fp8 tensorwise, fp8 all-gather": "fp8",
+}
+# What is not a plain step: overlap that a stack here does not have, or work that it does not count.
+_NOT_PLAIN = {
+    "async TP": "collectives and matmuls at once",
+    "EP overlap on": "two micro-batches at once",
+    "EP overlap +": "two micro-batches at once",
+    "LoRA": "most weights have no gradients",
+    "delayed starts": "another scheduler",
+    "eager": "a compiler is assumed, and this ran without",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A published step.
+
+    Attributes:
+        source: the publication.
+        model, configuration, stack, cluster, global_batch: what ran, and where.
+        measured_s: its seconds.
+        fitted: whether it set a factor of its stack or chip, or was looked at for its choice.
+    """
+
+    source: str
+    model: Transformer
+    configuration: Configuration
+    stack: Stack
+    cluster: str
+    global_batch: int
+    measured_s: float
+    fitted: bool
+
+    @functools.cached_property
+    def terms(self) -> StepTerms:
+        """The predicted seconds by term."""
+        cost = _cost(self.cluster)
+        times = IterationTime(self.model, cost, self.stack, global_batch=self.global_batch)
+        return times.terms(self.configuration, place(self.configuration, cost.cluster))
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured seconds."""
+        return self.terms.step_s / self.measured_s
+
+    @property
+    def kind(self) -> Kind:
+        """What bands of errors go by: chip, dtype of matmuls, and whether there are experts."""
+        chip = self.cluster.partition(":")[0]
+        return chip, self.stack.matmul_dtype, bool(self.model.experts)
+
+
+@functools.cache
+def _cost(cluster: str) -> CostModel:
+    return cost_model(cluster)
+
+
+class NotDescribedError(ValueError):
+    """A row of a file that the form cannot describe; the message says why."""
+
+
+def read(path: Path = FILE) -> tuple[list[Step], dict[str, str]]:
+    """Return the steps of a file, and why each other row (by line and model) is none of them."""
+    steps, left_out = list[Step](), dict[str, str]()
+    with path.open() as file:
+        for line, fields in enumerate(csv.DictReader(file), 2):
+            try:
+                steps.append(step_of(fields))
+            except NotDescribedError as reason:
+                left_out[f"{line}, {fields['framework']} {fields['model']}"] = str(reason)
+    return steps, left_out
+
+
+def step_of(fields: dict[str, str]) -> Step:
+    """Return a row as a step.
+
+    Raises:
+        NotDescribedError: if its chip, model, software, dtype or mesh has no form here.
+    """
+    for name in ("step_s", "gbs", "seq", "gpus"):
+        if not fields[name]:
+            raise NotDescribedError(f"{name} is not published")
+    for word, reason in _NOT_PLAIN.items():
+        if word in fields["overlap"] or word in fields["notes"]:
+            raise NotDescribedError(f"not a plain step: {reason}")
+    chip = _chip(fields)
+    if fields["precision"].lower() not in _DTYPES:
+        raise NotDescribedError(f"matmuls in {fields['precision']}: no rows")
+    dtype = _DTYPES[fields["precision"].lower()]
+    if dtype not in cost_model(f"{chip}:1x1").dtypes:
+        raise NotDescribedError(f"{chip} has no matmuls in {dtype}")
+    stack = stack_of(fields["framework"], chip, dtype)
+    if stack is None:
+        raise NotDescribedError(f"no stack of {fields['framework']}")
+    if saved := _policy(fields):
+        stack = replace(stack, selective=saved)
+    if _TO_EACH_EXPERT in fields["mesh"]:
+        stack = replace(stack, sends_once=False)
+    if _UNFUSED in fields["notes"]:
+        stack = replace(stack, fused_attention=False)
+    model, config = _model(fields), _configuration(fields)
+    batch = int(fields["gbs"])
+    if reason := config.illegal(model, batch):
+        raise NotDescribedError(f"no legal form: {reason}")
+    return Step(
+        source=fields["source"],
+        model=model,
+        configuration=config,
+        stack=stack,
+        cluster=_cluster(fields, chip),
+        global_batch=batch,
+        measured_s=float(fields["step_s"]),
+        fitted=_fitted(fields),
+    )
+
+
+def _policy(fields: dict[str, str]) -> tuple[str, ...]:
+    """Return what a JAX policy of checkpoints computes again; empty if the row names none."""
+    policy = fields["remat"].lower()
+    if not fields["framework"].startswith(("MaxText", "Pax", "AxLearn")):
+        return ()
+    if "qkv" in policy:
+        return "attention", "up", "pointwise"
+    return ("attention", "pointwise") if "dot" in policy or "minimal" in policy else ()
+
+
+def _chip(fields: dict[str, str]) -> str:
+    name = fields["chip"].split(" ")[0]
+    if name not in _CHIPS:
+        raise NotDescribedError(f"no tables of {fields['chip'] or 'a chip that is not named'}")
+    return "h100-sxm-500w" if _500W in fields["chip"] else _CHIPS[name]
+
+
+def _model(fields: dict[str, str]) -> Transformer:
+    name = fields["model"].lower().partition(" (")[0].replace("_", "-").replace(" ", "-")
+    name = name.removesuffix("-single-host")
+    try:
+        return named_model(_MODELS.get(name, name), sequence=int(fields["seq"]))
+    except ValueError as error:
+        raise NotDescribedError(f"no sizes of {fields['model']}") from error
+
+
+def _configuration(fields: dict[str, str]) -> Configuration:
+    """Return how a row's model was split; what its mesh does not name is data parallel."""
+    sizes = defaultdict[str, int](lambda: 1)
+    for axis, size in _AXES.findall(fields["mesh"]):  # an axis may lie within hosts and across them
+        sizes[axis] *= int(size)
+    gpus = int(fields["gpus"])
+    model, pipeline, context, fsdp, expert = (
+        sizes[axis] for axis in ("tp", "pp", "cp", "fsdp", "ep")
+    )
+    split = model * pipeline * context * fsdp
+    named_data = "dp" in sizes or "data" in sizes
+    data = sizes["dp"] * sizes["data"] if named_data else max(gpus // split, 1)
+    if ("etp" in sizes and sizes["etp"] != model) or data % expert:
+        raise NotDescribedError(f"experts over other axes than data: {fields['mesh']}")
+    if data * split != gpus:
+        raise NotDescribedError(f"{fields['mesh']} on {gpus} GPUs")
+    named = _MICRO_BATCH.search(f"{fields['notes']} {fields['mesh']} {fields['per_gpu_batch']}")
+    once = int(fields["gbs"]) // (data * fsdp)
+    remat = fields["remat"]
+    recompute: Recompute = "none" if remat in ("", "none") else "selective"
+    if remat == "full":
+        recompute = "full"
+    megatron = fields["framework"] in ("NeMo/Megatron", "Megatron-Bridge")
+    batched = named or not fields["per_gpu_batch"]
+    micro_batch = int(named.group(1)) if named else 1
+    return Configuration(
+        data=data // expert,
+        fsdp=fsdp,
+        model=model,
+        pipeline=pipeline,
+        expert=expert,
+        context=context,
+        micro_batch=micro_batch if batched else max(once, 1),
+        recompute=recompute,
+        interleave=sizes["vp"],
+        sequence_parallel=model > 1,
+        zero_stage=1 if megatron and fsdp == 1 else 0,
+    )
+
+
+def _cluster(fields: dict[str, str], chip: str) -> str:
+    gpus = int(fields["gpus"])
+    each = min(4 if chip.startswith("gb") else 8, gpus)
+    network = "@1600" if chip.startswith("a100") and "1600 Gb/s" in fields["notes"] else ""
+    return f"{chip}:{gpus // each}x{each}{network}"
+
+
+def _fitted(fields: dict[str, str]) -> bool:
+    """Return whether a row set a factor, or was looked at while one was chosen.
+
+    That is all of a software but for: other sizes, hosts and fp8 of llm-foundry; fp8 of NeMo;
+    meshes of torchtitan with tensor parallelism; AxLearn; other rows of Megatron-Bridge than those
+    that called for `Stack.tensor_exposed` (Llama3-70B on H100s), `Stack.expert_factor`, and
+    `Stack.expert_launch_s` (Qwen3 30B-A3B on B200s).
+    """
+    framework, model = fields["framework"], fields["model"]
+    bf16 = _DTYPES[fields["precision"].lower()] == "bf16"
+    if framework in ("MaxText", "Pax"):
+        return model in ("llama2-70b", "gpt3-5b (24 x 4096)")
+    if framework == "NeMo/Megatron":
+        return bf16 and fields["chip"] == "H100-SXM"
+    if framework == "torchtitan":
+        return _500W in fields["chip"] and "tp" not in fields["mesh"]
+    if framework == "Megatron-Bridge":
+        dense = model == "LLAMA3_70B" and fields["chip"] == "H100" and fields["gpus"] == "64"
+        launches = model == "Qwen3_30B_a3B" and fields["chip"] == "B200"
+        return dense or launches or (bf16 and model in ("GPT OSS 120B", "qwen3-30b-a3b"))
+    foundry = framework.startswith("llm-foundry")
+    return foundry and bf16 and model in ("mpt-1b", "mpt-3b", "mpt-7b")
+
+
+def bands(steps: Iterable[Step]) -> dict[Kind, Band]:
+    """Return the errors of the steps that had no part in a fit, by kind."""
+    off = defaultdict[Kind, list[float]](list)
+    for step in steps:
+        if not step.fitted:
+            off[step.kind].append(abs(step.ratio - 1))
+    return {
+        kind: Band(len(mine), round(float(np.mean(mine)), 3), round(max(mine), 3))
+        for kind, mine in sorted(off.items())
+    }
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def by_kind(steps: Iterable[Step]) -> str:
+    """Tabulate the errors by stack, chip and dtype, of steps without part in a fit, and others."""
+    kinds = defaultdict[tuple[str, str, str], list[Step]](list)
+    for step in steps:
+        chip, dtype, experts = step.kind
+        kinds[step.stack.name, chip, dtype + (", experts" if experts else "")].append(step)
+    rows = []
+    for kind, mine in sorted(kinds.items()):
+        rows.append((*kind, *_summary([s for s in mine if not s.fitted]), *_fit(mine)))
+    unseen = [s for steps in kinds.values() for s in steps if not s.fitted]
+    dense = [s for s in unseen if s.cluster.startswith(("h100", "a100")) and not s.model.experts]
+    for name, chosen in (("H100 and A100, dense", dense), ("all", unseen)):
+        rows.append((name, "", "", *_summary(chosen), "", ""))
+    columns = ("stack", "chip", "matmuls", "held back", "mean", "worst", "mean ratio")
+    columns += ("fitted", "mean")
+    title = (
+        "Published steps: |predicted / measured - 1| of rows without part in a fit, and of others"
+    )
+    return table(title, columns, rows, right=columns[3:], width=170)
+
+
+def _summary(steps: list[Step]) -> tuple[str, ...]:
+    if not steps:
+        return "0", "", "", ""
+    ratios = np.array([s.ratio for s in steps])
+    off = abs(ratios - 1)
+    return str(len(steps)), f"{off.mean():.1%}", f"{off.max():.1%}", f"{ratios.mean():.2f}"
+
+
+def _fit(steps: list[Step]) -> tuple[str, str]:
+    count, mean, *_ = _summary([s for s in steps if s.fitted])
+    return count, mean
+
+
+_COLUMNS = ("model", "cluster", "configuration", "matmuls", "sequence", "published s")
+_COLUMNS += ("predicted s", "ratio", "source", "why: largest terms of the prediction")
+
+
+def _cells(step: Step) -> tuple[str, ...]:
+    shares = {name: term_s / step.terms.step_s for name, term_s in step.terms.by_term.items()}
+    largest = sorted(shares, key=lambda name: -shares[name])
+    why = ", ".join(f"{name} {shares[name]:.0%}" for name in largest if shares[name] > 0.02)
+    source = step.source.split(" ")[0] + (" (fitted)" if step.fitted else "")
+    return (
+        step.model.name,
+        step.cluster,
+        str(step.configuration),
+        step.stack.matmul_dtype,
+        str(step.model.sequence),
+        f"{step.measured_s:.3f}",
+        f"{step.terms.step_s:.3f}",
+        f"{step.ratio:.2f}",
+        source,
+        why,
+    )
+
+
+def every_step(steps: Iterable[Step]) -> str:
+    """Tabulate each step: published and predicted seconds, ratio, source, and largest terms."""
+    cells = [_cells(step) for step in steps]
+    return table("Published steps, each", _COLUMNS, cells, right=_COLUMNS[4:8], width=260)
+
+
+def page(path: Path = FILE) -> str:
+    """Return each step of a file, and the rows that are none, as a page of Markdown."""
+    steps, left_out = read(path)
+    reasons = Counter(left_out.values())
+    return "\n".join(
+        (
+            "# Published steps, each",
+            "",
+            "`python -m benchmarks.accuracy --page` makes this page of published steps; "
+            "docs/accuracy.md says how it is done, and what was fitted. *(fitted)*: the step set a "
+            "factor, or was looked at for one.",
+            "",
+            markdown(_COLUMNS, map(_cells, steps)),
+            "",
+            f"{len(left_out)} rows of the file are not described:",
+            "",
+            *(f"- {count}: {reason}" for reason, count in reasons.most_common()),
+        )
+    )
+
+
+def report(path: Path) -> str:
+    """Return each step of a file, the errors by kind, and the rows that are none, with reasons."""
+    steps, left_out = read(path)
+    reasons = "\n".join(f"  line {where}: {reason}" for where, reason in left_out.items())
+    return f"{every_step(steps)}\n\n{by_kind(steps)}\n\nLeft out, {len(left_out)}:\n{reasons}"

@@ -1,0 +1,135 @@
+"""Write the tables of README, docs and benchmarks/results from the rows there.
+
+python -m benchmarks.report           # write them
+python -m benchmarks.report --check   # exit 1 where a page differs from its rows, and name it
+
+A page holds a table between `<!-- table: NAME -->` and `<!-- end table -->`; what stands there is
+this command's. Each table names the commit of its rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks import questions
+from benchmarks.markdown import markdown
+from benchmarks.pod_step import in_ms, read_rows
+from benchmarks.pods import rows as pods
+from benchmarks.pods.suite import SCHEDULED
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+_TABLE = re.compile(r"(<!-- table: ([\w -]+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    check: Annotated[
+        bool, typer.Option(help="Write nothing; exit 1 where a page differs.")
+    ] = False,
+) -> None:
+    """Write every table of every page, or check that they are as the rows say."""
+    stale = list(pages_that_differ())
+    for page, text in () if check else stale:
+        page.write_text(text)
+    for page, _ in stale:
+        typer.echo(f"{page.relative_to(ROOT)}: {'differs from its rows' if check else 'written'}")
+    if check and stale:
+        raise typer.Exit(1)
+
+
+def pages_that_differ() -> Iterator[tuple[Path, str]]:
+    """Yield each page whose tables are not those of the rows, with its text as it should be."""
+    pages = (*(ROOT / "docs").rglob("*.md"), *RESULTS.glob("*.md"))
+    for page in (ROOT / "README.md", *sorted(pages)):
+        text = page.read_text()
+        if (new := filled(text, TABLES)) != text:
+            yield page, new
+
+
+def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """Return a page's text with its tables.
+
+    Raises:
+        ValueError: if the page names a table that there is not.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        if match[2] not in tables:
+            raise ValueError(f"table {match[2]}: expected one of {', '.join(tables)}")
+        return f"{match[1]}\n{tables[match[2]]()}\n\n{match[3]}"
+
+    return _TABLE.sub(table, text)
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _pods() -> str:
+    rows = read_rows(RESULTS / "pods.jsonl")
+    cells = []
+    for step in pods.steps(rows):
+        mine = pods.of_step(rows, step)
+        bound_s = mine.get(pods.PLAIN, {}).get("bound_s")
+        cells += [(step, row["row"], *pods.cells(row, bound_s)) for row in pods.shown(mine)]
+    columns = ("step", "row", *pods.COLUMNS)
+    numbers = [column for column in pods.COLUMNS if column != "notes"]
+    return f"{markdown(columns, cells, numbers)}\n\n{measured_at(rows)}"
+
+
+def _suite() -> str:
+    rows = read_rows(RESULTS / "pods.jsonl")
+    cells = []
+    for step in pods.steps(rows):
+        named = {row["row"]: row for row in pods.shown(pods.of_step(rows, step))}
+        plain, preset, overlapped = (
+            named.get(kind) for kind in (pods.PLAIN, pods.BEST_PRESET, SCHEDULED)
+        )
+        assert plain is not None and overlapped is not None, f"{step} was not measured"
+        times = f"{plain['step_s'] / overlapped['step_s']:.2f} x"
+        exposed = (in_ms(row["exposed_s"]) for row in (plain, overlapped))
+        steps = (in_ms(row["step_s"]) if row else "" for row in (plain, preset, overlapped))
+        cells.append((step, *steps, times, *exposed))
+    columns = ("step", "plain", "best preset", "overlapped", "over plain")
+    columns += ("exposed: plain", "overlapped")
+    return f"{markdown(columns, cells, columns[1:])}\n\n{measured_at(rows)}"
+
+
+def _questions() -> str:
+    rows = read_rows(RESULTS / "questions.jsonl")
+    table = markdown(questions.COLUMNS, questions.table(rows), ("ms", "times"))
+    said = (*(f"{line}." for line in questions.summary(rows)), questions.without_figure(rows))
+    return f"{table}\n\n{' '.join(filter(None, (*said, measured_at(rows))))}"
+
+
+def _meshes() -> str:
+    rows = read_rows(RESULTS / "questions.jsonl")
+    numbers = questions.MESH_COLUMNS[2:-1]
+    table = markdown(questions.MESH_COLUMNS, questions.by_mesh(rows), numbers)
+    return f"{table}\n\n{measured_at(rows)}"
+
+
+def measured_at(rows: Sequence[pods.Row]) -> str:
+    """Say at which commits, and with which jaxlib, rows were measured."""
+    commits = ", ".join(sorted({row["commit"] for row in rows if "commit" in row}))
+    versions = ", ".join(sorted({row["jax"] for row in rows if "jax" in row}))
+    return f"Measured at {commits} with jax {versions}, by simulation."
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "pods": _pods,
+    "suite": _suite,
+    "questions": _questions,
+    "meshes": _meshes,
+}
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""Targets that `jaxoverlap new-target` writes as files to start from."""

@@ -1,0 +1,57 @@
+"""Word what the user is told, once a step, of a step that is not overlapped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from jaxoverlap._jax import jits
+from jaxoverlap._util.text import first_line
+from jaxoverlap.passes.analysis.mesh import MeshError, NoMeshError
+from jaxoverlap.plan.plan import Plan
+
+_REASONS = 5  # that are named of a longer one
+
+
+class Notice(NamedTuple):
+    """A message that the user gets once a step.
+
+    Attributes:
+        topic: what it is about; of several notices on one topic the first is told.
+        text: what to say.
+    """
+
+    topic: str
+    text: str
+
+
+def no_mesh(call: jits.Call, error: MeshError) -> Notice:
+    """Explain why a step on no mesh, on two or on one device runs as it is."""
+    text = str(error)
+    if isinstance(error, NoMeshError) and any(map(jits.is_tracer, call.flat)):
+        text = (
+            f"{call.params['name']} is called under jit, grad or vmap, where the shardings of its "
+            "arguments are not known. Overlap the outermost function, or give the step "
+            "in_shardings or sharding constraints"
+        )
+    return Notice("no mesh", f"overlap() changes nothing: {text}")
+
+
+def not_rewritten(name: str, plan: Plan) -> Notice:
+    """Word the notice for a step on a mesh of which no operation is changed."""
+    reasons = Counter(skip.reason for skip in plan.skips).most_common(_REASONS)
+    lines = "".join(f"\n  {count} matmuls: {reason}" for reason, count in reasons)
+    given = {"XLA options": plan.xla_options, "the scheduler pass": plan.schedule}
+    gets = [what for what, there in given.items() if there]
+    only = f" and adds {' and '.join(gets)} only" if gets else ""
+    said = f"overlap() rewrites nothing in {name}{only}; explain() says why of each matmul"
+    mostly = f", mostly:{lines}" if lines else ""
+    return Notice("no ring", f"{said}{mostly}")
+
+
+def not_compiled(step: str, error: Exception) -> str:
+    """Word the warning that a step runs as it is, as XLA refuses the overlapped program."""
+    return (
+        f"{step} runs as it is: XLA does not compile the overlapped program ({first_line(error)}). "
+        "overlap(never_slower=False) raises XLA's error"
+    )

@@ -1,0 +1,1 @@
+"""Train by local updates with workers that may be lost and come back."""

@@ -1,0 +1,43 @@
+"""Say which equation makes each value of a body, and which ones read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxoverlap._jax import compat
+
+
+class DefUse:
+    """The makers and readers of a body's values, by the places of equations in it.
+
+    Attributes:
+        eqns: the body's equations.
+        made: the place of the equation that makes each value; the body's operands are not in it.
+    """
+
+    def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any]):
+        self.eqns = eqns
+        self.made = {v: place for place, eqn in enumerate(eqns) for v in eqn.outvars}
+        self._readers: dict[Any, list[int | None]] = {}
+        reads: list[tuple[int | None, Sequence[Any]]] = [
+            *((place, eqn.invars) for place, eqn in enumerate(eqns)),
+            (None, outvars),
+        ]
+        for place, atoms in reads:
+            for var in compat.variables(atoms):
+                self._readers.setdefault(var, []).append(place)
+
+    def maker(self, atom: Any) -> Any:
+        """Return the equation that makes a value; None for a literal or an operand of the body."""
+        place = None if compat.is_literal(atom) else self.made.get(atom)
+        return None if place is None else self.eqns[place]
+
+    def readers(self, var: Any) -> Sequence[int | None]:
+        """Return the places that read a value, one for each read; None: the body returns it."""
+        return self._readers.get(var, ())
+
+    def only_reader(self, var: Any) -> int | None:
+        """Return the place of the one equation that reads a value; None if others read it too."""
+        readers = self.readers(var)
+        return readers[0] if len(readers) == 1 else None

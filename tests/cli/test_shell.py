@@ -1,0 +1,316 @@
+"""What all commands share: exit codes, errors as JSON, terminals, pipes, Ctrl-C, a quick start."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import jaxoverlap
+from jaxoverlap.cli import app
+from jaxoverlap.cli.doctor import installed, plugins
+from jaxoverlap.cli.shell.errors import MEANINGS, report
+from jaxoverlap.flags import preset
+from jaxoverlap.flags.forms import Environment, written
+from jaxoverlap.hardware.cluster import parse_cluster
+from tests.support.command import python, run, run_json
+from tests.support.pods import needs_plugin
+
+ROOT = Path(__file__).parents[2]
+POD = ("--pod", "h100-sxm:1x4", "--mesh", "tp=4")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+# -- start ------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_one():
+    assert jaxoverlap.__version__ == metadata.version("jaxoverlap")
+    assert run("--version").startswith(f"jaxoverlap {jaxoverlap.__version__}, jax ")
+
+
+def test_every_public_name_is_found_where_it_lives():
+    for name in jaxoverlap.__all__:
+        assert getattr(jaxoverlap, name) is not None, name
+    assert set(jaxoverlap.__all__) <= set(dir(jaxoverlap))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = jaxoverlap.nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--version",),
+        ("-h",),
+        ("explain", "-h"),
+        ("explain", "nothing.py", *POD),
+        ("explain", "x", "--pod", "h100:8x8", "--mesh", "data=8"),
+        ("simulate", "x", "--pod", "h100-sxm:8x8", "--mesh", "data"),
+    ],
+)
+def test_help_and_mistakes_need_no_jax(arguments: tuple[str, ...], tmp_path: Path):
+    script = "import sys; from jaxoverlap.cli import main\ntry: main()\nfinally: "
+    script += "print('jax' in sys.modules, file=sys.stderr)"
+    done = python("-c", script, *arguments, cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_help_is_not_cut():
+    shown = run("-h")
+    assert "..." not in shown.split("Commands:")[1]
+    assert "compiles nothing." in shown
+    for code, text in MEANINGS.items():
+        assert f"{code}: {text}" in " ".join(shown.split())
+    assert run("explain", "-h") == run("explain", "--help")
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
+def test_a_target_may_be_a_file_and_its_error_shows_its_place(tmp_path: Path):
+    (tmp_path / "helper.py").write_text("def fail(text):\n    raise ValueError(text)\n")
+    mine = tmp_path / "mine.py"
+    mine.write_text("from helper import fail\n\n\ndef build(mesh):\n    return fail('boom')\n")
+    for named in (str(mine), f"{mine}:build"):
+        shown = run("explain", named, *POD, code=4)
+        assert re.search(r"Error: boom\n  at .*helper.py:2 in fail: raise ValueError", shown)
+        assert "Traceback" not in shown
+    assert "has no function 'other'" in run("explain", f"{mine}:other", *POD, code=2)
+    (tmp_path / "bad.py").write_text("def build(:\n")
+    assert re.search(
+        r"SyntaxError.*\n  at .*bad.py:1", run("explain", f"{tmp_path}/bad.py", *POD, code=4)
+    )
+
+
+@pytest.mark.parametrize("named", ["./nothing.py", "nothing.py:build", "./folder"])
+def test_a_file_that_is_missing_is_said(named: str):
+    assert named.partition(":")[0] in run("explain", named, *POD, code=2)
+
+
+def test_errors_are_json_where_json_was_asked_for(tmp_path: Path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def build(mesh):\n    raise KeyError('boom')\n")
+    for arguments, code, kind in (
+        (("explain", str(mine), *POD, "--json"), 4, "target"),
+        (("explain", "x", "--pod", "nope:8x8", "--mesh", "tp=4", "--json"), 2, "usage"),
+        (("explain", "--json"), 2, "usage"),
+        (("nothing", "--json"), 2, "usage"),
+    ):
+        done = CliRunner().invoke(app, arguments)
+        error = json.loads(done.stdout)["error"]
+        assert done.exit_code == error["exit_code"] == code and error["kind"] == kind
+        assert error["message"]
+    assert (
+        "mine.py:2 in build"
+        in json.loads(CliRunner().invoke(app, ["explain", str(mine), *POD, "--json"]).stdout)[
+            "error"
+        ]["at"]
+    )
+
+
+def test_each_kind_of_failure_has_its_code():
+    import jax
+
+    assert report(ValueError("x")).code == 2
+    assert report(AssertionError("x")).code == 3
+    assert report(jax.errors.JaxRuntimeError("INTERNAL: x")).code == 5
+    assert report(jaxoverlap.PodsUnavailableError("x")).code == 6
+
+
+def test_a_chip_that_is_known_by_its_beginning_is_suggested():
+    shown = run("pods", "h100:8x8", code=2)
+    assert "did you mean h100-sxm" in shown and "h200" not in shown.split("Known are")[0]
+
+
+# -- terminals, pipes, Ctrl-C -----------------------------------------------------------------------
+
+
+def on_a_terminal(*arguments: str, columns: int) -> str:
+    """Run the command with a terminal of so many columns for stdout and stderr."""
+    main, side = pty.openpty()
+    command = [sys.executable, "-m", "jaxoverlap", *arguments]
+    environment = ENVIRONMENT | {"COLUMNS": str(columns), "TERM": "xterm"}
+    child = subprocess.Popen(command, stdout=side, stderr=side, env=environment, cwd=ROOT)
+    os.close(side)
+    said = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # Linux's end of a terminal
+            break
+        if not part:
+            break
+        said += part
+    child.wait()
+    os.close(main)
+    return said.decode()
+
+
+def test_tables_fit_the_terminal():
+    shown = on_a_terminal("pods", columns=80)
+    assert "h100-sxm" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(len, run("pods").splitlines())) > 80  # in a file, as wide as it needs
+
+
+@needs_plugin
+@pytest.mark.pods
+def test_a_terminal_shows_what_is_being_done():
+    shown = on_a_terminal("explain", "tests.support.build_step", *POD, columns=80)
+    assert "importing JAX" in shown and "tracing and partitioning" in shown
+    assert max(map(len, (line for line in shown.splitlines() if "──" in line))) <= 80
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path):
+    command = (
+        f"{sys.executable} -m jaxoverlap flags gcp-a3-mega | head -n 1; echo ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=ENVIRONMENT, check=False
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("141", "0")  # 0: all fitted into the pipe's buffer
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, listed.read_text().split())
+    return found
+
+
+def _line(process: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text()
+    return "(it has ended)"
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process is there and is not one that has ended and was not waited for."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@needs_plugin
+@pytest.mark.pods
+@pytest.mark.parametrize("child", ["", "jaxoverlap.step.trial"])
+def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
+    """Whatever child is running: one that filters stderr, or one that compiles a candidate."""
+    arguments = ("tune", "tests.support.build_step", *POD, "--cache", str(tmp_path / "cache"))
+    command = [sys.executable, "-m", "jaxoverlap", *arguments, "--out", str(tmp_path / "p.json")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command,
+        stderr=pipe,
+        stdout=pipe,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        # What a shell starts in the background ignores SIGINT, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as tuning:
+        try:
+            began = time.monotonic()  # on a busy machine it is minutes until a child runs
+            while not (children := [c for c in _children(tuning.pid) if child in _line(c)]):
+                assert tuning.poll() is None and time.monotonic() - began < 900
+                time.sleep(0.02)
+            tuning.send_signal(signal.SIGINT)
+            _, stderr = tuning.communicate(timeout=60)  # it takes 3 s where cores are free
+        finally:
+            tuning.kill()  # or leaving the block waits for a tuning to end
+    assert tuning.returncode == 130
+    assert "interrupted" in stderr and "Traceback" not in stderr
+    assert not [child for child in children if _runs(child)]
+    assert not (tmp_path / "p.json").exists()
+
+
+# -- doctor, new-target, --as -----------------------------------------------------------------------
+
+
+def test_doctor_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to='/my dir' --xla_nope=1")
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    wrong = {f["found"]: f["problem"] for f in found if f["problem"]}
+    assert list(wrong) == ["--xla_nope=1"] and "rejected" in wrong["--xla_nope=1"]
+    monkeypatch.setenv("XLA_FLAGS", "")
+    found = run_json("doctor")
+    assert {f["what"] for f in found} >= {"Python", "jax", "jaxlib", "devices", "processes"}
+
+
+def test_plugins_that_clash_are_named():
+    packages = {"jax": "0.12.0", "jax-cuda12-plugin": "0.12.0", "jax-cuda13-plugin": "0.11.2"}
+    problems = [f.problem for f in plugins(packages) if f.problem]
+    assert problems == [
+        "plugins for cuda12 and cuda13 clash: uninstall those of one",
+        "jax is 0.12.0: pip install 'jax-cuda13-plugin==0.12.0'",
+    ]
+    assert [f.problem for f in plugins({"jax": "0.12.0"})] == [""]
+    assert not [f for f in plugins(installed()) if f.problem]
+
+
+@needs_plugin
+@pytest.mark.pods
+@pytest.mark.parametrize("style", ["plain", "nnx"])
+def test_a_new_target_is_explained_as_it_stands(style: str, tmp_path: Path):
+    file = str(tmp_path / f"{style}_target.py")
+    shown = run("new-target", file, "--style", style)
+    assert f"jaxoverlap explain {file} --pod h100-sxm:8x8 --mesh data=8,model=8" in shown
+    plan = run_json("explain", file, "--pod", "h100-sxm:8x8", "--mesh", "data=8,model=8")
+    assert len(plan["entries"]) >= 16
+    assert "exists already" in run("new-target", file, code=2)
+
+
+def test_a_new_target_is_written_where_it_can_be(tmp_path: Path):
+    assert "ends in .py" in run("new-target", str(tmp_path / "mine"), code=2)
+    assert "there is no folder" in run("new-target", str(tmp_path / "no" / "mine.py"), code=2)
+
+
+VALUES = {"XLA_FLAGS": "--xla_a=true --xla_b=x,y", "NCCL_X": 'it\'s $HOME "q"'}
+
+
+def test_an_sbatch_script_has_the_clusters_sizes_and_shell_quotes():
+    text = written(VALUES, Environment.SLURM, parse_cluster("h100-sxm:4x8/8"))
+    assert "--nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in text
+    shell = text.replace("srun --kill-on-bad-exit=1 python train.py", "printenv NCCL_X XLA_FLAGS")
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [VALUES["NCCL_X"], VALUES["XLA_FLAGS"]]
+    assert "--nodes=HOSTS" in written(VALUES, Environment.SLURM)
+
+
+def test_a_containers_env_is_yaml_and_an_images_is_quoted():
+    yaml = pytest.importorskip("yaml")
+    read = yaml.safe_load(written(VALUES, Environment.K8S))["env"]
+    assert {one["name"]: one["value"] for one in read} == VALUES
+    image = written(VALUES, Environment.DOCKERFILE).splitlines()
+    assert image[0] == 'ENV XLA_FLAGS="--xla_a=true --xla_b=x,y"'
+    assert image[1] == 'ENV NCCL_X="it\'s \\$HOME \\"q\\""'
+
+
+def test_presets_come_in_every_form():
+    for form in ("slurm", "k8s", "dockerfile"):
+        shown = run("flags", "gcp-a3-mega", "--as", form)
+        assert "XLA_FLAGS" in shown
+        assert all(name in shown for name in preset("gcp-a3-mega").variables)
+    assert "--nodes=8" in run("flags", "h100-sxm:8x8", "--as", "slurm")
+
+
+def test_a_flag_behind_a_value_with_a_space_is_checked():
+    line = "--xla_dump_to='/my dir' --xla_nope=1"
+    done = CliRunner().invoke(app, ["flags", "--check", line, "--json"])
+    status = {f["text"]: f["status"] for f in json.loads(done.stdout)["findings"]}
+    assert status == {"--xla_dump_to='/my dir'": "set", "--xla_nope=1": "rejected"}
