@@ -96,7 +96,8 @@ def typed_as(jaxpr: Jaxpr, like: Jaxpr) -> Jaxpr:
             after.append(_cast(plain, result))
             outvars.append(result)
     eqns = [e.replace(invars=[_renamed(env, v) for v in e.invars]) for e in jaxpr.eqns]
-    return jaxpr.replace(invars=invars, outvars=outvars, eqns=[*before, *eqns, *after])
+    eqns = [*before, *eqns, *after]
+    return jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns, debug_info=like.debug_info)
 
 
 def _without_devices(jaxpr: Jaxpr) -> Jaxpr:
@@ -207,7 +208,7 @@ class _Untyped:
                 pinned = core.Var(new.aval)
                 eqns.append(self.constraint(new, pinned, old.aval.sharding, jaxpr.eqns[-1]))
                 outvars.append(pinned)
-        return body.replace(eqns=eqns, outvars=outvars)
+        return body.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         env: dict[Any, Any] = {}
@@ -230,7 +231,13 @@ class _Untyped:
             else:
                 eqns += self.equation(eqn, new)
         outvars = [new(v) for v in jaxpr.outvars]
-        return jaxpr.replace(invars=invars, constvars=constvars, eqns=eqns, outvars=outvars)
+        return jaxpr.replace(
+            invars=invars,
+            constvars=constvars,
+            eqns=eqns,
+            outvars=outvars,
+            debug_info=jaxpr.debug_info,  # JAX drops the names of arguments that are replaced
+        )
 
     def equation(self, eqn: JaxprEqn, new: Callable[[Any], Any]) -> Iterator[JaxprEqn]:
         invars, outvars = [new(v) for v in eqn.invars], [new(v) for v in eqn.outvars]

@@ -37,7 +37,7 @@ class Configurations(Sequence[Scored]):
     Attributes:
         model, cluster, global_batch, stack: what was asked.
         found: the outcome of the search, counts and all.
-        tools: what of this library the first of them uses, and what each saves by the form.
+        tools: what of this library the first of them uses, and the estimated seconds each saves.
     """
 
     model: Transformer
@@ -125,7 +125,7 @@ class Configurations(Sequence[Scored]):
             )
             for number, scored in enumerate(self, 1)
         ]
-        return table("Fastest first, by the form", columns, rows, right=columns[2:])
+        return table("Fastest first (estimated)", columns, rows, right=columns[2:])
 
     def to_builtins(self) -> dict[str, Any]:
         """Return all of it as plain dicts and lists."""
@@ -206,7 +206,7 @@ def configure(
 
 
 def _tools(times: IterationTime, best: Scored) -> Iterator[str]:
-    """Yield which of this library's tools a configuration uses, with what they save by the form."""
+    """Yield which of this library's tools a configuration uses, and the seconds that it saves."""
     config, step_s = best.configuration, best.step_s
     plain_s = times.terms(replace(config, overlap=False), best.placement).step_s
     if config.overlap and plain_s > step_s:

@@ -50,7 +50,7 @@ def _bars(axes: Any, found: Configurations) -> None:
             axes.barh(names, seconds, left=left, color=_COLOURS[term], label=term, height=0.72)
         left += seconds
     axes.invert_yaxis()
-    axes.set_xlabel("seconds a step, by the form")
+    axes.set_xlabel("estimated seconds per step")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     axes.tick_params(axis="y", labelsize=8)
 
@@ -63,17 +63,17 @@ def _pareto(axes: Any, found: Configurations) -> None:
     axes.step(memory[front], seconds[front], where="pre", color="#c44e52", lw=1, label="Pareto")
     for i, (x, y) in enumerate(zip(memory, seconds, strict=True), 1):
         axes.annotate(str(i), (x, y), xytext=(4, 3), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("GB of a GPU, estimated")
-    axes.set_ylabel("seconds a step")
+    axes.set_xlabel("estimated GB per GPU")
+    axes.set_ylabel("estimated seconds per step")
     axes.legend(fontsize=8, frameon=False)
 
 
 def _matrix(axes: Any, found: Configurations) -> None:
     shown = min(found.cluster.num_devices, 64)
     sent = matrix(found.model, found[0], found.stack, found.global_batch, shown)
-    image = axes.imshow(np.log10(np.maximum(sent, 1)), cmap="Blues", vmin=6)
-    axes.figure.colorbar(image, ax=axes, label="log10 of bytes a step", shrink=0.9)
-    axes.set_title(f"who sends how much to whom, choice 1, first {shown} GPUs", fontsize=9)
+    image = axes.imshow(np.log10(np.maximum(sent, 1)), cmap="Blues", vmin=6, aspect="auto")
+    axes.figure.colorbar(image, ax=axes, label="log10 of bytes per step")
+    axes.set_title(f"traffic between the first {shown} GPUs, choice 1", fontsize=9)
     axes.set_xlabel("to GPU")
     axes.set_ylabel("from GPU")
 

@@ -39,7 +39,7 @@ class Scored:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, by the form."""
+        """Estimated seconds of a step."""
         return self.terms.step_s
 
     @property

@@ -49,7 +49,8 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The lines that are printed below the table of a plan's matmuls."""
         estimate = ""
         if self.whole_s is not None and self.step_s is not None:
-            estimate = f": {milliseconds(self.whole_s)} -> {milliseconds(self.step_s)} (estimated)"
+            unsplit, split = milliseconds(self.whole_s), milliseconds(self.step_s)
+            estimate = f": {unsplit} unsplit, {split} split (estimated)"
         if self.why_not:
             return [f"  The batch is not split in {self.parts} parts: {self.why_not}{estimate}."]
         loops = f", scans unrolled {self.unroll} times" if self.unroll > 1 else ""

@@ -30,7 +30,7 @@ Read = Callable[[Dot], ShardedMatmul | Reason]
 Specs = Sequence[Spec | None]
 Beyond = Callable[[Dot], tuple[Specs, Specs, Specs]]
 NO_COLLECTIVE = Reason("no collective")
-NO_RINGS = Reason("not ringed", "only weights are gathered ahead")
+NO_RINGS = Reason("not ringed", "this plan has no rings")
 _View = tuple[Member, ShardedMatmul]
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap._jax import explicit, jits
+from jaxoverlap._jax import compat, explicit, jits
 from jaxoverlap.passes.analysis.jaxprs import equations
 
 
@@ -57,7 +57,9 @@ def test_types_go_and_come_back(mesh, inferred):
         if not v.aval.sharding.mesh.empty
     )
     assert "reshard" not in names(free)
+    assert compat.argument_names(free) == compat.argument_names(typed)
     back = explicit.typed_as(free, typed)
+    assert compat.argument_names(back) == compat.argument_names(typed)
     explicit.core.check_jaxpr(back)
     assert [v.aval for v in (*back.invars, *back.outvars)] == [
         v.aval for v in (*typed.invars, *typed.outvars)

@@ -49,8 +49,8 @@ def draw(plan: BatchPlan, path: str | Path) -> None:
         axes.axhline(edge - 0.5, color="grey", lw=0.6)
     axes.invert_yaxis()
     axes.set(
-        xlabel=f"ms of one {'layer' if whole else 'attention'}, forward and backward, by price",
-        ylabel=f"device, {nodes.devices} of a node",
+        xlabel=f"estimated ms per {'layer' if whole else 'attention'}, forward and backward",
+        ylabel=f"device ({nodes.devices} per node)",
         title=f"{len(plan.lengths)} sequences, {plan.tokens:,} tokens, the longest "
         f"{plan.lengths.max():,}; attention's balance {plan.balance:.2f}",
     )
