@@ -77,18 +77,20 @@ def follow(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     if (rule := dim_rule(eqn)) is None:
         return None
     pairs = zip(rule.operands, dims, strict=True)
-    rows = dict.fromkeys(factors[d] for factors, d in pairs if d is not None)
+    rows = list(dict.fromkeys(factors[d] for factors, d in pairs if d is not None))
     if len(rows) > 1 and eqn.primitive.name == "dot_general":
         rows = [*(factor for factor in rows if factor in rule.results[0]), *rows][:1]
     if len(rows) > 1 or not rule.mixed.isdisjoint(rows):
         return None
     (factor,) = rows
     operands = tuple(f.index(factor) if factor in f else None for f in rule.operands)
-    results = tuple(f.index(factor) if factor in f else rule.combine for f in rule.results)
-    params = _params(eqn, operands[0], results[0], cut)
-    if params is None or None in results:
+    missing = any(factor not in factors for factors in rule.results)
+    if missing and rule.combine is None:
         return None
-    return Followed(operands, results, params)
+    combine = rule.combine or ""
+    results = tuple(f.index(factor) if factor in f else combine for f in rule.results)
+    params = _params(eqn, operands[0], results[0], cut)
+    return None if params is None else Followed(operands, results, params)
 
 
 def _halved(shape: Sequence[int], dim: int, cut: RowSplit) -> tuple[int, ...]:
