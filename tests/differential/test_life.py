@@ -14,17 +14,17 @@ from tests.differential.pods import refused_on_pods
 from tests.support.pods import needs_plugin
 
 
-@pytest.mark.parametrize("first", range(0, 60, TOGETHER))
+@pytest.mark.parametrize("first", range(0, 30, TOGETHER))
 def test_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER)) == {}
 
 
-@pytest.mark.parametrize("first", range(0, 20, TOGETHER))
+@pytest.mark.parametrize("first", range(0, 10, TOGETHER))
 def test_drawn_convolutions_groups_and_transforms_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER), among=SIGNALS) == {}
 
 
-@pytest.mark.parametrize("first", range(60, 80, TOGETHER))
+@pytest.mark.parametrize("first", range(60, 70, TOGETHER))
 def test_halves_of_drawn_convolutions_groups_and_transforms_change_nothing(first: int):
     assert differing(range(first, first + TOGETHER), among=SIGNALS, halved=True) == {}
 
@@ -37,7 +37,7 @@ def test_where_xla_refuses_a_step_the_error_is_xlas_own():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("first", range(60, 3060, TOGETHER))
+@pytest.mark.parametrize("first", range(30, 3030, TOGETHER))
 def test_three_thousand_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER), always=True) == {}
 

@@ -487,7 +487,7 @@ def test_another_text_is_refused(text: str, problem: str):
 
 
 def test_a_start_that_is_never_waited_for_is_refused():
-    with pytest.raises(ValueError, match=r"never waits for all-gather-start\.8.*whole module"):
+    with pytest.raises(ValueError, match=r"never waits for all-gather-start\.8.*complete module"):
         audit(module(START, GEMM))
 
 

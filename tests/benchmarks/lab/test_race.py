@@ -17,6 +17,7 @@ NO_LAB = why_not()
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(bool(NO_LAB), reason=f"no lab: {NO_LAB}")
 def test_two_hosts_race(tmp_path):
     command = [sys.executable, "-m", "benchmarks.lab", "--smoke", "--out", str(tmp_path)]
