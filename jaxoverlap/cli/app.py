@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -92,6 +93,11 @@ app.add_typer(plan, name="plan", short_help="Print a plan's file, or compare two
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the command.
+
+    XLA's warnings stay out of its output, unless the user has set a log level: a step whose own
+    shardings conflict has dozens, and `simulate` lists what these reshards cost.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when jaxlib is imported
     with ends_on_interrupt("interrupted; results that were complete are cached"):
         app(prog_name="jaxoverlap")

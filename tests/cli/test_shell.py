@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pty
@@ -125,6 +126,19 @@ def test_each_kind_of_failure_has_its_code():
     assert report(ValueError("x")).code == 2
     assert report(AssertionError("x")).code == 3
     assert report(jax.errors.JaxRuntimeError("INTERNAL: x")).code == 5
+    partitioner = f"""INTERNAL: custom_partitioner: Traceback (most recent call last):
+  File "{json.__file__}", line 8, in partition
+ValueError: Query, key and value should have same sharding.
+
+Suspected Python Code Location:
+  {json.__file__}:10:4 [attention]
+  /home/me/gpt.py:22:12 [Block.__call__]
+  /home/me/gpt.py:44:19 [train_step]"""
+    said = report(jax.errors.JaxRuntimeError(partitioner))
+    assert said.message == (
+        "XLA does not compile the step: ValueError: Query, key and value should have same sharding."
+    )
+    assert said.at == "/home/me/gpt.py:22 in Block.__call__"
     assert report(jaxoverlap.PodsUnavailableError("x")).code == 6
 
 
@@ -237,6 +251,19 @@ def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
     assert "interrupted" in stderr and "Traceback" not in stderr
     assert not [child for child in children if _runs(child)]
     assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("users", [None, "0"])
+def test_xla_s_warnings_stay_out_unless_the_user_wants_them(users, monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    if users:
+        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", users)
+    seen = []
+    command = importlib.import_module("jaxoverlap.cli.app")
+    level = "TF_CPP_MIN_LOG_LEVEL"
+    monkeypatch.setattr(command, "app", lambda **_: seen.append(os.environ[level]))
+    command.main()
+    assert seen == [users or "2"]
 
 
 # -- doctor, new-target, --as -----------------------------------------------------------------------

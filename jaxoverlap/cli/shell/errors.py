@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import sysconfig
 import traceback
@@ -67,8 +68,28 @@ def report(error: Exception) -> Report:
     """Classify an error that a command ended with."""
     at = _place(error)
     code = _code(error, at)
+    if code == COMPILER and (inside := _in_python(str(error))):
+        message, at = inside
+        return Report(code, _NAMES[code], f"XLA does not compile the step: {message}", at)
     named = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return Report(code, _NAMES[code], f"{named}{error}", at)
+
+
+def _in_python(text: str) -> tuple[str, str] | None:
+    """Return the error that a Python function raised while XLA partitioned its operation, if any.
+
+    XLA's text has that function's whole traceback, and then the operation's own.
+
+    Returns:
+        The error, and the innermost of the user's lines that wrote the operation.
+    """
+    raised, _, wrote = text.partition("\nSuspected Python Code Location:")
+    errors = re.findall(r"^[A-Za-z_.]*(?:Error|Exception): .*", raised, re.MULTILINE)
+    if "Traceback (most recent call last):" not in raised or not errors:
+        return None
+    lines = re.findall(r"^\s+(.*):(\d+):\d+ \[(.*?)\]", wrote, re.MULTILINE)
+    users = (f"{_short(file)}:{line} in {name}" for file, line, name in lines if _is_users(file))
+    return errors[-1], next(users, "")
 
 
 def _code(error: Exception, at: str) -> int:
@@ -88,12 +109,17 @@ def _place(error: Exception) -> str:
         return f"{_short(error.filename)}:{error.lineno}"
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
-        if not file.startswith("<") and not Path(file).resolve().is_relative_to(_PACKAGE):
-            if any(folder and file.startswith(folder) for folder in _NOT_THE_USERS):
-                continue
+        if _is_users(file):
             source = linecache.getline(file, line).strip()
             return f"{_short(file)}:{line} in {frame.f_code.co_name}{source and f': {source}'}"
     return ""
+
+
+def _is_users(file: str) -> bool:
+    """Return whether a file is neither Python's, nor an installed package's, nor this package's."""
+    if file.startswith("<") or Path(file).resolve().is_relative_to(_PACKAGE):
+        return False
+    return not any(folder and file.startswith(folder) for folder in _NOT_THE_USERS)
 
 
 def _short(file: str) -> str:
