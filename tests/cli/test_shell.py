@@ -255,9 +255,9 @@ def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
 
 @pytest.mark.parametrize("users", [None, "0"])
 def test_xla_s_warnings_stay_out_unless_the_user_wants_them(users, monkeypatch):
-    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
-    if users:
-        monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", users)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", users or "")
+    if users is None:
+        monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
     seen = []
     command = importlib.import_module("jaxoverlap.cli.app")
     level = "TF_CPP_MIN_LOG_LEVEL"
