@@ -70,23 +70,28 @@ def dense_batch(lengths, tokens, most):
     return np.repeat(np.arange(len(within)), [len(w) for w in within]), batch
 
 
-def test_the_whole_step_equals_one_on_one_device():
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_whole_step_equals_one_on_one_device(batches):
+    """With `optax.MultiSteps` the gradients of several batches are accumulated."""
     bounds = bounds_of({4: 24, 2: 16, 1: 32}, tokens=40, sent=64, sequences=64)
     planner = varlen.Planner(COSTS, varlen.Nodes(2, 2), capacity=bounds.slots, programs=[bounds])
-    optimizer = optax.sgd(0.1)
+    optimizer = optax.MultiSteps(optax.sgd(0.1), batches)
     step = varlen.train_step(model, optimizer, mesh_of(2, 2), costs=COSTS)
     state = jax.device_put(
         new_state(optimizer), jax.NamedSharding(step.mesh, jax.sharding.PartitionSpec())
     )
     want = new_state(optimizer)["params"]
-    rng = np.random.default_rng(0)
-    for _ in range(3):
+    rng, gradients = np.random.default_rng(0), []
+    for _ in range(4):
         plan = random_plan(planner, rng)
         tokens = {n: rng.integers(0, VOCAB, plan.tokens) for n in ("inputs", "targets")}
         most = planner.nodes.total * bounds.tokens
-        loss, gradients = reference(want, *dense_batch(plan.lengths, tokens, most))
+        loss, gradient = reference(want, *dense_batch(plan.lengths, tokens, most))
         state, metrics = step(state, plan, tokens)
-        want = jax.tree.map(lambda p, g: p - 0.1 * g, want, gradients)
+        gradients.append(gradient)
+        if len(gradients) == batches:
+            want = jax.tree.map(lambda p, *gs: p - 0.1 * sum(gs) / batches, want, *gradients)
+            gradients = []
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         for name, leaf in state["params"].items():
             np.testing.assert_allclose(leaf, want[name], rtol=1e-4, atol=1e-5)
