@@ -127,6 +127,6 @@ def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mappin
     if not instructions[place].opcode.endswith("-done"):
         name = instructions[place].name
         raise ValueError(
-            f"the module never waits for {name}: the text is cut short; give the complete module"
+            f"the module never waits for {name}: the text is truncated; give the complete module"
         )
     return place
