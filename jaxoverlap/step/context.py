@@ -29,6 +29,10 @@ from jaxoverlap.simulation import hlo
 from jaxoverlap.step.check_plan import argument_shardings, check, cluster_for, made_for
 from jaxoverlap.step.options import Options
 
+_AT_MOST = 2  # steps: each holds its partitioned programs
+# The flattened step, and its answers.
+_known: jits.Cache[tuple[Any, dict[Hashable, Any]]] = jits.Cache()
+
 
 @dataclass(frozen=True)
 class StepContext:
@@ -47,7 +51,8 @@ class StepContext:
         outermost: whether it is called by itself, and not under `jax.grad`, `vmap` or `jit`.
         typed: a step on an explicit mesh with its types, where `jaxpr` has none.
         inferred: whether those of its types that JAX inferred are left to the partitioner.
-        answers: what was found out about it, by what was asked (`once`).
+        answers: what was found out about it, by what was asked (`once`); calls of one step share
+            it, so nothing in it may hold a call, whose arguments would stay in memory.
     """
 
     call: jits.Call
@@ -84,7 +89,10 @@ class StepContext:
         return partitioned(self.traced, jaxpr, self.mesh, ask=ask)
 
     def once[T](self, question: Hashable, find: Callable[[], T]) -> T:
-        """Find something out the first time that it is asked: a tuner asks many times."""
+        """Find something out the first time that it is asked.
+
+        Candidates with other options, and a tuner's, ask the same about one step again.
+        """
         if question not in self.answers:
             self.answers[question] = find()
         return self.answers[question]
@@ -139,8 +147,24 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
     arguments = tuple(map(_spec, jaxpr.invars, argument_shardings(call)))
     outermost = jits.at_top_level()
     streams = _streams(mesh, cluster, options) if cost and cluster else None
+    facts = (repr(origin), repr(cost), streams, outermost, options.operations)
+    key = (params["jaxpr"], mesh, arguments, *facts)
+    if (known := _known.get(key)) is None:
+        known = jaxpr, {}
+        _known.put(key, known, at_most=_AT_MOST)
+    jaxpr, answers = known
     return StepContext(
-        call, jaxpr, mesh, cluster, cost, named, origin, arguments, outermost, streams
+        call=call,
+        jaxpr=jaxpr,
+        mesh=mesh,
+        cluster=cluster,
+        cost=cost,
+        named=named,
+        origin=origin,
+        arguments=arguments,
+        outermost=outermost,
+        streams=streams,
+        answers=answers,
     )
 
 

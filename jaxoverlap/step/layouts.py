@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap._jax import compat, jits
+from jaxoverlap._jax import compat
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
@@ -34,9 +34,7 @@ from jaxoverlap.step.options import LayoutMode, Options
 # for about 5, 30 and, twice, 50 seconds. Seconds themselves would differ between processes.
 _EQUATIONS: dict[LayoutMode, int] = {"repair": 5_000, "complete": 30_000, "advise": 50_000}
 _RIVALS: dict[LayoutMode, int] = {"repair": 2, "complete": 3, "advise": 3}
-_MAX_REMEMBERED = 64
 _WRONG_FROM = 3  # axes of a mesh on which XLA loses a permute (docs/upstream.md)
-_remembered: jits.Cache[Layouts] = jits.Cache()  # a tuner asks about one step many times
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,8 @@ def lay_out(
     if step.explicit:  # there the types say how values lie
         layouts = None
     elif layouts is None and options.layouts and step.cost:
-        layouts = _chosen(asker, step.cost, options.layouts, overlapped_s)
+        mode, cost = options.layouts, step.cost
+        layouts = step.once(("layouts", mode), lambda: _searched(asker, cost, mode, overlapped_s))
     if layouts is None or not layouts.changes:
         return replace(asker.laid_out({}), layouts=layouts)
     tables = [Tied(table.argument, table.dtype, table.spec) for table in layouts.tables]
@@ -131,22 +130,10 @@ def _answer(step: StepContext, picture: Picture, why_not: str = "") -> PricedLay
     return PricedLayout(step_s, estimated_peak_bytes(picture.module), why_not)
 
 
-def _chosen(
-    asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
-) -> Layouts:
-    """Search for the layout of a step, unless that was done before."""
-    step = asker.step
-    key = (step.params["jaxpr"], step.mesh, step.inferred, step.arguments, repr(cost), mode)
-    key = (*key, step.streams)
-    if (layouts := _remembered.get(key)) is None:
-        layouts = _searched(asker, cost, mode, overlapped_s)
-        _remembered.put(key, layouts, at_most=_MAX_REMEMBERED)
-    return layouts
-
-
 def _searched(
     asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
 ) -> Layouts:
+    """Search for the layout of a step."""
     step, plain = asker.step, asker.step.plain
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
     most = _EQUATIONS[mode] // _num_equations(step.jaxpr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,29 +120,25 @@ def _untyped(step: StepContext, options: Options) -> StepContext:
         return step
 
     def without_types(*, inferred: bool) -> StepContext:
-        return replace(
-            step,
-            jaxpr=explicit.automatic(step.jaxpr, step.mesh, inferred=not inferred),
-            mesh=explicit.automatic_mesh(step.mesh),
-            typed=step,
-            inferred=inferred,
-            answers={},
-        )
+        def made() -> tuple[Any, dict[Hashable, Any]]:
+            return explicit.automatic(step.jaxpr, step.mesh, inferred=not inferred), {}
 
-    def best() -> StepContext:
+        jaxpr, answers = step.once(("without types", inferred), made)
+        mesh = explicit.automatic_mesh(step.mesh)
+        return replace(step, jaxpr=jaxpr, mesh=mesh, typed=step, inferred=inferred, answers=answers)
+
+    def free_is_better() -> bool:
         free = without_types(inferred=True)
         before, after = step.plain, free.plain
         before_s, after_s = (
             step.estimate(program.module, nvlink_stream=False).step_s for program in (before, after)
         )
-        if changed(before, after) or after_s > (1 - GAIN) * before_s:
-            return without_types(inferred=False)
-        return free
+        return not changed(before, after) and after_s <= (1 - GAIN) * before_s
 
-    if options.plan is None and step.cost is not None:
-        return step.once("types by estimate", best)
-    inferred = options.plan is not None and options.plan.inferred_types
-    return step.once(f"types, inferred {inferred}", lambda: without_types(inferred=inferred))
+    if options.plan is not None:
+        return without_types(inferred=options.plan.inferred_types)
+    inferred = step.cost is not None and step.once("inferred types are free", free_is_better)
+    return without_types(inferred=inferred)
 
 
 def _terms(step: StepContext, options: Options) -> Terms:

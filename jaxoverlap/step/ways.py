@@ -99,10 +99,9 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> Way:
     """
     if terms.unread:
         return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
-    timed: _Timed = {}
 
     def ways_of(laid: LaidOut) -> _Ways:
-        return _Ways(step, terms, options, laid, timed)
+        return _Ways(step, terms, options, laid)
 
     def soonest_s(laid: LaidOut) -> float:
         whole_s, parts = ways_of(laid).soonest_s(), options.halves
@@ -135,10 +134,6 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> Way:
     return replace(way, laid=whole_rows.picture, edited=(pinned, *way.edited))
 
 
-_Timed = dict[tuple[Any, ...], tuple[Any, float | None, Picture]]
-"""That step, the seconds and the program of ways that were timed, by what they change in a step."""
-
-
 class _Ways:
     """The ways that the rules know to run one step."""
 
@@ -148,10 +143,9 @@ class _Ways:
         terms: Terms,
         options: Options,
         laid: LaidOut,
-        timed: _Timed,
     ):
         self._step, self._terms, self._options = step, terms, options
-        self._laid, self._times = laid, timed
+        self._laid = laid
         self._ways: list[Way] = []
 
     # -- by bytes -----------------------------------------------------------------------------
@@ -233,10 +227,10 @@ class _Ways:
         for rewriting in rewritings:
             way = self._finished(rewriting)
             if way.plan.rewrites:
-                key = id(self._laid.jaxpr), way.plan.decisions, way.plan.scattered, way.plan.sums
-                if key not in self._times:
-                    self._times[key] = self._laid.jaxpr, *self._seconds_of(way)
-                _, step_s, picture = self._times[key]
+                plan, laid = way.plan, self._laid.jaxpr
+                changes = plan.decisions, plan.scattered, plan.sums, plan.fsdp
+                timed = functools.partial(self._seconds_of, way)
+                step_s, picture = self._step.once(("timed", id(laid), *changes), timed)
                 way = replace(way, step_s=step_s, picture=picture)
             yield way
 

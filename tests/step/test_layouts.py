@@ -76,7 +76,7 @@ def test_a_step_without_constraints_is_repaired(plan):
 def test_a_plan_keeps_the_layouts_and_is_followed_without_a_search(plan, args, monkeypatch):
     again = jaxoverlap.Plan.from_json(plan.to_json())
     assert again.layouts == plan.layouts
-    monkeypatch.setattr("jaxoverlap.step.layouts._chosen", pytest.fail)
+    monkeypatch.setattr("jaxoverlap.step.layouts._searched", pytest.fail)
     followed = jaxoverlap.overlap(jax.jit(step), plan=again, cluster=POD).explain(*args)
     assert followed.layouts == plan.layouts
 
