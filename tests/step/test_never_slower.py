@@ -195,7 +195,8 @@ def test_the_other_rows_are_not_compiled_where_the_price_is_clear(whole_s: float
     [
         (0.99, True, True, True),
         (0.86, True, True, True),
-        (0.84, True, True, False),
+        (0.78, True, True, True),
+        (0.49, True, True, False),
         (0.99, False, True, False),
         (0.99, True, False, False),
     ],
