@@ -260,7 +260,7 @@ class Overlapped:
     def _agreed(self, call: jits.Call) -> StepProgram:
         """Return the rewritten step once all processes are about to compile the same."""
         program = self._seen.get(_key(call))
-        if program is not None and program.stand is None:
+        if program is not None and program.agreement is None:
             return program
         with self._lock:
             try:
@@ -268,7 +268,7 @@ class Overlapped:
             except Exception as error:
                 tell(call, error, self._options)
                 raise
-            if program.stand is not None:
+            if program.agreement is not None:
                 program = agree(program, self._options)
                 self._seen.put(_key(call), program, at_most=_MAX_SEEN)
         return program

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Way = Literal["overlapped", "other rows", "reordered", "O1", "gpu-recipes", "plain"]
+CandidateName = Literal["overlapped", "other rows", "reordered", "O1", "gpu-recipes", "plain"]
 _NAMES = {
     "overlapped": "overlapped",
     "other rows": "overlapped",
@@ -33,7 +33,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
         lost: which rules lost how much, where the overlapped step was slower than plain.
     """
 
-    taken: Way
+    taken: CandidateName
     step_s: float | None
     plain_s: float | None
     overlapped_s: float | None = None

@@ -18,7 +18,7 @@ from jaxoverlap._util.text import warn
 from jaxoverlap.flags.published import COMPARED, accepted
 from jaxoverlap.flags.required import NVLINK_STREAM
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.plan.speedup import Speedup, Way
+from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Comparison
 from jaxoverlap.step.pipeline import Options
@@ -38,15 +38,15 @@ def comparison_of(call: jits.Call, program: StepProgram, options: Options) -> Co
     rings, cost = program.plan, program.cost
 
     @functools.cache
-    def made(way: Way) -> StepProgram:
-        return _in_another_way(call, rings, way, options)
+    def made(candidate: CandidateName) -> StepProgram:
+        return _as_candidate(call, rings, candidate, options)
 
-    def lowered(way: Way) -> tuple[jax.stages.Lowered, StepProgram]:
-        new = program if way == "overlapped" else made(way)
+    def lowered(candidate: CandidateName) -> tuple[jax.stages.Lowered, StepProgram]:
+        new = program if candidate == "overlapped" else made(candidate)
         return lowered_as(call, new), new
 
-    def request(way: Way, compiler_options: Mapping[str, Any] | None) -> Request:
-        return request_of(*lowered(way), mesh_of(call), cost, compiler_options)
+    def request(candidate: CandidateName, compiler_options: Mapping[str, Any] | None) -> Request:
+        return request_of(*lowered(candidate), mesh_of(call), cost, compiler_options)
 
     reorders, auto = options.schedule is not None, options.halves == "auto"
     return Comparison(rings.step, rings, cost, reorders, auto, lowered, request)
@@ -70,27 +70,29 @@ def decided(call: jits.Call, program: StepProgram, options: Options) -> StepProg
         return replace(program, undecided=False, speedup=speedup)
     if not speedup.is_overlapped:
         warn(speedup.warning(comparison.step))
-    new = _in_another_way(call, comparison.plan, speedup.taken, options)
-    return replace(new, stand=None, speedup=speedup)
+    new = _as_candidate(call, comparison.plan, speedup.taken, options)
+    return replace(new, agreement=None, speedup=speedup)
 
 
-def _in_another_way(call: jits.Call, rings: Plan, way: Way, options: Options) -> StepProgram:
+def _as_candidate(
+    call: jits.Call, rings: Plan, candidate: CandidateName, options: Options
+) -> StepProgram:
     """Return the program of another candidate than the overlapped step as estimated best.
 
     "other rows" splits the batch where the estimate does not, or the other way round. The others
     are the step without rings, by XLA's defaults; all but "plain" take the scheduler's order and
     the estimated best number of streams.
     """
-    if way == "other rows":
+    if candidate == "other rows":
         assert rings.halves is not None
         parts = None if rings.cut else rings.halves.parts
         other = replace(options, halves=parts, unroll=rings.halves.unroll)
         return step_program(call, other)
     plan = rings.left_alone()
-    if way != "plain":
+    if candidate != "plain":
         names = {setting.name for setting in NVLINK_STREAM}
         more = {n: v for n, v in rings.xla_options.items() if n in names}
-        if way in COMPARED:
-            more |= accepted(way, mesh_of(call).devices.flat[0])[0]
+        if candidate in COMPARED:
+            more |= accepted(candidate, mesh_of(call).devices.flat[0])[0]
         plan = rings.left_alone(rings.schedule, more)
     return step_program(call, following(plan, options))

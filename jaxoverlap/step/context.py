@@ -21,7 +21,7 @@ from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.mesh import explicit_axes, find_mesh
-from jaxoverlap.passes.analysis.partitioned import Picture, partitioned
+from jaxoverlap.passes.analysis.partitioned import SpmdProgram, partitioned
 from jaxoverlap.passes.scheduling.estimate import Estimate, estimate
 from jaxoverlap.plan.plan import MadeFor
 from jaxoverlap.plan.streams import Streams
@@ -80,11 +80,11 @@ class StepContext:
         return self.call.traced()
 
     @property
-    def plain(self) -> Picture:
+    def plain(self) -> SpmdProgram:
         """The partitioned program of the step as it is, with the shardings of its matmuls."""
         return self.once("plain", lambda: self.partitioned(self.jaxpr))
 
-    def partitioned(self, jaxpr: Any, *, ask: bool = True) -> Picture:
+    def partitioned(self, jaxpr: Any, *, ask: bool = True) -> SpmdProgram:
         """Partition what the step becomes; `ask` and errors as in `analysis.partitioned`."""
         return partitioned(self.traced, jaxpr, self.mesh, ask=ask)
 

@@ -1,4 +1,4 @@
-"""Cut the rows of a step in parts, whose collectives hide behind each other's matmuls."""
+"""Split the batch of a step in parts, whose collectives hide behind each other's matmuls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
 from jaxoverlap.passes.analysis.mesh import is_cpu
-from jaxoverlap.passes.analysis.partitioned import Picture, Shardings
+from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.halves.body import HostMemoryError
 from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
-from jaxoverlap.passes.halves.start import Rows, rows_to_cut
+from jaxoverlap.passes.halves.start import BatchDim, batch_dims
 from jaxoverlap.passes.halves.windows import ShardedWindows
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import argument_bytes, estimated_peak_bytes
@@ -31,73 +31,82 @@ from jaxoverlap.passes.rewriting.pin_results import is_even
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.layouts import LaidOut, changed, described, examples
+from jaxoverlap.step.layouts import Unringed, changed, described, examples
 
-SOONEST = 4  # ways that tell which of two layouts is better for rings, or that halves are
-_CLEARLY = 0.05  # of the step: the other ways with rings seldom gain more on the first
-_STEPS = 2  # steps of a cut scan in one body: that hides what is bare at the ends of a step
-_ROOM = 0.005  # of the step: what unrolled scans have to gain, as they need more memory
-GAIN = 0.01  # of the step without rings: an estimate that says less does not tell two ways apart
-_UNROLLED = 1.3  # times the memory that is estimated for unrolled scans beside the arguments
-_XLA_USES = 0.8  # of a device's memory: where a step needs more, XLA computes values again
-_MEMORY = 1.15  # times the memory that the plain step needs, by estimate
+# Ring candidates that are estimated to compare two layouts, or a batch split with none.
+FEW_CANDIDATES = 4
+# If the split step is faster by this share, the other ring candidates are not estimated: they
+# seldom gain more on the first ones.
+_SKIP_RINGS_GAIN = 0.05
+# Iterations of a split scan per loop body: that hides what is exposed at the ends of an iteration.
+_UNROLL = 2
+# Unrolling needs more memory, so it has to gain this share of the step.
+_MIN_UNROLL_GAIN = 0.005
+# Estimates that differ by less than this share of the step do not tell two candidates apart.
+GAIN = 0.01
+# Unrolled scans need up to this many times the memory that is estimated for them.
+_UNROLLED_MEMORY = 1.3
+# The share of a device's memory above which XLA rematerializes values.
+_XLA_MEMORY_SHARE = 0.8
+# A split step may need this many times the memory of the original step, by the estimate.
+_MAX_MEMORY = 1.15
 _MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
 
 
-def in_parts(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> LaidOut:
-    """Cut the rows of a step that is laid out, if that changes nothing but its speed.
+def in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> Unringed:
+    """Split the batch of a step, if that changes nothing but its speed.
 
     Args:
         step: the step.
-        laid: the step as it is laid out.
+        unringed: the step with its layouts.
         parts: the number of parts.
-        unroll: how many steps of a cut scan stand in one body of its loop.
+        unroll: iterations of a split scan per loop body.
 
     Returns:
-        The step in parts; or as it was, with the reason, where its rows are not cut.
+        The step in parts; or as it was, with the reason, if its batch is not split.
     """
-    question = ("in parts", id(laid.jaxpr), parts, unroll)
-    cut = step.once(question, lambda: _in_parts(step, laid, parts, unroll))
-    return replace(cut, layouts=laid.layouts)
+    question = ("in parts", id(unringed.jaxpr), parts, unroll)
+    cut = step.once(question, lambda: _in_parts(step, unringed, parts, unroll))
+    return replace(cut, layouts=unringed.layouts)
 
 
 def in_halves(
     step: StepContext,
-    laid: LaidOut,
-    ways_of: Callable[[LaidOut], Any],
+    unringed: Unringed,
+    candidates_of: Callable[[Unringed], Any],
 ) -> Any:
-    """Take the step in halves, if it is estimated to be faster so than with whole rows.
+    """Return the best candidate with the batch in halves, or without if that is estimated faster.
 
     Args:
-        step, laid: as for `in_parts`.
-        ways_of: gives the ways to run a step that is laid out (`ways._Ways`).
+        step, unringed: as for `in_parts`.
+        candidates_of: gives the candidates (`candidates._Candidates`) of such a step.
 
     Returns:
-        The `ways.Way` that is taken.
+        A `candidates.StepCandidate`.
     """
-    whole = ways_of(laid)
-    best = whole.fastest(most=SOONEST)
-    cut = in_parts(step, laid, 2, 1)
+    whole = candidates_of(unringed)
+    best = whole.fastest(most=FEW_CANDIDATES)
+    cut = in_parts(step, unringed, 2, 1)
     assert cut.halves is not None
     record, why_not = cut.halves, cut.halves.why_not
-    if cut.is_cut and not (why_not := too_large(step.plain, cut.picture)):
+    if cut.is_split and not (why_not := too_large(step.plain, cut.spmd)):
         cuts = [cut]
         if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
-            unrolled = in_parts(step, laid, 2, _STEPS)
-            cuts += [unrolled] if fits(unrolled.picture, step.cost) else []
-        way, *others = (ways_of(cut).fastest(rings=False) for cut in cuts)
-        most_s = seconds(way) * (1 - _ROOM)
-        way = next((other for other in others if seconds(other) < most_s), way)
-        step_s = seconds(way)
-        if step_s > seconds(best) * (1 - _CLEARLY):
+            unrolled = in_parts(step, unringed, 2, _UNROLL)
+            cuts += [unrolled] if fits(unrolled.spmd, step.cost) else []
+        candidate, *others = (candidates_of(cut).fastest(rings=False) for cut in cuts)
+        most_s = seconds(candidate) * (1 - _MIN_UNROLL_GAIN)
+        candidate = next((other for other in others if seconds(other) < most_s), candidate)
+        step_s = seconds(candidate)
+        if step_s > seconds(best) * (1 - _SKIP_RINGS_GAIN):
             best = whole.fastest()
-        assert way.plan.halves is not None
+        assert candidate.plan.halves is not None
         whole_s = seconds(best)
-        record = msgspec.structs.replace(way.plan.halves, whole_s=whole_s, step_s=step_s)
+        record = msgspec.structs.replace(candidate.plan.halves, whole_s=whole_s, step_s=step_s)
         # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
         least = 0 if best.plan.decisions else GAIN
         if step_s < whole_s * (1 - least):
-            return replace(way, plan=msgspec.structs.replace(way.plan, halves=record))
+            return replace(candidate, plan=msgspec.structs.replace(candidate.plan, halves=record))
         slower = step_s >= whole_s
         why_not = (
             "the step is faster without a split" if slower else f"it gains less than {GAIN:.0%}"
@@ -108,51 +117,51 @@ def in_halves(
     return replace(best, plan=msgspec.structs.replace(best.plan, halves=record))
 
 
-def seconds(way: Any) -> float:
-    """Return the estimated seconds of a way; infinity where they are not known."""
-    return math.inf if way.step_s is None else way.step_s
+def seconds(candidate: Any) -> float:
+    """Return the estimated seconds of a candidate; infinity where they are not known."""
+    return math.inf if candidate.step_s is None else candidate.step_s
 
 
-def safe_terms(step: StepContext, laid: LaidOut, terms: Terms) -> Terms:
-    """Return terms without rings where XLA:CPU would mix up those of two parts.
+def safe_terms(step: StepContext, unringed: Unringed, terms: Terms) -> Terms:
+    """Return terms without rings where XLA:CPU would deliver a permute of one part to another.
 
     It starts a loop, and then what sends beside it, before or after the loop's own collectives: on
     each device as it comes (docs/upstream.md). Rings share one channel, and so get wrong values.
     """
-    if not (laid.is_cut and is_cpu(step.mesh) and has_nested_loops(laid.jaxpr)):
+    if not (unringed.is_split and is_cpu(step.mesh) and has_nested_loops(unringed.jaxpr)):
         return terms
-    rejected = dict.fromkeys((dot.index for dot in dots(laid.jaxpr)), _MIXED_UP)
+    rejected = dict.fromkeys((dot.index for dot in dots(unringed.jaxpr)), _MIXED_UP)
     return replace(terms, requests=replace(terms.requests, rejected=rejected))
 
 
-def _in_parts(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> LaidOut:
-    """Cut the rows as `in_parts` does, which asks once about each step."""
-    jaxpr, record = _cut(step, laid, parts, unroll)
+def _in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> Unringed:
+    """Split the batch as `in_parts` does, which remembers the result."""
+    jaxpr, record = _cut(step, unringed, parts, unroll)
     if record.why_not:
-        return replace(laid, halves=record)
-    shardings = shardings_of_parts(laid.jaxpr, jaxpr, laid.picture.shardings, parts)
+        return replace(unringed, halves=record)
+    shardings = shardings_of_parts(unringed.jaxpr, jaxpr, unringed.spmd.shardings, parts)
     if record.unroll > 1:
         jaxpr = _as_in(shardings, jaxpr, step.mesh)
     try:
-        picture = step.partitioned(with_one_view(jaxpr), ask=False)
+        spmd = step.partitioned(with_one_view(jaxpr), ask=False)
     except RewriteError as error:
-        return _left(laid, record, str(error))
-    if why_not := changed(step.plain, picture):
-        return _left(laid, record, why_not)
-    picture = replace(picture, shardings=shardings)
+        return _left(unringed, record, str(error))
+    if why_not := changed(step.plain, spmd):
+        return _left(unringed, record, why_not)
+    spmd = replace(spmd, shardings=shardings)
     record = msgspec.structs.replace(
         record,
-        least_sum=min(_sums(picture) - _sums(laid.picture), default=None),
-        least_matmul=least_matmul(laid.jaxpr, jaxpr, shardings, parts, step.mesh.shape),
+        least_sum=min(_sums(spmd) - _sums(unringed.spmd), default=None),
+        least_matmul=least_matmul(unringed.jaxpr, jaxpr, shardings, parts, step.mesh.shape),
     )
-    return replace(laid, jaxpr=jaxpr, picture=picture, halves=record)
+    return replace(unringed, jaxpr=jaxpr, spmd=spmd, halves=record)
 
 
-def _sums(picture: Picture) -> set[int]:
+def _sums(spmd: SpmdProgram) -> set[int]:
     """Return the sizes in bytes of the all-reduces of a partitioned step."""
     return {
         hlo.shape_bytes(i.shape)
-        for body in picture.module.computations.values()
+        for body in spmd.module.computations.values()
         for i in body
         if i.opcode == "all-reduce"
     }
@@ -174,7 +183,7 @@ def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> Any:
     return pinned(jaxpr, pins, mesh)
 
 
-def fits(unrolled: Picture, cost: CostModel | None) -> bool:
+def fits(unrolled: SpmdProgram, cost: CostModel | None) -> bool:
     """Return whether XLA has memory for unrolled scans, by estimate.
 
     XLA gathers the weights of both steps of a scan at once, which the estimate does not see: the 7B
@@ -183,46 +192,51 @@ def fits(unrolled: Picture, cost: CostModel | None) -> bool:
     if cost is None:
         return False
     arguments = argument_bytes(unrolled.module)
-    beside = estimated_peak_bytes(unrolled.module) - arguments
-    return arguments + beside * _UNROLLED <= cost.cluster.chip.memory_bytes * _XLA_USES
+    temporaries = estimated_peak_bytes(unrolled.module) - arguments
+    return (
+        arguments + temporaries * _UNROLLED_MEMORY
+        <= cost.cluster.chip.memory_bytes * _XLA_MEMORY_SHARE
+    )
 
 
-def _left(laid: LaidOut, record: Halves, why_not: str) -> LaidOut:
-    """Return the step with whole rows, with the reason."""
-    return replace(laid, halves=msgspec.structs.replace(record, why_not=why_not))
+def _left(unringed: Unringed, record: Halves, why_not: str) -> Unringed:
+    """Return the step without a batch split, with the reason."""
+    return replace(unringed, halves=msgspec.structs.replace(record, why_not=why_not))
 
 
-def too_large(plain: Picture, picture: Picture) -> str:
+def too_large(plain: SpmdProgram, spmd: SpmdProgram) -> str:
     """Say by how much the parts exceed the plain step's memory; empty if they do not."""
-    before, after = (estimated_peak_bytes(p.module) for p in (plain, picture))
-    if after <= before * _MEMORY:
+    before, after = (estimated_peak_bytes(p.module) for p in (plain, spmd))
+    if after <= before * _MAX_MEMORY:
         return ""
     return f"they need about {human_bytes(after)} of memory, the plain step {human_bytes(before)}"
 
 
-def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any, Halves]:
-    """Cut the rows that most matmuls have, if there are any, and each device has enough."""
+def _cut(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> tuple[Any, Halves]:
+    """Split the batch dim that most matmuls have, if each device holds enough of it."""
     if not step.outermost:  # who differentiates it would miss derivatives of the user's own
         why_not = "it is called under grad, vmap or jit"
-        return laid.jaxpr, Halves(parts=parts, why_not=why_not)
+        return unringed.jaxpr, Halves(parts=parts, why_not=why_not)
     if step.explicit:  # there each type says how its value is sharded
         axes = ", ".join(step.explicit)
-        return laid.jaxpr, Halves(parts=parts, why_not=f"mesh axes {axes} are explicit")
-    dims, sizes = DimNames(laid.jaxpr), dict(step.mesh.shape)
-    candidates = list(rows_to_cut(laid.jaxpr, dims, laid.picture.shardings, sizes))
+        return unringed.jaxpr, Halves(parts=parts, why_not=f"mesh axes {axes} are explicit")
+    dims, sizes = DimNames(unringed.jaxpr), dict(step.mesh.shape)
+    candidates = list(batch_dims(unringed.jaxpr, dims, unringed.spmd.shardings, sizes))
     rows = next((r for r in candidates if r.divides(parts)), None)
     if rows is None:
-        return laid.jaxpr, Halves(parts=parts, why_not=_none_divides(step.jaxpr, dims, candidates))
+        return unringed.jaxpr, Halves(
+            parts=parts, why_not=_none_divides(step.jaxpr, dims, candidates)
+        )
     try:
         done = Halved(
-            laid.jaxpr,
+            unringed.jaxpr,
             lambda var: rows.dim(dims, var),
             rows.cut(parts),
             unroll,
             whole=ShardedWindows(step.jaxpr, step.arguments, dims, sizes),
         )
     except HostMemoryError as error:
-        return laid.jaxpr, Halves(parts=parts, why_not=str(error))
+        return unringed.jaxpr, Halves(parts=parts, why_not=str(error))
     return done.jaxpr, Halves(
         parts=parts,
         rows=_named(step.jaxpr, dims, rows),
@@ -232,13 +246,13 @@ def _cut(step: StepContext, laid: LaidOut, parts: int, unroll: int) -> tuple[Any
     )
 
 
-def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[Rows]) -> str:
-    """Say why none of the rows that could be cut is."""
+def _none_divides(jaxpr: Any, dims: DimNames, candidates: list[BatchDim]) -> str:
+    """Say why none of the batch dims is split."""
     if not candidates:
         return "no dim of the batch is one that most matmuls have"
     held = (f"{_named(jaxpr, dims, rows)} has {rows.held}" for rows in candidates)
     return f"a device's rows do not divide: {', '.join(held)}"
 
 
-def _named(jaxpr: Any, dims: DimNames, rows: Rows) -> str:
+def _named(jaxpr: Any, dims: DimNames, rows: BatchDim) -> str:
     return next(iter(examples(jaxpr, dims, [rows.name])), "a dim of no argument")

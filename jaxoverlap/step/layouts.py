@@ -16,7 +16,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots, equations
 from jaxoverlap.passes.analysis.matmul_collectives import permuted_matmuls
-from jaxoverlap.passes.analysis.partitioned import Picture
+from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
@@ -38,110 +38,115 @@ _WRONG_FROM = 3  # axes of a mesh on which XLA loses a permute (docs/upstream.md
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """A step whose results lie as in the plain one, with pins or without, its rows cut or not.
+class Unringed:
+    """A step before any ring: with layouts and a batch split, or without.
 
     Attributes:
-        jaxpr: the step, its own results pinned too.
-        picture: what XLA's partitioner makes of it.
-        layouts: what is pinned; None if nobody looked.
-        halves: how its rows are cut; None if nobody asked.
+        jaxpr: the step; its results are pinned to the shardings of the original step.
+        spmd: its partitioned program.
+        layouts: the results that are pinned; None if no layout was searched for.
+        halves: the batch split; None if none was considered.
     """
 
     jaxpr: Any
-    picture: Picture
+    spmd: SpmdProgram
     layouts: Layouts | None = None
     halves: Halves | None = None
 
     @property
     def differs(self) -> bool:
-        """Whether it computes in another way than the plain step, before any ring."""
-        return bool(self.layouts and self.layouts.changes) or self.is_cut
+        """Whether it differs from the original step."""
+        return bool(self.layouts and self.layouts.changes) or self.is_split
 
     @property
-    def is_cut(self) -> bool:
-        """Whether its rows run in parts."""
+    def is_split(self) -> bool:
+        """Whether its batch is split."""
         return self.halves is not None and not self.halves.why_not
 
 
-def lay_out(
-    step: StepContext, options: Options, overlapped_s: Callable[[LaidOut], float]
-) -> LaidOut:
+def with_layouts(
+    step: StepContext, options: Options, overlapped_s: Callable[[Unringed], float]
+) -> Unringed:
     """Pin the results that a plan names, or that are found to be better off pinned.
 
     Args:
         step: the step.
         options: what was asked for.
-        overlapped_s: estimates the seconds of a step that is laid out and then overlapped.
+        overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
-    asker = _Asker(step)
+    evaluator = _Evaluator(step)
     layouts = options.pins
     if step.explicit:  # there the types say how values lie
         layouts = None
     elif layouts is None and options.layouts and step.cost:
         mode, cost = options.layouts, step.cost
-        layouts = step.once(("layouts", mode), lambda: _searched(asker, cost, mode, overlapped_s))
+        layouts = step.once(
+            ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
+        )
     if layouts is None or not layouts.changes:
-        return replace(asker.laid_out({}), layouts=layouts)
+        return replace(evaluator.with_pins({}), layouts=layouts)
     tables = [Tied(table.argument, table.dtype, table.spec) for table in layouts.tables]
-    laid = asker.laid_out({pin.site: pin.spec for pin in layouts.pins}, tables)
-    if changed(step.plain, laid.picture) or _astray(laid.picture, step.mesh):
-        return asker.laid_out({})
-    return replace(laid, layouts=layouts)
+    unringed = evaluator.with_pins({pin.site: pin.spec for pin in layouts.pins}, tables)
+    if changed(step.plain, unringed.spmd) or _astray(unringed.spmd, step.mesh):
+        return evaluator.with_pins({})
+    return replace(unringed, layouts=layouts)
 
 
-class _Asker:
+class _Evaluator:
     """Asks XLA's partitioner about one step with pins."""
 
     def __init__(self, step: StepContext):
         self.step = step
         self._open = open_results(step.params, step.plain.results, step.mesh)
 
-    def laid_jaxpr(self, pins: Pins, tables: Sequence[Tied] = ()) -> Any:
+    def pinned_jaxpr(self, pins: Pins, tables: Sequence[Tied] = ()) -> Any:
         """Return the step with pins, and tables gathered; its results lie as in the plain one."""
         mesh = self.step.mesh
         jaxpr = pinned(with_tables_gathered(self.step.jaxpr, tables, mesh), pins, mesh)
         return pin_results(jaxpr, self._open, mesh)
 
-    def laid_out(self, pins: Pins, tables: Sequence[Tied] = ()) -> LaidOut:
+    def with_pins(self, pins: Pins, tables: Sequence[Tied] = ()) -> Unringed:
         """Lay out the step, and ask how the operands and results of its matmuls lie then."""
 
-        def laid_out() -> LaidOut:
-            jaxpr = self.laid_jaxpr(pins, tables)
+        def with_pins() -> Unringed:
+            jaxpr = self.pinned_jaxpr(pins, tables)
             if not (pins or tables):
-                return LaidOut(jaxpr, self.step.plain)
-            return LaidOut(jaxpr, self.step.partitioned(jaxpr))
+                return Unringed(jaxpr, self.step.plain)
+            return Unringed(jaxpr, self.step.partitioned(jaxpr))
 
-        return self.step.once(("laid out", frozenset((*pins.items(), *tables))), laid_out)
+        return self.step.once(("laid out", frozenset((*pins.items(), *tables))), with_pins)
 
     def answer(self, pins: Pins, tables: Sequence[Tied] = ()) -> PricedLayout:
-        """Partition the step laid out, and estimate it; XLA may refuse some pins."""
-        jaxpr = self.laid_jaxpr(pins, tables)
+        """Partition the step with pins, and estimate it; XLA may refuse some pins."""
+        jaxpr = self.pinned_jaxpr(pins, tables)
         try:
-            picture = self.step.partitioned(jaxpr, ask=False)
+            spmd = self.step.partitioned(jaxpr, ask=False)
         except RewriteError as error:
             return PricedLayout(math.inf, 0, str(error))
-        why_not = changed(self.step.plain, picture) or _astray(picture, self.step.mesh)
-        return _answer(self.step, picture, why_not)
+        why_not = changed(self.step.plain, spmd) or _astray(spmd, self.step.mesh)
+        return _answer(self.step, spmd, why_not)
 
 
-def _answer(step: StepContext, picture: Picture, why_not: str = "") -> PricedLayout:
-    step_s = step.estimate(picture.module).step_s
-    return PricedLayout(step_s, estimated_peak_bytes(picture.module), why_not)
+def _answer(step: StepContext, spmd: SpmdProgram, why_not: str = "") -> PricedLayout:
+    step_s = step.estimate(spmd.module).step_s
+    return PricedLayout(step_s, estimated_peak_bytes(spmd.module), why_not)
 
 
 def _searched(
-    asker: _Asker, cost: CostModel, mode: LayoutMode, overlapped_s: Callable[[LaidOut], float]
+    evaluator: _Evaluator,
+    cost: CostModel,
+    mode: LayoutMode,
+    overlapped_s: Callable[[Unringed], float],
 ) -> Layouts:
     """Search for the layout of a step."""
-    step, plain = asker.step, asker.step.plain
+    step, plain = evaluator.step, evaluator.step.plain
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
     most = _EQUATIONS[mode] // _num_equations(step.jaxpr)
     search = LayoutSearch(
         matmuls=tuple(pinnable(step.jaxpr)),
         dims=dims,
         sizes=sizes,
-        ask=asker.answer,
+        ask=evaluator.answer,
         plain=_answer(step, plain),
         most=most,
         thorough=mode != "repair",
@@ -150,14 +155,14 @@ def _searched(
     if not aborting:
         search.run(starts(step.jaxpr, step.arguments, dims, sizes))
     if len(rivals := search.rivals(_RIVALS[mode])) > 1:
-        search.best = min(rivals, key=lambda c: overlapped_s(asker.laid_out(c.pins)))
+        search.best = min(rivals, key=lambda c: overlapped_s(evaluator.with_pins(c.pins)))
     search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
     if mode == "advise":
         search.thin_out(most)
     layouts = _record(step.jaxpr, search, cost.cluster.chip.memory_bytes)
     if aborting:
         return msgspec.structs.replace(layouts, aborting=aborting)
-    return _with_tables(asker, cost, layouts, search.best.pins)
+    return _with_tables(evaluator, cost, layouts, search.best.pins)
 
 
 def _that_end_the_process(step: StepContext) -> Iterator[str]:
@@ -172,13 +177,13 @@ def _that_end_the_process(step: StepContext) -> Iterator[str]:
                 yield described(eqn, around)
 
 
-def _with_tables(asker: _Asker, cost: CostModel, layouts: Layouts, pins: Pins) -> Layouts:
+def _with_tables(evaluator: _Evaluator, cost: CostModel, layouts: Layouts, pins: Pins) -> Layouts:
     """Gather tied tables once, if the step is faster so by price and needs hardly more memory."""
-    step, before_s = asker.step, layouts.step_s
+    step, before_s = evaluator.step, layouts.step_s
     tables = tuple(tied_tables(step.jaxpr, step.arguments, step.mesh.shape))
     if not tables:
         return layouts
-    answer = asker.answer(pins, tables)
+    answer = evaluator.answer(pins, tables)
     layouts = msgspec.structs.replace(layouts, questions=layouts.questions + 1)
     if answer.why_not or answer.peak_bytes > MEMORY * layouts.plain_peak_bytes:
         return layouts
@@ -261,7 +266,7 @@ def _num_equations(jaxpr: Any) -> int:
     return sum(len(body.eqns) for body in bodies(jaxpr)) or 1
 
 
-def changed(plain: Picture, after: Picture) -> str:
+def changed(plain: SpmdProgram, after: SpmdProgram) -> str:
     """Say how sharding or donation differ from the plain step's; empty if they do not."""
     pairs = zip(plain.results, after.results, strict=True)
     moved = [str(place) for place, (one, other) in enumerate(pairs) if one != other]
@@ -271,9 +276,9 @@ def changed(plain: Picture, after: Picture) -> str:
     return f"XLA would not donate argument {', '.join(sorted(lost)[:3])}" if lost else ""
 
 
-def _astray(picture: Picture, mesh: Mesh) -> str:
+def _astray(spmd: SpmdProgram, mesh: Mesh) -> str:
     """Say that XLA permutes operands on a mesh of three axes, which it does wrongly; or nothing."""
     if sum(size > 1 for size in mesh.shape.values()) < _WRONG_FROM:
         return ""
-    permuted = list(permuted_matmuls(picture.module))
+    permuted = list(permuted_matmuls(spmd.module))
     return f"XLA would permute values beside {len(permuted)} matmuls" if permuted else ""

@@ -28,7 +28,7 @@ from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.plan.speedup import Speedup, Way, milliseconds
+from jaxoverlap.plan.speedup import CandidateName, Speedup, milliseconds
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
 from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.slower_rules import lost
@@ -104,8 +104,8 @@ class Comparison:
     cost: CostModel
     reorders: bool
     may_split: bool
-    lowered: Callable[[Way], tuple[jax.stages.Lowered, Any]]
-    request: Callable[[Way, Mapping[str, Any] | None], Request]
+    lowered: Callable[[CandidateName], tuple[jax.stages.Lowered, Any]]
+    request: Callable[[CandidateName, Mapping[str, Any] | None], Request]
 
     @property
     def memory_bytes(self) -> int:
@@ -129,7 +129,7 @@ class Comparison:
 
     def decided_here(
         self,
-        compiled: Callable[[Way], CompiledStep | Unsimulated | Failure],
+        compiled: Callable[[CandidateName], CompiledStep | Unsimulated | Failure],
         options: Mapping[str, Any] | None,
     ) -> Speedup:
         """Choose a candidate: this process compiles the overlapped step, children the others.
@@ -138,41 +138,43 @@ class Comparison:
             compiled: compiles a candidate in this process.
             options: further compiler options, for all candidates.
         """
-        ways = self._others()
-        children = [self._child(way, options) for way in ways]
+        candidates = self._others()
+        children = [self._child(candidate, options) for candidate in candidates]
         with ThreadPoolExecutor(len(children)) as pool:
             results = pool.map(lambda child: child(), children)  # they run meanwhile
             rings = compiled("overlapped")
-        others = dict(zip(ways, results, strict=True))
+        others = dict(zip(candidates, results, strict=True))
         in_child = functools.partial(self._in_child, options=options)
         return choose(self, others, rings, compiled, in_child)
 
     def decided_in_children(self) -> Speedup:
         """Choose a candidate; children compile all of them."""
-        ways: tuple[Way, ...] = (*self._others(), "overlapped")
-        children = [self._child(way, None) for way in ways]
+        candidates: tuple[CandidateName, ...] = (*self._others(), "overlapped")
+        children = [self._child(candidate, None) for candidate in candidates]
         with ThreadPoolExecutor(len(children)) as pool:
-            results = dict(zip(ways, pool.map(lambda child: child(), children), strict=True))
+            results = dict(zip(candidates, pool.map(lambda child: child(), children), strict=True))
         rings = results.pop("overlapped")
         in_child = functools.partial(self._in_child, options=None)
         return choose(self, results, rings, in_child, in_child)
 
-    def _others(self) -> tuple[Way, ...]:
+    def _others(self) -> tuple[CandidateName, ...]:
         """Return the candidates that are always compared with the overlapped step."""
-        reordered: tuple[Way, ...] = ("reordered",) if self.is_close else ()
-        other_rows: tuple[Way, ...] = ("other rows",) if self.compares_split else ()
+        reordered: tuple[CandidateName, ...] = ("reordered",) if self.is_close else ()
+        other_rows: tuple[CandidateName, ...] = ("other rows",) if self.compares_split else ()
         return ("plain", *reordered, *other_rows)
 
-    def _in_child(self, way: Way, *, options: Mapping[str, Any] | None) -> CompiledStep | Failure:
+    def _in_child(
+        self, candidate: CandidateName, *, options: Mapping[str, Any] | None
+    ) -> CompiledStep | Failure:
         """Compile a candidate in a child, and wait for it."""
-        return self._child(way, options)()
+        return self._child(candidate, options)()
 
     def _child(
-        self, way: Way, options: Mapping[str, Any] | None
+        self, candidate: CandidateName, options: Mapping[str, Any] | None
     ) -> Callable[[], CompiledStep | Failure]:
         """Lower a candidate, compile it in a child, and return a call that waits for the result."""
         try:
-            request = self.request(way, options)
+            request = self.request(candidate, options)
         except ValueError as error:
             failure = Failure(why=str(error))
             return lambda: failure
@@ -181,10 +183,10 @@ class Comparison:
 
 def choose(
     comparison: Comparison,
-    others: Mapping[Way, CompiledStep | Failure],
+    others: Mapping[CandidateName, CompiledStep | Failure],
     rings: CompiledStep | Unsimulated | Failure,
-    compiled: Callable[[Way], CompiledStep | Unsimulated | Failure],
-    in_child: Callable[[Way], CompiledStep | Failure],
+    compiled: Callable[[CandidateName], CompiledStep | Unsimulated | Failure],
+    in_child: Callable[[CandidateName], CompiledStep | Failure],
 ) -> Speedup:
     """Choose the fastest candidate that fits the device; of equal ones the overlapped step.
 
@@ -208,24 +210,26 @@ def choose(
             rings, "plain was not compared: XLA says of only one of the two how often its loops run"
         )
     key = functools.partial(_key, memory_bytes=comparison.memory_bytes)
-    every: dict[Way, CompiledStep | Failure] = {"overlapped": rings}
-    every |= {way: others[way] for way in get_args(Way) if way in others}  # of equal ones the first
-    fit: dict[Way, CompiledStep] = {
-        way: made
-        for way, made in every.items()
+    every: dict[CandidateName, CompiledStep | Failure] = {"overlapped": rings}
+    every |= {
+        candidate: others[candidate] for candidate in get_args(CandidateName) if candidate in others
+    }  # of equal ones the first
+    fit: dict[CandidateName, CompiledStep] = {
+        candidate: made
+        for candidate, made in every.items()
         if isinstance(made, CompiledStep) and made.loops == plain.loops
     }
-    taken: Way = min(fit, key=lambda way: key(fit[way]))
+    taken: CandidateName = min(fit, key=lambda candidate: key(fit[candidate]))
     if taken == "plain" and "reordered" not in others and comparison.reorders:
         reordered = compiled("reordered")
         if isinstance(reordered, CompiledStep) and key(reordered) <= key(plain):
             fit["reordered"], taken = reordered, "reordered"
     if comparison.reorders and fit[taken].step_s > plain.compute_s * (1 + _MIN_EXPOSED):
         with ThreadPoolExecutor(len(COMPARED)) as pool:
-            for way, made in zip(COMPARED, pool.map(in_child, COMPARED), strict=True):
+            for candidate, made in zip(COMPARED, pool.map(in_child, COMPARED), strict=True):
                 if isinstance(made, CompiledStep) and made.loops == plain.loops:
-                    fit[way] = made
-        taken = min(fit, key=lambda way: key(fit[way]))
+                    fit[candidate] = made
+        taken = min(fit, key=lambda candidate: key(fit[candidate]))
     overlapped_s = rings.step_s if isinstance(rings, CompiledStep) else None
     speedup = Speedup(
         taken=taken, step_s=fit[taken].step_s, plain_s=plain.step_s, overlapped_s=overlapped_s

@@ -1,4 +1,4 @@
-"""Run a step's pipeline: find its mesh and cluster, choose a way, note what was done."""
+"""Run a step's pipeline: find its mesh and cluster, choose a candidate, note what was done."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.streams import Streams
+from jaxoverlap.step.candidates import StepCandidate, overlapped
 from jaxoverlap.step.check_plan import followed
 from jaxoverlap.step.context import StepContext, prepare
 from jaxoverlap.step.halves import GAIN
 from jaxoverlap.step.layouts import changed, described
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.programs import Edited
-from jaxoverlap.step.ways import Way, overlapped
 
 ORIGINAL = "the original step"
 _STREAM_GAIN = 0.01  # of the step: what a second stream has to gain, as NCCL then has two orders
@@ -95,10 +95,10 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
     return PassResult(plan, jaxpr, mesh, cluster, cost, done.rings, done.step_s, edited)
 
 
-def _edited(step: StepContext, done: Way, result: Any) -> tuple[Edited, ...]:
+def _edited(step: StepContext, done: StepCandidate, result: Any) -> tuple[Edited, ...]:
     """Return the step after each edit, the original one first; only that where nothing changed."""
     original = (step.typed or step).jaxpr
-    seconds = functools.partial(step.seconds, step.plain.module) if done.laid else None
+    seconds = functools.partial(step.seconds, step.plain.module) if done.unringed else None
     if result is original:
         return (Edited(ORIGINAL, original, seconds),)
     untyped = Edited("shardings in types made constraints", step.jaxpr, seconds)
@@ -156,21 +156,21 @@ def _terms(step: StepContext, options: Options) -> Terms:
     )
 
 
-def _with_price(step: StepContext, way: Way, plan: Plan) -> Plan:
+def _with_price(step: StepContext, candidate: StepCandidate, plan: Plan) -> Plan:
     """Add the estimated gain, and the operations that partition themselves, to a plan."""
     operations = (at for at in equations(step.jaxpr) if partitions_itself(at[0]))
     partitioning = tuple(dict.fromkeys(described(*at) for at in operations))
     plan = msgspec.structs.replace(plan, partitioning=partitioning)
-    if way.step_s is None or way.picture is None or way.laid is None:
+    if candidate.step_s is None or candidate.spmd is None or candidate.unringed is None:
         return plan
     # Each tool's gain on one stream, as XLA launches a step as it is, and then the second stream's.
     one_stream = functools.partial(step.estimate, nvlink_stream=False)
-    untyped, laid_s = one_stream(step.plain.module), one_stream(way.laid.module).step_s
+    untyped, laid_s = one_stream(step.plain.module), one_stream(candidate.unringed.module).step_s
     as_it_is = untyped
     if step.typed and step.inferred:
         as_it_is = one_stream(step.typed.plain.module)
-    one_s = one_stream(way.picture.module).step_s
-    streams = _streams(step, one_s, way.step_s)
+    one_s = one_stream(candidate.spmd.module).step_s
+    streams = _streams(step, one_s, candidate.step_s)
     saved_s = {}
     if step.inferred:
         saved_s["types"] = as_it_is.step_s - untyped.step_s
@@ -180,7 +180,7 @@ def _with_price(step: StepContext, way: Way, plan: Plan) -> Plan:
         rings = any(d.num_chunks > 1 for d in plan.decisions)
         saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - one_s
     if streams and streams.are_two:
-        saved_s["streams"] = one_s - way.step_s
+        saved_s["streams"] = one_s - candidate.step_s
     price = Price(
         plain_s=as_it_is.step_s,
         plain_exposed_s=as_it_is.exposed_s,

@@ -27,7 +27,7 @@ _SHOWN = 8  # processes of a hash, and differences
 
 
 @dataclass(frozen=True)
-class Stand:
+class Agreement:
     """The program that this process is about to compile, in facts that processes compare.
 
     Attributes:
@@ -66,7 +66,7 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     return processes if len(processes) > 1 and jax.process_index() in processes else ()
 
 
-def meet(stand: Stand, within_s: float) -> bool:
+def meet(agreement: Agreement, within_s: float) -> bool:
     """Wait for the other processes, and see whether all are about to compile the same.
 
     Args:
@@ -80,23 +80,25 @@ def meet(stand: Stand, within_s: float) -> bool:
         DisagreementError: in every process: if one does not come, two are not about to compile the
             same, or one has failed and not all may run the step as it is.
     """
-    store, where = store_of_processes(), _next("agree", stand.processes)
+    store, where = store_of_processes(), _next("agree", agreement.processes)
     me = jax.process_index()
-    digest = hashlib.sha256(msgspec.json.encode(sorted(stand.facts.items()))).hexdigest()
-    head = _Head(me, socket.gethostname(), digest, stand.failed, stand.plain)
-    store.key_value_set(f"{where}/facts/{me}", msgspec.json.encode(stand.facts).decode())
+    digest = hashlib.sha256(msgspec.json.encode(sorted(agreement.facts.items()))).hexdigest()
+    head = _Head(me, socket.gethostname(), digest, agreement.failed, agreement.plain)
+    store.key_value_set(f"{where}/facts/{me}", msgspec.json.encode(agreement.facts).decode())
     store.key_value_set(f"{where}/heads/{me}", msgspec.json.encode(head).decode())
     try:
-        store.wait_at_barrier(where, round(within_s * 1e3), list(stand.processes))
+        store.wait_at_barrier(where, round(within_s * 1e3), list(agreement.processes))
     except jax.errors.JaxRuntimeError as error:
-        raise DisagreementError(_absent(stand, _heads(store, where), within_s, error)) from error
+        raise DisagreementError(
+            _absent(agreement, _heads(store, where), within_s, error)
+        ) from error
     heads = _heads(store, where)
     if failed := [h for h in heads if h.failed]:
         if all(h.plain for h in heads):
             return False
-        raise DisagreementError(_failure(stand.step, failed))
+        raise DisagreementError(_failure(agreement.step, failed))
     if len({h.digest for h in heads}) > 1:
-        raise DisagreementError(_difference(stand, heads, store, where))
+        raise DisagreementError(_difference(agreement, heads, store, where))
     return True
 
 
@@ -115,18 +117,18 @@ def _listed(heads: Sequence[_Head]) -> str:
     return ", ".join(map(str, heads[:_SHOWN])) + more
 
 
-def _absent(stand: Stand, heads: Sequence[_Head], within_s: float, error: Exception) -> str:
-    missing = sorted({*stand.processes} - {h.process for h in heads})
+def _absent(agreement: Agreement, heads: Sequence[_Head], within_s: float, error: Exception) -> str:
+    missing = sorted({*agreement.processes} - {h.process for h in heads})
     if not missing:
         return (
-            f"process {jax.process_index()} came to {stand.step} after the others had given up: "
-            f"they waited {within_s:g} s. If it may take longer, say so in "
+            f"process {jax.process_index()} came to {agreement.step} after the others had "
+            f"given up: they waited {within_s:g} s. If it may take longer, say so in "
             "overlap(agree_within_s=)"
         )
     shown = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
     reason = str(error).splitlines()[0]
     return (
-        f"process {shown} did not come to {stand.step} within {within_s:g} s, so it was not "
+        f"process {shown} did not come to {agreement.step} within {within_s:g} s, so it was not "
         f"compiled; here are {_listed(heads)}. See what became of it there; every process has to "
         "call the step. If it may take longer, say so in overlap(agree_within_s=). "
         f"({reason})"
@@ -138,7 +140,7 @@ def _failure(step: str, failed: Sequence[_Head]) -> str:
     return f"{step} was not compiled, as it failed elsewhere:{lines}"
 
 
-def _difference(stand: Stand, heads: Sequence[_Head], store: Store, where: str) -> str:
+def _difference(agreement: Agreement, heads: Sequence[_Head], store: Store, where: str) -> str:
     """Say which processes would compile which program, and what differs between the programs."""
     by_digest: dict[str, list[_Head]] = defaultdict(list)
     for head in heads:
@@ -149,7 +151,7 @@ def _difference(stand: Stand, heads: Sequence[_Head], store: Store, where: str) 
         lines.append(f"process {other.process}, where process {first.process} has the other:")
         lines += [f"  {line}" for line in _facts(store, where, first, other)]
     return (
-        f"{stand.step} is not the same program in all processes, and was not compiled:\n"
+        f"{agreement.step} is not the same program in all processes, and was not compiled:\n"
         + "\n".join(lines)
         + "\nGive all the same plan, code and versions: jaxoverlap.agreed() hands process 0's plan "
         "to the others"

@@ -32,7 +32,7 @@ from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.notices import Notice, no_mesh, not_compiled, not_rewritten
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.pipeline import PassResult, run_passes
-from jaxoverlap.step.processes import DisagreementError, Stand, meet, processes_of
+from jaxoverlap.step.processes import Agreement, DisagreementError, meet, processes_of
 from jaxoverlap.step.trial import Request
 
 OFF_VARIABLE = "JAXOVERLAP"  # "off" runs every step as it is
@@ -64,7 +64,7 @@ class StepProgram:
     source: dict[str, Any]
     cluster: Cluster | None = None
     ordering: SchedulerPass | None = None
-    stand: Stand | None = None
+    agreement: Agreement | None = None
     notice: Notice | None = None
     error: MeshError | RewriteError | None = None
     cost: CostModel | None = None
@@ -118,8 +118,8 @@ def step_program(
     if is_off():
         text = f"{name} runs as it is: {OFF_VARIABLE}=off asks for it"
         error = UserError(text)
-        stand = _failed(call, error, plain=True)
-        return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
+        agreement = _failed(call, error, plain=True)
+        return replace(_plain(params), agreement=agreement, notice=Notice(text, text), error=error)
     try:
         if find_plan is not None:
             with own_faults(name, ValueError, DisagreementError):
@@ -133,8 +133,8 @@ def step_program(
         if options.on_error == "raise":
             raise
         text = f"{name} runs without overlap: {error.without_plain}"
-        stand = _failed(call, error, plain=True)
-        return replace(_plain(params), stand=stand, notice=Notice(text, text), error=error)
+        agreement = _failed(call, error, plain=True)
+        return replace(_plain(params), agreement=agreement, notice=Notice(text, text), error=error)
 
 
 def _on_no_one_mesh(call: jits.Call, error: MeshError, options: Options) -> StepProgram:
@@ -206,7 +206,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
         source=params,
         cluster=done.cluster,
         ordering=ordering,
-        stand=_stand(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
+        agreement=_agreement(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
         notice=None if asked or any(plan.changes) else not_rewritten(name, plan),
         cost=done.cost,
         undecided=bool(done.cost and options.never_slower and not options.plan)
@@ -318,23 +318,23 @@ def request_of(
 # -- many processes -------------------------------------------------------------------------------
 
 
-def _stand(
+def _agreement(
     plan: Plan,
     done: PassResult,
     compiled_with: Mapping[str, Any],
     ordering: SchedulerPass | None,
     options: Options,
-) -> Stand | None:
+) -> Agreement | None:
     """Collect what the processes of a step's mesh have to agree on; None if there is but one."""
     processes = processes_of(done.mesh)
     if not processes:
         return None
     facts = facts_of(plan, done.jaxpr, done.mesh, compiled_with)
     facts["scheduler pass"] = ordering.name if ordering else "none"
-    return Stand(plan.step, processes, facts, plain=options.on_error == "plain")
+    return Agreement(plan.step, processes, facts, plain=options.on_error == "plain")
 
 
-def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Stand | None:
+def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Agreement | None:
     """Make the stand that says that a step failed here; None if there are no other processes.
 
     The mesh names the processes. A step without a mesh has failed in all of them.
@@ -344,7 +344,7 @@ def _failed(call: jits.Call, error: Exception, *, plain: bool) -> Stand | None:
     except ValueError:
         return None
     said = f"{type(error).__name__}: {error}"
-    return Stand(call.name, processes, failed=said, plain=plain) if processes else None
+    return Agreement(call.name, processes, failed=said, plain=plain) if processes else None
 
 
 def agree(program: StepProgram, options: Options) -> StepProgram:
@@ -353,16 +353,18 @@ def agree(program: StepProgram, options: Options) -> StepProgram:
     Raises:
         DisagreementError: as `meet`.
     """
-    assert program.stand is not None
-    if meet(program.stand, options.agree_within_s):
-        return replace(program, stand=None)
-    warn(f"{program.stand.step} runs without overlap in all processes: one could not rewrite it")
+    assert program.agreement is not None
+    if meet(program.agreement, options.agree_within_s):
+        return replace(program, agreement=None)
+    warn(
+        f"{program.agreement.step} runs without overlap in all processes: one could not rewrite it"
+    )
     return _plain(program.source)
 
 
 def tell(call: jits.Call, error: Exception, options: Options) -> None:
     """Let the other processes know that this one has failed, so that they do not wait for it."""
-    stand = _failed(call, error, plain=False)
-    if stand is not None:
+    agreement = _failed(call, error, plain=False)
+    if agreement is not None:
         with contextlib.suppress(DisagreementError):  # what failed here says more
-            meet(stand, options.agree_within_s)
+            meet(agreement, options.agree_within_s)

@@ -15,7 +15,7 @@ from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.passes.scheduling.scheduler import Scheduled, SchedulerPass
 from jaxoverlap.plan.plan import Plan
-from jaxoverlap.plan.speedup import Speedup, Way
+from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.simulation.audit import Audit, audit
 from jaxoverlap.simulation.simulation import Simulation, simulate
 from jaxoverlap.step.never_slower import Comparison, CompiledStep, Unsimulated
@@ -78,11 +78,11 @@ class Lowered:
 
     def _faster(self, comparison: Comparison, options: dict[str, Any] | None) -> Compiled:
         """Compile this step, or another candidate if that is faster by simulation."""
-        made: dict[Way, Compiled] = {}
+        made: dict[CandidateName, Compiled] = {}
 
-        def compiled(way: Way) -> CompiledStep | Unsimulated | Failure:
+        def compiled(candidate: CandidateName) -> CompiledStep | Unsimulated | Failure:
             try:
-                made[way] = one = self._in(way, comparison)._compiled(options)
+                made[candidate] = one = self._in(candidate, comparison)._compiled(options)
             except jax.errors.JaxRuntimeError as error:
                 return Failure(why=first_line(error))
             peak = peak_bytes(one.memory_analysis())
@@ -97,11 +97,11 @@ class Lowered:
         taken.speedup = speedup
         return taken
 
-    def _in(self, way: Way, comparison: Comparison) -> Lowered:
-        """Return the step lowered in one of its ways."""
-        if way == "overlapped":
+    def _in(self, candidate: CandidateName, comparison: Comparison) -> Lowered:
+        """Return the step lowered in one of its candidates."""
+        if candidate == "overlapped":
             return self
-        lowered, new = comparison.lowered(way)
+        lowered, new = comparison.lowered(candidate)
         return Lowered(lowered, new.plan, self._wrapped_jit, self._cluster, new.ordering)
 
     def _compiled(self, compiler_options: dict[str, Any] | None) -> Compiled:

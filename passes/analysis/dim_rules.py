@@ -5,13 +5,13 @@
 A rule gives each dim a factor, as Shardy's sharding rules do (`sdy.sharding_rule`; a test compares
 the two): dims of one factor are the same dim. The layouts' search names the dims of a step by them
 (`passes/layouts/dims.py`), and a batch split follows one factor through the step
-(`passes/halves/rows.py`).
+(`passes/halves/batch.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def _own(number: int, var: Any) -> Factors:
     return tuple((number, d) for d in range(var.aval.ndim))
 
 
-def _replaced(factors: Sequence[Hashable], new: dict[int, Hashable]) -> Factors:
+def _replaced(factors: Sequence[Hashable], new: Mapping[int, Hashable]) -> Factors:
     return tuple(new.get(d, factor) for d, factor in enumerate(factors))
 
 
@@ -299,7 +299,7 @@ def _dynamic_update_slice(eqn: Any) -> DimRule:
     factors = _own(0, operand)
     partial = {d: (1, d) for d, n in enumerate(update.aval.shape) if n != operand.aval.shape[d]}
     mixed = frozenset(factors[d] for d in partial)
-    operands = (factors, _replaced(factors, dict(partial)), *((),) * len(starts))
+    operands = (factors, _replaced(factors, partial), *((),) * len(starts))
     return DimRule(operands, (factors,), mixed=mixed)
 
 

@@ -54,7 +54,7 @@ class Shardings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Picture:
+class SpmdProgram:
     """The step that XLA's partitioner makes of the traced one.
 
     Attributes:
@@ -89,7 +89,7 @@ def partitioned(
     *,
     ask: bool = True,
     options: Mapping[str, str] | None = None,
-) -> Picture:
+) -> SpmdProgram:
     """Partition a traced step with XLA, and read its shardings.
 
     Args:
@@ -104,7 +104,7 @@ def partitioned(
     """
     if not ask:
         spmd_program = _partition(traced, jaxpr, mesh, options=options)
-        return Picture({}, spmd_program.results, spmd_program.text, mesh.size)
+        return SpmdProgram({}, spmd_program.results, spmd_program.text, mesh.size)
     asked: dict[Any, _Asked] = {}
 
     def with_tags(body: Body) -> list[Any] | None:
@@ -122,7 +122,7 @@ def partitioned(
         read |= {one.read(o, turned=True) for o in found.get(_turned(key), ())}
         if len(read) == 1 and (shardings := read.pop()):  # one body may stand in several places
             known[key] = shardings
-    return Picture(known, spmd_program.results, spmd_program.text, mesh.size)
+    return SpmdProgram(known, spmd_program.results, spmd_program.text, mesh.size)
 
 
 def _partition(

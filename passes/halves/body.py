@@ -8,8 +8,8 @@ from typing import Any
 from jax import Array, lax
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap.passes.halves.batch import BatchSplit, Followed
 from jaxoverlap.passes.halves.own_names import OwnNames
-from jaxoverlap.passes.halves.rows import Followed, RowSplit
 
 _COMBINED: dict[str, Callable[[Array, Array], Array]] = {
     "add": lax.add,
@@ -29,7 +29,7 @@ class HostMemoryError(Exception):
 class SplitBody:
     """The equations of one body, as they are made, and its values: whole, in parts, or both."""
 
-    def __init__(self, cut: RowSplit):
+    def __init__(self, cut: BatchSplit):
         self.eqns: list[Any] = []
         self._cut = cut
         self._parts: dict[Any, tuple[int, list[Any]]] = {}
@@ -164,7 +164,7 @@ def _combined(how: str) -> Callable[..., list[Array]]:
     return combined
 
 
-def _cut(x: Array, dim: int, cut: RowSplit) -> list[Array]:
+def _cut(x: Array, dim: int, cut: BatchSplit) -> list[Array]:
     """Cut an array in parts along a dim: of each shard the same share."""
     shape, size = x.shape, x.shape[dim]
     rest = size // (cut.shards * cut.parts)
@@ -175,7 +175,7 @@ def _cut(x: Array, dim: int, cut: RowSplit) -> list[Array]:
     ]
 
 
-def _join(parts: Sequence[Array], dim: int, cut: RowSplit) -> Array:
+def _join(parts: Sequence[Array], dim: int, cut: BatchSplit) -> Array:
     """Join the parts of an array."""
     shape = parts[0].shape
     split = (*shape[:dim], cut.shards, 1, shape[dim] // cut.shards, *shape[dim + 1 :])

@@ -19,9 +19,9 @@ from typing import Any
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.passes.halves.batch import BatchSplit, follow
 from jaxoverlap.passes.halves.body import SplitBody
 from jaxoverlap.passes.halves.own_names import own_slices
-from jaxoverlap.passes.halves.rows import RowSplit, follow
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call", "core_call")
 
@@ -42,7 +42,7 @@ class Halved:
         self,
         jaxpr: Any,
         rows_of: RowsOf,
-        cut: RowSplit,
+        cut: BatchSplit,
         unroll: int = 1,
         whole: Callable[[Any], bool] = lambda eqn: False,
     ):

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import REMATS
-from jaxoverlap.passes.halves.rows import RowSplit
+from jaxoverlap.passes.halves.batch import BatchSplit
 
 _SMALL = 1 << 18  # elements of a value that may be written out
 _MASK = 1 << 26  # elements of a mask, a byte each: what it masks has more bytes, and rows or heads
@@ -55,7 +55,7 @@ class OwnNames:
             return whole
         return self._named(whole, part, eqn)
 
-    def parts(self, whole: Any, dim: int, cut: RowSplit, like: Any) -> list[Any] | None:
+    def parts(self, whole: Any, dim: int, cut: BatchSplit, like: Any) -> list[Any] | None:
         """Make the parts of a value whose rows are all the same, from values without rows.
 
         Args:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.halves.rows import RowSplit
+from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import weights_of
 
 _COVERED = 0.5  # of the work of all matmuls: with less there is little to hide behind
 
 
-class Rows(NamedTuple):
+class BatchDim(NamedTuple):
     """Rows that may be cut.
 
     Attributes:
@@ -40,9 +40,9 @@ class Rows(NamedTuple):
         """Return whether each device has rows for all parts."""
         return self.held >= parts and self.held % parts == 0
 
-    def cut(self, parts: int) -> RowSplit:
+    def cut(self, parts: int) -> BatchSplit:
         """Return the cut in this many parts."""
-        return RowSplit(self.shards, parts)
+        return BatchSplit(self.shards, parts)
 
     def dim(self, dims: DimNames, var: Any) -> int | None:
         """Return the dim of a value that has the name; None if none has."""
@@ -50,9 +50,9 @@ class Rows(NamedTuple):
         return names.index(self.name) if self.name in names else None
 
 
-def rows_to_cut(
+def batch_dims(
     jaxpr: Any, dims: DimNames, shardings: Mapping[Any, Shardings], sizes: Mapping[str, int]
-) -> Iterator[Rows]:
+) -> Iterator[BatchDim]:
     """Yield the rows that may be cut, those that most matmuls have first.
 
     Of two names that all matmuls have, as those of the batch and the sequence, the one that stands
@@ -77,9 +77,9 @@ def rows_to_cut(
     others = [name for name in work if work[name] >= _COVERED * total]
     others.sort(key=lambda name: (-work[name], depth[name]))
 
-    def rows_of(name: Name) -> Rows:
+    def rows_of(name: Name) -> BatchDim:
         shards = _shards(name, every_dot, dims, shardings, sizes)
-        return Rows(name, shards, _held(name, every_dot, dims, shards))
+        return BatchDim(name, shards, _held(name, every_dot, dims, shards))
 
     free = [rows_of(name) for name in _free(every_dot, dims)]
     yield from free

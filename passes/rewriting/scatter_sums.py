@@ -31,7 +31,7 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.mesh import explicit_axes
-from jaxoverlap.passes.analysis.partitioned import Picture, Shardings, partitioned
+from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram, partitioned
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.passes.planning.layout import Layout, traffic
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
@@ -77,7 +77,7 @@ class Rewriting:
     sums: Mapping[int, Point] = field(default_factory=dict)
 
 
-Decide = Callable[[Any, Picture], Rewriting]
+Decide = Callable[[Any, SpmdProgram], Rewriting]
 
 
 def scatter_sums(
@@ -214,7 +214,7 @@ def partitioned_scattered(
     where: Mapping[int, Point],
     shardings: Mapping[Any, Shardings],
     mesh: Mesh,
-) -> Picture:
+) -> SpmdProgram:
     """Ask XLA what it would make of a step with some of its sums scattered.
 
     All other matmuls keep the shardings of their results, so that scattered rows do not change the
@@ -254,7 +254,7 @@ def partitioned_scattered(
             eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
         return eqns if wanted else None
 
-    picture = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
+    spmd = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
     # The first sink of each result is our own constraint, which the step does not have.
     shardings = {
         (key[0], places[key]) if isinstance(key, tuple) else key: (
@@ -262,9 +262,9 @@ def partitioned_scattered(
             if key in dims and read.out_sinks
             else read
         )
-        for key, read in picture.shardings.items()
+        for key, read in spmd.shardings.items()
     }
-    return dataclasses.replace(picture, shardings=shardings)
+    return dataclasses.replace(spmd, shardings=shardings)
 
 
 def _summed(eqn: Any, dims: Sequence[Any], mesh: Mesh) -> list[Any]:

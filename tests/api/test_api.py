@@ -283,7 +283,8 @@ def test_another_sharding_is_another_plan():
 def test_a_step_is_rewritten_once_for_each_sharding(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "jaxoverlap.step.ways.rewrite", lambda *args: calls.append(1) or rewrite.rewrite(*args)
+        "jaxoverlap.step.candidates.rewrite",
+        lambda *args: calls.append(1) or rewrite.rewrite(*args),
     )
     step = overlap(product)
     for _ in range(3):

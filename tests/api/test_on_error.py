@@ -88,7 +88,7 @@ def test_another_fault_in_another_signature_is_told_too(monkeypatch):
         def fail(*_, fault=fault, **__):
             raise KeyError(fault)
 
-        monkeypatch.setattr("jaxoverlap.step.ways.decide", fail)
+        monkeypatch.setattr("jaxoverlap.step.candidates.decide", fail)
         with pytest.warns(UserWarning, match=f"KeyError: '{fault}'"):
             step(*args)
 

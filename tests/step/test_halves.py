@@ -15,7 +15,7 @@ from benchmarks import plain_gpt
 from jaxoverlap._jax import jits
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
-from jaxoverlap.passes.analysis.partitioned import Picture
+from jaxoverlap.passes.analysis.partitioned import SpmdProgram
 from jaxoverlap.step.halves import fits
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
@@ -264,5 +264,5 @@ ENTRY %main (x: s8[{arguments},1000000000]) -> s8[1] {{
   ROOT %z = s8[1]{{0}} custom-call(%y), custom_call_target="other"
 }}
 """
-    picture = Picture(shardings={}, results=(), text=text, num_devices=8)
-    assert fits(picture, cost_model(parse_cluster("h100-sxm:1x8"))) == fit
+    spmd = SpmdProgram(shardings={}, results=(), text=text, num_devices=8)
+    assert fits(spmd, cost_model(parse_cluster("h100-sxm:1x8"))) == fit

@@ -88,11 +88,11 @@ def test_a_plan_whose_pins_cannot_be_kept_is_refused(plan, args, monkeypatch):
 
 
 def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
-    laid_jaxpr, partitioned = step_layouts._Asker.laid_jaxpr, step_context.partitioned
+    pinned_jaxpr, partitioned = step_layouts._Evaluator.pinned_jaxpr, step_context.partitioned
     with_pins = []
 
-    def recorded(asker, pins, tables=()):
-        jaxpr = laid_jaxpr(asker, pins, tables)
+    def recorded(evaluator, pins, tables=()):
+        jaxpr = pinned_jaxpr(evaluator, pins, tables)
         with_pins.extend([jaxpr] if pins else [])
         return jaxpr
 
@@ -101,7 +101,7 @@ def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
             raise RewriteError("XLA's partitioner gave no answer")
         return partitioned(traced, jaxpr, mesh, ask=ask)
 
-    monkeypatch.setattr("jaxoverlap.step.layouts._Asker.laid_jaxpr", recorded)
+    monkeypatch.setattr("jaxoverlap.step.layouts._Evaluator.pinned_jaxpr", recorded)
     monkeypatch.setattr("jaxoverlap.step.context.partitioned", refusing)
     fresh = jax.jit(lambda *given: step(*given))  # what was found for another is remembered
     layouts = jaxoverlap.overlap(fresh, cluster=POD).explain(*args).layouts

@@ -69,8 +69,8 @@ def chosen(
     Whether it is compiled at once or only where the overlapped step loses makes no difference.
     """
 
-    def compiled(way: str) -> CompiledStep | Failure:
-        assert way == "reordered" and reordered is not None
+    def compiled(candidate: str) -> CompiledStep | Failure:
+        assert candidate == "reordered" and reordered is not None
         return reordered
 
     comparison: Any = Comparison(
@@ -403,9 +403,9 @@ def children(monkeypatch) -> tuple[dict[str, CompiledStep | Failure], list[str]]
     asked: list[str] = []
 
     def attempted(request: trial.Request) -> CompiledStep | Failure:
-        way = "overlapped" if b"permute" in request.job.module else "plain"
-        asked.append(way)
-        return by_way[way]
+        candidate = "overlapped" if b"permute" in request.job.module else "plain"
+        asked.append(candidate)
+        return by_way[candidate]
 
     monkeypatch.setattr("jaxoverlap.step.program.is_gpu", lambda mesh: True)
     monkeypatch.setattr("jaxoverlap.hardware.pods.compiler_options", dict)
@@ -494,7 +494,7 @@ def test_process_0_chooses_for_all(children, monkeypatch):
     monkeypatch.setattr("jaxoverlap.step.choice.handed", handed)
     for module in ("program", "choice"):
         monkeypatch.setattr(f"jaxoverlap.step.{module}.processes_of", lambda mesh: (0, 1))
-    monkeypatch.setattr("jaxoverlap.step.program.meet", lambda stand, within_s: True)
+    monkeypatch.setattr("jaxoverlap.step.program.meet", lambda agreement, within_s: True)
     step = on_gpus()
     with pytest.warns(UserWarning, match="product runs as it is, which takes"):
         np.testing.assert_array_equal(step(X, W), X @ W)

@@ -12,12 +12,12 @@ from jax import lax
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.flatten import flatten
+from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.halves.halve import Halved
-from jaxoverlap.passes.halves.rows import RowSplit
 from jaxoverlap.passes.layouts.dims import DimNames
 
 B, S, D, V, L = 8, 4, 6, 10, 4
-CUT = RowSplit(2, 2)
+CUT = BatchSplit(2, 2)
 OFFLOADS_INNER = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["inner"],

@@ -326,7 +326,7 @@ def test_a_failure_of_the_partitioner_is_named(monkeypatch):
 # -- results, and what moves ----------------------------------------------------------------------
 
 
-def picture(step, *args, **options):
+def spmd(step, *args, **options):
     traced = jax.jit(step, **options).trace(*args)
     return partitioned(traced, traced.jaxpr, MESH)
 
@@ -338,7 +338,7 @@ def test_results_lie_as_the_compiled_step_gives_them():
 
     args = (jax.device_put(np.ones(s.shape, np.float32), s.sharding) for s in (X, W))
     given = jax.tree.leaves(jax.jit(step)(*args))
-    specs = picture(step, X, W).results
+    specs = spmd(step, X, W).results
     assert len(specs) == len(given)
     for spec, array in zip(specs, given, strict=True):
         assert spec is not None
@@ -379,7 +379,7 @@ def test_a_loop_counts_by_its_trips():
     def step(x, w, v):
         return lax.scan(lambda c, _: (mlp(c, w, v), None), x, None, length=5)[0]
 
-    moved = partitioner_collectives(picture(step, X, W, V).module, dict(MESH.shape))
+    moved = partitioner_collectives(spmd(step, X, W, V).module, dict(MESH.shape))
     assert {(r.kind, r.runs) for r in moved} == {("all_gather", 5), ("all_reduce", 5)}
 
 

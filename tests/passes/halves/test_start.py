@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxoverlap.passes.analysis.jaxprs import dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.halves.start import rows_to_cut
+from jaxoverlap.passes.halves.start import batch_dims
 from jaxoverlap.passes.layouts.dims import DimNames
 
 SIZES = {"data": 4, "model": 2}
@@ -28,7 +28,7 @@ def rows(batch: int, sequence: int, spec=(("data",), ("model",), ())):
     dims = DimNames(jaxpr)
     first = dots(jaxpr)[0]
     shardings = {first.index: Shardings(lhs=spec, rhs=((), ()), out=None)}
-    ranked = list(rows_to_cut(jaxpr, dims, shardings, SIZES))
+    ranked = list(batch_dims(jaxpr, dims, shardings, SIZES))
     return [(r.dim(dims, jaxpr.invars[2]), r.shards, r.held) for r in ranked]
 
 
@@ -49,7 +49,7 @@ def test_parts_have_to_divide_what_a_device_holds(parts):
     shapes = (16, 32), (32, 16), (24, 8, 16)
     jaxpr = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     dims = DimNames(jaxpr)
-    (batch, sequence) = rows_to_cut(jaxpr, dims, {}, SIZES)
+    (batch, sequence) = batch_dims(jaxpr, dims, {}, SIZES)
     assert batch.divides(parts)
     assert sequence.divides(parts) == (parts == 2)
     assert batch.cut(parts) == (1, parts)
@@ -68,7 +68,7 @@ def test_a_batch_that_looks_like_a_weight_is_cut_all_the_same(residual):
 
     jaxpr = jax.make_jaxpr(forward)([(shape(16, 32), shape(32, 16))] * 3, shape(64, 16))
     dims = DimNames(jaxpr)
-    ranked = list(rows_to_cut(jaxpr, dims, {}, SIZES))
+    ranked = list(batch_dims(jaxpr, dims, {}, SIZES))
     assert [(r.dim(dims, jaxpr.invars[-1]), r.held) for r in ranked] == [(0, 64)]
     assert all(r.dim(dims, weight) is None for r in ranked for weight in jaxpr.invars[:-1])
 
@@ -105,7 +105,7 @@ def test_other_matmuls_than_dot_general_are_followed_too(forward, arguments, tra
 
     jaxpr = jax.make_jaxpr(step)(*arguments)
     dims = DimNames(jaxpr)
-    first = next(rows_to_cut(jaxpr, dims, {}, SIZES))
+    first = next(batch_dims(jaxpr, dims, {}, SIZES))
     assert (first.dim(dims, jaxpr.invars[0]), first.held) == (0, 16)
 
 
@@ -117,6 +117,6 @@ def test_under_vmap_the_batch_follows_the_mapped_dim(sharded: bool):
     dims = DimNames(jaxpr)
     spec = (("data",), (), (), ()) if sharded else ((), (), (), ())
     shardings = {dots(jaxpr)[0].index: Shardings(lhs=spec, rhs=((), (), ()), out=None)}
-    ranked = list(rows_to_cut(jaxpr, dims, shardings, SIZES))
+    ranked = list(batch_dims(jaxpr, dims, shardings, SIZES))
     found = [(r.dim(dims, jaxpr.invars[2]), r.held) for r in ranked]
     assert found == ([(0, 1), (1, 16), (2, 8)] if sharded else [(0, 4)])

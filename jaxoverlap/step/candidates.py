@@ -1,10 +1,10 @@
-"""Choose among the ways to run a step, by asking XLA about each before it compiles.
+"""Choose the fastest candidate for a step by its estimate, before anything is compiled.
 
-The rules decide which matmuls get rings; by themselves they cannot know what else a step does at
-the time. So each way is rewritten, partitioned (`passes/analysis/partitioned.py`) and estimated
+Rules decide which matmuls get rings; they cannot know what else the step does at that time. So each
+candidate is rewritten, partitioned (`passes/analysis/partitioned.py`) and estimated
 (`passes/scheduling/estimate.py`), and the fastest is taken; the step without any ring is one of
-them. A way is dropped if its results would have other shardings than the plain step's, or if it
-could not donate an argument that the plain step donates.
+them. A candidate is dropped if its results would have other shardings than the original step's, or
+if it could not donate an argument that the original step donates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxoverlap._jax.partitioner import many_processes_of_cpus
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
-from jaxoverlap.passes.analysis.partitioned import Picture, Shardings
+from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.manual.decide import decide_manual
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_plan import Ring
@@ -44,15 +44,15 @@ from jaxoverlap.plan.decisions import Reason
 from jaxoverlap.plan.plan import Plan, ScatteredSum
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import (
+    FEW_CANDIDATES,
     GAIN,
-    SOONEST,
     in_halves,
     in_parts,
     safe_terms,
     seconds,
     too_large,
 )
-from jaxoverlap.step.layouts import LaidOut, changed, lay_out
+from jaxoverlap.step.layouts import Unringed, changed, with_layouts
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.programs import Edited
 
@@ -61,8 +61,8 @@ VIEWS = "dims of size 1 left out once for all matmuls that read a value"
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to run a step.
+class StepCandidate:
+    """A rewritten step that is compared with others by its estimate.
 
     Attributes:
         plan: what is done with each matmul.
@@ -70,9 +70,9 @@ class Way:
         rings: its rings, except those written by hand.
         step_s: seconds of the step, estimated from its partitioned program; None where no price
             is known.
-        picture: its partitioned program; None where no price is known.
-        laid: the partitioned program of the step laid out, with whole rows and no rings; None where
-            the step was not partitioned.
+        spmd: its partitioned program; None where no price is known.
+        unringed: the partitioned program with layouts alone, without batch split and rings; None
+            where the step was not partitioned.
         edited: the step after each edit, the rewritten step last.
     """
 
@@ -80,13 +80,13 @@ class Way:
     jaxpr: Any
     rings: tuple[Ring, ...]
     step_s: float | None = None
-    picture: Picture | None = None
-    laid: Picture | None = None
+    spmd: SpmdProgram | None = None
+    unringed: SpmdProgram | None = None
     edited: tuple[Edited, ...] = ()
 
 
-def overlapped(step: StepContext, terms: Terms, options: Options) -> Way:
-    """Find the fastest way to run a step, as far as can be told before it is compiled.
+def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandidate:
+    """Return the candidate with the least estimated time.
 
     Args:
         step: the step.
@@ -100,75 +100,77 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> Way:
     if terms.unread:
         return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
 
-    def ways_of(laid: LaidOut) -> _Ways:
-        return _Ways(step, terms, options, laid)
+    def candidates_of(unringed: Unringed) -> _Candidates:
+        return _Candidates(step, terms, options, unringed)
 
-    def soonest_s(laid: LaidOut) -> float:
-        whole_s, parts = ways_of(laid).soonest_s(), options.halves
+    def soonest_s(unringed: Unringed) -> float:
+        whole_s, parts = candidates_of(unringed).soonest_s(), options.halves
         if parts is None:
             return whole_s
-        cut = in_parts(step, laid, 2 if parts == "auto" else parts, options.unroll)
-        if not cut.is_cut or too_large(step.plain, cut.picture):
+        cut = in_parts(step, unringed, 2 if parts == "auto" else parts, options.unroll)
+        if not cut.is_split or too_large(step.plain, cut.spmd):
             return whole_s
-        return min(whole_s, seconds(ways_of(cut).fastest(rings=False)))
+        return min(whole_s, seconds(candidates_of(cut).fastest(rings=False)))
 
-    laid = lay_out(step, options, soonest_s)
-    whole_rows = laid
+    unringed = with_layouts(step, options, soonest_s)
+    whole_rows = unringed
     if isinstance(options.halves, int):
-        laid = in_parts(step, laid, options.halves, options.unroll)
-        terms = safe_terms(step, laid, terms)
-        if options.plan and laid.halves and not laid.is_cut:  # its sites are those of all parts
+        unringed = in_parts(step, unringed, options.halves, options.unroll)
+        terms = safe_terms(step, unringed, terms)
+        if (
+            options.plan and unringed.halves and not unringed.is_split
+        ):  # its sites are those of all parts
             raise UserError(
                 f"the plan cannot be followed on {step.params['name']}, whose rows it has in "
-                f"{options.halves} parts: {laid.halves.why_not}. Tune again"
+                f"{options.halves} parts: {unringed.halves.why_not}. Tune again"
             )
     if not (terms.prices and options.chooses):
-        way = ways_of(laid).by_bytes()
+        candidate = candidates_of(unringed).by_bytes()
     elif options.halves != "auto":
-        way = ways_of(laid).fastest()
+        candidate = candidates_of(unringed).fastest()
     else:
-        way = in_halves(step, laid, ways_of)
+        candidate = in_halves(step, unringed, candidates_of)
     pinned = Edited(
-        LAYOUTS, whole_rows.jaxpr, functools.partial(step.seconds, whole_rows.picture.module)
+        LAYOUTS, whole_rows.jaxpr, functools.partial(step.seconds, whole_rows.spmd.module)
     )
-    return replace(way, laid=whole_rows.picture, edited=(pinned, *way.edited))
+    return replace(candidate, unringed=whole_rows.spmd, edited=(pinned, *candidate.edited))
 
 
-class _Ways:
-    """The ways that the rules know to run one step."""
+class _Candidates:
+    """The candidates that the rules propose for one step."""
 
     def __init__(
         self,
         step: StepContext,
         terms: Terms,
         options: Options,
-        laid: LaidOut,
+        unringed: Unringed,
     ):
         self._step, self._terms, self._options = step, terms, options
-        self._laid = laid
-        self._ways: list[Way] = []
+        self._unringed = unringed
+        self._made: list[StepCandidate] = []
 
     # -- by bytes -----------------------------------------------------------------------------
 
-    def by_bytes(self) -> Way:
-        """Take the way asked for, or the rules', with sums scattered where that sends less."""
-        way = self._finished(self._by_bytes())
-        if not any(way.plan.changes):
+    def by_bytes(self) -> StepCandidate:
+        """Take what was asked for, or the rules' choice; scatter sums where that sends less."""
+        candidate = self._finished(self._by_bytes())
+        if not any(candidate.plan.changes):
             plain = self._step.plain
             step_s = self._step.seconds(plain.module)
-            return replace(way, jaxpr=self._step.jaxpr, step_s=step_s, picture=plain)
-        after = self._partitioned(way.jaxpr)
+            return replace(candidate, jaxpr=self._step.jaxpr, step_s=step_s, spmd=plain)
+        after = self._partitioned(candidate.jaxpr)
         if why := changed(self._step.plain, after):
-            return self._without_rings(way, why)
+            return self._without_rings(candidate, why)
         if self._terms.prices is None:
-            return way
-        return replace(way, step_s=self._step.estimate(after.module).step_s, picture=after)
+            return candidate
+        return replace(candidate, step_s=self._step.estimate(after.module).step_s, spmd=after)
 
     def _by_bytes(self) -> Rewriting:
         mesh, sums = self._step.mesh, self._options.sums
 
-        def anew(jaxpr: Any, picture: Picture) -> Rewriting:
-            return _decided(jaxpr, picture.shardings, mesh, self._terms)
+        def anew(jaxpr: Any, spmd: SpmdProgram) -> Rewriting:
+            return _decided(jaxpr, spmd.shardings, mesh, self._terms)
 
         first = self._decided(self._terms)
         if sums is None:
@@ -178,65 +180,70 @@ class _Ways:
 
     # -- by price -----------------------------------------------------------------------------
 
-    def fastest(self, *, rings: bool = True, most: int | None = None) -> Way:
-        """Take the way with the least estimated time; of ways that are about equal, the first.
+    def fastest(self, *, rings: bool = True, most: int | None = None) -> StepCandidate:
+        """Take the candidate of least estimated time; of those that are about equal, the first.
 
         Args:
-            rings: whether to try ways with rings; if not, only with weights gathered ahead.
-            most: the most ways to try; None for all.
+            rings: whether to try candidates with rings; if not, only with weights gathered ahead.
+            most: the most candidates to try; None for all.
         """
         base_s, _ = self._base
-        ways = self._first(most) if rings else list(self._timed([self._gathered_ahead()]))
-        best_s = min(map(seconds, ways), default=math.inf)
+        candidates = self._first(most) if rings else list(self._timed([self._gathered_ahead()]))
+        best_s = min(map(seconds, candidates), default=math.inf)
         if best_s < base_s * (1 - GAIN if rings else 1):  # gathers ahead alone risk nothing
-            return next(way for way in ways if seconds(way) <= best_s * (1 + GAIN))
-        rings_s = min((seconds(way) for way in ways if way.plan.decisions), default=math.inf)
+            return next(
+                candidate for candidate in candidates if seconds(candidate) <= best_s * (1 + GAIN)
+            )
+        rings_s = min(
+            (seconds(candidate) for candidate in candidates if candidate.plan.decisions),
+            default=math.inf,
+        )
         why = f"estimated step time {base_s * 1e3:.4g} ms without rings"
         why += f", {rings_s * 1e3:.4g} with" if rings_s < math.inf else ""
-        whole = self._without_rings(ways[0], why)
-        return replace(whole, step_s=base_s, picture=self._laid.picture)
+        whole = self._without_rings(candidates[0], why)
+        return replace(whole, step_s=base_s, spmd=self._unringed.spmd)
 
     def soonest_s(self) -> float:
         """Return the least estimated seconds of the step without rings and with the rules'."""
         base_s, _ = self._base
-        return min([base_s, *map(seconds, self._first(SOONEST))])
+        return min([base_s, *map(seconds, self._first(FEW_CANDIDATES))])
 
-    def _first(self, most: int | None) -> list[Way]:
-        """Return the first of all ways with their seconds; each is made and timed once."""
-        more = None if most is None else max(most - len(self._ways), 0)
-        self._ways += itertools.islice(self._unmade, more)
-        return self._ways[:most]
+    def _first(self, most: int | None) -> list[StepCandidate]:
+        """Return the first of all candidates with their seconds; each is made and timed once."""
+        more = None if most is None else max(most - len(self._made), 0)
+        self._made += itertools.islice(self._unmade, more)
+        return self._made[:most]
 
     @functools.cached_property
-    def _unmade(self) -> Iterator[Way]:
-        """The ways that have not been made yet."""
+    def _unmade(self) -> Iterator[StepCandidate]:
+        """The candidates that have not been made yet."""
         _, priced = self._base
         return self._timed(self._all(priced))
 
     @functools.cached_property
     def _base(self) -> tuple[float, Terms]:
         """The seconds of the step without rings, and terms that know what is exposed in it."""
-        return self._knowing(self._laid.picture)
+        return self._knowing(self._unringed.spmd)
 
-    def _timed(self, rewritings: Iterable[Rewriting]) -> Iterator[Way]:
-        """Yield all ways with their seconds; without, if one cannot be taken.
+    def _timed(self, rewritings: Iterable[Rewriting]) -> Iterator[StepCandidate]:
+        """Yield all candidates with their seconds; without, if one cannot be taken.
 
-        The step without rings is not timed here: its picture is known.
+        The step without rings is not timed here: its partitioned program is known.
         """
         assert self._terms.prices is not None
         for rewriting in rewritings:
-            way = self._finished(rewriting)
-            if way.plan.rewrites:
-                plan, laid = way.plan, self._laid.jaxpr
+            candidate = self._finished(rewriting)
+            if candidate.plan.rewrites:
+                plan, unringed = candidate.plan, self._unringed.jaxpr
                 changes = plan.decisions, plan.scattered, plan.sums, plan.fsdp
-                timed = functools.partial(self._seconds_of, way)
-                step_s, picture = self._step.once(("timed", id(laid), *changes), timed)
-                way = replace(way, step_s=step_s, picture=picture)
-            yield way
+                timed = functools.partial(self._seconds_of, candidate)
+                step_s, spmd = self._step.once(("timed", id(unringed), *changes), timed)
+                candidate = replace(candidate, step_s=step_s, spmd=spmd)
+            yield candidate
 
-    def _seconds_of(self, way: Way) -> tuple[float | None, Picture]:
-        """Return a way's estimated seconds; None if its results would lie in another way."""
-        after = self._partitioned(way.jaxpr)
+    def _seconds_of(self, candidate: StepCandidate) -> tuple[float | None, SpmdProgram]:
+        """Return a candidate's estimated seconds; None if its results are sharded otherwise."""
+        after = self._partitioned(candidate.jaxpr)
         if changed(self._step.plain, after):
             return None, after
         return self._step.estimate(after.module).step_s, after
@@ -247,7 +254,7 @@ class _Ways:
         A ring may hide more than its own collective: what is exposed beside it is not all that it
         saves. So rings that lose alone are tried together too. Then come rings without one axis
         each, lookups alone, and the sums scattered. Weights that are gathered a step ahead, and no
-        ring, are the second way.
+        ring, are the second candidate.
         """
         first, every = self._decided(priced), self._decided(replace(self._terms, prices=None))
         yield first
@@ -268,16 +275,16 @@ class _Ways:
         """Gather the weights of scans a step ahead, and make no ring."""
         return self._decided(replace(self._terms, rings=False))
 
-    def _decided_anew(self, jaxpr: Any, picture: Picture) -> Rewriting:
-        """Decide on a jaxpr by what is exposed in a picture of its own."""
-        _, terms = self._knowing(picture)
-        return _decided(jaxpr, picture.shardings, self._step.mesh, terms)
+    def _decided_anew(self, jaxpr: Any, spmd: SpmdProgram) -> Rewriting:
+        """Decide on a jaxpr by what is exposed in its own partitioned program."""
+        _, terms = self._knowing(spmd)
+        return _decided(jaxpr, spmd.shardings, self._step.mesh, terms)
 
-    def _knowing(self, picture: Picture) -> tuple[float, Terms]:
+    def _knowing(self, spmd: SpmdProgram) -> tuple[float, Terms]:
         """Return a step's seconds, and terms that know the exposed time of whole collectives."""
         assert self._terms.prices is not None
-        estimated = self._step.estimate(picture.module)
-        beside = collectives_of_sites(picture.module)
+        estimated = self._step.estimate(spmd.module)
+        beside = collectives_of_sites(spmd.module)
 
         def bare_s(ring: Ring) -> float | None:
             places = {place for m in ring.members for place in beside.get(m.dot.index, ())}
@@ -289,36 +296,38 @@ class _Ways:
         prices = replace(self._terms.prices, bare=bare_s)
         return estimated.step_s, replace(self._terms, prices=prices)
 
-    # -- one way ------------------------------------------------------------------------------
+    # -- one candidate ------------------------------------------------------------------------
 
     def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Rewriting:
         if rejected:
             terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
-        laid = self._laid
-        return _decided(laid.jaxpr, laid.picture.shardings, self._step.mesh, terms)
+        unringed = self._unringed
+        return _decided(unringed.jaxpr, unringed.spmd.shardings, self._step.mesh, terms)
 
     def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Rewriting:
-        jaxpr, shardings = self._laid.jaxpr, self._laid.picture.shardings
+        jaxpr, shardings = self._unringed.jaxpr, self._unringed.spmd.shardings
         mesh = self._step.mesh
         return with_sums_scattered(self._step.traced, jaxpr, shardings, where, decided, mesh)
 
-    def _finished(self, rewriting: Rewriting) -> Way:
-        return _finished(self._step, rewriting, self._options, self._laid)
+    def _finished(self, rewriting: Rewriting) -> StepCandidate:
+        return _finished(self._step, rewriting, self._options, self._unringed)
 
-    def _without_rings(self, way: Way, why: str) -> Way:
-        """Return the step without rings, laid out all the same, in the place of a way.
+    def _without_rings(self, candidate: StepCandidate, why: str) -> StepCandidate:
+        """Return the candidate that keeps the layouts of another one, and makes no ring.
 
         Args:
-            way: the way.
+            candidate: the candidate.
             why: the reason why no matmul gets a ring.
         """
-        laid = self._laid
-        jaxpr = with_one_view(laid.jaxpr) if laid.differs else self._step.jaxpr
-        plan = way.plan.without_rings(Reason("not ringed", why))
-        return Way(plan, jaxpr, (), edited=(*_split(self._step, laid), Edited(VIEWS, jaxpr)))
+        unringed = self._unringed
+        jaxpr = with_one_view(unringed.jaxpr) if unringed.differs else self._step.jaxpr
+        plan = candidate.plan.without_rings(Reason("not ringed", why))
+        return StepCandidate(
+            plan, jaxpr, (), edited=(*_split(self._step, unringed), Edited(VIEWS, jaxpr))
+        )
 
-    def _partitioned(self, jaxpr: Any) -> Picture:
-        """Partition a rewritten step with XLA, and return the picture."""
+    def _partitioned(self, jaxpr: Any) -> SpmdProgram:
+        """Return the partitioned program of a rewritten step."""
         return self._step.partitioned(jaxpr, ask=False)
 
 
@@ -335,7 +344,7 @@ def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
         }
 
 
-# -- one way --------------------------------------------------------------------------------------
+# -- one candidate ----------------------------------------------------------------------------
 
 
 def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
@@ -352,9 +361,9 @@ def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: 
 
 
 def _finished(
-    step: StepContext, rewriting: Rewriting, options: Options, laid: LaidOut | None = None
-) -> Way:
-    """Finish a way: gather scanned weights a step ahead, and scatter the gradients of lookups."""
+    step: StepContext, rewriting: Rewriting, options: Options, unringed: Unringed | None = None
+) -> StepCandidate:
+    """Gather scanned weights a step ahead, and scatter the gradients of lookups."""
     ringed, prefetched = rewriting.rewritten, 0
     ahead = ringed
     if options.fsdp == "prefetch":
@@ -369,24 +378,24 @@ def _finished(
         prefetched=prefetched,
         scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
-        layouts=laid and laid.layouts,
-        halves=laid and laid.halves,
+        layouts=unringed and unringed.layouts,
+        halves=unringed and unringed.halves,
         fsdp=options.fsdp,
     )
     rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)
     edited = (
-        *(_split(step, laid) if laid else ()),
+        *(_split(step, unringed) if unringed else ()),
         Edited("rings, and sums that stay scattered", ringed),
         Edited("weights of scans gathered a step ahead", ahead),
         Edited("gradients of lookups scattered", scattered),
         Edited(VIEWS, jaxpr),
     )
-    return Way(plan, jaxpr, rings, edited=edited)
+    return StepCandidate(plan, jaxpr, rings, edited=edited)
 
 
-def _split(step: StepContext, laid: LaidOut) -> tuple[Edited, ...]:
+def _split(step: StepContext, unringed: Unringed) -> tuple[Edited, ...]:
     """Return the step after its batch was split, if it is."""
-    if not laid.is_cut:
+    if not unringed.is_split:
         return ()
-    seconds = functools.partial(step.seconds, laid.picture.module)
-    return (Edited("the batch split in parts", laid.jaxpr, seconds),)
+    seconds = functools.partial(step.seconds, unringed.spmd.module)
+    return (Edited("the batch split in parts", unringed.jaxpr, seconds),)

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.halves.halve import Halved
-from jaxoverlap.passes.halves.rows import RowSplit
 from tests.support.halves import assert_same, computed, values
 
 ROWS = 8
-CUT = RowSplit(2, 2)
+CUT = BatchSplit(2, 2)
 
 
-def halved(fn: Callable, *args: Any, cut: RowSplit = CUT, dims: tuple[int | None, ...] = (0,)):
+def halved(fn: Callable, *args: Any, cut: BatchSplit = CUT, dims: tuple[int | None, ...] = (0,)):
     """Cut the rows of a function's arguments; the others are whole.
 
     Args:
@@ -147,7 +147,7 @@ def test_operands_whose_rows_lie_elsewhere_are_joined_and_cut_anew():
 @given(st.data())
 def test_any_shards_and_parts_give_the_whole(data):
     shards, parts = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([2, 3, 4]))
-    cut = RowSplit(shards, parts)
+    cut = BatchSplit(shards, parts)
     rows = shards * parts * data.draw(st.integers(1, 2))
     name = data.draw(st.sampled_from(["a matmul over the rows", "softmax", "a remat", "stacks"]))
     pairs, _, _ = halved(ALIKE[name], values(rows, 6), cut=cut)

@@ -20,7 +20,7 @@ import jax
 from jaxoverlap.passes.analysis.dim_rules import dim_rule
 
 
-class RowSplit(NamedTuple):
+class BatchSplit(NamedTuple):
     """How rows are cut: each shard of the rows in the same number of parts.
 
     A dim of `size` rows is `[shards, parts, size / shards / parts]`, and a part has the rows at one
@@ -61,7 +61,7 @@ Dims = Sequence[int | None]
 """The dim of each operand along which its rows lie; None for one that is whole."""
 
 
-def follow(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
+def follow(eqn: Any, dims: Dims, cut: BatchSplit) -> Followed | None:
     """Follow the rows through an equation; None if it mixes them.
 
     A matmul may have rows on both sides that differ, as the queries and keys of attention over a
@@ -93,11 +93,11 @@ def follow(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     return None if params is None else Followed(operands, results, params)
 
 
-def _halved(shape: Sequence[int], dim: int, cut: RowSplit) -> tuple[int, ...]:
+def _halved(shape: Sequence[int], dim: int, cut: BatchSplit) -> tuple[int, ...]:
     return (*shape[:dim], cut.part(shape[dim]), *shape[dim + 1 :])
 
 
-def _params(eqn: Any, dim: int | None, out: int | str | None, cut: RowSplit) -> Any:
+def _params(eqn: Any, dim: int | None, out: int | str | None, cut: BatchSplit) -> Any:
     """Return the parameters that are others for a part; None if the part is not legal."""
     name, params = eqn.primitive.name, eqn.params
     if name == "sharding_constraint":
@@ -123,7 +123,7 @@ _SIZES = {
 }
 
 
-def _device_put(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
+def _device_put(eqn: Any, dims: Dims, cut: BatchSplit) -> Followed | None:
     """A move to other memory or another sharding moves the parts of each operand."""
     moves = zip(dims, eqn.invars, eqn.params["devices"], strict=True)
     known = tuple(
@@ -132,7 +132,7 @@ def _device_put(eqn: Any, dims: Dims, cut: RowSplit) -> Followed | None:
     return Followed(known, known) if len(known) == len(dims) else None
 
 
-def _divides(place: Any, var: Any, dim: int, cut: RowSplit) -> bool:
+def _divides(place: Any, var: Any, dim: int, cut: BatchSplit) -> bool:
     """Return whether a part of a value can have the sharding, or be where, the value is put."""
     if place is None or isinstance(place, jax.memory.Space):
         return True
