@@ -240,7 +240,7 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
     if eqn.primitive is not pjit.jit_p:
         return False
     params, inner = eqn.params, eqn.params["jaxpr"]
-    free = all(isinstance(s, type(UNSPECIFIED)) for s in _places(params))
+    free = all(isinstance(s, type(UNSPECIFIED)) for s in _positions(params))
     layouts = (*params["in_layouts"], *params["out_layouts"])
     return (
         free
@@ -253,7 +253,7 @@ def is_plain_jit(eqn: JaxprEqn) -> bool:
     )
 
 
-def _places(params: dict[str, Any]) -> tuple[Any, ...]:
+def _positions(params: dict[str, Any]) -> tuple[Any, ...]:
     return (*params["in_shardings"], *params["out_shardings"])
 
 

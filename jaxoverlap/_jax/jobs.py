@@ -38,7 +38,7 @@ class Job:
     module: bytes
     options: bytes
     platform: str
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     answers: Answers = field(default_factory=dict)
 
 
@@ -72,15 +72,15 @@ def job_of(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None 
     devices = list(lowering._device_list)
     options = jits.compile_options(lowering, compiler_options)
     gpu = devices[0].platform in ("gpu", "cuda")
-    place_of = {i: place for place, i in enumerate(sorted(device.id for device in devices))}
-    places = [place_of[device.id] for device in devices]
-    options.device_assignment = xla_client.DeviceAssignment.create(np.array([places]))
+    place_of = {i: position for position, i in enumerate(sorted(device.id for device in devices))}
+    positions = [place_of[device.id] for device in devices]
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([positions]))
     module, answers = _module_of(lowered)
     return Job(
         module,
         options.SerializeAsString(),
         "cuda" if gpu else devices[0].platform,
-        tuple(places),
+        tuple(positions),
         answers,
     )
 
@@ -96,7 +96,7 @@ def _module_of(lowered: jax.stages.Lowered) -> tuple[bytes, Answers]:
         partitioner.let_answer(lowered)
     except partitioner.NoAnswerError as error:
         raise ValueError(f"XLA does not partition the step: {error}") from error
-    names = {key: f"operation {place}" for place, key in enumerate(keys)}
+    names = {key: f"operation {position}" for position, key in enumerate(keys)}
     answers = {names[key]: said for key, said in custom_partitioners.recorded(keys).items()}
     return custom_partitioners.renamed(lowering._hlo, names), answers
 
@@ -109,7 +109,7 @@ def compile_job(job: Job, devices: Sequence[Any], kernels: Path) -> CompiledJob:
     """
     by_id = sorted(devices, key=lambda device: device.id)
     assert [device.id for device in by_id] == [*range(len(by_id))]
-    devices = [by_id[place] for place in job.places]
+    devices = [by_id[position] for position in job.positions]
     custom_partitioners.give(job.answers)
     options = xla_client.CompileOptions.ParseFromString(job.options)
     options.executable_build_options.debug_options.xla_gpu_kernel_cache_file = str(kernels)

@@ -67,7 +67,7 @@ class Side:
     spec: Spec | None
     beyond: tuple[Spec | None, ...]
 
-    def turned(self, dims: tuple[int | None, ...]) -> Side:
+    def transposed(self, dims: tuple[int | None, ...]) -> Side:
         """This side with other dims: of each the old one; None for a new one of size 1."""
 
         def spec(of: Spec | None) -> Spec | None:

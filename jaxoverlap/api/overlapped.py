@@ -39,7 +39,7 @@ from jaxoverlap.step.program import (
 )
 from jaxoverlap.step.programs import Program, programs_of
 from jaxoverlap.step.stages import Lowered
-from jaxoverlap.tuning.subject import subject_of
+from jaxoverlap.tuning.target import target_of
 from jaxoverlap.tuning.tune import Tuning, tuned
 
 _CHECKIFY = (
@@ -291,16 +291,16 @@ class Overlapped:
     def _tuned(self, call: jits.Call, tuning: Tuning) -> Plan:
         """The plan under which the step is fastest: process 0's, where there are many."""
         start = prepare(call, self._options)
-        subject = subject_of(call, start, self._options)
+        target = target_of(call, start, self._options)
         if not processes_of(start.mesh):
-            return tuned(subject, tuning)
+            return tuned(target, tuning)
         if tuning.measure:
             raise ValueError(
                 "measure=True in several processes: each would go by a clock of its own. Tune "
                 "without it, or the same step in one process, and give its plan to all"
             )
         wait_s = tuning.budget_s + _BESIDE_BUDGET_S
-        return agreed(lambda: tuned(subject, tuning), within_s=wait_s)
+        return agreed(lambda: tuned(target, tuning), within_s=wait_s)
 
 
 def _bound(call: jits.Call, program: StepProgram) -> list[Any]:

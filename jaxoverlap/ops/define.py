@@ -42,8 +42,8 @@ def operation(
     primitive = lowering.primitive(name)
 
     _define(primitive, plain, batch, jvp)
-    places = range(num_operands)
-    lowering.lower_as(primitive, plain, rule, partition, lambda **_: places, shares=False)
+    positions = range(num_operands)
+    lowering.lower_as(primitive, plain, rule, partition, lambda **_: positions, shares=False)
     return primitive.bind
 
 

@@ -158,14 +158,14 @@ def einsum(
         _check_sizes(spec, lhs, given[0], rhs, w)
     numbers, made = numbers_of(lhs, rhs, out)
     swapped, made_swapped = numbers_of(rhs, lhs, out)
-    turned = made != out and made_swapped == out
+    transposed = made != out and made_swapped == out
     products = []
     for number, w in enumerate(given[1:], 1):
-        pair = (w, given[0], swapped) if turned else (given[0], w, numbers)
+        pair = (w, given[0], swapped) if transposed else (given[0], w, numbers)
         product = _product(*pair, precision, preferred_element_type or jnp.result_type(*pair[:2]))
-        left, right = (number, 0) if turned else (0, number)
+        left, right = (number, 0) if transposed else (0, number)
         products.append([replace(product, lhs=left, rhs=right)])
-    order = tuple((made_swapped if turned else made).index(c) for c in out)
+    order = tuple((made_swapped if transposed else made).index(c) for c in out)
     results = tuple(lax.transpose(y, order) for y in bind(products, *given))
     return results if several else results[0]
 

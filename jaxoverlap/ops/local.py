@@ -101,19 +101,19 @@ class _Writer:
 
     def group(self, wishes: Sequence[Wish]) -> LocalGroup:
         wished = {wish: self.ring_that_keeps(wish) for wish in wishes}
-        order, dots = self.sharing.order, {dot.place: dot for dot in self.body.dots}
-        rings = {order.first(ring.place): ring for ring in self.sharing.rings}
-        members = {m.dot.place for ring in self.sharing.rings for m in ring.members}
-        readers = {member.dot.place: member for member in self.sharing.readers}
-        for place in order.places():
-            if place in rings:
-                self.ring(rings[place])
-            elif place in readers:
-                self.matmul(dots[place], readers[place])
-            elif place in dots and place not in members:
-                self.matmul(dots[place], None)
-            elif place not in dots:
-                self.sum(self.body.eqns[place])
+        order, dots = self.sharing.order, {dot.position: dot for dot in self.body.dots}
+        rings = {order.first(ring.position): ring for ring in self.sharing.rings}
+        members = {m.dot.position for ring in self.sharing.rings for m in ring.members}
+        readers = {member.dot.position: member for member in self.sharing.readers}
+        for position in order.positions():
+            if position in rings:
+                self.ring(rings[position])
+            elif position in readers:
+                self.matmul(dots[position], readers[position])
+            elif position in dots and position not in members:
+                self.matmul(dots[position], None)
+            elif position not in dots:
+                self.sum(self.body.eqns[position])
         results = tuple(self.specs[v] for v in self.body.outvars)
         # A wish is fulfilled by a ring, or where XLA gathers the operand for this operation too.
         given = {w: r.whole if r else w.operand for w, r in wished.items()}

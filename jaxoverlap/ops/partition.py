@@ -130,7 +130,7 @@ def _terms(mesh: Mesh, by_copy: bool) -> Terms:
     if not by_copy:
         groups = {axis: replace(group, by_copy=False) for axis, group in groups.items()}
 
-    def bare(ring: Ring) -> float | None:
+    def exposed(ring: Ring) -> float | None:
         """Take a sum over the network to hide: mostly a weight's gradient, which nobody awaits."""
         assert prices is not None
         network = groups[ring.axis].domains > 1
@@ -138,7 +138,7 @@ def _terms(mesh: Mesh, by_copy: bool) -> Terms:
             return 0.0
         return EXPOSED * prices.collective_s(ring)
 
-    prices = cost and RingCosts(cost, groups, bare)
+    prices = cost and RingCosts(cost, groups, exposed)
     return Terms(axis_sizes=dict(mesh.shape), costs=axis_costs(mesh, None), prices=prices)
 
 

@@ -28,10 +28,10 @@ matmul_group_p = lowering.primitive(MATMUL_GROUP)
 def bind(outputs: Outputs, *operands: Any) -> list[Array]:
     """Bind matmuls as one operation; an operand that none of them reads is left out."""
     used = sorted({n for output in outputs for p in output for n in (p.lhs, p.rhs)})
-    place = {n: i for i, n in enumerate(used)}
+    position = {n: i for i, n in enumerate(used)}
     group = MatmulGroup(
         tuple(
-            tuple(replace(p, lhs=place[p.lhs], rhs=place[p.rhs]) for p in output)
+            tuple(replace(p, lhs=position[p.lhs], rhs=position[p.rhs]) for p in output)
             for output in outputs
         )
     )
@@ -160,18 +160,20 @@ def _batch(
     front = [o if d is None else jnp.moveaxis(o, d, 0) for o, d in zip(operands, dims, strict=True)]
     batched = [d is not None for d in dims]
     outputs: list[list[Product]] = []
-    places: list[int | None] = []
+    positions: list[int | None] = []
     for output in group.outputs:
         made = [_batched(p, batched[p.lhs], batched[p.rhs], front[p.lhs].ndim) for p in output]
-        if len({place for _, place in made}) > 1:  # the terms of a sum want the dim in one place
+        if (
+            len({position for _, position in made}) > 1
+        ):  # the terms of a sum want the dim in one place
             for n in {n for p in output for n in (p.lhs, p.rhs) if not batched[n]}:
                 front[n] = jnp.broadcast_to(front[n], (size, *front[n].shape))
                 batched[n] = True
             return _batch(front, [0 if b else None for b in batched], group=group)
         outputs.append([p for p, _ in made])
-        places.append(made[0][1])
+        positions.append(made[0][1])
     results = bind(outputs, *front)
-    return results, places
+    return results, positions
 
 
 def _batched(p: Product, lhs: bool, rhs: bool, lhs_ndim: int) -> tuple[Product, int | None]:
@@ -187,14 +189,14 @@ def _batched(p: Product, lhs: bool, rhs: bool, lhs_ndim: int) -> tuple[Product, 
         return tuple(d + lhs for d in pair[0]), tuple(d + rhs for d in pair[1])
 
     summed, batch = map(dims, p.dimension_numbers)
-    place: int | None = None
+    position: int | None = None
     if lhs and rhs:
-        batch, place = ((0, *batch[0]), (0, *batch[1])), 0
+        batch, position = ((0, *batch[0]), (0, *batch[1])), 0
     elif lhs:
-        place = len(batch[0])
+        position = len(batch[0])
     elif rhs:
-        place = lhs_ndim - len(summed[0])
-    return replace(p, dimension_numbers=(summed, batch)), place
+        position = lhs_ndim - len(summed[0])
+    return replace(p, dimension_numbers=(summed, batch)), position
 
 
 batching.primitive_batchers[matmul_group_p] = _batch

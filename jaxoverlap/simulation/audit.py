@@ -192,12 +192,12 @@ def _in_computation(
     instructions = module.body(computation)
     shapes = {i.name: i.shape for i in instructions}
     starts = Starts(instructions, matmuls)
-    for place, start in enumerate(instructions):
+    for position, start in enumerate(instructions):
         core = _collective(module, start)
         if core is None:
             continue
-        done = starts.done(place) if _starts(start) else place
-        asynchronous = done > place and not re.search(r'"?is_sync"?[:=]true', start.line)
+        done = starts.done(position) if _starts(start) else position
+        asynchronous = done > position and not re.search(r'"?is_sync"?[:=]true', start.line)
         kind, size = core.opcode.removesuffix("-start"), group_size(core, module.num_devices)
         sent = [hlo.shape_bytes(operand_shape(shapes, name)) for name in start.operands]
         yield Collective(
@@ -210,7 +210,7 @@ def _in_computation(
             source=module.source(core) or module.source(start),
             ring=ring_of(core.op_name) if kind == PERMUTE else None,
             asynchronous=asynchronous,
-            matmuls=starts.matmuls(place, done) if asynchronous else (),
+            matmuls=starts.matmuls(position, done) if asynchronous else (),
             groups=_groups(core),
             op_name=core.op_name,
             by_copy=_BY_COPY in core.line,

@@ -53,8 +53,8 @@ def axes_of(groups: str, num_devices: int, mesh: Mapping[str, int]) -> tuple[str
     sizes = list(mesh.values())
     moving = set()
     for group in parties(groups, num_devices):
-        places = [_place(device, sizes) for device in group]
-        for axis, *along in zip(mesh, *places, strict=True):
+        positions = [_place(device, sizes) for device in group]
+        for axis, *along in zip(mesh, *positions, strict=True):
             if len(set(along)) > 1:
                 moving.add(axis)
     return tuple(axis for axis in mesh if axis in moving)
@@ -62,11 +62,11 @@ def axes_of(groups: str, num_devices: int, mesh: Mapping[str, int]) -> tuple[str
 
 def _place(device: int, sizes: list[int]) -> list[int]:
     """Return a device's coordinates in a row-major mesh."""
-    place = []
+    position = []
     for size in reversed(sizes):
         device, at = divmod(device, size)
-        place.append(at)
-    return place[::-1]
+        position.append(at)
+    return position[::-1]
 
 
 def _mesh_groups(axes: str, ids: str | None, together: str) -> Groups:
@@ -81,7 +81,7 @@ def _mesh_groups(axes: str, ids: str | None, together: str) -> Groups:
     outer = [dim for dim in range(len(shape)) if dim % 3 != 1]
     inner = [dim for dim in range(len(shape)) if dim % 3 == 1]
     size = math.prod(shape[dim] for dim in inner)
-    return _rows([devices[place] for place in _iota(shape, outer + inner)], size)
+    return _rows([devices[position] for position in _iota(shape, outer + inner)], size)
 
 
 def _device_ids(text: str | None, num_devices: int) -> list[int]:

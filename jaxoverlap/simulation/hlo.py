@@ -202,12 +202,12 @@ def _trips(module: Module, computation: str, loop: Instruction) -> int | None:
     if root.opcode != "compare" or "direction=LT" not in root.line:
         return None
     index, bound = (condition[name] for name in root.operands)
-    place = re.search(r"index=(\d+)", index.line)
+    position = re.search(r"index=(\d+)", index.line)
     limit = re.search(r"constant\((\d+)\)", bound.line)
     initial = around.get(loop.operands[0])
-    if not (place and limit and initial and initial.opcode == "tuple"):
+    if not (position and limit and initial and initial.opcode == "tuple"):
         return None
-    first = around[initial.operands[int(place.group(1))]]
+    first = around[initial.operands[int(position.group(1))]]
     while first.opcode in ("copy", "bitcast", "convert"):
         first = around[first.operands[0]]
     return int(limit.group(1)) if "constant(0)" in first.line else None
@@ -253,10 +253,10 @@ def _split_shape(rest: str) -> tuple[str, str]:
 def _closing(text: str) -> int:
     """Return the index of the parenthesis that closes the one at the start of `text`."""
     depth = 0
-    for place, letter in enumerate(text):
+    for position, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if depth == 0:
-            return place
+            return position
     raise ValueError(f"unbalanced parentheses in the module's text: {text[:60]!r}")
 
 
@@ -277,10 +277,10 @@ def _operands(arguments: str) -> tuple[str, ...]:
 
 def _until_comma(text: str) -> str:
     depth = 0
-    for place, letter in enumerate(text):
+    for position, letter in enumerate(text):
         depth += (letter in "({[") - (letter in ")}]")
         if letter == "," and depth == 0:
-            return text[:place]
+            return text[:position]
     return text
 
 

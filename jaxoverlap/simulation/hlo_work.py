@@ -80,8 +80,8 @@ def work(module: hlo.Module, instruction: hlo.Instruction, shapes: Mapping[str, 
         opcode = opcode.removesuffix("-start")  # copy-start has no computation
     hard = _elements(instruction.shape) if opcode in _TRANSCENDENTAL else 0
     unknown = "" if opcode in _MEMORY else opcode
-    turned = _transposed(instruction, shapes) * 2 * hlo.shape_bytes(instruction.shape)
-    return KernelWork((), _unfused(instruction, shapes), unknown, hard, transposed_bytes=turned)
+    transposed = _transposed(instruction, shapes) * 2 * hlo.shape_bytes(instruction.shape)
+    return KernelWork((), _unfused(instruction, shapes), unknown, hard, transposed_bytes=transposed)
 
 
 def _unfused(instruction: hlo.Instruction, shapes: Mapping[str, str]) -> int:
@@ -122,8 +122,8 @@ def _fusion(module: hlo.Module, body: Sequence[hlo.Instruction]) -> KernelWork:
             inside = work(module, i, shapes)
             matmuls += inside.matmuls
             unknown = unknown or inside.unknown
-    memory_bytes, hard, turned = _fusion_traffic(body, shapes)
-    return KernelWork(tuple(matmuls), memory_bytes, unknown, hard, transposed_bytes=turned)
+    memory_bytes, hard, transposed = _fusion_traffic(body, shapes)
+    return KernelWork(tuple(matmuls), memory_bytes, unknown, hard, transposed_bytes=transposed)
 
 
 def _fusion_traffic(
@@ -142,7 +142,7 @@ def _fusion_traffic(
         updated = _updated_in_place(result, by_name)
         written += sum(map(hlo.shape_bytes, updated)) if updated else hlo.shape_bytes(result.shape)
         need[result.name] = _elements(result.shape)
-    read = hard = turned = 0.0
+    read = hard = transposed = 0.0
     for i in reversed(body):
         total = _elements(i.shape)
         wanted = min(need[i.name], total)
@@ -151,11 +151,11 @@ def _fusion_traffic(
         if i.opcode in _TRANSCENDENTAL:
             hard += wanted
         if _transposed(i, shapes):
-            turned += 2 * hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
-        for place, name in enumerate(i.operands):
+            transposed += 2 * hlo.shape_bytes(i.shape) * (wanted / total if total else 0)
+        for position, name in enumerate(i.operands):
             if name in by_name and i.opcode != "tuple":
-                need[name] += _needed(i, place, wanted, total, by_name)
-    return round(read) + written, round(hard), round(turned)
+                need[name] += _needed(i, position, wanted, total, by_name)
+    return round(read) + written, round(hard), round(transposed)
 
 
 def _transposed(i: hlo.Instruction, shapes: Mapping[str, str]) -> bool:
@@ -171,18 +171,18 @@ def _transposed(i: hlo.Instruction, shapes: Mapping[str, str]) -> bool:
 
 def _needed(
     user: hlo.Instruction,
-    place: int,
+    position: int,
     wanted: float,
     total: int,
     by_name: Mapping[str, hlo.Instruction],
 ) -> float:
     """Return the elements of an operand read for `wanted` of its user's `total` elements."""
-    operand = _elements(by_name[user.operands[place]].shape)
-    if user.opcode in _SLICES and place == 0:
+    operand = _elements(by_name[user.operands[position]].shape)
+    if user.opcode in _SLICES and position == 0:
         return wanted
     if user.opcode in _UPDATES:
         in_place = bool(_updated_in_place(user, by_name))
-        return operand if place else 0 if in_place else wanted
+        return operand if position else 0 if in_place else wanted
     if user.opcode == "broadcast":
         return min(operand, wanted)
     return operand * wanted / total if total else operand
@@ -265,7 +265,7 @@ def _convolution(instruction: hlo.Instruction, shapes: Mapping[str, str], way: s
     assert match
     arrays = [operand_shape(shapes, name) for name in instruction.operands[:2]]
     arrays = [hlo.array_shapes(shape)[0] for shape in (*arrays, instruction.shape)]
-    _, taps, output = (hlo.dims(arrays[place]) for place in _ROLES[way])
+    _, taps, output = (hlo.dims(arrays[position]) for position in _ROLES[way])
     features = taps[match.group(2).index("o")]
     positions, depth = math.prod(output) // features, math.prod(taps) // features
     sizes = {

@@ -51,11 +51,11 @@ def _in_computation(
     body = module.body(computation)
     shapes = {i.name: i.shape for i in body}
     starts = Starts(body, matmuls)
-    for place, start in enumerate(body):
+    for position, start in enumerate(body):
         moved = _moved(module, start, shapes)
         if moved is None:
             continue
-        done = starts.done(place) if start.opcode.endswith("-start") else place
+        done = starts.done(position) if start.opcode.endswith("-start") else position
         yield Collective(
             name=start.name,
             computation=computation,
@@ -65,8 +65,8 @@ def _in_computation(
             runs=runs,
             source=module.source(start),
             ring=None,
-            asynchronous=done > place,
-            matmuls=starts.matmuls(place, done),
+            asynchronous=done > position,
+            matmuls=starts.matmuls(position, done),
             op_name=start.op_name,
         )
 

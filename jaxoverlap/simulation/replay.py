@@ -320,8 +320,8 @@ class _Replay:
     def repeat(self, repeat: Repeat) -> None:
         """Advance the clock past the repeats of an iteration."""
         first, last = repeat.events
-        for place in range(first, last):
-            self.runs[place] *= repeat.times
+        for position in range(first, last):
+            self.runs[position] *= repeat.times
         self.repeats.append(repeat)
         later = repeat.period_s * (repeat.times - 1)
         self.now, self.met = self.now + later, self.met + later

@@ -94,39 +94,39 @@ class Starts:
 
     def __init__(self, body: tuple[hlo.Instruction, ...], matmuls: Matmuls):
         self._body, self._waiters = body, _waiters(body)
-        self._products = [place for place, i in enumerate(body) if matmuls(i)]
+        self._products = [position for position, i in enumerate(body) if matmuls(i)]
 
-    def done(self, place: int) -> int:
+    def done(self, position: int) -> int:
         """Return the index of the done that belongs to the start at an index.
 
         Raises:
             ValueError: if nothing does.
         """
-        return _done(self._body, place, self._waiters)
+        return _done(self._body, position, self._waiters)
 
-    def matmuls(self, place: int, done: int) -> tuple[str, ...]:
+    def matmuls(self, position: int, done: int) -> tuple[str, ...]:
         """Return the names of the matmuls between two indices."""
-        under = self._products[bisect(self._products, place) : bisect(self._products, done)]
+        under = self._products[bisect(self._products, position) : bisect(self._products, done)]
         return tuple(self._body[i].name for i in under)
 
 
 def _waiters(instructions: tuple[hlo.Instruction, ...]) -> dict[str, int]:
     """Map each instruction's name to the index of the update or done that waits for it."""
     return {
-        i.operands[0]: place
-        for place, i in enumerate(instructions)
+        i.operands[0]: position
+        for position, i in enumerate(instructions)
         if i.operands and i.opcode.endswith(("-update", "-done"))
     }
 
 
 def _done(instructions: tuple[hlo.Instruction, ...], start: int, waiters: Mapping[str, int]) -> int:
     """Return the index of the done that belongs to the start at an index, through its updates."""
-    place = start
-    while instructions[place].name in waiters:
-        place = waiters[instructions[place].name]
-    if not instructions[place].opcode.endswith("-done"):
-        name = instructions[place].name
+    position = start
+    while instructions[position].name in waiters:
+        position = waiters[instructions[position].name]
+    if not instructions[position].opcode.endswith("-done"):
+        name = instructions[position].name
         raise ValueError(
             f"the module never waits for {name}: the text is truncated; give the complete module"
         )
-    return place
+    return position

@@ -87,14 +87,16 @@ def apart(
     Returns:
         The places of the starts that each instruction must not meet, by its place.
     """
-    places = {place: {(c.stream, c.groups) for c in cs} for place, cs in enumerate(asynchronous)}
-    ways = {way for mine in places.values() for way in mine}
+    positions = {
+        position: {(c.stream, c.groups) for c in cs} for position, cs in enumerate(asynchronous)
+    }
+    ways = {way for mine in positions.values() for way in mine}
     clashing = {way: {other for other in ways if _clash(way, other, num_devices)} for way in ways}
     found: dict[int, frozenset[int]] = {}
-    for place, mine in places.items():
+    for position, mine in positions.items():
         avoided = {other for way in mine for other in clashing[way]}
         if avoided:
-            found[place] = frozenset(p for p, theirs in places.items() if theirs & avoided)
+            found[position] = frozenset(p for p, theirs in positions.items() if theirs & avoided)
     return found
 
 

@@ -286,14 +286,14 @@ class _Candidates:
         estimated = self._step.estimate(spmd.module)
         beside = collectives_of_sites(spmd.module)
 
-        def bare_s(ring: Ring) -> float | None:
-            places = {place for m in ring.members for place in beside.get(m.dot.index, ())}
-            if not places:
+        def exposed_s(ring: Ring) -> float | None:
+            positions = {position for m in ring.members for position in beside.get(m.dot.index, ())}
+            if not positions:
                 return None
-            waited_s = sum(estimated.waited_s.get(place, 0.0) for place in places)
+            waited_s = sum(estimated.waited_s.get(position, 0.0) for position in positions)
             return waited_s / ring.members[0].dot.runs
 
-        prices = replace(self._terms.prices, bare=bare_s)
+        prices = replace(self._terms.prices, exposed=exposed_s)
         return estimated.step_s, replace(self._terms, prices=prices)
 
     # -- one candidate ------------------------------------------------------------------------

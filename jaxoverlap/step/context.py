@@ -193,8 +193,8 @@ def mesh_of(call: jits.Call) -> Mesh:
     """
     params = call.params
     jaxpr = params["jaxpr"]
-    places = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
-    return find_mesh(params["name"], (*call.flat, *jaxpr.consts), places, jaxpr)
+    positions = (*params["in_shardings"], *params["out_shardings"], params["ctx_mesh"])
+    return find_mesh(params["name"], (*call.flat, *jaxpr.consts), positions, jaxpr)
 
 
 def _check_cluster(name: str, mesh: Mesh, cluster: Cluster | None) -> None:

@@ -66,8 +66,8 @@ def in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> 
         The step in parts; or as it was, with the reason, if its batch is not split.
     """
     question = ("in parts", id(unringed.jaxpr), parts, unroll)
-    cut = step.once(question, lambda: _in_parts(step, unringed, parts, unroll))
-    return replace(cut, layouts=unringed.layouts)
+    split = step.once(question, lambda: _in_parts(step, unringed, parts, unroll))
+    return replace(split, layouts=unringed.layouts)
 
 
 def in_halves(
@@ -86,15 +86,15 @@ def in_halves(
     """
     whole = candidates_of(unringed)
     best = whole.fastest(most=FEW_CANDIDATES)
-    cut = in_parts(step, unringed, 2, 1)
-    assert cut.halves is not None
-    record, why_not = cut.halves, cut.halves.why_not
-    if cut.is_split and not (why_not := too_large(step.plain, cut.spmd)):
-        cuts = [cut]
-        if any(dot.runs > 1 for dot in dots(cut.jaxpr)):
+    split = in_parts(step, unringed, 2, 1)
+    assert split.halves is not None
+    record, why_not = split.halves, split.halves.why_not
+    if split.is_split and not (why_not := too_large(step.plain, split.spmd)):
+        splits = [split]
+        if any(dot.runs > 1 for dot in dots(split.jaxpr)):
             unrolled = in_parts(step, unringed, 2, _UNROLL)
-            cuts += [unrolled] if fits(unrolled.spmd, step.cost) else []
-        candidate, *others = (candidates_of(cut).fastest(rings=False) for cut in cuts)
+            splits += [unrolled] if fits(unrolled.spmd, step.cost) else []
+        candidate, *others = (candidates_of(split).fastest(rings=False) for split in splits)
         most_s = seconds(candidate) * (1 - _MIN_UNROLL_GAIN)
         candidate = next((other for other in others if seconds(other) < most_s), candidate)
         step_s = seconds(candidate)
@@ -136,7 +136,7 @@ def safe_terms(step: StepContext, unringed: Unringed, terms: Terms) -> Terms:
 
 def _in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> Unringed:
     """Split the batch as `in_parts` does, which remembers the result."""
-    jaxpr, record = _cut(step, unringed, parts, unroll)
+    jaxpr, record = _split(step, unringed, parts, unroll)
     if record.why_not:
         return replace(unringed, halves=record)
     shardings = shardings_of_parts(unringed.jaxpr, jaxpr, unringed.spmd.shardings, parts)
@@ -212,7 +212,7 @@ def too_large(plain: SpmdProgram, spmd: SpmdProgram) -> str:
     return f"they need about {human_bytes(after)} of memory, the plain step {human_bytes(before)}"
 
 
-def _cut(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> tuple[Any, Halves]:
+def _split(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> tuple[Any, Halves]:
     """Split the batch dim that most matmuls have, if each device holds enough of it."""
     if not step.outermost:  # who differentiates it would miss derivatives of the user's own
         why_not = "it is called under grad, vmap or jit"
@@ -231,7 +231,7 @@ def _cut(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> tupl
         done = Halved(
             unringed.jaxpr,
             lambda var: rows.dim(dims, var),
-            rows.cut(parts),
+            rows.split(parts),
             unroll,
             whole=ShardedWindows(step.jaxpr, step.arguments, dims, sizes),
         )

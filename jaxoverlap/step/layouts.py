@@ -269,7 +269,7 @@ def _num_equations(jaxpr: Any) -> int:
 def changed(plain: SpmdProgram, after: SpmdProgram) -> str:
     """Say how sharding or donation differ from the plain step's; empty if they do not."""
     pairs = zip(plain.results, after.results, strict=True)
-    moved = [str(place) for place, (one, other) in enumerate(pairs) if one != other]
+    moved = [str(position) for position, (one, other) in enumerate(pairs) if one != other]
     if moved:
         return f"XLA would give result {', '.join(moved[:3])} another sharding"
     lost = {argument for _, argument in plain.donated - after.donated}

@@ -222,7 +222,7 @@ def _environment(job: Job) -> Mapping[str, str]:
     """Return a child's environment: it sees no GPU; a CPU job gets a device for each place."""
     flags = os.environ.get("XLA_FLAGS", "")
     if job.platform == "cpu":
-        flags += f" --xla_force_host_platform_device_count={len(job.places)}"
+        flags += f" --xla_force_host_platform_device_count={len(job.positions)}"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 

@@ -43,7 +43,7 @@ from jaxoverlap.tuning.candidates import (
     with_rows_of,
 )
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
-from jaxoverlap.tuning.subject import Look, Lower, Ready
+from jaxoverlap.tuning.target import Look, Lower, Ready
 
 _TIMEOUT_S = 900.0  # for one candidate
 _PLANS = 3  # of the model's best, that are compiled

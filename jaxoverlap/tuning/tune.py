@@ -26,8 +26,8 @@ from jaxoverlap.tuning.correction import Correction, correction
 from jaxoverlap.tuning.lagom.channels import CoTuned, co_tune
 from jaxoverlap.tuning.lagom.granularity import GranularityModel, granularity
 from jaxoverlap.tuning.search import Looked, Search, Tried
-from jaxoverlap.tuning.subject import Subject
 from jaxoverlap.tuning.table import progress, tried_table
+from jaxoverlap.tuning.target import TuningTarget
 
 _FORMAT = "jaxoverlap tuning"
 _TIMED = 3  # candidates that are timed on hardware at first, of those that were simulated
@@ -70,38 +70,38 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_s: float
 
 
-def tuned(subject: Subject, tuning: Tuning) -> Plan:
+def tuned(target: TuningTarget, tuning: Tuning) -> Plan:
     """Find the plan under which a step is fastest.
 
     Raises:
         ValueError: if there is neither a cost model to simulate by nor a clock to go by.
     """
-    if subject.cost is None and not tuning.measure:
+    if target.cost is None and not tuning.measure:
         raise ValueError(
-            f"no cost model of {subject.origin.cluster or subject.origin.devices}: name GPUs that "
+            f"no cost model of {target.origin.cluster or target.origin.devices}: name GPUs that "
             "have one in cluster=, or time the step on the devices that are here: measure=True"
         )
     folder = tuning.folder
     for part in ("plans", "trials"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    path = folder / "plans" / f"{_key(subject, tuning)}.json"
+    path = folder / "plans" / f"{_key(target, tuning)}.json"
     console = Console(stderr=True, quiet=not tuning.show)
     known = _read(path)
     if known is None or not (known.complete or known.budget_s >= tuning.budget_s):
-        plan, complete = _searched(subject, tuning, folder / "trials", console)
+        plan, complete = _searched(target, tuning, folder / "trials", console)
         known = _Kept(plan, complete, tuning.budget_s)
         write_atomically(path, sealed(_FORMAT, msgspec.json.encode(known)))
-    where = subject.origin.cluster or subject.origin.devices
+    where = target.origin.cluster or target.origin.devices
     width = console.width if console.is_terminal else WIDTH
     shown = tried_table(f"tuning for {where}", known.plan.tried, width=width)
     console.out(shown, highlight=False)
     return known.plan
 
 
-def _key(subject: Subject, tuning: Tuning) -> str:
+def _key(target: TuningTarget, tuning: Tuning) -> str:
     """Hash all that the plan depends on, except the budget."""
-    origin, flags = msgspec.json.encode(subject.origin), os.environ.get("XLA_FLAGS", "")
-    depends = (origin, repr(subject.base), repr(subject.cost), flags, tuning.measure)
+    origin, flags = msgspec.json.encode(target.origin), os.environ.get("XLA_FLAGS", "")
+    depends = (origin, repr(target.base), repr(target.cost), flags, tuning.measure)
     return hashlib.sha256(repr((depends, source_hash())).encode()).hexdigest()[:24]
 
 
@@ -114,23 +114,23 @@ def _read(path: Path) -> _Kept | None:
 
 
 def _searched(
-    subject: Subject, tuning: Tuning, trials: Path, console: Console
+    target: TuningTarget, tuning: Tuning, trials: Path, console: Console
 ) -> tuple[Plan, bool]:
     """Search for the best plan in the budget; return it, and whether the search was complete."""
-    if subject.cost is None:
-        candidates = _without_a_model(subject)
+    if target.cost is None:
+        candidates = _without_a_model(target)
         tried = tuple(Attempt(name=c.name) for c in candidates)
-        return _report(_Steps(subject, console).time(candidates), tried, None), True
+        return _report(_Steps(target, console).time(candidates), tried, None), True
     with progress(tuning.budget_s, console=console) as show:
         deadline = time.monotonic() + tuning.budget_s
         search = Search(
-            subject.lower,
-            subject.base,
+            target.lower,
+            target.base,
             trials,
-            subject.memory_bytes,
+            target.memory_bytes,
             deadline,
-            look=subject.look,
-            model=lambda rules: _model(subject, rules, trials),
+            look=target.look,
+            model=lambda rules: _model(target, rules, trials),
             show=show,
         )
         best = search.run()
@@ -139,19 +139,19 @@ def _searched(
     others = (one for one in search.looked.values() if one.candidate.name not in compiled)
     tried += tuple(map(_looked_at, others))
     if tuning.measure:
-        return _corrected(subject, search, tried, console), search.complete
+        return _corrected(target, search, tried, console), search.complete
     assert best.request is not None
-    chosen = co_tune(schedule_of(best.request, trials), subject.cost)
+    chosen = co_tune(schedule_of(best.request, trials), target.cost)
     plan = _predicted(_plan_of(best, search.tried), chosen, best, search.tried[0])
     return msgspec.structs.replace(plan, tried=tried), search.complete
 
 
-def _model(subject: Subject, rules: Tried, trials: Path) -> GranularityModel:
+def _model(target: TuningTarget, rules: Tried, trials: Path) -> GranularityModel:
     """Model the step's sites, beside all else that its schedule by rules has."""
-    assert rules.request and rules.plan and subject.cost
-    step = simulate(schedule_of(rules.request, trials), subject.cost)
-    sites = subject.sites(with_rows_of(subject.base, rules.plan))
-    return granularity(sites, rules.plan, step, subject.cost)
+    assert rules.request and rules.plan and target.cost
+    step = simulate(schedule_of(rules.request, trials), target.cost)
+    sites = target.sites(with_rows_of(target.base, rules.plan))
+    return granularity(sites, rules.plan, step, target.cost)
 
 
 def _attempt(tried: Tried, *, taken: bool) -> Attempt:
@@ -211,20 +211,20 @@ def _predicted(plan: Plan, chosen: CoTuned, best: Tried, plain: Tried) -> Plan:
 # -- by the clock ---------------------------------------------------------------------------------
 
 
-def _without_a_model(subject: Subject) -> list[Candidate]:
+def _without_a_model(target: TuningTarget) -> list[Candidate]:
     """List the candidates to time where nothing can be predicted: the seeds, and single ways."""
-    _, rules = subject.compiled(subject.base)
+    _, rules = target.compiled(target.base)
     assert rules is not None
     return [
         Candidate(PLAIN, None, {}),
-        Candidate(RULES, subject.base, {}),
-        *seeds(subject.base, rules),
-        *ways(subject.base),
+        Candidate(RULES, target.base, {}),
+        *seeds(target.base, rules),
+        *ways(target.base),
     ]
 
 
 def _corrected(
-    subject: Subject, search: Search, tried: Sequence[Attempt], console: Console
+    target: TuningTarget, search: Search, tried: Sequence[Attempt], console: Console
 ) -> Plan:
     """Find the plan that is fastest by the clock, among those the corrected simulation prefers.
 
@@ -235,7 +235,7 @@ def _corrected(
     candidates = {t.candidate.name: t.candidate for t in search.tried}
     plain, rules, *others = candidates
     fastest = sorted(simulated.keys() & others, key=lambda n: (simulated[n].step_s, n))
-    chosen, steps = [plain, rules, *fastest[:_TIMED]], _Steps(subject, console)
+    chosen, steps = [plain, rules, *fastest[:_TIMED]], _Steps(target, console)
     while True:
         timed = steps.time([candidates[name] for name in chosen])
         known = [(simulated[n], t.seconds) for n, t in timed.items() if n in simulated]
@@ -259,19 +259,19 @@ class _Timed:
 class _Steps:
     """Candidates that are compiled here, each once."""
 
-    def __init__(self, subject: Subject, console: Console):
-        self._subject, self._console = subject, console
+    def __init__(self, target: TuningTarget, console: Console):
+        self._subject, self._console = target, console
         self._made: dict[str, tuple[Callable[..., Any], Plan | None]] = {}
 
     def time(self, candidates: Sequence[Candidate]) -> dict[str, _Timed]:
         """Time all candidates in turns."""
-        subject = self._subject
+        target = self._subject
         with self._console.status(f"timing {len(candidates)} candidates"):
             for c in candidates:
                 if c.name not in self._made:
-                    self._made[c.name] = subject.compiled(c.options)
+                    self._made[c.name] = target.compiled(c.options)
             steps = [self._made[c.name] for c in candidates]
-            seconds = clock.medians_s([run for run, _ in steps], subject.args, subject.kwargs)
+            seconds = clock.medians_s([run for run, _ in steps], target.args, target.kwargs)
         return {
             c.name: _Timed(s, plan)
             for c, s, (_, plan) in zip(candidates, seconds, steps, strict=True)

@@ -18,20 +18,20 @@ class DefUse:
 
     def __init__(self, eqns: Sequence[Any], outvars: Sequence[Any]):
         self.eqns = eqns
-        self.made = {v: place for place, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.made = {v: position for position, eqn in enumerate(eqns) for v in eqn.outvars}
         self._readers: dict[Any, list[int | None]] = {}
         reads: list[tuple[int | None, Sequence[Any]]] = [
-            *((place, eqn.invars) for place, eqn in enumerate(eqns)),
+            *((position, eqn.invars) for position, eqn in enumerate(eqns)),
             (None, outvars),
         ]
-        for place, atoms in reads:
+        for position, atoms in reads:
             for var in compat.variables(atoms):
-                self._readers.setdefault(var, []).append(place)
+                self._readers.setdefault(var, []).append(position)
 
     def maker(self, atom: Any) -> Any:
         """Return the equation that makes a value; None for a literal or an operand of the body."""
-        place = None if compat.is_literal(atom) else self.made.get(atom)
-        return None if place is None else self.eqns[place]
+        position = None if compat.is_literal(atom) else self.made.get(atom)
+        return None if position is None else self.eqns[position]
 
     def readers(self, var: Any) -> Sequence[int | None]:
         """Return the places that read a value, one for each read; None: the body returns it."""

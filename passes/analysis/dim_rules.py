@@ -313,8 +313,8 @@ def _gather(eqn: Any) -> DimRule:
     gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     window = [d for d in range(operand.aval.ndim) if d not in gone]
     result: dict[int, Hashable] = {
-        place: factors[d]
-        for d, place in zip(window, numbers.offset_dims, strict=True)
+        position: factors[d]
+        for d, position in zip(window, numbers.offset_dims, strict=True)
         if sizes[d] == operand.aval.shape[d]
     }
     rows = [d for d in range(out.ndim) if d not in numbers.offset_dims]
@@ -337,9 +337,9 @@ def _scatter(eqn: Any) -> DimRule:
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [d for d in range(operand.aval.ndim) if d not in gone]
     written: dict[int, Hashable] = {
-        place: factors[d]
-        for d, place in zip(window, numbers.update_window_dims, strict=True)
-        if operand.aval.shape[d] == updates.aval.shape[place]
+        position: factors[d]
+        for d, position in zip(window, numbers.update_window_dims, strict=True)
+        if operand.aval.shape[d] == updates.aval.shape[position]
     }
     rows = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
     written |= dict(zip(rows, of_indices[:-1], strict=True))

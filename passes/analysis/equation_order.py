@@ -24,24 +24,26 @@ class EquationOrder:
         made: dict[Any, int] = {}
         self._before: list[set[int]] = []
         last_effect = None
-        for place, eqn in enumerate(eqns):
+        for position, eqn in enumerate(eqns):
             before = {made[v] for v in eqn.invars if not compat.is_literal(v) and v in made}
             if eqn.effects:  # equations with effects keep their order
                 before |= {last_effect} - {None}  # type: ignore[arg-type]
-                last_effect = place
+                last_effect = position
             self._before.append(before)  # type: ignore[arg-type]
-            made.update(dict.fromkeys(eqn.outvars, place))
+            made.update(dict.fromkeys(eqn.outvars, position))
         self._after: list[set[int]] = [set() for _ in self._before]
-        for place, needs in enumerate(self._before):
+        for position, needs in enumerate(self._before):
             for need in needs:
-                self._after[need].add(place)
+                self._after[need].add(position)
         self._first = list(range(len(eqns)))
-        self._places = [[place] for place in range(len(eqns))]  # of each group, by its first place
+        self._positions = [
+            [position] for position in range(len(eqns))
+        ]  # of each group, by its first place
         self._number = list(range(len(eqns)))
 
-    def merge(self, *places: int) -> bool:
+    def merge(self, *positions: int) -> bool:
         """Merge several places into one group; return False, changing nothing, at a cycle."""
-        groups = {self._first[p] for p in places}
+        groups = {self._first[p] for p in positions}
         if len(groups) == 1:
             return True
         numbers = [self._number[group] for group in groups]
@@ -54,17 +56,17 @@ class EquationOrder:
             return False
         first = min(groups)
         for group in groups - {first}:
-            for place in self._places[group]:
-                self._first[place] = first
-            self._places[first] += self._places[group]
-            self._places[group] = []
+            for position in self._positions[group]:
+                self._first[position] = first
+            self._positions[first] += self._positions[group]
+            self._positions[group] = []
         needed, waiting = sides
         self._renumber(needed, [first], waiting, numbers)
         return True
 
-    def put_after(self, place: int, later: int) -> bool:
+    def put_after(self, position: int, later: int) -> bool:
         """Make `later` wait for `place`; return False if they are merged or it makes a cycle."""
-        needed, waiting = self._first[place], self._first[later]
+        needed, waiting = self._first[position], self._first[later]
         if needed == waiting:
             return False
         low, high = self._number[waiting], self._number[needed]
@@ -73,20 +75,20 @@ class EquationOrder:
             if sides is None:
                 return False
             self._renumber(sides[0], [], sides[1], [])
-        self._before[later].add(place)
-        self._after[place].add(later)
+        self._before[later].add(position)
+        self._after[position].add(later)
         return True
 
-    def first(self, place: int) -> int:
+    def first(self, position: int) -> int:
         """Return the first place of the group that a place is merged into."""
-        return self._first[place]
+        return self._first[position]
 
-    def places(self) -> list[int]:
+    def positions(self) -> list[int]:
         """Return the first places of all groups, in an order that respects every dependency.
 
         Where there is a choice, the one written first comes first.
         """
-        groups = [first for first, places in enumerate(self._places) if places]
+        groups = [first for first, positions in enumerate(self._positions) if positions]
         after = {group: self._beside([group], self._after) for group in groups}
         waits = dict.fromkeys(groups, 0)
         for group in groups:
@@ -105,7 +107,12 @@ class EquationOrder:
 
     def _beside(self, groups: Iterable[int], edges: Sequence[set[int]]) -> set[int]:
         """Return the groups one edge away from `groups`, without these."""
-        near = {self._first[p] for g in groups for place in self._places[g] for p in edges[place]}
+        near = {
+            self._first[p]
+            for g in groups
+            for position in self._positions[g]
+            for p in edges[position]
+        }
         return near.difference(groups)
 
     def _apart(

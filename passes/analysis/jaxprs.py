@@ -104,7 +104,7 @@ class Dot:
     eqn: Any
     runs: int
     inside: str | None
-    place: int
+    position: int
     manual: Manual | None = None
     around: tuple[Any, ...] = ()
 
@@ -269,10 +269,10 @@ class _Walk:
         self.num_bodies += 1
         eqns: list[Any] = []
         own_dots: list[Dot] = []
-        for place, eqn in enumerate(jaxpr.eqns):
+        for position, eqn in enumerate(jaxpr.eqns):
             known.follow(eqn)
             if eqn.primitive.name in MATMULS:
-                own_dots.append(Dot(self.num_dots, eqn, runs, inside, place, manual, around))
+                own_dots.append(Dot(self.num_dots, eqn, runs, inside, position, manual, around))
                 self.num_dots += 1
                 eqns.append(eqn)
             else:

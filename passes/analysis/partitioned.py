@@ -118,8 +118,8 @@ def partitioned(
         found.setdefault(tag, set()).add(operation)
     known = {}
     for key, one in asked.items():
-        read = {one.read(o, turned=False) for o in found.get(_tag(key), ())}
-        read |= {one.read(o, turned=True) for o in found.get(_turned(key), ())}
+        read = {one.read(o, transposed=False) for o in found.get(_tag(key), ())}
+        read |= {one.read(o, transposed=True) for o in found.get(_transposed(key), ())}
         if len(read) == 1 and (shardings := read.pop()):  # one body may stand in several places
             known[key] = shardings
     return SpmdProgram(known, spmd_program.results, spmd_program.text, mesh.size)
@@ -162,7 +162,7 @@ class _Asked(NamedTuple):
     rhs_sources: int
     out_sinks: int
 
-    def read(self, found: Tagged, *, turned: bool) -> Shardings | None:
+    def read(self, found: Tagged, *, transposed: bool) -> Shardings | None:
         """Read the `Shardings` from what XLA has of it; None if that is something else.
 
         XLA folds a transpose into the matmul that reads it, computes the transpose of a product as
@@ -172,7 +172,7 @@ class _Asked(NamedTuple):
             found: the operation.
             turned: whether its result is the transpose of this one.
         """
-        if (sides := self._sides(found, turned=turned)) is None:
+        if (sides := self._sides(found, transposed=transposed)) is None:
             return None
         lhs, rhs, out = sides
         own = (self.lhs, self.rhs, self.out)
@@ -194,20 +194,20 @@ class _Asked(NamedTuple):
             beyond(out, self.out_sinks),
         )
 
-    def _sides(self, found: Tagged, *, turned: bool) -> tuple[Side, Side, Side] | None:
+    def _sides(self, found: Tagged, *, transposed: bool) -> tuple[Side, Side, Side] | None:
         """Return the three sides, each with its dims in the order of the equation's."""
         if self.eqn.primitive.name != "dot_general":
             return found.lhs, found.rhs, found.out
         pairs = (tuple(zip(*p, strict=True)) for p in self.eqn.params["dimension_numbers"])
         own = _names(self.lhs.aval.shape, self.rhs.aval.shape, *pairs)
         shapes, sides = (found.lhs.shape, found.rhs.shape), (found.lhs, found.rhs, found.out)
-        theirs = _names(*shapes, found.contracted, found.batched, turned=turned)
-        if turned:
+        theirs = _names(*shapes, found.contracted, found.batched, transposed=transposed)
+        if transposed:
             theirs, sides = (theirs[1], theirs[0], theirs[2]), (found.rhs, found.lhs, found.out)
         if any({*a} - {""} != {*b} - {""} for a, b in zip(own, theirs, strict=True)):
             return None
         lhs, rhs, out = (
-            side.turned(tuple(names.index(name) if name else None for name in wanted))
+            side.transposed(tuple(names.index(name) if name else None for name in wanted))
             for side, names, wanted in zip(sides, theirs, own, strict=True)
         )
         return lhs, rhs, out
@@ -223,7 +223,7 @@ def _names(
     contracted: _Pairs,
     batched: _Pairs,
     *,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> _Names:
     """Name the dims of a matmul's operands and of its result by what becomes of them.
 
@@ -243,7 +243,7 @@ def _names(
             names[0][left] = names[1][right] = name
             out += [name] if role == "batched" else []
     for side, sizes in enumerate((lhs, rhs)):
-        role, numbers = "right" if (side == 1) != turned else "left", itertools.count()
+        role, numbers = "right" if (side == 1) != transposed else "left", itertools.count()
         for dim in [d for d in range(len(sizes)) if d not in names[side]]:
             names[side][dim] = "" if sizes[dim] == 1 else f"{role} {next(numbers)}"
             out.append(names[side][dim])
@@ -256,9 +256,9 @@ def _asked(body: Body) -> Iterator[tuple[Any, _Asked]]:
     if body.opaque:
         return
     live = _live(body)
-    for place, eqn in enumerate(body.eqns):
+    for position, eqn in enumerate(body.eqns):
         if eqn.primitive.name == "scatter-add" and eqn.outvars[0] in live:
-            yield (body.index, place), _asked_of(body.uses, eqn, eqn.invars[0], eqn.invars[2])
+            yield (body.index, position), _asked_of(body.uses, eqn, eqn.invars[0], eqn.invars[2])
     for dot in body.dots:
         readable = not dot.inside or (dot.manual and dot.manual.automatic)
         is_live = dot.eqn.outvars[0] in live
@@ -282,8 +282,8 @@ def _sources(uses: DefUse, var: Any) -> int:
 def _sinks(uses: DefUse, var: Any) -> int:
     """Count the reshards of a result, as long as nobody else reads it."""
     count = 0
-    while (place := uses.only_reader(var)) is not None:
-        eqn = uses.eqns[place]
+    while (position := uses.only_reader(var)) is not None:
+        eqn = uses.eqns[position]
         if eqn.primitive.name not in (*_RESHARDS, *_VIEWS):
             break
         var = eqn.outvars[0]
@@ -306,7 +306,7 @@ def _tag(key: Any) -> str:
     return str(key) if isinstance(key, int) else ".".join(map(str, key))
 
 
-def _turned(key: Any) -> str:
+def _transposed(key: Any) -> str:
     """The tag of the transpose of a matmul's result."""
     return _tag(key) + TURNED
 
@@ -316,7 +316,7 @@ def _with_tags(body: Body, asked: Mapping[Any, _Asked]) -> list[Any] | None:
     tags = {id(one.eqn): _tag(key) for key, one in asked.items()}
     made = {one.out: key for key, one in asked.items()}
     tags |= {
-        id(eqn): _turned(made[eqn.invars[0]])
+        id(eqn): _transposed(made[eqn.invars[0]])
         for eqn in body.eqns
         if eqn.primitive.name == "transpose" and eqn.invars[0] in made
     }

@@ -31,14 +31,14 @@ class End(NamedTuple):
     """
 
     var: Any
-    places: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     views: tuple[Any, ...] = ()
     inside: tuple[Any, ...] = ()
 
     @property
     def reshards(self) -> int:
         """Count the reshards among the equations."""
-        return len(self.places) - len(self.views)
+        return len(self.positions) - len(self.views)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -81,10 +81,10 @@ class Reshards:
 
     def end(self, var: Any) -> End:
         """Follow a result to its last reshard, as long as nobody else reads it."""
-        end, places, views, inside = End(var), [], [], []
-        while (place := self._uses.only_reader(var)) is not None:
-            eqn = self._uses.eqns[place]
-            places.append(place)
+        end, positions, views, inside = End(var), [], [], []
+        while (position := self._uses.only_reader(var)) is not None:
+            eqn = self._uses.eqns[position]
+            positions.append(position)
             if eqn.primitive.name in _VIEWS:
                 views.append(eqn)
             elif not _moves(eqn):
@@ -92,13 +92,13 @@ class Reshards:
             inside.append(var)
             var = eqn.outvars[0]
             if _moves(eqn):
-                end = End(var, tuple(places), tuple(views), tuple(inside))
+                end = End(var, tuple(positions), tuple(views), tuple(inside))
         return end
 
-    def _is_matmul(self, place: int | None) -> bool:
-        if place is None:
+    def _is_matmul(self, position: int | None) -> bool:
+        if position is None:
             return False
-        eqn = self._uses.eqns[place]
+        eqn = self._uses.eqns[position]
         if eqn.primitive.name == "dot_general":
             return True
         return _moves(eqn) and all(map(self._is_matmul, self._uses.readers(eqn.outvars[0])))

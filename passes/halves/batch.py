@@ -24,7 +24,7 @@ class BatchSplit(NamedTuple):
     """How rows are cut: each shard of the rows in the same number of parts.
 
     A dim of `size` rows is `[shards, parts, size / shards / parts]`, and a part has the rows at one
-    place of the middle dim: where the rows are sharded over as many devices, or fewer, each device
+    index of the middle dim: where the rows are sharded over as many devices, or fewer, each device
     keeps its own, and nothing moves.
     """
 
@@ -61,7 +61,7 @@ Dims = Sequence[int | None]
 """The dim of each operand along which its rows lie; None for one that is whole."""
 
 
-def follow(eqn: Any, dims: Dims, cut: BatchSplit) -> Followed | None:
+def follow(eqn: Any, dims: Dims, split: BatchSplit) -> Followed | None:
     """Follow the rows through an equation; None if it mixes them.
 
     A matmul may have rows on both sides that differ, as the queries and keys of attention over a
@@ -73,7 +73,7 @@ def follow(eqn: Any, dims: Dims, cut: BatchSplit) -> Followed | None:
         cut: how the rows are cut.
     """
     if eqn.primitive.name == "device_put":
-        return _device_put(eqn, dims, cut)
+        return _device_put(eqn, dims, split)
     if (rule := dim_rule(eqn)) is None:
         return None
     pairs = zip(rule.operands, dims, strict=True)
@@ -89,28 +89,28 @@ def follow(eqn: Any, dims: Dims, cut: BatchSplit) -> Followed | None:
         return None
     combine = rule.combine or ""
     results = tuple(f.index(factor) if factor in f else combine for f in rule.results)
-    params = _params(eqn, operands[0], results[0], cut)
+    params = _params(eqn, operands[0], results[0], split)
     return None if params is None else Followed(operands, results, params)
 
 
-def _halved(shape: Sequence[int], dim: int, cut: BatchSplit) -> tuple[int, ...]:
-    return (*shape[:dim], cut.part(shape[dim]), *shape[dim + 1 :])
+def _halved(shape: Sequence[int], dim: int, split: BatchSplit) -> tuple[int, ...]:
+    return (*shape[:dim], split.part(shape[dim]), *shape[dim + 1 :])
 
 
-def _params(eqn: Any, dim: int | None, out: int | str | None, cut: BatchSplit) -> Any:
+def _params(eqn: Any, dim: int | None, out: int | str | None, split: BatchSplit) -> Any:
     """Return the parameters that are others for a part; None if the part is not legal."""
     name, params = eqn.primitive.name, eqn.params
     if name == "sharding_constraint":
         assert dim is not None
-        return {} if _divides(params["sharding"], eqn.invars[0], dim, cut) else None
+        return {} if _divides(params["sharding"], eqn.invars[0], dim, split) else None
     if name == "reshape":
-        if not isinstance(out, int) or not cut.divides(params["new_sizes"][out]):
+        if not isinstance(out, int) or not split.divides(params["new_sizes"][out]):
             return None
-        return {"new_sizes": _halved(params["new_sizes"], out, cut)}
+        return {"new_sizes": _halved(params["new_sizes"], out, split)}
     if name == "gather" and dim in params["dimension_numbers"].operand_batching_dims:
         return {}
     if (param := _SIZES.get(name)) and isinstance(out, int) and dim is not None:
-        return {param: _halved(params[param], out if name == "broadcast_in_dim" else dim, cut)}
+        return {param: _halved(params[param], out if name == "broadcast_in_dim" else dim, split)}
     return {}
 
 
@@ -123,23 +123,23 @@ _SIZES = {
 }
 
 
-def _device_put(eqn: Any, dims: Dims, cut: BatchSplit) -> Followed | None:
+def _device_put(eqn: Any, dims: Dims, split: BatchSplit) -> Followed | None:
     """A move to other memory or another sharding moves the parts of each operand."""
     moves = zip(dims, eqn.invars, eqn.params["devices"], strict=True)
     known = tuple(
-        dim for dim, var, place in moves if dim is not None and _divides(place, var, dim, cut)
+        dim for dim, var, target in moves if dim is not None and _divides(target, var, dim, split)
     )
     return Followed(known, known) if len(known) == len(dims) else None
 
 
-def _divides(place: Any, var: Any, dim: int, cut: BatchSplit) -> bool:
+def _divides(target: Any, var: Any, dim: int, split: BatchSplit) -> bool:
     """Return whether a part of a value can have the sharding, or be where, the value is put."""
-    if place is None or isinstance(place, jax.memory.Space):
+    if target is None or isinstance(target, jax.memory.Space):
         return True
-    if not isinstance(place, jax.sharding.Sharding):
+    if not isinstance(target, jax.sharding.Sharding):
         return False
     try:
-        place.shard_shape(_halved(var.aval.shape, dim, cut))
+        target.shard_shape(_halved(var.aval.shape, dim, split))
     except ValueError:
         return False
     return True

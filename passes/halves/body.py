@@ -29,9 +29,9 @@ class HostMemoryError(Exception):
 class SplitBody:
     """The equations of one body, as they are made, and its values: whole, in parts, or both."""
 
-    def __init__(self, cut: BatchSplit):
+    def __init__(self, split: BatchSplit):
         self.eqns: list[Any] = []
-        self._cut = cut
+        self._split = split
         self._parts: dict[Any, tuple[int, list[Any]]] = {}
         self._wholes: dict[Any, Any] = {}
         self._own = OwnNames(self.eqns)
@@ -45,10 +45,10 @@ class SplitBody:
         return parts
 
     def _new_parts(self, var: Any, dim: int) -> list[Any]:
-        return [self._new_part(var, dim) for _ in range(self._cut.parts)]
+        return [self._new_part(var, dim) for _ in range(self._split.parts)]
 
     def _new_part(self, var: Any, dim: int) -> Any:
-        return compat.sized_var(var, dim, self._cut.part(var.aval.shape[dim]))
+        return compat.sized_var(var, dim, self._split.part(var.aval.shape[dim]))
 
     def alias(self, var: Any, atom: Any) -> None:
         """Let a value be another one."""
@@ -86,9 +86,9 @@ class SplitBody:
             return self._whole_of(atom)
         dim, parts = self._parts[atom]
         _check_memory(atom, "joined", like)
-        whole, cut = compat.like_var(atom), self._cut
+        whole, split = compat.like_var(atom), self._split
         self.eqns += inlining.inline(
-            lambda *p: [_join(p, dim, cut)], parts, [whole], like, alike=("join", dim, cut)
+            lambda *p: [_join(p, dim, split)], parts, [whole], like, alike=("join", dim, split)
         )
         self._wholes[atom] = whole
         return whole
@@ -97,12 +97,12 @@ class SplitBody:
         """Return the parts of a value along a dim; a whole value is cut."""
         if self.dim(atom) == dim:
             return self._parts[atom][1]
-        whole, cut = self.joined(atom, like), self._cut
+        whole, split = self.joined(atom, like), self._split
         _check_memory(whole, "split", like)
-        if (parts := self._own.parts(whole, dim, cut, like)) is None:
+        if (parts := self._own.parts(whole, dim, split, like)) is None:
             parts = self._new_parts(atom, dim)
             self.eqns += inlining.inline(
-                lambda x: _cut(x, dim, cut), [whole], parts, like, alike=("cut", dim, cut)
+                lambda x: _split(x, dim, split), [whole], parts, like, alike=("cut", dim, split)
             )
         if not compat.is_literal(atom) and atom not in self._parts:
             self._wholes[atom] = whole
@@ -123,7 +123,7 @@ class SplitBody:
         ]
         params = {**eqn.params, **followed.params}
         made: list[list[Any]] = []
-        for i in range(self._cut.parts):
+        for i in range(self._split.parts):
             outvars = [
                 compat.like_var(v) if isinstance(how, str) else self._new_part(v, how)
                 for v, how in zip(eqn.outvars, followed.results, strict=True)
@@ -131,8 +131,8 @@ class SplitBody:
             invars = [self._of_part(some, i, eqn) for some in operands]
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             made.append(outvars)
-        for place, (var, how) in enumerate(zip(eqn.outvars, followed.results, strict=True)):
-            parts = [outvars[place] for outvars in made]
+        for position, (var, how) in enumerate(zip(eqn.outvars, followed.results, strict=True)):
+            parts = [outvars[position] for outvars in made]
             if not isinstance(how, str):
                 self._parts[var] = how, parts
                 continue
@@ -164,20 +164,21 @@ def _combined(how: str) -> Callable[..., list[Array]]:
     return combined
 
 
-def _cut(x: Array, dim: int, cut: BatchSplit) -> list[Array]:
+def _split(x: Array, dim: int, split: BatchSplit) -> list[Array]:
     """Cut an array in parts along a dim: of each shard the same share."""
     shape, size = x.shape, x.shape[dim]
-    rest = size // (cut.shards * cut.parts)
-    split = lax.reshape(x, (*shape[:dim], cut.shards, cut.parts, rest, *shape[dim + 1 :]))
-    part = (*shape[:dim], cut.shards * rest, *shape[dim + 1 :])
+    rest = size // (split.shards * split.parts)
+    blocks = lax.reshape(x, (*shape[:dim], split.shards, split.parts, rest, *shape[dim + 1 :]))
+    part = (*shape[:dim], split.shards * rest, *shape[dim + 1 :])
     return [
-        lax.reshape(lax.slice_in_dim(split, i, i + 1, axis=dim + 1), part) for i in range(cut.parts)
+        lax.reshape(lax.slice_in_dim(blocks, i, i + 1, axis=dim + 1), part)
+        for i in range(split.parts)
     ]
 
 
-def _join(parts: Sequence[Array], dim: int, cut: BatchSplit) -> Array:
+def _join(parts: Sequence[Array], dim: int, split: BatchSplit) -> Array:
     """Join the parts of an array."""
     shape = parts[0].shape
-    split = (*shape[:dim], cut.shards, 1, shape[dim] // cut.shards, *shape[dim + 1 :])
-    joined = lax.concatenate([lax.reshape(p, split) for p in parts], dim + 1)
-    return lax.reshape(joined, (*shape[:dim], shape[dim] * cut.parts, *shape[dim + 1 :]))
+    block = (*shape[:dim], split.shards, 1, shape[dim] // split.shards, *shape[dim + 1 :])
+    joined = lax.concatenate([lax.reshape(p, block) for p in parts], dim + 1)
+    return lax.reshape(joined, (*shape[:dim], shape[dim] * split.parts, *shape[dim + 1 :]))

@@ -42,7 +42,7 @@ class Halved:
         self,
         jaxpr: Any,
         rows_of: RowsOf,
-        cut: BatchSplit,
+        split: BatchSplit,
         unroll: int = 1,
         whole: Callable[[Any], bool] = lambda eqn: False,
     ):
@@ -61,8 +61,8 @@ class Halved:
         """
         self.mixing: list[Any] = []
         self.unroll = 1
-        self._rows_of, self._cut, self._unroll, self._whole = rows_of, cut, unroll, whole
-        body = SplitBody(cut)
+        self._rows_of, self._split, self._unroll, self._whole = rows_of, split, unroll, whole
+        body = SplitBody(split)
         for var in jaxpr.invars:
             if (dim := self._start(var)) is not None:
                 body.parts(var, dim, jaxpr.eqns[0])
@@ -86,7 +86,7 @@ class Halved:
             The new body, whose operands and results are the parts in the place of each value that
             is in parts; and the dims along which its results' rows lie.
         """
-        body = SplitBody(self._cut)
+        body = SplitBody(self._split)
         invars = [
             v for var, dim in zip(jaxpr.invars, given, strict=True) for v in body.bound(var, dim)
         ]
@@ -112,7 +112,7 @@ class Halved:
         dims = [body.dim(v) for v in eqn.invars]
         if all(d is None for d in dims):
             body.whole(eqn)
-        elif not self._whole(eqn) and (followed := follow(eqn, dims, self._cut)):
+        elif not self._whole(eqn) and (followed := follow(eqn, dims, self._split)):
             body.parted(eqn, followed)
         else:
             self.mixing.append(eqn)
@@ -136,7 +136,7 @@ class Halved:
             return None
         if (dim := self._rows_of(atom)) is None:
             return None
-        return dim if self._cut.divides(atom.aval.shape[dim]) else None
+        return dim if self._split.divides(atom.aval.shape[dim]) else None
 
     def _scan(self, body: SplitBody, eqn: Any) -> bool:
         """Run a scan on parts, if it does not scan over the rows themselves."""
@@ -162,7 +162,7 @@ class Halved:
         new, _ = self._body(inner, eqn, given, wanted)
         outer = [*given[:first], *(None if d is None else d + 1 for d in given[first:])]
         results = [*wanted[:num_carry], *(None if d is None else d + 1 for d in wanted[num_carry:])]
-        parts = self._cut.parts
+        parts = self._split.parts
 
         def count(some: Sequence[int | None]) -> int:
             return sum(1 if d is None else parts for d in some)

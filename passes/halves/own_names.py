@@ -55,7 +55,7 @@ class OwnNames:
             return whole
         return self._named(whole, part, eqn)
 
-    def parts(self, whole: Any, dim: int, cut: BatchSplit, like: Any) -> list[Any] | None:
+    def parts(self, whole: Any, dim: int, split: BatchSplit, like: Any) -> list[Any] | None:
         """Make the parts of a value whose rows are all the same, from values without rows.
 
         Args:
@@ -69,8 +69,8 @@ class OwnNames:
         """
         if compat.is_literal(whole) or not self._repeats(whole, dim):
             return None
-        size = cut.part(whole.aval.shape[dim])
-        return [self._part(whole, dim, size, part, like) for part in range(cut.parts)]
+        size = split.part(whole.aval.shape[dim])
+        return [self._part(whole, dim, size, part, like) for part in range(split.parts)]
 
     def _repeats(self, atom: Any, dim: int) -> bool:
         """Return whether a value is the same all along a dim, as one that was broadcast is."""
@@ -137,13 +137,13 @@ def own_slices(jaxpr: Any, has_rows: Sequence[bool], like: Any) -> Any:
     """
     first = len(jaxpr.invars) - len(has_rows)
     num_consts, _ = compat.scan_counts(like)
-    waits = [num_consts <= place < first for place in range(len(jaxpr.invars))]
+    waits = [num_consts <= position < first for position in range(len(jaxpr.invars))]
     early, _ = _read_early(jaxpr, waits)
     invars, named = list(jaxpr.invars), list[Any]()
-    for place, var in enumerate(jaxpr.invars[first:], first):
-        if has_rows[place - first] and early[place]:
-            invars[place] = compat.like_var(var)
-            named += _another_name(invars[place], var, like)
+    for position, var in enumerate(jaxpr.invars[first:], first):
+        if has_rows[position - first] and early[position]:
+            invars[position] = compat.like_var(var)
+            named += _another_name(invars[position], var, like)
     made = compat.with_binders(jaxpr, invars, jaxpr.outvars)
     return made.replace(eqns=[*named, *jaxpr.eqns])
 

@@ -56,9 +56,9 @@ def matmuls_of_parts(jaxpr: Any, cut: Any, parts: int) -> Iterator[tuple[Dot, li
 def _scatter_adds(jaxpr: Any) -> Iterator[tuple[Any, list[tuple[int, ...]]]]:
     """Yield the shapes of each scatter-add, with the number of its body and its place there."""
     for body in bodies(jaxpr):
-        for place, eqn in enumerate(body.eqns):
+        for position, eqn in enumerate(body.eqns):
             if eqn.primitive.name == "scatter-add":
-                yield (body.index, place), _shapes(eqn)
+                yield (body.index, position), _shapes(eqn)
 
 
 def _shapes(eqn: Any) -> list[tuple[int, ...]]:

@@ -40,7 +40,7 @@ class BatchDim(NamedTuple):
         """Return whether each device has rows for all parts."""
         return self.held >= parts and self.held % parts == 0
 
-    def cut(self, parts: int) -> BatchSplit:
+    def split(self, parts: int) -> BatchSplit:
         """Return the cut in this many parts."""
         return BatchSplit(self.shards, parts)
 

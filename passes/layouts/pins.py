@@ -50,18 +50,18 @@ def pinned(jaxpr: Any, pins: Pins, mesh: Mesh) -> Any:
     """
 
     def visit(body: Body) -> list[Any] | None:
-        here = {dot.place: pins[dot.index] for dot in body.dots if dot.index in pins}
+        here = {dot.position: pins[dot.index] for dot in body.dots if dot.index in pins}
         if not here:
             return None
         eqns: list[Any] = []
-        for place, eqn in enumerate(body.eqns):
-            if place not in here:
+        for position, eqn in enumerate(body.eqns):
+            if position not in here:
                 eqns.append(eqn)
                 continue
             (out,) = eqn.outvars
             made = compat.like_var(out)
             eqns.append(eqn.replace(outvars=[made]))
-            eqns += constrained(made, out, dims_of(here[place]), mesh, eqn)
+            eqns += constrained(made, out, dims_of(here[position]), mesh, eqn)
         return eqns
 
     return map_bodies(jaxpr, visit)

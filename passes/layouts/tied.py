@@ -73,19 +73,19 @@ def with_tables_gathered(jaxpr: Any, tables: Sequence[Tied], mesh: Mesh) -> Any:
     before: dict[int, list[Any]] = {}  # by the place in front of which they go
     for table in tables:
         var = jaxpr.invars[table.argument]
-        places = _readers(jaxpr, var, uses)[table.dtype]
+        positions = _readers(jaxpr, var, uses)[table.dtype]
         copies = {v for v in _copies(jaxpr, var, uses) if str(v.aval.dtype) == table.dtype}
-        first = min(places)
+        first = min(positions)
         read = next(v for v in compat.variables(eqns[first].invars) if v in copies)
         whole = compat.like_var(read)
         gathered = constrained(read, whole, dims_of(table.spec), mesh, eqns[first])
         before.setdefault(first, []).extend(gathered)
-        for place in places:
+        for position in positions:
             known = dict.fromkeys(copies, whole)
-            invars = [v if compat.is_literal(v) else known.get(v, v) for v in eqns[place].invars]
-            eqns[place] = eqns[place].replace(invars=invars)
+            invars = [v if compat.is_literal(v) else known.get(v, v) for v in eqns[position].invars]
+            eqns[position] = eqns[position].replace(invars=invars)
     return jaxpr.replace(
-        eqns=[eqn for place, own in enumerate(eqns) for eqn in (*before.get(place, ()), own)]
+        eqns=[eqn for position, own in enumerate(eqns) for eqn in (*before.get(position, ()), own)]
     )
 
 
@@ -95,9 +95,9 @@ _Uses = Mapping[Any, Sequence[int]]
 def _uses(jaxpr: Any) -> _Uses:
     """Return the places of the equations that read each variable."""
     uses: dict[Any, list[int]] = {}
-    for place, eqn in enumerate(jaxpr.eqns):
+    for position, eqn in enumerate(jaxpr.eqns):
         for v in dict.fromkeys(compat.variables(eqn.invars)):
-            uses.setdefault(v, []).append(place)
+            uses.setdefault(v, []).append(position)
     return uses
 
 
@@ -105,8 +105,8 @@ def _readers(jaxpr: Any, var: Any, uses: _Uses) -> dict[str, dict[int, str]]:
     """Return the lookups and matmuls that read an argument: kinds by place, by the type it has."""
     found: dict[str, dict[int, str]] = {}
     for copy in _copies(jaxpr, var, uses):
-        kinds = {place: _kind(jaxpr, place, copy, uses) for place in uses.get(copy, ())}
-        known = {place: kind for place, kind in kinds.items() if kind}
+        kinds = {position: _kind(jaxpr, position, copy, uses) for position in uses.get(copy, ())}
+        known = {position: kind for position, kind in kinds.items() if kind}
         if known:
             found.setdefault(str(copy.aval.dtype), {}).update(known)
     return found
@@ -114,16 +114,16 @@ def _readers(jaxpr: Any, var: Any, uses: _Uses) -> dict[str, dict[int, str]]:
 
 def _copies(jaxpr: Any, var: Any, uses: _Uses) -> list[Any]:
     """Return an argument and what it is converted to."""
-    readers = (jaxpr.eqns[place] for place in uses.get(var, ()))
+    readers = (jaxpr.eqns[position] for position in uses.get(var, ()))
     return [var, *(e.outvars[0] for e in readers if e.primitive.name == "convert_element_type")]
 
 
-def _kind(jaxpr: Any, place: int, var: Any, uses: _Uses) -> str:
+def _kind(jaxpr: Any, position: int, var: Any, uses: _Uses) -> str:
     """Return whether what reads a value is a lookup or a matmul; empty if it is something else.
 
     A transpose is what reads it, and an inner jit what reads it inside, as in `jnp.take`.
     """
-    eqn = jaxpr.eqns[place]
+    eqn = jaxpr.eqns[position]
     if eqn.primitive.name == "transpose":
         return _all_of(jaxpr, eqn.outvars, uses)
     if compat.is_plain_jit(eqn):
@@ -135,5 +135,5 @@ def _kind(jaxpr: Any, place: int, var: Any, uses: _Uses) -> str:
 
 def _all_of(jaxpr: Any, variables: Sequence[Any], uses: _Uses) -> str:
     """Return the kind of what reads some values, if all are of one."""
-    kinds = {_kind(jaxpr, place, v, uses) for v in variables for place in uses.get(v, ())}
+    kinds = {_kind(jaxpr, position, v, uses) for v in variables for position in uses.get(v, ())}
     return kinds.pop() if len(kinds) == 1 else ""

@@ -134,7 +134,9 @@ def _share(
             taken |= {site.dot.index for site in sharing.rings[-1].sites}
     for ring in filter(lambda ring: ring.arrives, sharing.rings):
         _keep(sites, ring)
-        late = {s.dot.index for s in sites.reading(ring.collective.place)[0]} - taken - whys.keys()
+        late = (
+            {s.dot.index for s in sites.reading(ring.collective.position)[0]} - taken - whys.keys()
+        )
         sharing.late |= dict.fromkeys(late, ring)
     _leave(sharing, sites, possible, taken)
     for dot in body.dots:
@@ -145,16 +147,16 @@ def _share(
 
 def _place(sharing: ManualSharing, ring: ManualRing, taken: Collection[int]) -> bool:
     """Make a ring of a collective and its free matmuls, and return whether that was possible."""
-    if any(ring.collective.place == other.collective.place for other in sharing.rings):
+    if any(ring.collective.position == other.collective.position for other in sharing.rings):
         return False
     free = [site for site in ring.sites if site.dot.index not in taken]
     if not free or (free != ring.sites and not ring.arrives):
         return False
-    group = [ring.collective.place, *ring.between]
+    group = [ring.collective.position, *ring.between]
     if ring.arrives:  # matmuls that must come later read the whole value, which is kept
-        made = [site for site in free if sharing.order.merge(*group, site.dot.place)]
+        made = [site for site in free if sharing.order.merge(*group, site.dot.position)]
     else:
-        made = free if sharing.order.merge(*group, *(s.dot.place for s in free)) else []
+        made = free if sharing.order.merge(*group, *(s.dot.position for s in free)) else []
     if made:
         sharing.rings.append(dataclasses.replace(ring, sites=made))
     return bool(made)
@@ -164,18 +166,18 @@ def _leave(
     sharing: ManualSharing, sites: Sites, possible: Sequence[ManualRing], taken: Collection[int]
 ) -> None:
     """Note each other collective beside the first matmul there that has a ring."""
-    done = {ring.collective.place for ring in sharing.rings}
-    beside = {ring.collective.place: (str(ring.collective), ring.sites) for ring in possible}
-    for place, collective in sites.collectives.items():
+    done = {ring.collective.position for ring in sharing.rings}
+    beside = {ring.collective.position: (str(ring.collective), ring.sites) for ring in possible}
+    for position, collective in sites.collectives.items():
         if isinstance(collective, Reason) and collective.code != "no collective":
-            summed = sites.summed(place)
-            beside[place] = (
+            summed = sites.summed(position)
+            beside[position] = (
                 str(collective),
-                [*sites.reading(place)[0], *(summed[0] if summed else [])],
+                [*sites.reading(position)[0], *(summed[0] if summed else [])],
             )
-    for place, (text, met) in beside.items():
+    for position, (text, met) in beside.items():
         first = next((s.dot.index for s in met if s.dot.index in taken), None)
-        if first is not None and place not in done:
+        if first is not None and position not in done:
             sharing.left.setdefault(first, []).append(text)
 
 
@@ -194,10 +196,10 @@ def _edges(eqn: Any) -> _Edges:
 
 def _keep(sites: Sites, ring: ManualRing) -> None:
     """Note whether others read the value that a ring gathers, and which views of it they read."""
-    places = {site.dot.place for site in ring.sites}
-    unread = sites.unread(ring.between, places)
+    positions = {site.dot.position for site in ring.sites}
+    unread = sites.unread(ring.between, positions)
     ring.again = tuple(sorted(ring.between - unread))
-    ring.keep = sites.read_beyond(ring.collective.place, places | unread)
+    ring.keep = sites.read_beyond(ring.collective.position, positions | unread)
 
 
 # -- what explain() shows -------------------------------------------------------------------------

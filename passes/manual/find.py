@@ -51,7 +51,7 @@ class WrittenCollective:
         spread: devices of automatic axes among which the value is shared out.
     """
 
-    place: int
+    position: int
     eqn: Any
     kind: Kind
     axis: str
@@ -156,7 +156,7 @@ class ManualRing:
         return rows if self.arrives else rows // self.collective.axis_size
 
 
-def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> WrittenCollective | Reason:
+def collective(position: int, eqn: Any, axes: Mapping[str, int]) -> WrittenCollective | Reason:
     """Describe a collective that a ring can do, or say why no ring can.
 
     Args:
@@ -183,7 +183,7 @@ def collective(place: int, eqn: Any, axes: Mapping[str, int]) -> WrittenCollecti
     dim = next((d for d in dims if d is not None), None)
     if dim is not None and dim == params.get("split_axis"):
         return Reason("no ring", f"{name} splits the dim that it gathers")
-    return WrittenCollective(place, eqn, RINGED[name], axis, n, dim, params.get("split_axis"))
+    return WrittenCollective(position, eqn, RINGED[name], axis, n, dim, params.get("split_axis"))
 
 
 class Sites:
@@ -197,19 +197,19 @@ class Sites:
     def __init__(self, body: Body, axes: Mapping[str, int]):
         self.eqns = body.eqns
         dots = (dot for dot in body.dots if dot.eqn.primitive.name == "dot_general")
-        self.dots = {dot.place: dot for dot in dots}
+        self.dots = {dot.position: dot for dot in dots}
         self.uses = body.uses
         self.collectives = {
-            place: collective(place, eqn, axes)
-            for place, eqn in enumerate(body.eqns)
+            position: collective(position, eqn, axes)
+            for position, eqn in enumerate(body.eqns)
             if compat.is_collective(eqn)
         }
 
-    def reading(self, place: int) -> tuple[list[ManualSite], set[int]]:
+    def reading(self, position: int) -> tuple[list[ManualSite], set[int]]:
         """Return the matmuls that read a collective's result, and the places of all its views."""
         sites: list[ManualSite] = []
-        places: set[int] = set()
-        views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[place].outvars[0], ())]
+        positions: set[int] = set()
+        views: list[tuple[Any, tuple[Any, ...]]] = [(self.eqns[position].outvars[0], ())]
         for var, above in views:  # it grows
             for reader in dict.fromkeys(self.uses.readers(var)):
                 eqn = None if reader is None else self.eqns[reader]
@@ -217,22 +217,22 @@ class Sites:
                     sides = [s for s, v in zip(("lhs", "rhs"), eqn.invars, strict=True) if v is var]
                     sites += [ManualSite(self.dots[reader], side, above) for side in sides]  # type: ignore[arg-type]
                 elif eqn is not None and reader is not None and is_view(eqn):
-                    places.add(reader)
+                    positions.add(reader)
                     views.append((eqn.outvars[0], (*above, eqn)))
-        return sorted(sites, key=lambda site: site.dot.index), places
+        return sorted(sites, key=lambda site: site.dot.index), positions
 
-    def summed(self, place: int) -> tuple[list[ManualSite], set[int]] | None:
+    def summed(self, position: int) -> tuple[list[ManualSite], set[int]] | None:
         """Return the matmuls whose sum a collective reads, and the places in between, or None."""
-        terms = self._terms(self.eqns[place].invars[0])
+        terms = self._terms(self.eqns[position].invars[0])
         return terms and (sorted(terms[0], key=lambda site: site.dot.index), terms[1])
 
     def _terms(self, var: Any) -> tuple[list[ManualSite], set[int]] | None:
         if self.uses.maker(var) is None or len(self.uses.readers(var)) != 1:
             return None
-        place = self.uses.made[var]
-        eqn = self.eqns[place]
-        if place in self.dots:
-            return [ManualSite(self.dots[place], "out")], set()
+        position = self.uses.made[var]
+        eqn = self.eqns[position]
+        if position in self.dots:
+            return [ManualSite(self.dots[position], "out")], set()
         if not is_view(eqn) and not is_sum(eqn):
             return None
         parts = [part for v in eqn.invars if (part := self._terms(v))]
@@ -241,34 +241,34 @@ class Sites:
         sites = [site for summands, _ in parts for site in summands]
         if is_view(eqn):
             sites = [site._replace(views=(*site.views, eqn)) for site in sites]
-        return sites, {place}.union(*(places for _, places in parts))
+        return sites, {position}.union(*(positions for _, positions in parts))
 
     def unread(self, views: set[int], ring: set[int]) -> set[int]:
         """Return the views that nobody reads but a ring's matmuls and other such views."""
         dead: set[int] = set()
-        for place in sorted(views, reverse=True):
-            if not self.read_beyond(place, ring | dead):
-                dead.add(place)
+        for position in sorted(views, reverse=True):
+            if not self.read_beyond(position, ring | dead):
+                dead.add(position)
         return dead
 
-    def read_beyond(self, place: int, places: set[int]) -> bool:
+    def read_beyond(self, position: int, positions: set[int]) -> bool:
         """Return whether anybody but the equations at `places` reads the result of `place`."""
-        return any(r not in places for r in self.uses.readers(self.eqns[place].outvars[0]))
+        return any(r not in positions for r in self.uses.readers(self.eqns[position].outvars[0]))
 
 
 def possible_rings(sites: Sites) -> Iterator[ManualRing]:
     """Yield each collective with all matmuls that read it, and with those whose sum it reads."""
-    for place, this_collective in sites.collectives.items():
+    for position, this_collective in sites.collectives.items():
         if isinstance(this_collective, Reason):
             continue
         if this_collective.kind in ("all_gather", "all_to_all"):
-            reading, views = sites.reading(place)
+            reading, views = sites.reading(position)
             met = [site.dot.index for site in reading]
             once = [site for site in reading if met.count(site.dot.index) == 1]  # not x @ x.T
             assert this_collective.dim is not None
             if once:
                 yield ManualRing(this_collective, once, this_collective.dim, views)
-        if this_collective.kind != "all_gather" and (summed := sites.summed(place)):
+        if this_collective.kind != "all_gather" and (summed := sites.summed(position)):
             dim = (
                 this_collective.dim
                 if this_collective.kind == "reduce_scatter"

@@ -83,7 +83,7 @@ def spread(site: ManualSite, shardings: Mapping[int, Shardings]) -> int:
 
 def why_not(sites: Sites, dot: Dot, rings: Sequence[ManualRing]) -> Reason:
     """Return why a matmul that none of the rings takes is left alone."""
-    done = {ring.collective.place: ring.site for ring in rings}
+    done = {ring.collective.position: ring.site for ring in rings}
     lhs, rhs = dot.eqn.invars
     reasons = [
         _above(sites, lhs, done),
@@ -102,13 +102,13 @@ def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that an operand comes from has no ring; None without one."""
     through = ""
     while (eqn := sites.uses.maker(var)) is not None:
-        place = sites.uses.made[var]
-        collective = sites.collectives.get(place)
+        position = sites.uses.made[var]
+        collective = sites.collectives.get(position)
         if collective is not None:
             if RINGED.get(eqn.primitive.name, _BEFORE[0]) not in _BEFORE:
                 return None  # a sum that it waits for
-            if place in done:
-                return _done(done[place], eqn.primitive.name)
+            if position in done:
+                return _done(done[position], eqn.primitive.name)
             what = f"reads the result of {eqn.primitive.name}"
             return collective if isinstance(collective, Reason) else _left(what, through)
         if not is_view(eqn):
@@ -122,14 +122,14 @@ def _above(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
 def _below(sites: Sites, var: Any, done: Mapping[int, int]) -> Reason | None:
     """Return why the collective that a result reaches has no ring; None without one."""
     through = ""
-    while readers := [place for place in sites.uses.readers(var) if place is not None]:
-        for place in readers:
-            collective, name = sites.collectives.get(place), sites.eqns[place].primitive.name
+    while readers := [position for position in sites.uses.readers(var) if position is not None]:
+        for position in readers:
+            collective, name = sites.collectives.get(position), sites.eqns[position].primitive.name
             if collective is not None:
                 if isinstance(collective, Reason):
                     return collective
-                if place in done:
-                    return _done(done[place], name)
+                if position in done:
+                    return _done(done[position], name)
                 if len(sites.uses.readers(var)) > 1:
                     return _no_ring(f"its result is read by {name} and by others")
                 if collective.kind == "all_reduce" and dim_of_sum(collective) is None:

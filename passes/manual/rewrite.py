@@ -42,12 +42,12 @@ def manual_rings(body: Body, sharing: ManualSharing, multiply: Multiply) -> list
         RewriteError: if that fails for one, naming its matmuls and their source lines.
     """
     order = sharing.order
-    rings = {order.first(ring.collective.place): ring for ring in sharing.rings}
+    rings = {order.first(ring.collective.position): ring for ring in sharing.rings}
     new: list[Any] = []
-    for place in order.places():
-        ring = rings.get(place)
+    for position in order.positions():
+        ring = rings.get(position)
         if ring is None:
-            new.append(body.eqns[place])
+            new.append(body.eqns[position])
             continue
         try:
             with compat.in_shard_maps(sharing.manual.maps):

@@ -78,11 +78,11 @@ class Layout:
         axes = _on(self.matmul, side, letter, self.spec(side))
         order = [s for s in self.others if _kind(s) == "all_gather"]
         order += [self.ring, *(s for s in self.others if _kind(s) != "all_gather")]
-        place = [s.axis for s in order].index(axis)
-        gathered = {s.axis for s in order[: place + 1] if side != "out" and _moves(s, side)}
-        waiting = {s.axis for s in order[place:] if side == "out" and _moves(s, side)}
+        position = [s.axis for s in order].index(axis)
+        gathered = {s.axis for s in order[: position + 1] if side != "out" and _moves(s, side)}
+        waiting = {s.axis for s in order[position:] if side == "out" and _moves(s, side)}
         # An axis that is still to exchange the result holds the dim that it has been split along.
-        split = [s.axis for s in order[place + 1 :] if side == "out" and _exchanges(s, letter)]
+        split = [s.axis for s in order[position + 1 :] if side == "out" and _exchanges(s, letter)]
         return [*(a for a in axes if a not in gathered | waiting), *split]
 
     def stride(self, letter: str, axis: str) -> int | None:

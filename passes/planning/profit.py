@@ -73,7 +73,7 @@ class RingCosts:
 
     cost: CostModel
     groups: Mapping[str, Group]
-    bare: Callable[[Ring], float | None] = lambda ring: None
+    exposed: Callable[[Ring], float | None] = lambda ring: None
 
     def why_unprofitable(self, ring: Ring, variant: Variant) -> str:
         """Return why a ring is not worth it; empty if it may be.
@@ -98,8 +98,8 @@ class RingCosts:
 
     def _waits_s(self, ring: Ring) -> float:
         """Return the most seconds a ring can save: those exposed of its collective, left whole."""
-        whole_s, bare_s = self.collective_s(ring), self.bare(ring)
-        return whole_s if bare_s is None else min(whole_s, bare_s)
+        whole_s, exposed_s = self.collective_s(ring), self.exposed(ring)
+        return whole_s if exposed_s is None else min(whole_s, exposed_s)
 
     def _left_s(self, ring: Ring) -> float:
         """Return the seconds exposed beside a ring: of an all-reduce, what its gather cannot hide.
@@ -153,7 +153,7 @@ class RingCosts:
     def _slices_pay(self, ring: Ring) -> bool:
         """Return whether a collective in two slices takes less time than one left whole."""
         whole_s = self._matmuls_s(ring) + self._waits_s(ring)
-        return self.bare(ring) is None or self.sliced_s(ring, 2) < whole_s
+        return self.exposed(ring) is None or self.sliced_s(ring, 2) < whole_s
 
     def sliced_s(self, ring: Ring, slices: int) -> float:
         """Return the seconds of a ring's matmuls and collective in slices, each beside the other.

@@ -111,9 +111,9 @@ class Ring:
         return self.members[0].dot.index
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """The first matmul's place in the body."""
-        return self.members[0].dot.place
+        return self.members[0].dot.position
 
     @property
     def kind(self) -> Kind:

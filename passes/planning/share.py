@@ -217,7 +217,7 @@ def _add(sharing: Sharing, member: Member) -> None:
     sharing.hoisted |= {h.after: h for h in member.hoists if h.after not in sharing.hoisted}
     sharing.absorbed.update(member.end.inside)
     sharing.read.update(v.var for v in (member.lhs, member.rhs) if not compat.is_literal(v.var))
-    merged = sharing.order.merge(member.dot.place, *member.end.places)
+    merged = sharing.order.merge(member.dot.position, *member.end.positions)
     assert merged, "nobody stands between a result and what only reshards it"
 
 
@@ -306,7 +306,7 @@ def _keep_known(
         if after in sharing.hoisted:
             return side, after
         for ring in sharing.arriving(after):
-            if ring.can_keep() and sharing.order.put_after(ring.place, member.dot.place):
+            if ring.can_keep() and sharing.order.put_after(ring.position, member.dot.position):
                 ring.keep = True
                 return side, after
     return None
@@ -330,7 +330,7 @@ def _join(sharing: Sharing, member: Member) -> bool:
     read = [*member.dot.eqn.invars, member.lhs.var, member.rhs.var]
     if any(v in given for v in read if not compat.is_literal(v)):
         return False
-    if not sharing.order.merge(ring.place, member.dot.place):
+    if not sharing.order.merge(ring.position, member.dot.position):
         return False
     ring.members.append(member)
     _add(sharing, member)
@@ -373,7 +373,7 @@ def _add_up(sharing: Sharing, body: Body) -> None:
     sums = [ring for ring in sharing.rings if not ring.arrives and not ring.members[0].end.views]
     made = {ring.members[0].end.var: ring for ring in sums}
     added: set[int] = set()  # rings that are a part of another now
-    for place, eqn in enumerate(body.eqns):
+    for position, eqn in enumerate(body.eqns):
         once = [v for v in compat.variables(eqn.invars) if len(body.uses.readers(v)) == 1]
         rings = [made.get(v) for v in once]
         if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
@@ -382,7 +382,7 @@ def _add_up(sharing: Sharing, body: Body) -> None:
         if one is None or other is None or one is other:
             continue
         members = sorted([*one.members, *other.members], key=lambda m: m.dot.index)
-        if _alike(members) and sharing.order.merge(one.place, other.place, place):
+        if _alike(members) and sharing.order.merge(one.position, other.position, position):
             added.add(id(other))
             one.members, one.total = members, eqn.outvars[0]
             made[one.total] = one

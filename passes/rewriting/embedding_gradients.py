@@ -83,8 +83,8 @@ def lookups(
     known = []
     for body in bodies:
         zeros = {v for eqn in body.eqns if _is_zeros(eqn) for v in eqn.outvars}
-        for place, eqn in enumerate(body.eqns):
-            read = shardings.get((body.index, place))
+        for position, eqn in enumerate(body.eqns):
+            read = shardings.get((body.index, position))
             if read is None or None in read[1:3] or eqn.invars[0] not in zeros:
                 continue
             if compat.stated_axes(eqn):  # inside explicit_axes: its types say how it lies

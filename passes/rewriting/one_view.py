@@ -32,21 +32,21 @@ def with_one_view(jaxpr: Any) -> Any:
 
 
 def _visit(body: Body) -> list[Any] | None:
-    places = {
-        dot.place
+    positions = {
+        dot.position
         for dot in body.dots
         if dot.eqn.primitive.name == "dot_general"
         and dot.inside is None
         and not compat.stated_axes(dot.eqn)
     }
-    read = Counter(v for place in places for v in _narrow(body.eqns[place]))
+    read = Counter(v for position in positions for v in _narrow(body.eqns[position]))
     shared = {v for v, times in read.items() if times > 1}
     if not shared:
         return None
     views: dict[Any, Any] = {}
     eqns: list[Any] = []
-    for place, eqn in enumerate(body.eqns):
-        if place in places and not shared.isdisjoint(_narrow(eqn)):
+    for position, eqn in enumerate(body.eqns):
+        if position in positions and not shared.isdisjoint(_narrow(eqn)):
             eqns += _viewed(eqn, views)
         else:
             eqns.append(eqn)

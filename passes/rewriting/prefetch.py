@@ -68,7 +68,7 @@ class _Ahead:
         body = body.replace(eqns=[e for eqn in body.eqns for e in self.lifted(eqn)])
         xs = body.invars[num_consts + num_carry :]
         slices = _Slices(body)
-        ready = [v for v in slices.bare(self.gathers) if slices.leaves(v) <= {*xs}]
+        ready = [v for v in slices.exposed(self.gathers) if slices.leaves(v) <= {*xs}]
         if not ready:
             return [scan]
         self.moved += len(ready)
@@ -82,7 +82,7 @@ class _Ahead:
             return
         inner = eqn.params["jaxpr"]
         slices, outer = _Slices(inner), dict(zip(inner.invars, eqn.invars, strict=True))
-        ready = [v for v in slices.bare(self.gathers) if slices.leaves(v) <= {*outer}]
+        ready = [v for v in slices.exposed(self.gathers) if slices.leaves(v) <= {*outer}]
         if not ready:
             yield eqn
             return
@@ -184,14 +184,14 @@ class _Slices:
         read = {a for eqn in eqns for a in eqn.invars if not compat.is_literal(a)}
         return {a for a in read if a not in self.uses.made}
 
-    def bare(self, gathers: Collection[Any]) -> list[Any]:
+    def exposed(self, gathers: Collection[Any]) -> list[Any]:
         """List the gathers read no later than the first matmul: they have none to hide behind."""
-        bare, wanted = [], {v for v in gathers if v in self.uses.made}
+        exposed, wanted = [], {v for v in gathers if v in self.uses.made}
         for eqn in self.body.eqns:
             if has_matmul(eqn):
-                return bare + [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
-            bare += [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
-        return bare
+                return exposed + [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
+            exposed += [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
+        return exposed
 
     def function(self, leaves: Sequence[Any], value: Any) -> Callable[..., list[Any]]:
         """Return the function that makes a value of its leaves."""

@@ -77,15 +77,15 @@ class _Rewritten:
 
     def eqns(self) -> list[Any]:
         order = self.sharing.order
-        rings = {order.first(ring.place): ring for ring in self.sharing.rings}
-        readers = {member.dot.place: member for member in self.sharing.readers}
-        for place in order.places():
-            if place in rings:
-                self.ring(rings[place])
-            elif place in readers:
-                self.reader(readers[place])
+        rings = {order.first(ring.position): ring for ring in self.sharing.rings}
+        readers = {member.dot.position: member for member in self.sharing.readers}
+        for position in order.positions():
+            if position in rings:
+                self.ring(rings[position])
+            elif position in readers:
+                self.reader(readers[position])
             else:
-                self.new.append(self.body.eqns[place])
+                self.new.append(self.body.eqns[position])
         return self.new
 
     def atom(self, value: Value, like: Any) -> Any:

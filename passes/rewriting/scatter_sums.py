@@ -172,7 +172,7 @@ def points(sharings: Iterable[Sharing]) -> dict[int, Point]:
     user's own constraint wants whole.
     """
     rings = (ring for sharing in sharings for ring in sharing.rings if ring.kind == "all_reduce")
-    members = (member for ring in rings for member in ring.members if not member.end.places)
+    members = (member for ring in rings for member in ring.members if not member.end.positions)
     point_of = {m.dot.index: _point(m.layout) for m in members if m.layout is not None}
     return {index: point for index, point in point_of.items() if point is not None}
 
@@ -244,20 +244,20 @@ def partitioned_scattered(
         dims[index] = [PartitionSpec.UNCONSTRAINED] * len(shapes[index])
         dims[index][point.dim] = point.axes
 
-    places: dict[tuple[int, int], int] = {}  # the equations' old places in a body
+    positions: dict[tuple[int, int], int] = {}  # the equations' old places in a body
 
     def constrain(body: Body) -> list[Any] | None:
-        wanted = {d.place: dims[d.index] for d in body.dots if d.index in dims and not d.inside}
+        wanted = {d.position: dims[d.index] for d in body.dots if d.index in dims and not d.inside}
         eqns: list[Any] = []
-        for place, eqn in enumerate(body.eqns):
-            places[body.index, len(eqns)] = place
-            eqns += _summed(eqn, wanted[place], mesh) if place in wanted else [eqn]
+        for position, eqn in enumerate(body.eqns):
+            positions[body.index, len(eqns)] = position
+            eqns += _summed(eqn, wanted[position], mesh) if position in wanted else [eqn]
         return eqns if wanted else None
 
     spmd = partitioned(traced, map_bodies(jaxpr, constrain), mesh)
     # The first sink of each result is our own constraint, which the step does not have.
     shardings = {
-        (key[0], places[key]) if isinstance(key, tuple) else key: (
+        (key[0], positions[key]) if isinstance(key, tuple) else key: (
             read._replace(out=read.out_sinks[0], out_sinks=read.out_sinks[1:])
             if key in dims and read.out_sinks
             else read

@@ -156,8 +156,8 @@ def _value(
         )
     if opcode == "dynamic-update-slice":
         return operands[0]
-    if (place := _in_place(module, instruction)) is not None:
-        return operands[place]
+    if (position := _in_place(module, instruction)) is not None:
+        return operands[position]
     return make(instruction.shape)
 
 

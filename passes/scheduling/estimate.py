@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import joined, moved
-from jaxoverlap.passes.scheduling.kernels import Kernels, turned_bytes
+from jaxoverlap.passes.scheduling.kernels import Kernels, transposed_bytes
 from jaxoverlap.passes.scheduling.list_schedule import (
     Rule,
     Turn,
@@ -102,7 +102,7 @@ class _Estimator:
         found = moved(module) if sums else collectives(module)
         sent = {(c.computation, c.name): c for c in found}
         left = sent.keys() - joined(module) if sums else sent.keys()
-        self._collectives = {place: sent[place] for place in left}
+        self._collectives = {position: sent[position] for position in left}
         self.computation = functools.cache(self._computation)
         self._kernel_s = functools.cache(lambda kernel: cost.kernel_s(cost.known(kernel)))
 
@@ -111,19 +111,19 @@ class _Estimator:
         body = self._module.body(name)
         kernels = Kernels(self._module, body)
         tasks: list[Task] = []
-        places: dict[str, int] = {}
+        positions: dict[str, int] = {}
         flights: dict[int, str] = {}
         total, slowed_s = _NOTHING, 0.0
         for i in body:
-            needs = tuple(dict.fromkeys(places[n.partition("#")[0]] for n in i.operands))
+            needs = tuple(dict.fromkeys(positions[n.partition("#")[0]] for n in i.operands))
             if (c := self._collectives.get((name, i.name))) is not None:
                 flight, sms = self._flight(c)
                 lane, seconds = flight.lane, flight.seconds
                 flights[len(tasks)] = i.name
                 tasks.append(Task(needs, flight=flight))
                 tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
-                if turned := turned_bytes(i, kernels):
-                    tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(turned)))
+                if transposed := transposed_bytes(i, kernels):
+                    tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(transposed)))
                 own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
                 total = _added(total, own)
                 slowed_s += seconds * sms / self._cost.cluster.chip.num_sms
@@ -135,7 +135,7 @@ class _Estimator:
             else:
                 seconds = self._kernel_s(kernels.work(i))
                 tasks.append(Task(needs, seconds=seconds, is_matmul=i.opcode == "dot"))
-            places[i.name] = len(tasks) - 1
+            positions[i.name] = len(tasks) - 1
         return self._ordered(name, tasks, flights, total, slowed_s)
 
     def _ordered(

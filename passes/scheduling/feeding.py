@@ -65,22 +65,22 @@ def starts_fed(
         users: the tasks that need each task; they come after it.
     """
     starts = [index for index, is_start in enumerate(flies) if is_start]
-    bit = {start: 1 << place for place, start in enumerate(starts)}
+    bit = {start: 1 << position for position, start in enumerate(starts)}
     masks = [0] * len(flies)
     for index in reversed(range(len(flies))):
         for user in users[index]:
             masks[index] |= bit[user] if flies[user] else masks[user]
     return [
-        tuple(starts[place] for place in _bits(mask)) if wanted else ()
+        tuple(starts[position] for position in _bits(mask)) if wanted else ()
         for mask, wanted in zip(masks, leads, strict=True)
     ]
 
 
 def _bits(mask: int) -> list[int]:
     """Return the places of the bits that are set."""
-    places = []
+    positions = []
     while mask:
         low = mask & -mask
-        places.append(low.bit_length() - 1)
+        positions.append(low.bit_length() - 1)
         mask ^= low
-    return places
+    return positions

@@ -44,7 +44,7 @@ class Kernels:
 
     def work(self, i: hlo.Instruction) -> KernelWork:
         """Return the work of an instruction's kernel; none where it is part of another's."""
-        if i.opcode in _FREE or _LAYOUT in i.line or self.turned_by_matmul(i):
+        if i.opcode in _FREE or _LAYOUT in i.line or self.transposed_by_matmul(i):
             return KernelWork()
         if i.opcode in _OWN_KERNELS:
             return work(self._module, i, self._shapes)
@@ -72,7 +72,7 @@ class Kernels:
         """Return whether an instruction's value never comes to memory: its reader computes it."""
         return self._fuses(i) and not self._ends(i)
 
-    def turned_by_matmul(self, i: hlo.Instruction) -> bool:
+    def transposed_by_matmul(self, i: hlo.Instruction) -> bool:
         """Return whether a transpose moves nothing, as matmuls alone read what it turns.
 
         cuBLAS takes either operand turned: rows that lie where columns would, and all of them.
@@ -80,12 +80,14 @@ class Kernels:
         if i.opcode != "transpose":
             return False
         order = [int(d) for d in i.attribute("dimensions").strip("{}").split(",")]
-        turned = [*range(order[0], len(order)), *range(order[0])]
-        return order == turned and self.only_matmuls_read(i)
+        transposed = [*range(order[0], len(order)), *range(order[0])]
+        return order == transposed and self.only_matmuls_read(i)
 
     def only_matmuls_read(self, i: hlo.Instruction) -> bool:
         """Return whether every reader of a value is a matmul, through what renames or turns it."""
-        return all(user.opcode == "dot" or self.turned_by_matmul(user) for user in self._readers(i))
+        return all(
+            user.opcode == "dot" or self.transposed_by_matmul(user) for user in self._readers(i)
+        )
 
     def made_by_matmul(self, i: hlo.Instruction) -> bool:
         """Return whether a matmul made the first operand of an instruction."""
@@ -184,7 +186,7 @@ class Kernels:
                     yield hlo.shape_bytes(made.shape)
 
 
-def turned_bytes(i: hlo.Instruction, kernels: Kernels) -> int:
+def transposed_bytes(i: hlo.Instruction, kernels: Kernels) -> int:
     """Return the bytes of the copy beside a collective whose blocks do not lie one after the other.
 
     NCCL's blocks do. Along another dim than the first XLA:GPU turns what was gathered after it, and

@@ -64,7 +64,7 @@ class OrderOutcome:
 
     seconds: float
     peak_bytes: int
-    bare: tuple[int, ...]
+    exposed: tuple[int, ...]
     clashes: int = 0
 
 
@@ -74,7 +74,7 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
     Those that XLA makes synchronous wait for no stream.
     """
     clock, memory = _Clock(frozenset(synchronous(problem, order).values())), _Memory(problem)
-    matmuls, bare, at = 0, list[int](), dict[int, int]()
+    matmuls, exposed, at = 0, list[int](), dict[int, int]()
     flying, clashes = set[int](), 0
     for index in order:
         task = problem.tasks[index]
@@ -83,11 +83,11 @@ def order_outcome(problem: Problem, order: Sequence[int]) -> OrderOutcome:
         matmuls += task.is_matmul
         at[index] = matmuls
         if task.awaits is not None and at[task.awaits] == matmuls:
-            bare.append(task.awaits)
+            exposed.append(task.awaits)
         clashes += len(problem.apart.get(index, _NONE) & flying)
         flying ^= {index} if task.flight else {task.awaits} if task.awaits is not None else _NONE
     seconds = max(clock.now, *clock.arrives.values(), 0.0)
-    return OrderOutcome(seconds, memory.peak, tuple(bare), clashes)
+    return OrderOutcome(seconds, memory.peak, tuple(exposed), clashes)
 
 
 def on_the_way(problem: Problem, order: Sequence[int]) -> int:
@@ -307,9 +307,9 @@ class _Scheduler:
 
     def _start(self, *, due: bool) -> int | None:
         """Pop the most urgent start; if `due`, one whose turn has come and that has room."""
-        for place, (deadline, index) in enumerate(self._starts):
+        for position, (deadline, index) in enumerate(self._starts):
             if not due or self._is_due(deadline, index):
-                return self._starts.pop(place)[1]
+                return self._starts.pop(position)[1]
         return None
 
     def _is_due(self, deadline: float, index: int) -> bool:
@@ -334,11 +334,11 @@ class _Scheduler:
                 return None
             self._ready.remove(nearest)
             return nearest
-        for place, index in enumerate(self._ready):
+        for position, index in enumerate(self._ready):
             if self._rule.turn == "first" and index != self._next:
                 return None
             if self._fits(index):
-                return self._ready.pop(place)
+                return self._ready.pop(position)
         return None
 
     def _feeds_sooner(self, feeding: Feeding, nearest: int) -> bool:

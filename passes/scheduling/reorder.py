@@ -121,11 +121,11 @@ class _Walk:
 
     def _problem(self, computation: str) -> Problem:
         body = self._module.body(computation)
-        place = {i.name: n for n, i in enumerate(body)}
+        position = {i.name: n for n, i in enumerate(body)}
         own_buffers = self._buffers(computation)
         tasks: list[Task] = []
         for instruction in body:
-            needs = [place[name.partition("#")[0]] for name in _needs(instruction)]
+            needs = [position[name.partition("#")[0]] for name in _needs(instruction)]
             task = replace(
                 self._task(computation, instruction),
                 needs=tuple(dict.fromkeys(needs)),
@@ -191,7 +191,7 @@ def best(
     def cost(one: _Ordered) -> tuple[int, int, int]:
         outcome = one[1]
         worth = 1 + _MEMORY * outcome.peak_bytes / ceiling_bytes if ceiling_bytes else 1
-        return round(outcome.seconds * worth / unit), len(outcome.bare), outcome.peak_bytes
+        return round(outcome.seconds * worth / unit), len(outcome.exposed), outcome.peak_bytes
 
     def cheapest(several: Sequence[_Ordered]) -> _Ordered:
         allowed = [
@@ -202,7 +202,7 @@ def best(
         return min(allowed or several[:1], key=cost)
 
     chosen = cheapest(orders)
-    for start in chosen[1].bare:
+    for start in chosen[1].exposed:
         order = earlier(problem, chosen[0], start)
         if on_the_way(problem, order) <= in_flight:
             chosen = cheapest([chosen, *_compiled(problem, order)])

@@ -58,16 +58,16 @@ PLACES = {  # of q, and of k and v
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_attention_is_jaxs(mesh: Mesh, place: str):
-    number = list(PLACES).index(place)
+def test_attention_is_jaxs(mesh: Mesh, position: str):
+    number = list(PLACES).index(position)
     causal, kv_heads = number % 2 == 0, (8, 4)[number // 2 % 2]
-    q_at, k_at = PLACES[place]
+    q_at, k_at = PLACES[position]
     q = array(mesh, q_at, 4, 32, 8, 16)
     k, v = (array(mesh, k_at, 4, 32, kv_heads, 16, seed=s) for s in (1, 2))
     step = jax.jit(losses(lambda *qkv: jaxoverlap.attention(*qkv, is_causal=causal)))
     compiled = step.lower(q, k, v).compile()
     forward, backward = jaxoverlap.decisions(compiled)
-    ringed = place in ("sequence", "sequence and heads")
+    ringed = position in ("sequence", "sequence and heads")
     assert isinstance(forward, Decision if ringed else Skip)
     assert isinstance(backward, Decision if ringed else Skip)
     plain = losses(lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=causal))

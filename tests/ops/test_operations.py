@@ -323,13 +323,13 @@ def test_unmodified_nnx_attention(mesh: Mesh):
     check_layer(mesh, make(**own), make(), x, lambda shape: heads.get(shape, P()))
 
 
-def check_layer(mesh: Mesh, layer: Any, plain: Any, x: Any, place: Any) -> None:
+def check_layer(mesh: Mesh, layer: Any, plain: Any, x: Any, position: Any) -> None:
     """Compare a layer's loss and gradients with its plain twin's, and ask for a ring."""
 
     def step(model: Any) -> Any:
         definition, state = nnx.split(model)
         state = jax.tree.map(
-            lambda v: jax.device_put(v, NamedSharding(mesh, place(v.shape))), state
+            lambda v: jax.device_put(v, NamedSharding(mesh, position(v.shape))), state
         )
 
         def loss(state: Any, x: Any) -> Any:

@@ -52,12 +52,12 @@ ENTRY %main (stack: bf16[8,4096,4096], x: bf16[4096,4096], w: bf16[4096,4096], i
 
 
 def test_copies_are_found_with_what_is_under_them():
-    up, back, bare = host_copies(hlo.parse(MODULE))
-    assert [c.kind for c in (up, back, bare)] == [FROM_HOST, TO_HOST, FROM_HOST]
-    assert {c.bytes_moved for c in (up, back, bare)} == {BYTES}
+    up, back, exposed = host_copies(hlo.parse(MODULE))
+    assert [c.kind for c in (up, back, exposed)] == [FROM_HOST, TO_HOST, FROM_HOST]
+    assert {c.bytes_moved for c in (up, back, exposed)} == {BYTES}
     assert up.covered and up.matmuls == ("made",)
     assert back.asynchronous and not back.covered
-    assert not bare.asynchronous
+    assert not exposed.asynchronous
 
 
 def test_audit_lists_them_apart_from_collectives():

@@ -259,17 +259,17 @@ def schedules(draw: st.DrawFn, depth: int = 1) -> tuple[str, ...]:
     """Draw a legal schedule's lines: kernels, hops and dones in any order, a loop at times."""
     lines, open_hops = [], []
     kinds = ["gemm", "copy", "hop", "far", "sync", "done"] + ["loop"] * depth
-    for place, kind in enumerate(draw(st.lists(st.sampled_from(kinds), max_size=12))):
+    for position, kind in enumerate(draw(st.lists(st.sampled_from(kinds), max_size=12))):
         seconds = draw(st.sampled_from([0.25, 0.5, 1.0, 2.5]))
         if kind in ("hop", "far"):
-            lines.append(hop(f"h{place}", seconds, FAR if kind == "far" else PAIRS))
-            open_hops.append(f"h{place}")
+            lines.append(hop(f"h{position}", seconds, FAR if kind == "far" else PAIRS))
+            open_hops.append(f"h{position}")
         elif kind == "done" and open_hops:
             lines.append(done(open_hops.pop(draw(st.integers(0, len(open_hops) - 1)))))
         elif kind == "loop":
-            lines.append(loop(draw(st.integers(1, 6)), f"l{place}"))
+            lines.append(loop(draw(st.integers(1, 6)), f"l{position}"))
         elif kind != "done":
-            lines.append({"gemm": gemm, "copy": copy, "sync": sync}[kind](f"k{place}"))
+            lines.append({"gemm": gemm, "copy": copy, "sync": sync}[kind](f"k{position}"))
     return (*lines, *map(done, draw(st.permutations(open_hops))))
 
 

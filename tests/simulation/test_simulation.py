@@ -162,6 +162,8 @@ class TestCompiled:
 
     def test_without_a_cluster(self, mlp):
         _, overlapped = mlp
-        bare = jaxoverlap.Compiled(overlapped._compiled, None, overlapped._wrapped_jit, None, None)
+        exposed = jaxoverlap.Compiled(
+            overlapped._compiled, None, overlapped._wrapped_jit, None, None
+        )
         with pytest.raises(ValueError, match=r"simulate\(\) knows no cluster: name the GPUs"):
-            bare.simulate()
+            exposed.simulate()

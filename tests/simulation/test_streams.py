@@ -202,10 +202,10 @@ def test_they_stay_apart_in_the_order_of_the_scheduler_pass():
     separate = apart([(known[i.name],) if i.name in known else () for i in body], 16)
     assert separate  # there is something to keep apart
     flying: dict[str, int] = {}
-    for place, i in enumerate(body):
-        assert separate.get(place, frozenset()).isdisjoint(flying.values())
+    for position, i in enumerate(body):
+        assert separate.get(position, frozenset()).isdisjoint(flying.values())
         if i.name in known and known[i.name].asynchronous:
-            flying[i.name] = place
+            flying[i.name] = position
         elif i.operands:
             flying.pop(i.operands[0], None)
 

@@ -192,9 +192,9 @@ def test_two_steps_that_call_each_other_do_not_wait_for_ever():
         start.wait(timeout=60)
         return other(x, w) if other else product(x, w)
 
-    place = {"in_shardings": tuple(a.sharding for a in ARGS)}
-    leaves = [overlap(jax.jit(product, **place)) for _ in range(2)]
-    steps = [overlap(jax.jit(partial(inner, other=leaf), **place)) for leaf in leaves]
+    position = {"in_shardings": tuple(a.sharding for a in ARGS)}
+    leaves = [overlap(jax.jit(product, **position)) for _ in range(2)]
+    steps = [overlap(jax.jit(partial(inner, other=leaf), **position)) for leaf in leaves]
     threads = [threading.Thread(target=lambda s=s: results.append(s(*ARGS))) for s in steps]
     for thread in threads:
         thread.start()

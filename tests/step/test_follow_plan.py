@@ -489,9 +489,9 @@ def test_what_a_fingerprint_leaves_out():
         return y @ y.T
 
     assert digest(lambda x: one(x), (2, 4)) == digest(lambda z: other(z), (2, 4))
-    turned = Mesh(MESH.devices.ravel()[::-1].reshape(SHAPE), AXES)
+    transposed = Mesh(MESH.devices.ravel()[::-1].reshape(SHAPE), AXES)
     constraints = [
-        lambda x, m=m: lax.with_sharding_constraint(x, at(m, "data")) for m in (MESH, turned)
+        lambda x, m=m: lax.with_sharding_constraint(x, at(m, "data")) for m in (MESH, transposed)
     ]
     assert digest(constraints[0], (2, 4)) == digest(constraints[1], (2, 4))
 

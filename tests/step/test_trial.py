@@ -163,7 +163,7 @@ def test_a_cpu_job_compiles_as_it_would_here(tmp_path):
     args = (jax.ShapeDtypeStruct((64, 64), np.float32, sharding=at),) * 2
     lowered = step.lower(*args)
     job = jobs.job_of(lowered)
-    assert job.platform == "cpu" and len(job.places) == 8
+    assert job.platform == "cpu" and len(job.positions) == 8
     done, here = jobs.compile_job(job, jax.devices(), tmp_path / "kernels"), lowered.compile()
     assert "all-gather" in done.text
     assert done.peak_bytes == jobs.peak_bytes(here.memory_analysis())

@@ -17,8 +17,8 @@ Device = Mapping[str, int]
 
 
 def devices(axis_sizes: Mapping[str, int]) -> Iterator[Device]:
-    for place in product(*map(range, axis_sizes.values())):
-        yield dict(zip(axis_sizes, place, strict=True))
+    for position in product(*map(range, axis_sizes.values())):
+        yield dict(zip(axis_sizes, position, strict=True))
 
 
 def block(shape: tuple[int, ...], spec: Spec, device: Device, axis_sizes: Mapping[str, int]):

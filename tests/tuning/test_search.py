@@ -31,7 +31,7 @@ from jaxoverlap.tuning.candidates import (
 )
 from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.search import Search
-from jaxoverlap.tuning.subject import Ready
+from jaxoverlap.tuning.target import Ready
 
 BASE = Options(schedule=Scheduler())
 GB = 10**9

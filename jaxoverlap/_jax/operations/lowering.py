@@ -60,10 +60,10 @@ def lower_as(
         if mesh is None:
             return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
         at, gathered = list(operands(**params)), gathered_of(ctx)
-        found = [(place, gathered.of(values[n])) for place, n in enumerate(at) if shares]
+        found = [(position, gathered.of(values[n])) for position, n in enumerate(at) if shares]
         before = [
-            (Before(place, dim, seen.by, seen.number), value)
-            for place, seen in found
+            (Before(position, dim, seen.by, seen.number), value)
+            for position, seen in found
             if seen
             for dim, value in enumerate(seen.again)
         ]
@@ -96,7 +96,7 @@ def lower_as(
             with jax.named_scope(f"{primitive.name}.{op.number}"):
                 return call([*(given[n] for n in at), *given[len(values) :]])
 
-        avals = [*ctx.avals_in, *(op.avals[b.place] for b, _ in before)]
+        avals = [*ctx.avals_in, *(op.avals[b.position] for b, _ in before)]
         inner = ctx.replace(avals_in=avals, avals_out=None)
         lower = mlir.lower_fun(named, multiple_results=True)
         results = lower(inner, *values, *(value for _, value in before))

@@ -32,7 +32,7 @@ class Before:
         number: the number that the operand has there.
     """
 
-    place: int
+    position: int
     dim: int
     by: Partitioning
     number: int
@@ -71,11 +71,11 @@ class Partitioning:
         operands, results = (side.split(", ") for side in text.split(" -> "))
         own = list(operands)
 
-        def free(place: int, dim: int, name: str) -> str:
-            factors = own[place].split(" ")
+        def free(position: int, dim: int, name: str) -> str:
+            factors = own[position].split(" ")
             return " ".join([*factors[:dim], name, *factors[dim + 1 :]])
 
-        operands += [free(b.place, b.dim, f"before{i}") for i, b in enumerate(self.before)]
+        operands += [free(b.position, b.dim, f"before{i}") for i, b in enumerate(self.before)]
         for i, (n, dim) in enumerate(self.again):
             factors = free(self.at.index(n), dim, f"again{i}").split(" ")
             results.append(" ".join(f"of{i}{f}" if f in reduced else f for f in factors))
@@ -86,10 +86,13 @@ class Partitioning:
         self.gathered.clear()  # the lowering is over
         told = [spec_of(o.sharding, self.mesh, len(o.shape)) for o in given[0]]
         ends = [spec_of(r.sharding, self.mesh, len(r.shape)) for r in result]
-        results, places = self.results, list(range(len(self.at)))  # of operands among those given
+        results, positions = (
+            self.results,
+            list(range(len(self.at))),
+        )  # of operands among those given
         for i, b in enumerate(self.before, len(self.at)):
             if told[i] is not None and b.by.given.get((b.number, b.dim)) == told[i]:
-                places[b.place] = i
+                positions[b.position] = i
         wishes = [
             Wish(self.at.index(n), dim, spec)
             for (n, dim), spec in zip(self.again, ends[results:], strict=True)
@@ -99,7 +102,7 @@ class Partitioning:
             Operation(
                 self.mesh,
                 self.avals,
-                tuple(told[p] for p in places),
+                tuple(told[p] for p in positions),
                 tuple(ends[:results]),
                 tuple(wishes),
                 self.source,
@@ -108,13 +111,13 @@ class Partitioning:
         )
         whole = [((),) * len(o.shape) for o in given[0]]
         at = [all_of if t is None else t for t, all_of in zip(told, whole, strict=True)]
-        for p, spec in zip(places, done.operands, strict=True):
+        for p, spec in zip(positions, done.operands, strict=True):
             at[p] = spec
         number = {(self.at[w.operand], w.dim): i for i, w in enumerate(done.fulfilled)}
         self.given = {key: done.fulfilled[i].spec for key, i in number.items()}
 
         def local(operands: Sequence[Any]) -> list[Any]:
-            mine = [operands[p] for p in places]
+            mine = [operands[p] for p in positions]
             out = core.eval_jaxpr(done.jaxpr, done.jaxpr.consts, *mine)
             # Nobody reads what is not in `given`.
             again = [

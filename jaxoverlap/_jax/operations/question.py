@@ -68,9 +68,9 @@ class DeviceProgram:
 Partition = Callable[[Operation], DeviceProgram]
 
 
-def even(operation: Operation, place: int) -> Spec:
+def even(operation: Operation, position: int) -> Spec:
     """Return how an operand lies, less the axes that do not divide its dims; whole if not known."""
-    told, shape = operation.operands[place], operation.avals[place].shape
+    told, shape = operation.operands[position], operation.avals[position].shape
     dims: list[tuple[str, ...]] = []
     for size, axes in zip(shape, told or ((),) * len(shape), strict=True):
         kept: tuple[str, ...] = ()

@@ -25,27 +25,27 @@ class Eqn:
 def chain(*needs: Sequence[int], effects: Sequence[int] = ()) -> list[Eqn]:
     """Return equations that each give the variable of their number, and read others'."""
     return [
-        Eqn(list(reads), [place], frozenset({"print"}) if place in effects else frozenset())
-        for place, reads in enumerate(needs)
+        Eqn(list(reads), [position], frozenset({"print"}) if position in effects else frozenset())
+        for position, reads in enumerate(needs)
     ]
 
 
 def test_what_is_not_touched_stays_in_order():
     eqns = chain([], [0], [], [1, 2], [])
-    assert EquationOrder(eqns).places() == [0, 1, 2, 3, 4]
-    assert EquationOrder([]).places() == []
+    assert EquationOrder(eqns).positions() == [0, 1, 2, 3, 4]
+    assert EquationOrder([]).positions() == []
 
 
 def test_operands_of_the_body_are_no_equations():
-    assert EquationOrder([Eqn([100, 101], [0]), Eqn([100, 0], [1])]).places() == [0, 1]
+    assert EquationOrder([Eqn([100, 101], [0]), Eqn([100, 0], [1])]).positions() == [0, 1]
 
 
 def test_merged_equations_stand_where_all_have_what_they_read():
     # 2 reads what 1 gives: the group of 0 and 2 comes after it.
     order = EquationOrder(chain([], [], [1], [0]))
     assert order.merge(0, 2)
-    assert order.places() == [1, 0, 3]
-    assert [order.first(place) for place in range(4)] == [0, 1, 0, 3]
+    assert order.positions() == [1, 0, 3]
+    assert [order.first(position) for position in range(4)] == [0, 1, 0, 3]
 
 
 def test_a_group_grows():
@@ -53,31 +53,31 @@ def test_a_group_grows():
     assert order.merge(0, 2)
     assert order.merge(3, 2)  # any place names its group
     assert order.first(3) == 0
-    assert order.places() == [0, 1, 4]
+    assert order.positions() == [0, 1, 4]
     assert order.merge(0, 3), "they are one already"
-    assert order.places() == [0, 1, 4]
+    assert order.positions() == [0, 1, 4]
 
 
 def test_several_are_merged_at_once_or_none():
     order = EquationOrder(chain([], [], [1], [2]))
     assert not order.merge(0, 1, 3), "3 reads of 2, which reads of 1"
-    assert order.places() == [0, 1, 2, 3]
+    assert order.positions() == [0, 1, 2, 3]
     assert order.merge(0, 1)
-    assert order.places() == [0, 2, 3]
+    assert order.positions() == [0, 2, 3]
 
 
 def test_an_equation_may_be_merged_with_the_one_it_reads():
     # An add is merged into the matmuls whose results it adds.
     order = EquationOrder(chain([], [], [0, 1], [2]))
     assert order.merge(0, 1, 2)
-    assert order.places() == [0, 3]
+    assert order.positions() == [0, 3]
 
 
 def test_one_that_reads_the_other_by_a_third_is_not():
     order = EquationOrder(chain([], [0], [1]))
     assert not order.merge(0, 2)
-    assert [order.first(place) for place in range(3)] == [0, 1, 2]
-    assert order.places() == [0, 1, 2]
+    assert [order.first(position) for position in range(3)] == [0, 1, 2]
+    assert order.positions() == [0, 1, 2]
 
 
 def test_two_groups_that_would_wait_for_each_other_are_not_both_made():
@@ -85,16 +85,16 @@ def test_two_groups_that_would_wait_for_each_other_are_not_both_made():
     order = EquationOrder(chain([], [], [1], [0]))
     assert order.merge(0, 2)
     assert not order.merge(1, 3)
-    assert order.places() == [1, 0, 3]
+    assert order.positions() == [1, 0, 3]
 
 
 def test_one_may_be_told_to_wait():
     order = EquationOrder(chain([], [], []))
     assert order.put_after(2, 0)
-    assert order.places() == [1, 2, 0]
+    assert order.positions() == [1, 2, 0]
     assert not order.put_after(0, 2), "that is a circle"
     assert order.put_after(2, 0), "it does already"
-    assert order.places() == [1, 2, 0]
+    assert order.positions() == [1, 2, 0]
 
 
 def test_none_waits_for_what_waits_for_it():
@@ -103,7 +103,7 @@ def test_none_waits_for_what_waits_for_it():
     assert not order.put_after(0, 0)
     assert order.merge(1, 0)
     assert not order.put_after(0, 1), "they are one"
-    assert order.places() == [0, 2]
+    assert order.positions() == [0, 2]
 
 
 def test_a_merge_may_not_undo_a_wait():
@@ -111,7 +111,7 @@ def test_a_merge_may_not_undo_a_wait():
     assert order.put_after(1, 2)
     assert not order.merge(0, 2)
     assert order.merge(0, 3)
-    assert order.places() == [0, 1, 2]
+    assert order.positions() == [0, 1, 2]
 
 
 def test_what_was_refused_leaves_no_trace():
@@ -120,14 +120,14 @@ def test_what_was_refused_leaves_no_trace():
     assert not order.merge(0, 2)
     assert order.put_after(0, 3)
     assert order.merge(0, 1)
-    assert order.places() == [0, 2, 3]
+    assert order.positions() == [0, 2, 3]
 
 
 def test_effects_stay_in_the_order_they_were_written_in():
     order = EquationOrder(chain([], [], [], [], effects=[0, 1, 3]))
     assert not order.put_after(3, 1)
     assert order.put_after(2, 0)  # 2 has none
-    assert order.places() == [2, 0, 1, 3]
+    assert order.positions() == [2, 0, 1, 3]
 
 
 def test_a_group_does_not_take_an_effect_past_another():
@@ -142,10 +142,10 @@ def test_a_group_does_not_take_an_effect_past_another():
 @st.composite
 def bodies(draw) -> list[Eqn]:
     eqns = []
-    for place in range(draw(st.integers(0, 9))):
-        reads = draw(st.sets(st.integers(0, place - 1), max_size=3)) if place else set()
+    for position in range(draw(st.integers(0, 9))):
+        reads = draw(st.sets(st.integers(0, position - 1), max_size=3)) if position else set()
         effects = draw(st.sampled_from([(), (), (), ("print",)]))
-        eqns.append(Eqn(sorted(reads), [place], frozenset(effects)))
+        eqns.append(Eqn(sorted(reads), [position], frozenset(effects)))
     return eqns
 
 
@@ -162,22 +162,22 @@ def test_the_order_respects_all_that_was_granted(eqns: list[Eqn], requests):
     for merge, one, other in requests:
         if max(one, other) >= len(eqns):
             continue
-        before = order.places()
+        before = order.positions()
         granted = order.merge(one, other) if merge else order.put_after(one, other)
         if granted:
             (merged if merge else waits).append((one, other))
         else:
-            assert order.places() == before
-    placed = order.places()
-    groups = [order.first(place) for place in range(len(eqns))]
+            assert order.positions() == before
+    placed = order.positions()
+    groups = [order.first(position) for position in range(len(eqns))]
     assert sorted(placed) == sorted(set(groups))
     assert all(groups[g] == g == min(p for p, q in enumerate(groups) if q == g) for g in groups)
     assert all(groups[one] == groups[other] for one, other in merged)
-    at = {place: placed.index(groups[place]) for place in range(len(eqns))}
-    reads = [(need, place) for place, eqn in enumerate(eqns) for need in eqn.invars]
+    at = {position: placed.index(groups[position]) for position in range(len(eqns))}
+    reads = [(need, position) for position, eqn in enumerate(eqns) for need in eqn.invars]
     for earlier, later in (*reads, *waits):
         assert at[earlier] < at[later] or groups[earlier] == groups[later]
-    effects = [at[place] for place, eqn in enumerate(eqns) if eqn.effects]
+    effects = [at[position] for position, eqn in enumerate(eqns) if eqn.effects]
     assert effects == sorted(effects)
 
 
@@ -185,12 +185,12 @@ class Sorted:
     """A slow `EquationOrder` that sorts the whole body for each request."""
 
     def __init__(self, eqns: list[Eqn]):
-        effects = [place for place, eqn in enumerate(eqns) if eqn.effects]
-        self.edges = {(need, place) for place, eqn in enumerate(eqns) for need in eqn.invars}
+        effects = [position for position, eqn in enumerate(eqns) if eqn.effects]
+        self.edges = {(need, position) for position, eqn in enumerate(eqns) for need in eqn.invars}
         self.edges |= set(itertools.pairwise(effects))
         self.group = list(range(len(eqns)))
 
-    def places(self) -> list[int] | None:
+    def positions(self) -> list[int] | None:
         placed, left = [], sorted(set(self.group))
         while left:
             waits = {
@@ -205,19 +205,19 @@ class Sorted:
             left.remove(ready[0])
         return placed
 
-    def merge(self, *places: int) -> bool:
-        groups = {self.group[place] for place in places}
+    def merge(self, *positions: int) -> bool:
+        groups = {self.group[position] for position in positions}
         before, self.group = self.group, [min(groups) if g in groups else g for g in self.group]
-        if self.places() is None:
+        if self.positions() is None:
             self.group = before
             return False
         return True
 
-    def put_after(self, place: int, later: int) -> bool:
-        if self.group[place] == self.group[later]:
+    def put_after(self, position: int, later: int) -> bool:
+        if self.group[position] == self.group[later]:
             return False
-        before, self.edges = self.edges, self.edges | {(place, later)}
-        if self.places() is None:
+        before, self.edges = self.edges, self.edges | {(position, later)}
+        if self.positions() is None:
             self.edges = before
             return False
         return True
@@ -228,8 +228,8 @@ def bodies_and_requests(draw) -> tuple[list[Eqn], list[tuple[str, tuple[int, ...
     length = draw(st.integers(1, 24))
     random = draw(st.randoms(use_true_random=False))
     reads = [
-        sorted(random.sample(range(place), min(place, random.choice((0, 1, 1, 2)))))
-        for place in range(length)
+        sorted(random.sample(range(position), min(position, random.choice((0, 1, 1, 2)))))
+        for position in range(length)
     ]
     eqns = chain(*reads, effects=random.sample(range(length), random.randrange(3) % length))
     requests = []
@@ -245,16 +245,16 @@ def bodies_and_requests(draw) -> tuple[list[Eqn], list[tuple[str, tuple[int, ...
 def test_every_answer_is_that_of_sorting_the_whole_body(drawn):
     eqns, requests = drawn
     order, oracle = EquationOrder(eqns), Sorted(eqns)
-    for kind, places in requests:
-        assert getattr(order, kind)(*places) == getattr(oracle, kind)(*places)
-        assert order.places() == oracle.places()
-        assert [order.first(place) for place in range(len(eqns))] == oracle.group
+    for kind, positions in requests:
+        assert getattr(order, kind)(*positions) == getattr(oracle, kind)(*positions)
+        assert order.positions() == oracle.positions()
+        assert [order.first(position) for position in range(len(eqns))] == oracle.group
 
 
 @settings(max_examples=100, deadline=None)
 @given(bodies())
 def test_an_order_that_nobody_changed_is_the_one_written(eqns: list[Eqn]):
-    assert EquationOrder(eqns).places() == list(range(len(eqns)))
+    assert EquationOrder(eqns).positions() == list(range(len(eqns)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -265,20 +265,20 @@ def test_a_merge_is_refused_only_for_a_path_by_others(eqns: list[Eqn], one: int,
     one, other = sorted((one, other))
     after: set[int] = set()  # what waits for `one` by at least one equation in between
     last, seen = None, {one}
-    for place, eqn in enumerate(eqns):
+    for position, eqn in enumerate(eqns):
         needs = {*eqn.invars} | ({last} if eqn.effects and last is not None else set())
-        last = place if eqn.effects else last
-        if place > one and needs & seen:
-            seen.add(place)
+        last = position if eqn.effects else last
+        if position > one and needs & seen:
+            seen.add(position)
             if needs & (seen - {one}):
-                after.add(place)
+                after.add(position)
     assert EquationOrder(eqns).merge(one, other) == (one == other or other not in after)
 
 
 def test_a_long_body_is_sorted_soon():
-    order = EquationOrder(chain([], *([place] for place in range(299))))
+    order = EquationOrder(chain([], *([position] for position in range(299))))
     assert not order.merge(0, 299)
-    assert order.places() == list(range(300))
+    assert order.positions() == list(range(300))
 
 
 def looked_at(order: EquationOrder, request: Callable[[], bool]) -> int:

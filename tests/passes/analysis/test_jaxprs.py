@@ -26,10 +26,10 @@ def map_dots(jaxpr: Any, visit: Callable[[Dot], list[Any] | None]) -> Any:
     """Replace each `dot_general` of a jaxpr by what `visit` returns; None leaves it."""
 
     def visit_body(body: Body) -> list[Any] | None:
-        new = {dot.place: eqns for dot in body.dots if (eqns := visit(dot)) is not None}
+        new = {dot.position: eqns for dot in body.dots if (eqns := visit(dot)) is not None}
         if not new:
             return None
-        return [e for place, eqn in enumerate(body.eqns) for e in new.get(place, [eqn])]
+        return [e for position, eqn in enumerate(body.eqns) for e in new.get(position, [eqn])]
 
     return map_bodies(jaxpr, visit_body)
 

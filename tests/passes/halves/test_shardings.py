@@ -36,13 +36,13 @@ def test_the_sum_of_a_lookups_gradient_keeps_its_place():
     def of(j: Any) -> Any:
         """Return where the scatter-add into the table stands: a body and a place."""
         table = (V, D)
-        (place,) = (
+        (position,) = (
             (body.index, i)
             for body in bodies(j)
             for i, e in enumerate(body.eqns)
             if e.primitive.name == "scatter-add" and e.outvars[0].aval.shape == table
         )
-        return place
+        return position
 
     lies = shardings_of_parts(jaxpr, done.jaxpr, {of(jaxpr): lie("sum")}, 2)
     assert lies == {of(done.jaxpr): lie("sum")}

@@ -64,8 +64,8 @@ def test_without_pins_the_step_stays_the_same_object(mesh):
 def test_what_the_user_constrains_stays_as_he_said(mesh):
     def step(x, w, v):
         h = jax.lax.with_sharding_constraint(x @ w, at(mesh, "data", "model"))
-        turned = jax.lax.with_sharding_constraint((h @ v).T, at(mesh, None, "data"))
-        return turned @ h
+        transposed = jax.lax.with_sharding_constraint((h @ v).T, at(mesh, None, "data"))
+        return transposed @ h
 
     (free,) = pinnable(traced(step, (8, 8), (8, 8), (8, 8)).jaxpr)
     assert free.index == 2

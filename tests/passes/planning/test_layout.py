@@ -461,9 +461,9 @@ def put(
     if whole is None:
         whole = np.full((*head, n * size, *tail), UNWRITTEN)
     view = whole.reshape(*head, outer, n, -1, *tail)
-    place = (*(slice(None),) * (dim + 1), chunk)
-    assert (view[place] == UNWRITTEN).all(), "a chunk is written once"
-    view[place] = part.reshape(*head, outer, -1, *tail)
+    position = (*(slice(None),) * (dim + 1), chunk)
+    assert (view[position] == UNWRITTEN).all(), "a chunk is written once"
+    view[position] = part.reshape(*head, outer, -1, *tail)
     return view.reshape(whole.shape)
 
 
@@ -833,8 +833,8 @@ def _all_specs(letters: str) -> list[Spec]:
     for axes in permutations(("x", "y")):
         for first in (None, *letters):
             for second in (None, *letters):
-                places = list(zip(axes, (first, second), strict=True))
-                specs.add(tuple(tuple(a for a, at in places if at == c) for c in letters))
+                positions = list(zip(axes, (first, second), strict=True))
+                specs.add(tuple(tuple(a for a, at in positions if at == c) for c in letters))
     return sorted(specs)
 
 

@@ -72,11 +72,11 @@ def check(sharing: Sharing, body: Body) -> None:
     readers = [m.dot.index for m in sharing.readers]
     assert sorted([*rings, *readers, *sharing.skipped]) == [dot.index for dot in body.dots]
     order = sharing.order
-    at = {place: i for i, place in enumerate(order.places())}
-    made = {v: place for place, eqn in enumerate(body.eqns) for v in eqn.outvars}
-    for place, eqn in enumerate(body.eqns):
+    at = {position: i for i, position in enumerate(order.positions())}
+    made = {v: position for position, eqn in enumerate(body.eqns) for v in eqn.outvars}
+    for position, eqn in enumerate(body.eqns):
         for need in {made[v] for v in eqn.invars if not hasattr(v, "val") and v in made}:
-            mine, theirs = order.first(place), order.first(need)
+            mine, theirs = order.first(position), order.first(need)
             assert at[theirs] < at[mine] or theirs == mine
     kept: dict[Any, Ring] = {ring.whole: ring for ring in sharing.rings if ring.keep}
     for ring in sharing.rings:
@@ -85,13 +85,13 @@ def check(sharing: Sharing, body: Body) -> None:
     for member in (*sharing.readers, *(m for ring in sharing.rings for m in ring.members)):
         for value in (member.lhs, member.rhs):
             if value in kept and value not in sharing.hoisted:
-                assert at[order.first(kept[value].place)] < at[order.first(member.dot.place)]
+                assert at[order.first(kept[value].position)] < at[order.first(member.dot.position)]
 
 
 def _check_ring(ring: Ring, sharing: Sharing) -> None:
     """Check that all that a ring's members share is alike."""
-    assert {sharing.order.first(m.dot.place) for m in ring.members} == {
-        sharing.order.first(ring.place)
+    assert {sharing.order.first(m.dot.position) for m in ring.members} == {
+        sharing.order.first(ring.position)
     }
     layouts = [m.layout for m in ring.members if m.layout]
     assert len(layouts) == len(ring.members)
@@ -119,7 +119,7 @@ def test_three_projections_of_one_value_share_a_ring():
     assert members(sharing) == [[0, 1, 2]]
     (ring,) = sharing.rings
     assert (ring.kind, ring.site, ring.keep, ring.total) == ("all_gather", 0, False, None)
-    assert sharing.order.places() == [0]
+    assert sharing.order.positions() == [0]
 
 
 def test_the_first_of_a_ring_has_its_bytes():
@@ -288,7 +288,7 @@ def test_the_gradients_that_three_projections_send_back_travel_as_one():
     (ring,) = sharing.rings
     assert ring.kind == "reduce_scatter"
     assert ring.total is body.outvars[0]
-    assert len(sharing.order.places()) == 1, "the adds are in the ring"
+    assert len(sharing.order.positions()) == 1, "the adds are in the ring"
     entries, _ = decide([body], reads([SCATTER] * 3), Terms(AXES))
     assert [getattr(e, "bytes_moved", None) for e in entries] == [BYTES, 0, 0]
     assert [getattr(e, "why", None) for e in entries] == ["", "shares ring 0", "shares ring 0"]
@@ -445,7 +445,9 @@ def random_body(rng: random.Random) -> tuple[Body, list[Any]]:
     while len(plan) < 10:
         one, other = rng.sample([i for i in range(len(specs)) if i < 2 or i > 5], 2)
         weight = rng.choice([2, 4]) if specs[one] == rows else rng.choice([3, 5])
-        unread = [i for i in range(6, len(specs)) if not any(i in places for _, *places in plan)]
+        unread = [
+            i for i in range(6, len(specs)) if not any(i in positions for _, *positions in plan)
+        ]
         alike = len(unread) > 1 and specs[unread[-1]] == specs[unread[-2]]
         kind = "add" if alike and rng.random() < 0.5 else rng.choice(["project", "gradient"])
         if kind == "project":
@@ -471,8 +473,8 @@ def random_body(rng: random.Random) -> tuple[Body, list[Any]]:
     body = body_of(step, *[(16, 16)] * 6)
     given = []
     for dot in body.dots:
-        _, one, other = plan[dot.place]
-        sides = [specs[one], specs[other], specs[6 + dot.place]]
+        _, one, other = plan[dot.position]
+        sides = [specs[one], specs[other], specs[6 + dot.position]]
         for side in range(3):
             if rng.random() < 0.1:
                 sides[side] = rng.choice([WHOLE, ROWS, COLUMNS, (M, D), (NO, BOTH)])
@@ -504,7 +506,7 @@ X3, ROWS3, COLUMNS3 = (4, *X), P("data", "model"), P("data", None, "model")
 WEIGHT, BACKWARDS = P("data", "model"), P("model", "data")
 
 
-def place(x, *spec):
+def position(x, *spec):
     return lax.with_sharding_constraint(x, NamedSharding(MESH, P(*spec)))
 
 
@@ -528,7 +530,7 @@ def waiting(x, y, w, u):
 
 
 def there_and_back(x, w):
-    y = place(jnp.sin(x @ w), "data", None, "model")
+    y = position(jnp.sin(x @ w), "data", None, "model")
     return lax.dot_general(y, w, (((2,), (1,)), ((), ())))
 
 
@@ -652,13 +654,13 @@ def layer(x, weights):
 
     def projected(x, *names):
         x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3)
-        return [place(x @ weights[name], "data", None, "model") for name in names]
+        return [position(x @ weights[name], "data", None, "model") for name in names]
 
-    x = place(x, "data", "model")
+    x = position(x, "data", "model")
     q, k, v = projected(x, "q", "k", "v")
-    x = place(x + (jnp.tanh(q) * jnp.sin(k) + v) @ weights["o"], "data", "model")
+    x = position(x + (jnp.tanh(q) * jnp.sin(k) + v) @ weights["o"], "data", "model")
     gate, up = projected(x, "gate", "up")
-    return place(x + (jax.nn.silu(gate) * up) @ weights["down"], "data", "model"), None
+    return position(x + (jax.nn.silu(gate) * up) @ weights["down"], "data", "model"), None
 
 
 def test_a_layer_in_a_remat_in_a_scan():

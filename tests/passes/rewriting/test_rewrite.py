@@ -278,8 +278,8 @@ def test_other_collectives_run_once_and_outside_the_ring(name: str):
     )
     assert len(gathers) == (name == "matmul_all_reduce")
     assert len(sums) == (name in ("second_axis_scatters", "matmul_reduce_scatter_of_one_dim"))
-    for place in (*sums, *(gathers if name == "matmul_all_reduce" else ())):
-        assert place > ring[-1]
+    for position in (*sums, *(gathers if name == "matmul_all_reduce" else ())):
+        assert position > ring[-1]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -307,10 +307,10 @@ def test_each_hop_and_each_later_matmul_waits_for_the_matmul_before(name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_every_new_equation_points_at_the_users_line(name: str):
     lines, start = inspect.getsourcelines(step_of)
-    place = start + next(i for i, line in enumerate(lines) if "# the matmul" in line)
+    position = start + next(i for i, line in enumerate(lines) if "# the matmul" in line)
     for eqn in equations(rewritten(name).params["jaxpr"]):
         file, line, function = compat.source_line(eqn)
-        assert (Path(file).name, line) == (Path(__file__).name, place), eqn
+        assert (Path(file).name, line) == (Path(__file__).name, position), eqn
         assert function.endswith("step")
 
 

@@ -70,11 +70,11 @@ def test_rings_of_equal_layers_are_traced_once(traced):
 def of_two(first: dict[str, Any], second: dict[str, Any]) -> Any:
     """Return a step of two matmuls that differ."""
 
-    def product(x, w, *, rows=("model",), precision=None, wide=None, turned=False, dtype=None):
+    def product(x, w, *, rows=("model",), precision=None, wide=None, transposed=False, dtype=None):
         x, w = (x.astype(dtype), w.astype(dtype)) if dtype else (x, w)
         y = lax.dot(x, w, precision=precision, preferred_element_type=wide)
-        y = y.T if turned else y
-        spec = P(None, *rows) if turned else P(*rows)
+        y = y.T if transposed else y
+        spec = P(None, *rows) if transposed else P(*rows)
         return lax.with_sharding_constraint(y, NamedSharding(MESH, spec))
 
     return lambda x, w: (product(x, w, **first), product(x, w, **second))

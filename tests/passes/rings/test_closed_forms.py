@@ -243,17 +243,17 @@ class Program:
 
     def readers(self, buffer: int) -> Iterator[tuple[int, Op]]:
         """Yield the operations that read a buffer, with their places; no barriers."""
-        for place, op in enumerate(self.ops):
+        for position, op in enumerate(self.ops):
             if buffer in op.reads and op.name != "optimization_barrier":
-                yield place, op
+                yield position, op
 
     def uses(self, buffer: int, through: set[str]) -> Iterator[tuple[int, Op]]:
         """Yield the readers of a buffer, and of what operations of these names make of it."""
-        for place, op in self.readers(buffer):
+        for position, op in self.readers(buffer):
             if op.name in through:
                 yield from self.uses(op.writes[0], through)
             else:
-                yield place, op
+                yield position, op
 
     def is_operand(self, buffer: int) -> bool:
         """Return whether the buffer is an argument, or lies in one at a fixed place."""
@@ -264,8 +264,8 @@ class Program:
 
     def done(self, hop: Op) -> int:
         """Return where a hop is waited for: at the first that reads what it wrote, barriers too."""
-        places = (p for p, op in enumerate(self.ops) if set(hop.writes) & set(op.reads))
-        return next(places, len(self.ops))
+        positions = (p for p, op in enumerate(self.ops) if set(hop.writes) & set(op.reads))
+        return next(positions, len(self.ops))
 
 
 def jaxpr_in(value: Any) -> Any:
@@ -276,28 +276,28 @@ def jaxpr_in(value: Any) -> Any:
 def lives(program: Program) -> Iterator[tuple[int, int, int]]:
     """Yield (first, last, bytes) of the buffers that `ring.peak_bytes` counts, by operations."""
     written = {b for op in program.ops if op.name in HOPS for b in op.writes}
-    for place, op in enumerate(program.ops):
+    for position, op in enumerate(program.ops):
         if op.name in HOPS:
             done = program.done(op)
             (source,), (target,) = op.reads, op.writes
             if source not in written and not program.is_operand(source):
-                yield place, done, program.sizes[source]
+                yield position, done, program.sizes[source]
             if op.name == "all_to_all":  # lays out by receiver what it sends
-                yield place, done, program.sizes[source]
+                yield position, done, program.sizes[source]
             reads = list(program.uses(target, VIEWS | {"concatenate"}))
             last = max([done, *(p for p, by in reads if by.name in {*HOPS, "dot_general"})])
             if reads:  # else it is a part of the result, as a sum is once it has come
-                yield place, last, program.sizes[target]
+                yield position, last, program.sizes[target]
         elif op.name == "dot_general":
             sent = hops_of(program, op.writes[0])
             if sent:  # else it becomes the result
-                yield place, min(sent), program.sizes[op.writes[0]]
+                yield position, min(sent), program.sizes[op.writes[0]]
 
 
 def hops_of(program: Program, product: int) -> list[int]:
     """Return the places where a product, or a sum that it is in, is sent."""
     others = {op.name for op in program.ops} - {*HOPS, "dot_general"}
-    return [place for place, op in program.uses(product, others) if op.name in HOPS]
+    return [position for position, op in program.uses(product, others) if op.name in HOPS]
 
 
 def peak(name: str, variant: Variant, n: int) -> int:
@@ -308,7 +308,7 @@ def peak(name: str, variant: Variant, n: int) -> int:
     )
     program = Program(mapped_eqn.params["jaxpr"])
     lifetimes = list(lives(program))
-    matmuls = [place for place, op in enumerate(program.ops) if op.name == "dot_general"]
+    matmuls = [position for position, op in enumerate(program.ops) if op.name == "dot_general"]
     return max(sum(b for first, last, b in lifetimes if first <= at <= last) for at in matmuls)
 
 

@@ -80,8 +80,8 @@ def test_only_the_last_slice_is_bare(name: str):
         return getattr(ring, name)(x, w, AXIS, variant="sliced x 4")
 
     covered = coverage(body, *SHAPES[name])
-    bare = 2 if name == "matmul_all_reduce" else 1  # and the gather after the slices
-    assert covered.count(False) == bare
+    exposed = 2 if name == "matmul_all_reduce" else 1  # and the gather after the slices
+    assert covered.count(False) == exposed
     assert covered.count(True) == 3
 
 

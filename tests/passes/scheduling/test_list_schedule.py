@@ -50,9 +50,9 @@ def of(*tasks: Task) -> Problem:
 
 
 def is_order(problem: Problem, order: Sequence[int]) -> bool:
-    place = {index: at for at, index in enumerate(order)}
+    position = {index: at for at, index in enumerate(order)}
     return sorted(order) == list(range(len(problem.tasks))) and all(
-        place[need] < place[index]
+        position[need] < position[index]
         for index, task in enumerate(problem.tasks)
         for need in task.needs
     )
@@ -102,7 +102,7 @@ def test_every_rule_gives_an_order(problem: Problem, rule: Rule, ceiling: int):
     compute_s = sum(task.seconds for task in problem.tasks)
     assert outcome.seconds >= compute_s
     assert outcome.seconds <= compute_s + sum(t.flight.seconds for t in problem.tasks if t.flight)
-    assert all(is_order(problem, earlier(problem, order, bare)) for bare in outcome.bare)
+    assert all(is_order(problem, earlier(problem, order, exposed)) for exposed in outcome.exposed)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=2, max_size=6), st.data())
@@ -162,10 +162,10 @@ def test_a_start_is_not_put_earlier_where_too_many_would_be_on_their_way():
     other, kernel = start(5, lane="slow"), Task((1, 2), 5)
     problem = of(other, compute(5), done(0), start(2), kernel, done(3), Task((4, 5), 1))
     order = range(7)
-    assert order_outcome(problem, order).bare == (3,) and on_the_way(problem, order) == 1
+    assert order_outcome(problem, order).exposed == (3,) and on_the_way(problem, order) == 1
     assert on_the_way(problem, earlier(problem, order, 3)) == 2
     alone, both = best(problem, UNBOUND, 1), best(problem, UNBOUND, 2)
-    assert on_the_way(problem, alone[0]) == 1 and len(alone[1].bare) == 1
+    assert on_the_way(problem, alone[0]) == 1 and len(alone[1].exposed) == 1
     assert both[1] == OrderOutcome(alone[1].seconds, 0, ())
 
 

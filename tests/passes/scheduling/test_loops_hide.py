@@ -63,10 +63,10 @@ def test_orders_are_whole_and_never_break_what_needs_what(averages, loop_s, turn
     problem = a_round(averages, loop_s)
     ceiling = LOOP + AVERAGE * len(averages) * roomy
     order = list_schedule(problem, Rule({"network": lead}, turn, 8, ceiling))
-    place = {index: at for at, index in enumerate(order)}
+    position = {index: at for at, index in enumerate(order)}
     assert sorted(order) == list(range(len(problem.tasks)))
     for index, task in enumerate(problem.tasks):
-        assert all(place[need] < place[index] for need in task.needs)
+        assert all(position[need] < position[index] for need in task.needs)
 
 
 @given(st.lists(st.floats(0.01, 30.0), min_size=1, max_size=4), st.floats(0.01, 50.0))

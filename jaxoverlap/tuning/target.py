@@ -41,7 +41,7 @@ Look = Callable[[Options], float | None]
 
 
 @dataclass(frozen=True)
-class Subject:
+class TuningTarget:
     """A step to tune.
 
     Attributes:
@@ -68,7 +68,7 @@ class Subject:
     memory_bytes: int
 
 
-def subject_of(call: jits.Call, start: StepContext, options: Options) -> Subject:
+def target_of(call: jits.Call, start: StepContext, options: Options) -> TuningTarget:
     """Make the subject of a tuning from a step with arguments like these.
 
     Args:
@@ -96,7 +96,7 @@ def subject_of(call: jits.Call, start: StepContext, options: Options) -> Subject
         with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
             return stage.compile(), new.plan
 
-    return Subject(
+    return TuningTarget(
         lower=lower,
         look=look,
         sites=lambda options: sites_of(call, options),
