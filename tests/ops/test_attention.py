@@ -57,7 +57,7 @@ PLACES = {  # of q, and of k and v
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("position", PLACES)
 def test_attention_is_jaxs(mesh: Mesh, position: str):
     number = list(PLACES).index(position)
     causal, kv_heads = number % 2 == 0, (8, 4)[number // 2 % 2]

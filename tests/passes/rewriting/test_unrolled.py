@@ -82,7 +82,7 @@ def of_two(first: dict[str, Any], second: dict[str, Any]) -> Any:
 
 DIFFERENCES = [
     {"precision": "highest"},
-    {"turned": True},
+    {"transposed": True},
     {"dtype": jnp.bfloat16},
     {"dtype": jnp.bfloat16, "wide": jnp.float32},
     {"rows": ("model", "data")},
