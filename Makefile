@@ -17,7 +17,11 @@ LOCK ?= requirements.lock
 JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
-.PHONY: help install demo test docs lint format lines nightly lab lock clean FORCE
+# Tests that compile nothing, or next to nothing.
+QUICK := $(addprefix tests/,plan cost flags parallelism profiling passes/analysis passes/layouts \
+	passes/manual passes/planning passes/rewriting passes/scheduling docs/test_words.py test_packages.py)
+
+.PHONY: help install demo check quick test docs lint format lines nightly lab lock clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +39,12 @@ $(STAMP): pyproject.toml $(LOCK) $(if $(realpath $(BIN)/python),,FORCE)
 
 demo: install ## train a small model with and without overlap
 	$(BIN)/python -m $(DEMO)
+
+check: install ## lint, types and the tests that compile nothing; for every edit
+	@$(MAKE) --no-print-directory --jobs 2 lint quick
+
+quick: install ## the tests that compile nothing
+	$(BIN)/pytest -q --ignore tests/parallelism/pipeline $(QUICK)
 
 test: lint ## check everything: lint, types, import order, tests
 	$(PYTEST)
