@@ -6,7 +6,7 @@ Names are imported when they are first used: `jaxoverlap --version` needs no JAX
 """
 
 import importlib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     from jaxoverlap.step.stages import Compiled, Lowered
     from jaxoverlap.tuning.tune import Tuning
 
-__version__ = version("jaxoverlap")
+try:
+    __version__ = version("jaxoverlap")
+except PackageNotFoundError:  # run from a checkout, by PYTHONPATH
+    __version__ = "not installed"
 
 __all__ = [
     "Audit",

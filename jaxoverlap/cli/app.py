@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+import jaxoverlap
 from jaxoverlap.cli.advise import advise
 from jaxoverlap.cli.configure import configure
 from jaxoverlap.cli.doctor import doctor
@@ -62,9 +63,8 @@ def _message(error: Exception) -> str:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        names = ("jaxoverlap", "jax", "jaxlib")
-        versions = ", ".join(f"{name} {metadata.version(name)}" for name in names)
-        print(f"{versions}, Python {sys.version.split()[0]}")
+        others = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib"))
+        print(f"jaxoverlap {jaxoverlap.__version__}, {others}, Python {sys.version.split()[0]}")
         raise typer.Exit
 
 

@@ -41,6 +41,26 @@ def test_the_version_is_one():
     assert run("--version").startswith(f"jaxoverlap {jaxoverlap.__version__}, jax ")
 
 
+def test_a_checkout_that_is_not_installed_is_imported():
+    code = """
+import importlib.metadata as metadata
+found = metadata.version
+def version(name):
+    if name == "jaxoverlap":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+import jaxoverlap
+print(jaxoverlap.__version__)
+from jaxoverlap.cli import main
+main()
+"""
+    command = [sys.executable, "-c", code, "--version"]
+    said = subprocess.check_output(command, env=ENVIRONMENT, cwd=ROOT, text=True)
+    first, second = said.splitlines()
+    assert first == "not installed" and second.startswith("jaxoverlap not installed, jax ")
+
+
 def test_every_public_name_is_found_where_it_lives():
     for name in jaxoverlap.__all__:
         assert getattr(jaxoverlap, name) is not None, name
