@@ -167,9 +167,13 @@ def search(
     budget = cluster.chip.memory_bytes / stack.reserve
     fitting = list[tuple[float, int, Configuration, Memory]]()
     smallest: tuple[Configuration, Memory] | None = None
+    too_large = set[Configuration]()  # larger micro-batches, which come later, need no less memory
     count = 0
     for split in splits(model, cluster, global_batch, space, stack):
         count += 1
+        if (key := replace(split, micro_batch=1)) in too_large:
+            continue
+        before = len(fitting)
         for options in ways_to_save(split, model, global_batch, stack):
             config, needs = _fitting(model, options, stack, global_batch, budget)
             if needs.total <= budget:
@@ -177,6 +181,8 @@ def search(
                 fitting.append((bound_s, len(fitting), config, needs))
             elif smallest is None or needs.total < smallest[1].total:
                 smallest = (config, needs)
+        if len(fitting) == before:
+            too_large.add(key)
     kept, priced = _fastest(sorted(fitting), cluster, times, keep) if keep else ((), 0)
     took_s = time.perf_counter() - began
     return Found(kept, count, len(fitting), priced, smallest, took_s)
