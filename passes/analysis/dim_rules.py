@@ -201,6 +201,26 @@ def _along(param: str, *, keeps: bool) -> Callable[[Any], DimRule]:
     return rule
 
 
+def _windowed(eqn: Any) -> DimRule:
+    """A pooling, or its gradient: dims with windows of one element keep their factor."""
+    params, ndim = eqn.params, len(eqn.params["window_dimensions"])
+    ones = (1,) * ndim
+    steps = zip(
+        params["window_dimensions"],
+        params["window_strides"],
+        params.get("base_dilation", ones),
+        params["padding"],
+        strict=True,
+    )
+    kept = {d for d, step in enumerate(steps) if step == (1, 1, 1, (0, 0))}
+
+    def factors(number: int, var: Any) -> Factors:
+        return tuple(d if d in kept else (number, d) for d in range(var.aval.ndim))
+
+    operands = tuple(factors(i, v) for i, v in enumerate(eqn.invars))
+    return DimRule(operands, tuple(factors(-1 - i, v) for i, v in enumerate(eqn.outvars)))
+
+
 def _fft(eqn: Any) -> DimRule:
     ndim, last = eqn.outvars[0].aval.ndim, len(eqn.params["fft_lengths"])
     operand, result = (
@@ -379,6 +399,14 @@ _RULES: dict[str, Callable[[Any], DimRule | None]] = {
     "rev": _along("dimensions", keeps=False),
     "split": _along("axis", keeps=False),
     "fft": _fft,
+    **dict.fromkeys(
+        (
+            *(f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")),
+            "select_and_scatter_add",
+            "select_and_gather_add",
+        ),
+        _windowed,
+    ),
     **dict.fromkeys(("slice", "dynamic_slice"), _kept(_same_size)),
     "pad": _kept(_unpadded),
     "top_k": _kept(_not_ranked),

@@ -58,6 +58,22 @@ CASES: list[tuple[str, str, Callable, tuple[tuple[int, ...], ...]]] = [
     ("cumsum", "reduce_window", lambda x: lax.cumsum(x, 1), ((4, 6),)),
     ("sort", "sort", lambda x: lax.sort(x, dimension=1), ((4, 6),)),
     ("concatenate", "concatenate", lambda x, y: jnp.concatenate([x, y], 1), ((4, 6), (4, 3))),
+    (
+        "reduce_window_max",
+        "reduce_window",
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), "SAME"),
+        ((4, 6, 5),),
+    ),
+    (
+        "select_and_scatter_add",
+        "select_and_scatter",
+        jax.grad(
+            lambda x: (
+                lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "SAME") ** 2
+            ).sum()
+        ),
+        ((4, 6, 5),),
+    ),
     ("rev", "reverse", lambda x: lax.rev(x, (0,)), ((4, 6),)),
     ("slice", "slice", lambda x: x[:, 1:4], ((4, 6),)),
     ("pad", "pad", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (2, 0, 0))), ((4, 6),)),

@@ -79,6 +79,11 @@ ALIKE: dict[str, Callable] = {
         lambda x: (jnp.take_along_axis(x, PLACES, 1) ** 2).sum()
     )(x),
     "a convolution": lambda x: lax.conv_general_dilated(x[:, None], W[:3, None, :2], (1,), "SAME"),
+    "a pooling": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3), (1, 2), "SAME"),
+    "an average pooling": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"),
+    "the gradient of a pooling": lambda x: jax.grad(
+        lambda x: (lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "SAME") ** 2).sum()
+    )(x),
     "the gradient of its kernel": lambda x: jax.grad(
         lambda k: (lax.conv_general_dilated(x[:, None], k, (1,), "SAME") ** 2).sum()
     )(W[:3, None, :2]),
@@ -100,6 +105,10 @@ MIXING: dict[str, tuple[Callable, str]] = {
     "a sum over rows before": (lambda x: jnp.cumsum(x, 0) * x, "cumsum"),
     "a sort of the rows": (lambda x: jnp.sort(x, axis=0) + 1, "sort"),
     "rows from last to first": (lambda x: x[::-1] * x, "rev"),
+    "a pooling of the rows": (
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME") + x,
+        "reduce_window_max",
+    ),
     "some of the rows": (lambda x: x[:4] + 1, "slice"),
     "rows moved by one": (lambda x: jnp.roll(x, 1, 0) - x, "slice"),
     "the largest row": (lambda x: jnp.argmax(x, 0), "argmax"),
