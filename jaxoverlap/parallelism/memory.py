@@ -230,16 +230,35 @@ def memory(
     if config.splits_rows and stack.halves_exposed is not None:
         flying = 4 * _ELEMENT * tokens * model.hidden  # gathered rows of both halves
     gathered = _ELEMENT * (1 - config.shard_share(model)) * 2 * layer
-    tables = _gathered_tables(model, config, stack, params)
+    head = logits + _gathered_tables(model, config, stack, params) - gathered
+    activations, busy = kept * piece, max(running, head) + flying
+    if stack.lockstep and micro_batches == 1:
+        # One backward pass: gradients grow as activations go, and the logits precede all of them.
+        gradients = _scattered_gradients(model, config, stack, params, layer)
+        busy = max(running + flying - min(activations, gradients), head - gradients, 0.0)
     return Memory(
         stage,
         weights=weights,
         gradients=gradients,
         optimizer=states,
-        activations=kept * piece,
-        working=max(running, logits + tables - gathered) + flying + 2 * stream + stack.buffer_bytes,
+        activations=activations,
+        working=busy + 2 * stream + stack.buffer_bytes,
         gathered=gathered,
     )
+
+
+def _scattered_gradients(
+    model: Transformer, config: Configuration, stack: Stack, params: StageParams, layer: int
+) -> float:
+    """Count the gradients where XLA scatters each layer's as soon as they are there.
+
+    It does so for every ZeRO stage, as nothing is added to them; one layer's are still whole, and
+    those of the tables, which wait for the embedding's.
+    """
+    if not config.zero_stage:
+        return state_bytes(model, config, stack, params)[1]
+    scattered = state_bytes(model, replace(config, zero_stage=2), stack, params)[1]
+    return scattered + stack.gradient_bytes * (layer + params.tables) * config.shard_share(model)
 
 
 def _gathered_tables(
