@@ -26,7 +26,7 @@ from jaxoverlap import overlap, pod_mesh
 from jaxoverlap._jax import partitioner
 from jaxoverlap._util.text import table
 from jaxoverlap.simulation import hlo
-from jaxoverlap.step import ways
+from jaxoverlap.step import context
 
 LENGTHS = (60, 120, 240, 480, 960)
 POD = "h100-sxm:1x8"  # where rings have prices; on CPU devices all that can be a ring is one
@@ -37,7 +37,7 @@ PARTS = (
     (jax.stages.Traced, "lower", "asking"),
     (partitioner, "ask", "asking"),
     (hlo, "parse_partitioned", "asking"),
-    (ways, "estimate", "pricing"),
+    (context, "estimate", "pricing"),
 )
 
 

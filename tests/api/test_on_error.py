@@ -28,8 +28,14 @@ def product(x, w):
 # -- faults of our own ----------------------------------------------------------------------------
 
 STAGES = (
-    *("context.flatten", "context.made_for", "ways.bodies", "ways.decide", "ways.rewrite"),
-    *("ways.prefetch", "share", "program.options_for"),
+    *(
+        "context.flatten",
+        "context.made_for",
+        "candidates.bodies",
+        "candidates.decide",
+        "candidates.rewrite",
+    ),
+    *("candidates.prefetch", "share", "program.options_for"),
 )
 
 
