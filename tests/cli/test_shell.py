@@ -273,6 +273,34 @@ def test_ctrl_c_ends_a_tuning_and_its_children(child: str, tmp_path: Path):
     assert not (tmp_path / "p.json").exists()
 
 
+_INTERRUPTED_WITH = """
+import os, signal, sys, time
+from jaxoverlap.cli.shell import interrupt
+
+class Held:
+    def __del__(self):  # Python drops what is raised here, as in the garbage collector's callbacks
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+with interrupt.ends_on_interrupt("interrupted"):
+    held = Held()
+    del held
+    while not interrupt.interrupted():
+        time.sleep(0.001)
+    {then}
+"""
+
+
+@pytest.mark.parametrize("then", ["sys.exit(1)", "raise OSError(32, 'Broken pipe')", "pass"])
+def test_an_interrupted_command_s_exit_code_is_130_however_it_ends(then: str):
+    program = _INTERRUPTED_WITH.format(then=then)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("users", [None, "0"])
 def test_xla_s_warnings_stay_out_unless_the_user_wants_them(users, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", users or "")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -43,11 +44,24 @@ def ends_on_interrupt(message: str) -> Iterator[None]:
     # Descriptor 2 is a filter's while XLA tries candidates, and the filter is one of the children.
     stderr = os.dup(2)
     threading.Thread(target=_watch, args=(reader, stderr, message), daemon=True).start()
+    hook, sys.unraisablehook = sys.unraisablehook, _show_unraisable
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.set_wakeup_fd(before)
         os.close(writer)
+        if interrupted():  # a killed child's closed pipe has an exit code of its own in typer
+            sys.exit(INTERRUPTED)
+
+
+def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
+    """Leave out a KeyboardInterrupt that came inside a callback of the garbage collector.
+
+    Python drops it there; the command ends all the same, as its children are killed.
+    """
+    if error.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(error)
 
 
 def _watch(reader: int, stderr: int, message: str) -> None:
