@@ -18,7 +18,7 @@ JAX_PLATFORMS ?= cpu
 export JAX_PLATFORMS
 
 # Tests that compile nothing, or next to nothing.
-QUICK := $(addprefix tests/,plan cost flags parallelism profiling passes/analysis passes/layouts \
+QUICK := $(addprefix tests/,plan cost flags parallelism profiling passes/analysis passes/estimation passes/layouts \
 	passes/manual passes/planning passes/rewriting passes/scheduling docs/test_words.py test_packages.py)
 
 .PHONY: help install demo check quick test docs lint format lines nightly lab lock clean FORCE

@@ -16,8 +16,8 @@ from jaxoverlap.cli.shell.target import Target, target
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.analysis.partitioned import partitioned
+from jaxoverlap.passes.estimation.estimate import estimate
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
-from jaxoverlap.passes.scheduling.estimate import estimate
 
 
 @dataclass(frozen=True)

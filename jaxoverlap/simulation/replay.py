@@ -111,7 +111,7 @@ class ModuleCosts:
     def _without_kernels(self, computation: str) -> frozenset[str]:
         """Return the collectives that have no kernel between their start and their done.
 
-        XLA makes them synchronous after the schedule (`passes/scheduling/synchronous.py`), and what
+        XLA makes them synchronous after the schedule (`passes/estimation/synchronous.py`), and what
         it left asynchronous of them it launches so (RemoveRedundantAsyncThunkPass).
         """
         found, since = set[str](), set[str]()

@@ -2,7 +2,7 @@
 
 Rules decide which matmuls get rings; they cannot know what else the step does at that time. So each
 candidate is rewritten, partitioned (`passes/analysis/partitioned.py`) and estimated
-(`passes/scheduling/estimate.py`), and the fastest is taken; the step without any ring is one of
+(`passes/estimation/estimate.py`), and the fastest is taken; the step without any ring is one of
 them. A candidate is dropped if its results would have other shardings than the original step's, or
 if it could not donate an argument that the original step donates.
 """

@@ -8,7 +8,7 @@ that of combinations (the greedy order of Lagom, arXiv 2602.20656; that a ring's
 setting like channels is ours). Moves that help are put together and tried again. What is compiled
 is compiled in a child process (`trial.py`) and simulated; the step as it is is one of them, so a
 plan is never slower than plain by simulation. XLA's partitioner is asked first about whole plans
-and moves (`passes/scheduling/estimate.py`), about many while children compile; those that it finds
+and moves (`passes/estimation/estimate.py`), about many while children compile; those that it finds
 slower than the best so far are not compiled. Nothing is random: what ends early by its budget is a
 prefix of what would have been tried.
 """

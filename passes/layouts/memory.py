@@ -1,7 +1,7 @@
 """Estimate the memory of a step from its partitioned module, before anything is compiled.
 
 XLA has neither fused nor scheduled it. So only values that end a kernel are counted
-(`scheduling/kernels.py`), in the order of the module's text, and the arguments, which are there
+(`estimation/kernels.py`), in the order of the module's text, and the arguments, which are there
 throughout. Two layouts of one step are compared so; the bytes are not those that XLA will need.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 
-from jaxoverlap.passes.scheduling.buffers import Buffers, buffers, leaves
-from jaxoverlap.passes.scheduling.kernels import Kernels
-from jaxoverlap.passes.scheduling.memory_limits import rooms
+from jaxoverlap.passes.estimation.buffers import Buffers, buffers, leaves
+from jaxoverlap.passes.estimation.kernels import Kernels
+from jaxoverlap.passes.estimation.memory_limits import rooms
 from jaxoverlap.simulation import hlo
 
 

@@ -2,7 +2,7 @@
 
 Works on the module's text and gives names in order; `jaxoverlap/_jax/xla_schedule.py` puts them
 into XLA's own module, inside the compiler. Every computation that starts a collective is a problem
-for `passes/scheduling/list_schedule.py`, innermost first, as a loop lasts as long as its body's new
+for `passes/estimation/list_schedule.py`, innermost first, as a loop lasts as long as its body's new
 order. Of several rules the fastest that stays under the ceiling is taken; XLA's order is one of
 them. What a computation may use is what the step does at its peak, less what lies around it
 (`memory_limits.py`).
@@ -19,8 +19,8 @@ from typing import get_args
 
 from jaxoverlap.cost.groups import ALONE
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.passes.scheduling.buffers import Buffers, buffers, leaves, root
-from jaxoverlap.passes.scheduling.list_schedule import (
+from jaxoverlap.passes.estimation.buffers import Buffers, buffers, leaves, root
+from jaxoverlap.passes.estimation.list_schedule import (
     OrderOutcome,
     Rule,
     Turn,
@@ -29,9 +29,9 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     on_the_way,
     order_outcome,
 )
-from jaxoverlap.passes.scheduling.memory_limits import rooms
-from jaxoverlap.passes.scheduling.synchronous import ahead, as_compiled
-from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
+from jaxoverlap.passes.estimation.memory_limits import rooms
+from jaxoverlap.passes.estimation.synchronous import ahead, as_compiled
+from jaxoverlap.passes.estimation.tasks import Flight, Problem, Task
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.replay import ModuleCosts
 from jaxoverlap.simulation.streams import apart

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.partitioned import partitioned
-from jaxoverlap.passes.scheduling.estimate import estimate
+from jaxoverlap.passes.estimation.estimate import estimate
 
 
 def predicted_s(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.scheduling.list_schedule import Rule, Turn, list_schedule, order_outcome
+from jaxoverlap.passes.estimation.list_schedule import Rule, Turn, list_schedule, order_outcome
+from jaxoverlap.passes.estimation.tasks import Flight, Problem, Task
 from jaxoverlap.passes.scheduling.reorder import best
-from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 
 AVERAGE, LOOP = 10, 40  # bytes
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxoverlap.passes.scheduling.feeding import Feeding
-from jaxoverlap.passes.scheduling.synchronous import synchronous
-from jaxoverlap.passes.scheduling.tasks import Problem, Task
+from jaxoverlap.passes.estimation.feeding import Feeding
+from jaxoverlap.passes.estimation.synchronous import synchronous
+from jaxoverlap.passes.estimation.tasks import Problem, Task
 
 # A turn says what computes next: the first of XLA's order; the first of it that is ready; of those
 # that are ready the one from which the path to the end is longest, or that is nearest to its next

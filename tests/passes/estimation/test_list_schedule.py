@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxoverlap.passes.scheduling.list_schedule import (
+from jaxoverlap.passes.estimation.list_schedule import (
     OrderOutcome,
     Rule,
     Turn,
@@ -21,9 +21,9 @@ from jaxoverlap.passes.scheduling.list_schedule import (
     on_the_way,
     order_outcome,
 )
+from jaxoverlap.passes.estimation.synchronous import ahead, as_compiled, synchronous
+from jaxoverlap.passes.estimation.tasks import Flight, Problem, Task
 from jaxoverlap.passes.scheduling.reorder import best
-from jaxoverlap.passes.scheduling.synchronous import ahead, as_compiled, synchronous
-from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
 
 UNBOUND = 10**12
 TURNS: tuple[Turn, ...] = get_args(Turn)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxoverlap.passes.scheduling.feeding import starts_fed
+from jaxoverlap.passes.estimation.feeding import starts_fed
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from jaxoverlap.passes.scheduling.buffers import Buffers, leaves, root
-from jaxoverlap.passes.scheduling.list_schedule import Problem, Task, live_bytes
+from jaxoverlap.passes.estimation.buffers import Buffers, leaves, root
+from jaxoverlap.passes.estimation.list_schedule import Problem, Task, live_bytes
 from jaxoverlap.simulation import hlo
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jaxoverlap.passes.scheduling.tasks import Problem
+from jaxoverlap.passes.estimation.tasks import Problem
 
 
 def synchronous(problem: Problem, order: Sequence[int]) -> dict[int, int]:

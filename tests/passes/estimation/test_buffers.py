@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxoverlap.passes.scheduling.buffers import buffers, leaves
+from jaxoverlap.passes.estimation.buffers import buffers, leaves
 from jaxoverlap.simulation import hlo
 
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8

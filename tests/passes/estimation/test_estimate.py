@@ -7,7 +7,7 @@ import pytest
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.hardware.cluster import parse_cluster
-from jaxoverlap.passes.scheduling.estimate import estimate
+from jaxoverlap.passes.estimation.estimate import estimate
 from jaxoverlap.simulation import hlo
 
 COST = cost_model(parse_cluster("h100-sxm:1x8"))

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from jaxoverlap.passes.scheduling.buffers import buffers
-from jaxoverlap.passes.scheduling.memory_limits import rooms
+from jaxoverlap.passes.estimation.buffers import buffers
+from jaxoverlap.passes.estimation.memory_limits import rooms
 from jaxoverlap.simulation import hlo
 
 MB = 2**20

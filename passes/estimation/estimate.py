@@ -18,15 +18,15 @@ from typing import Any
 
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.partitioner_collectives import joined, moved
-from jaxoverlap.passes.scheduling.kernels import Kernels, transposed_bytes
-from jaxoverlap.passes.scheduling.list_schedule import (
+from jaxoverlap.passes.estimation.kernels import Kernels, transposed_bytes
+from jaxoverlap.passes.estimation.list_schedule import (
     Rule,
     Turn,
     list_schedule,
     order_outcome,
     waits,
 )
-from jaxoverlap.passes.scheduling.tasks import Flight, Problem, Task
+from jaxoverlap.passes.estimation.tasks import Flight, Problem, Task
 from jaxoverlap.plan.collectives import PERMUTE
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives

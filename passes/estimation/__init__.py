@@ -1,0 +1,1 @@
+"""Estimate a program's seconds and live memory before it is compiled: tasks, orders, kernels."""
