@@ -40,10 +40,18 @@ def automatic_mesh(mesh: Any) -> Any:
     return mesh.update(axis_types=types)
 
 
-def why_not_automatic(jaxpr: Jaxpr, mesh: Mesh) -> str | None:
-    """Return why the types of a step on a mesh have to stay; None if they can go."""
-    if not all(t == AxisType.Explicit for t in mesh.axis_types):
-        return "some axes of the mesh are explicit, and some are not"  # results would lie otherwise
+def is_mixed(mesh: Mesh) -> bool:
+    """Return whether some axes of a mesh are explicit, and some are not.
+
+    There a type says but a part of a sharding. JAX keeps the explicit axes that a type does not
+    name from sharding the value, and leaves the others to XLA; no constraint can state that.
+    """
+    kinds = {t == AxisType.Explicit for t in mesh.axis_types}
+    return len(kinds) == 2
+
+
+def why_not_automatic(jaxpr: Jaxpr) -> str | None:
+    """Return why the types of a step have to stay; None if they can go."""
     for var in _types(jaxpr):
         spec = var.aval.sharding.spec
         if spec.unreduced or spec.reduced:
@@ -73,8 +81,8 @@ def typed_as(jaxpr: Jaxpr, like: Jaxpr) -> Jaxpr:
         jaxpr: from `automatic`, rewritten or not; any other step stays as it is.
         like: what `automatic` was given.
     """
-    pairs = zip(jaxpr.invars, like.invars, strict=True)
-    if all(_mesh_of(v) == _mesh_of(typed) for v, typed in pairs):
+    ours, theirs = (*jaxpr.invars, *jaxpr.outvars), (*like.invars, *like.outvars)
+    if all(_mesh_of(v) == _mesh_of(typed) for v, typed in zip(ours, theirs, strict=True)):
         return jaxpr
     jaxpr = _without_devices(jaxpr)
     before, env = [], {}

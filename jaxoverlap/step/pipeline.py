@@ -21,6 +21,7 @@ from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Requests, Terms
+from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.streams import Streams
@@ -112,29 +113,44 @@ def _untyped(step: StepContext, options: Options) -> StepContext:
 
     The types that JAX inferred become constraints, or are left to XLA's partitioner if the step is
     then faster by its estimate, or the plan has it so. A step that is called under a transformation
-    stays as it is: its derivatives have types too.
+    stays as it is: its derivatives have types too. So does one on a mesh of both kinds of axes if
+    its results would lie otherwise, or its estimate is worse.
     """
     if not step.explicit or not step.outermost:
         return step
-    if step.once("types stay", lambda: explicit.why_not_automatic(step.jaxpr, step.mesh)):
+    if step.once("types stay", lambda: explicit.why_not_automatic(step.jaxpr)):
         return step
+    mixed = explicit.is_mixed(step.mesh)
 
     def without_types(*, inferred: bool) -> StepContext:
+        mesh = explicit.automatic_mesh(step.mesh)
+
         def made() -> tuple[Any, dict[Hashable, Any]]:
-            return explicit.automatic(step.jaxpr, step.mesh, inferred=not inferred), {}
+            jaxpr = explicit.automatic(step.jaxpr, step.mesh, inferred=not inferred)
+            if mixed:  # types do not say all of how results lie
+                jaxpr = pin_results(jaxpr, open_results(step.params, step.plain.results, mesh), mesh)
+            return jaxpr, {}
 
         jaxpr, answers = step.once(("without types", inferred), made)
-        mesh = explicit.automatic_mesh(step.mesh)
         return replace(step, jaxpr=jaxpr, mesh=mesh, typed=step, inferred=inferred, answers=answers)
 
-    def free_is_better() -> bool:
-        free = without_types(inferred=True)
-        before, after = step.plain, free.plain
+    def is_as_good(*, inferred: bool, least_gain: float) -> bool:
+        before, after = step.plain, without_types(inferred=inferred).plain
         before_s, after_s = (
             step.estimate(program.module, nvlink_stream=False).step_s for program in (before, after)
         )
-        return not changed(before, after) and after_s <= (1 - GAIN) * before_s
+        return not changed(before, after) and after_s <= (1 - least_gain) * before_s
 
+    def can_go() -> bool:
+        if step.cost is None:
+            return not changed(step.plain, without_types(inferred=False).plain)
+        return is_as_good(inferred=False, least_gain=0.0)
+
+    def free_is_better() -> bool:
+        return is_as_good(inferred=True, least_gain=GAIN)
+
+    if mixed and not step.once("types can go", can_go):
+        return step
     if options.plan is not None:
         return without_types(inferred=options.plan.inferred_types)
     inferred = step.cost is not None and step.once("inferred types are free", free_is_better)

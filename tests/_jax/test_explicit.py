@@ -47,7 +47,7 @@ def names(jaxpr):
 def test_types_go_and_come_back(mesh, inferred):
     stage, args, step = traced(mesh)
     typed = jits.traced_params(stage)["jaxpr"]
-    assert explicit.why_not_automatic(typed, mesh) is None
+    assert explicit.why_not_automatic(typed) is None
     free = explicit.automatic(typed, mesh, inferred=inferred)
     explicit.core.check_jaxpr(free)
     assert not any(
@@ -95,13 +95,16 @@ def test_an_automatic_step_stays_as_it_is():
     assert explicit.typed_as(jaxpr, jaxpr) is jaxpr
 
 
-def test_unreduced_types_and_mixed_meshes_keep_their_types(mesh):
+def test_a_mesh_is_mixed_where_some_axes_are_explicit(mesh):
     mixed = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    jaxpr = jits.traced_params(jax.jit(lambda x: x + 1).trace(jnp.ones(3)))["jaxpr"]
-    assert "some axes" in (explicit.why_not_automatic(jaxpr, mixed) or "")
+    assert explicit.is_mixed(mixed)
+    assert not explicit.is_mixed(mesh) and not explicit.is_mixed(explicit.automatic_mesh(mixed))
+
+
+def test_unreduced_types_stay(mesh):
     x = jax.device_put(np.ones((8, 16)), NamedSharding(mesh, P(None, "model")))
     y = jax.device_put(np.ones((16, 8)), NamedSharding(mesh, P("model", None)))
     out = P(None, None, unreduced=frozenset({"model"}))
     step = jax.jit(lambda x, y: reshard(jnp.dot(x, y, out_sharding=out), P(None, None)))
     jaxpr = jits.traced_params(step.trace(x, y))["jaxpr"]
-    assert "unreduced" in (explicit.why_not_automatic(jaxpr, mesh) or "")
+    assert "unreduced" in (explicit.why_not_automatic(jaxpr) or "")

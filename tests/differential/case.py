@@ -27,6 +27,7 @@ PROGRAMS: tuple[tuple[Callable[[World], Program], int], ...] = (
 GRAPHS = (others.graph,)  # of matmuls: they compile soonest
 SIGNALS = signals.PROGRAMS  # drawn apart, so that seeds of the others stay
 MAY_BE_EXPLICIT = (models.regression, models.residual_scan, others.graph)
+MIXED_CHANCE = 0.4  # of the explicit steps on several axes
 CALLS = 3
 
 
@@ -136,6 +137,7 @@ def draw(
     alone: bool = False,
     among: Sequence[Callable[[World], Program]] = (),
     pod: bool = False,
+    mixed: bool = False,
 ) -> Case:
     """Draw the step of a seed.
 
@@ -144,14 +146,17 @@ def draw(
         alone: whether it runs on one device, on a mesh with the same axes, all of size 1.
         among: the programs to draw from, alike often; none for PROGRAMS by their weights.
         pod: whether its mesh is of H100s that are not there, to compile it for.
+        mixed: whether one of the mesh's axes is automatic and the others are explicit; drawn too.
     """
     w = World(seed, alone=alone, pod=pod)
     weighted = [(maker, 1) for maker in among] or PROGRAMS
     makers, weights = zip(*weighted, strict=True)
     chances = [n / sum(weights) for n in weights]
     maker = makers[int(w.rng("program").choice(len(makers), p=chances))]
-    if maker in MAY_BE_EXPLICIT and w.rng("explicit").random() < 0.2:
+    if mixed or (maker in MAY_BE_EXPLICIT and w.rng("explicit").random() < 0.2):
         w.explicit, w.said["explicit"] = True, "yes"
+        if len(w.sizes) > 1 and (mixed or w.rng("mixed").random() < MIXED_CHANCE):
+            w.automatic = frozenset((w.pick("automatic", [*w.sizes]),))
     mesh = w.mesh()
     with jax.set_mesh(mesh) if w.ambient else contextlib.nullcontext():
         program = maker(w)
@@ -161,7 +166,9 @@ def draw(
         mesh=mesh,
         program=program,
         settings=settings,
-        built=lambda alone: draw(seed, alone=alone, among=among, pod=pod),
+        built=lambda alone: draw(
+            seed, alone=alone, among=among, pod=pod, mixed=mixed
+        ),
         said=w.said,
         ambient=w.ambient,
         by_keyword=not stated and w.chance("last input by name", 0.15),

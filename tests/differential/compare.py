@@ -75,11 +75,12 @@ def differing(
     laid_out: bool = False,
     halved: bool = False,
     among: Sequence[Callable[[World], Program]] = (),
+    mixed: bool = False,
 ) -> dict[int, list[str]]:
     """Return the differences by seed, if any; `python -m tests.differential --seed N` runs one."""
     differences = {
         seed: compared(
-            draw(seed, among=among), always=always, laid_out=laid_out, halved=halved
+            draw(seed, among=among, mixed=mixed), always=always, laid_out=laid_out, halved=halved
         ).differences
         for seed in seeds
         if seed not in ABORTS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential.case import SIGNALS, draw
+from tests.differential.case import MAY_BE_EXPLICIT, SIGNALS, draw
 from tests.differential.compare import TOGETHER, compared, differing
 from tests.differential.pods import refused_on_pods
 from tests.support.pods import needs_plugin
@@ -29,6 +29,14 @@ def test_halves_of_drawn_convolutions_groups_and_transforms_change_nothing(first
     assert differing(range(first, first + TOGETHER), among=SIGNALS, halved=True) == {}
 
 
+def test_drawn_steps_on_explicit_and_automatic_axes_live_as_under_jit():
+    seeds = (14, 202, 234, 15)  # 202: its inputs come from hosts, so they have no types
+    for seed in seeds:
+        case = draw(seed, among=MAY_BE_EXPLICIT, mixed=True)
+        assert "automatic" in case.said
+        assert compared(case).differences == [], seed
+
+
 def test_where_xla_refuses_a_step_the_error_is_xlas_own():
     """If XLA comes to compile this one, take another that it refuses."""
     comparison = compared(draw(2005))
@@ -40,6 +48,15 @@ def test_where_xla_refuses_a_step_the_error_is_xlas_own():
 @pytest.mark.parametrize("first", range(30, 3030, TOGETHER))
 def test_three_thousand_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER), always=True) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("first", range(0, 1000, TOGETHER))
+def test_a_thousand_drawn_steps_on_explicit_and_automatic_axes(first: int, halved: bool):
+    seeds = range(first, first + TOGETHER)
+    among = MAY_BE_EXPLICIT
+    assert differing(seeds, among=among, always=True, halved=halved, mixed=True) == {}
 
 
 @pytest.mark.nightly

@@ -69,6 +69,7 @@ class World:
         alone: whether the program is built on one device, for the reference.
         said: the choices, by label.
         explicit: whether the mesh's axes are explicit.
+        automatic: the axes that are automatic all the same.
         pod: whether the mesh is of GPUs that are not there.
     """
 
@@ -76,6 +77,7 @@ class World:
     alone: bool = False
     said: dict[str, str] = field(default_factory=dict)
     explicit: bool = False
+    automatic: frozenset[str] = frozenset()
     pod: bool = False
 
     def __post_init__(self) -> None:
@@ -125,12 +127,13 @@ class World:
 
     def mesh(self) -> Mesh:
         shape = [1] * len(self.sizes) if self.alone else list(self.sizes.values())
-        kind = AxisType.Explicit if self.explicit else AxisType.Auto
+        explicit = [self.explicit and axis not in self.automatic for axis in self.sizes]
+        kinds = tuple(AxisType.Explicit if one else AxisType.Auto for one in explicit)
         if self.pod:
             pod = jaxoverlap.pod_mesh(f"h100-sxm:1x{math.prod(shape)}", self.sizes)
-            return Mesh(pod.devices, pod.axis_names, axis_types=(kind,) * len(shape))
+            return Mesh(pod.devices, pod.axis_names, axis_types=kinds)
         devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-        return Mesh(devices, tuple(self.sizes), axis_types=(kind,) * len(shape))
+        return Mesh(devices, tuple(self.sizes), axis_types=kinds)
 
     def _roles(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Draw the axes that share out the batch, and those that share out a model."""
@@ -232,9 +235,20 @@ class World:
                 spec = P(P.UNCONSTRAINED, *tuple(spec)[1:])
         self.said[f"pin {label}"] = str(spec)
         if self.explicit:
-            return jax.sharding.reshard(x, NamedSharding(self.mesh(), spec))
+            typed, rest = self._by_kind(spec)
+            x = jax.sharding.reshard(x, NamedSharding(self.mesh(), typed))
+            if not self.automatic:
+                return x
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh(), rest))
         at = spec if self.ambient else NamedSharding(self.mesh(), spec)
         return jax.lax.with_sharding_constraint(x, at)
+
+    def _by_kind(self, spec: P) -> tuple[P, P]:
+        """Split a spec into its explicit and its automatic axes."""
+        dims = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
+        typed = [tuple(a for a in axes if a not in self.automatic) for axes in dims]
+        rest = [tuple(a for a in axes if a in self.automatic) for axes in dims]
+        return P(*map(self.entry, typed)), P(*map(self.entry, rest))
 
     def einsum(self, label: str, equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """Multiply, in one of the ways to write a matmul."""
