@@ -277,6 +277,9 @@ _INTERRUPTED_WITH = """
 import os, signal, sys, time
 from jaxoverlap.cli.shell import interrupt
 
+# What a shell starts in the background ignores SIGINT, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Held:
     def __del__(self):  # Python drops what is raised here, as in the garbage collector's callbacks
         os.kill(os.getpid(), signal.SIGINT)
