@@ -47,7 +47,7 @@ def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
         yield ("step", f"mesh {axis}"), size
     for entry in plan.entries:
         yield ("matmul", str(entry.site)), _does(entry)
-    for name in ("plain", "prefetched", "fsdp", "schedule", "scattered", "sums"):
+    for name in ("plain", "prefetched", "joined_bytes", "fsdp", "schedule", "scattered", "sums"):
         yield ("compile", name), msgspec.to_builtins(getattr(plan, name))
     for name, value in plan.xla_options.items():
         yield ("option", name), value

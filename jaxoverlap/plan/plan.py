@@ -65,7 +65,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 9  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 10  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(
@@ -125,6 +125,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         mesh: devices along each mesh axis.
         entries: one for each matmul.
         prefetched: gathers of scanned weights that run one step of their scan ahead.
+        joined_bytes: bytes of a layer's weights that are gathered ahead as one; 0 where each gather
+            is one by itself, and only those up to a layer's first matmul run ahead.
         scattered: the gradients of embedding lookups that are scattered.
         sums: the sums of activations that stay scattered.
         layouts: the results of matmuls that are pinned; None if no layout was searched for.
@@ -155,6 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mesh: Mapping[str, int]
     entries: tuple[Decision | Skip, ...]
     prefetched: int = 0
+    joined_bytes: int = 0
     scattered: tuple[Scattered, ...] = ()
     sums: tuple[ScatteredSum, ...] = ()
     layouts: Layouts | None = None
@@ -256,7 +259,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             else e
             for e in self.entries
         )
-        return msgspec.structs.replace(self, entries=entries, prefetched=0, scattered=(), sums=())
+        return msgspec.structs.replace(
+            self, entries=entries, prefetched=0, joined_bytes=0, scattered=(), sums=()
+        )
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -309,7 +314,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return "\n".join(
             (
                 count_line(self.entries),
-                *prefetched_lines(self.prefetched),
+                *prefetched_lines(self.prefetched, self.joined_bytes),
                 *map(scattered_line, self.scattered),
                 *(self.layouts.lines if self.layouts else ()),
                 *(self.halves.lines if self.halves else ()),

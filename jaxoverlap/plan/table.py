@@ -140,11 +140,13 @@ def scattered_line(scattered: Scattered) -> str:
     return f"  The gradient of the lookup at {scattered.source} is scattered over {over}: {sent}."
 
 
-def prefetched_lines(prefetched: int) -> list[str]:
-    """Say how many gathers run ahead."""
+def prefetched_lines(prefetched: int, joined_bytes: int) -> list[str]:
+    """Say how many gathers run ahead, and whether those of a layer are one."""
     if not prefetched:
         return []
-    return [f"  {prefetched} gathers of scanned weights run one step of their scan ahead."]
+    line = f"  {prefetched} gathers of scanned weights run one step of their scan ahead"
+    joined = f", all of a layer's in one ({human_bytes(joined_bytes)})" if joined_bytes else ""
+    return [f"{line}{joined}."]
 
 
 def partitioning_lines(operations: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxoverlap._jax.partitioner import many_processes_of_cpus
+from jaxoverlap.flags import is_gpu
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
@@ -46,6 +47,7 @@ from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import (
     FEW_CANDIDATES,
     GAIN,
+    exceeds,
     in_halves,
     in_parts,
     safe_terms,
@@ -130,9 +132,7 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
         candidate = candidates_of(unringed).fastest()
     else:
         candidate = in_halves(step, unringed, candidates_of)
-    pinned = Edited(
-        LAYOUTS, whole_rows.jaxpr, functools.partial(step.seconds, whole_rows.spmd.module)
-    )
+    pinned = Edited(LAYOUTS, whole_rows.jaxpr, functools.partial(step.seconds, whole_rows.spmd))
     return replace(candidate, unringed=whole_rows.spmd, edited=(pinned, *candidate.edited))
 
 
@@ -157,14 +157,14 @@ class _Candidates:
         candidate = self._finished(self._by_bytes())
         if not any(candidate.plan.changes):
             plain = self._step.plain
-            step_s = self._step.seconds(plain.module)
+            step_s = self._step.seconds(plain)
             return replace(candidate, jaxpr=self._step.jaxpr, step_s=step_s, spmd=plain)
-        after = self._partitioned(candidate.jaxpr)
+        after = self._partitioned(candidate)
         if why := changed(self._step.plain, after):
             return self._without_rings(candidate, why)
         if self._terms.prices is None:
             return candidate
-        return replace(candidate, step_s=self._step.estimate(after.module).step_s, spmd=after)
+        return replace(candidate, step_s=self._step.estimate(after).step_s, spmd=after)
 
     def _by_bytes(self) -> Rewriting:
         mesh, sums = self._step.mesh, self._options.sums
@@ -172,7 +172,7 @@ class _Candidates:
         def anew(jaxpr: Any, spmd: SpmdProgram) -> Rewriting:
             return _decided(jaxpr, spmd.shardings, mesh, self._terms)
 
-        first = self._decided(self._terms)
+        first = replace(self._decided(self._terms), layers_ahead=self._options.layers_ahead)
         if sums is None:
             return scatter_sums(self._step.traced, first, anew, mesh, self._terms.costs)
         where = {s.site: Point(s.dim, s.axes) for s in sums}
@@ -188,7 +188,7 @@ class _Candidates:
             most: the most candidates to try; None for all.
         """
         base_s, _ = self._base
-        candidates = self._first(most) if rings else list(self._timed([self._gathered_ahead()]))
+        candidates = self._first(most) if rings else list(self._timed(self._gathered_ahead()))
         best_s = min(map(seconds, candidates), default=math.inf)
         if best_s < base_s * (1 - GAIN if rings else 1):  # gathers ahead alone risk nothing
             return next(
@@ -235,18 +235,24 @@ class _Candidates:
             candidate = self._finished(rewriting)
             if candidate.plan.rewrites:
                 plan, unringed = candidate.plan, self._unringed.jaxpr
-                changes = plan.decisions, plan.scattered, plan.sums, plan.fsdp
+                changes = plan.decisions, plan.scattered, plan.sums, plan.fsdp, plan.joined_bytes
                 timed = functools.partial(self._seconds_of, candidate)
                 step_s, spmd = self._step.once(("timed", id(unringed), *changes), timed)
                 candidate = replace(candidate, step_s=step_s, spmd=spmd)
             yield candidate
 
     def _seconds_of(self, candidate: StepCandidate) -> tuple[float | None, SpmdProgram]:
-        """Return a candidate's estimated seconds; None if its results are sharded otherwise."""
-        after = self._partitioned(candidate.jaxpr)
-        if changed(self._step.plain, after):
+        """Return a candidate's estimated seconds; None if its results are sharded otherwise.
+
+        None also if layers that are gathered ahead need more memory than there is.
+        """
+        after = self._partitioned(candidate)
+        plain, cost = self._step.plain, self._step.cost
+        if after.joined_bytes and cost and exceeds(plain, after, cost):
             return None, after
-        return self._step.estimate(after.module).step_s, after
+        if changed(plain, after):
+            return None, after
+        return self._step.estimate(after).step_s, after
 
     def _all(self, priced: Terms) -> Iterator[Rewriting]:
         """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.
@@ -254,11 +260,11 @@ class _Candidates:
         A ring may hide more than its own collective: what is exposed beside it is not all that it
         saves. So rings that lose alone are tried together too. Then come rings without one axis
         each, lookups alone, and the sums scattered. Weights that are gathered a step ahead, and no
-        ring, are the second candidate.
+        ring, are the second candidate and the third.
         """
         first, every = self._decided(priced), self._decided(replace(self._terms, prices=None))
         yield first
-        yield self._gathered_ahead()
+        yield from self._gathered_ahead()
         yield self._decided(self._terms)
         yield every
         for rejected in _axis_by_axis(first):
@@ -271,9 +277,17 @@ class _Candidates:
         if where := points(every.sharings.values()):
             yield self._with_sums_scattered(where, self._decided_anew)
 
-    def _gathered_ahead(self) -> Rewriting:
-        """Gather the weights of scans a step ahead, and make no ring."""
-        return self._decided(replace(self._terms, rings=False))
+    def _gathered_ahead(self) -> Iterator[Rewriting]:
+        """Gather the weights of scans a step ahead, and make no ring: the first ones, or a layer's.
+
+        An unrolled body has the weights of several layers, which are too many to hold twice.
+        """
+        first = self._decided(replace(self._terms, rings=False))
+        yield first
+        halves = self._unringed.halves
+        unrolled = self._unringed.is_split and halves is not None and halves.unroll > 1
+        if first.gathered and is_gpu(self._step.mesh) and not unrolled:
+            yield replace(first, layers_ahead=True)
 
     def _decided_anew(self, jaxpr: Any, spmd: SpmdProgram) -> Rewriting:
         """Decide on a jaxpr by what is exposed in its own partitioned program."""
@@ -283,7 +297,7 @@ class _Candidates:
     def _knowing(self, spmd: SpmdProgram) -> tuple[float, Terms]:
         """Return a step's seconds, and terms that know the exposed time of whole collectives."""
         assert self._terms.prices is not None
-        estimated = self._step.estimate(spmd.module)
+        estimated = self._step.estimate(spmd)
         beside = collectives_of_sites(spmd.module)
 
         def exposed_s(ring: Ring) -> float | None:
@@ -326,9 +340,10 @@ class _Candidates:
             plan, jaxpr, (), edited=(*_split(self._step, unringed), Edited(VIEWS, jaxpr))
         )
 
-    def _partitioned(self, jaxpr: Any) -> SpmdProgram:
+    def _partitioned(self, candidate: StepCandidate) -> SpmdProgram:
         """Return the partitioned program of a rewritten step."""
-        return self._step.partitioned(jaxpr, ask=False)
+        spmd = self._step.partitioned(candidate.jaxpr, ask=False)
+        return replace(spmd, joined_bytes=candidate.plan.joined_bytes)
 
 
 def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
@@ -364,10 +379,11 @@ def _finished(
     step: StepContext, rewriting: Rewriting, options: Options, unringed: Unringed | None = None
 ) -> StepCandidate:
     """Gather scanned weights a step ahead, and scatter the gradients of lookups."""
-    ringed, prefetched = rewriting.rewritten, 0
-    ahead = ringed
+    ringed, gathers = rewriting.rewritten, {}
     if options.fsdp == "prefetch":
-        ahead, prefetched = prefetch(ringed, rewriting.gathered)
+        gathers = rewriting.gathered
+    whole_layers = rewriting.layers_ahead
+    ahead, prefetched = prefetch(ringed, gathers, whole_layers=whole_layers)
     scattered = scatter(ahead, rewriting.known, step.mesh)
     jaxpr = with_one_view(scattered)
     sums = rewriting.sums.items()
@@ -375,7 +391,8 @@ def _finished(
         step=step.params["name"],
         mesh=dict(step.mesh.shape),
         entries=rewriting.entries,
-        prefetched=prefetched,
+        prefetched=prefetched.gathers,
+        joined_bytes=prefetched.most_bytes if whole_layers else 0,
         scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
         layouts=unringed and unringed.layouts,
@@ -397,5 +414,5 @@ def _split(step: StepContext, unringed: Unringed) -> tuple[Edited, ...]:
     """Return the step after its batch was split, if it is."""
     if not unringed.is_split:
         return ()
-    seconds = functools.partial(step.seconds, unringed.spmd.module)
+    seconds = functools.partial(step.seconds, unringed.spmd)
     return (Edited("the batch split in parts", unringed.jaxpr, seconds),)

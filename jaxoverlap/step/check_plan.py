@@ -254,7 +254,7 @@ def followed(plan: Plan, done: Plan) -> Plan:
         lines.append(f"matmuls: {_two(len(plan.entries), len(done.entries))}")
     pairs = list(zip(plan.entries, done.entries, strict=False))
     lines += [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
-    for what in ("prefetched", "scattered"):
+    for what in ("prefetched", "joined_bytes", "scattered"):
         then, now = (_unsourced(getattr(p, what)) for p in (plan, done))
         if then != now:
             lines.append(f"{what}: {_two(then, now)}")

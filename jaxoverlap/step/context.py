@@ -25,7 +25,6 @@ from jaxoverlap.passes.analysis.partitioned import SpmdProgram, partitioned
 from jaxoverlap.passes.estimation.estimate import Estimate, estimate
 from jaxoverlap.plan.plan import MadeFor
 from jaxoverlap.plan.streams import Streams
-from jaxoverlap.simulation import hlo
 from jaxoverlap.step.check_plan import argument_shardings, check, cluster_for, made_for
 from jaxoverlap.step.options import Options
 
@@ -97,22 +96,27 @@ class StepContext:
             self.answers[question] = find()
         return self.answers[question]
 
-    def estimate(self, module: hlo.Module, *, nvlink_stream: bool | None = None) -> Estimate:
+    def estimate(self, program: SpmdProgram, *, nvlink_stream: bool | None = None) -> Estimate:
         """Estimate a partitioned program of the step, whose prices are known.
 
         Args:
-            module: the program.
+            program: the program.
             nvlink_stream: whether NVLink's collectives have a stream of their own; None: if they
                 can.
         """
         assert self.cost is not None
         if nvlink_stream is None:
             nvlink_stream = self.streams is not None and self.streams.are_two
-        return estimate(module, self.cost, nvlink_stream=nvlink_stream)
+        return estimate(
+            program.module,
+            self.cost,
+            nvlink_stream=nvlink_stream,
+            joined_bytes=program.joined_bytes,
+        )
 
-    def seconds(self, module: hlo.Module) -> float | None:
+    def seconds(self, program: SpmdProgram) -> float | None:
         """Return the estimated seconds of a partitioned program; None where no price is known."""
-        return None if self.cost is None else self.estimate(module).step_s
+        return None if self.cost is None else self.estimate(program).step_s
 
     @property
     def explicit(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.layouts import Unringed, changed, described, examples
 
 # Ring candidates that are estimated to compare two layouts, or a batch split with none.
-FEW_CANDIDATES = 4
+FEW_CANDIDATES = 5
 # If the split step is faster by this share, the other ring candidates are not estimated: they
 # seldom gain more on the first ones.
 _SKIP_RINGS_GAIN = 0.05
@@ -51,6 +51,8 @@ _UNROLLED_MEMORY = 1.3
 _XLA_MEMORY_SHARE = 0.8
 # A split step may need this many times the memory of the original step, by the estimate.
 _MAX_MEMORY = 1.15
+# Where memory is short, weights gathered a layer ahead may need this many times that of the step.
+_MAX_LAYERS_AHEAD = 1.05
 _MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
 
 
@@ -203,6 +205,13 @@ def fits(unrolled: SpmdProgram, cost: CostModel | None) -> bool:
 def _left(unringed: Unringed, record: Halves, why_not: str) -> Unringed:
     """Return the step without a batch split, with the reason."""
     return replace(unringed, halves=msgspec.structs.replace(record, why_not=why_not))
+
+
+def exceeds(plain: SpmdProgram, after: SpmdProgram, cost: CostModel) -> bool:
+    """Return whether layers gathered ahead need memory that XLA has not, by estimate."""
+    before, peak = (estimated_peak_bytes(p.module) for p in (plain, after))
+    limit = cost.cluster.chip.memory_bytes * _XLA_MEMORY_SHARE
+    return peak > max(limit, before * _MAX_LAYERS_AHEAD)
 
 
 def too_large(plain: SpmdProgram, spmd: SpmdProgram) -> str:

@@ -128,7 +128,7 @@ class _Evaluator:
 
 
 def _answer(step: StepContext, spmd: SpmdProgram, why_not: str = "") -> PricedLayout:
-    step_s = step.estimate(spmd.module).step_s
+    step_s = step.estimate(spmd).step_s
     return PricedLayout(step_s, estimated_peak_bytes(spmd.module), why_not)
 
 

@@ -36,6 +36,8 @@ class Options:
         streams: as in `overlap`.
         unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
+        layers_ahead: whether all weights of a layer are gathered ahead, as one; if not, only those
+            that its first matmul reads. The search tries both.
         lookups: whether the gradients of embedding lookups may be scattered.
         sums: the sums of activations that stay scattered; None to take what leaves less exposed.
         xla_options: compiler options, beyond the user's own and those that a pod needs; None for
@@ -59,6 +61,7 @@ class Options:
     streams: StreamMode = "auto"
     unroll: int = 1
     rings: bool = True
+    layers_ahead: bool = False
     lookups: bool = True
     sums: tuple[ScatteredSum, ...] | None = None
     xla_options: Mapping[str, str] | None = None
@@ -93,6 +96,7 @@ class Options:
             schedule=at and Scheduler(**msgspec.structs.asdict(at)),
             choices=plan.choices,
             rings=plan.may_ring,
+            layers_ahead=plan.joined_bytes > 0,
             lookups=bool(plan.scattered),
             alone=frozenset(skip.site for skip in plan.skips if skip.chosen),
             sums=plan.sums,

@@ -99,7 +99,7 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
 def _edited(step: StepContext, done: StepCandidate, result: Any) -> tuple[Edited, ...]:
     """Return the step after each edit, the original one first; only that where nothing changed."""
     original = (step.typed or step).jaxpr
-    seconds = functools.partial(step.seconds, step.plain.module) if done.unringed else None
+    seconds = functools.partial(step.seconds, step.plain) if done.unringed else None
     if result is original:
         return (Edited(ORIGINAL, original, seconds),)
     untyped = Edited("shardings in types made constraints", step.jaxpr, seconds)
@@ -128,7 +128,9 @@ def _untyped(step: StepContext, options: Options) -> StepContext:
         def made() -> tuple[Any, dict[Hashable, Any]]:
             jaxpr = explicit.automatic(step.jaxpr, step.mesh, inferred=not inferred)
             if mixed:  # types do not say all of how results lie
-                jaxpr = pin_results(jaxpr, open_results(step.params, step.plain.results, mesh), mesh)
+                jaxpr = pin_results(
+                    jaxpr, open_results(step.params, step.plain.results, mesh), mesh
+                )
             return jaxpr, {}
 
         jaxpr, answers = step.once(("without types", inferred), made)
@@ -137,7 +139,7 @@ def _untyped(step: StepContext, options: Options) -> StepContext:
     def is_as_good(*, inferred: bool, least_gain: float) -> bool:
         before, after = step.plain, without_types(inferred=inferred).plain
         before_s, after_s = (
-            step.estimate(program.module, nvlink_stream=False).step_s for program in (before, after)
+            step.estimate(program, nvlink_stream=False).step_s for program in (before, after)
         )
         return not changed(before, after) and after_s <= (1 - least_gain) * before_s
 
@@ -181,11 +183,11 @@ def _with_price(step: StepContext, candidate: StepCandidate, plan: Plan) -> Plan
         return plan
     # Each tool's gain on one stream, as XLA launches a step as it is, and then the second stream's.
     one_stream = functools.partial(step.estimate, nvlink_stream=False)
-    untyped, laid_s = one_stream(step.plain.module), one_stream(candidate.unringed.module).step_s
+    untyped, laid_s = one_stream(step.plain), one_stream(candidate.unringed).step_s
     as_it_is = untyped
     if step.typed and step.inferred:
-        as_it_is = one_stream(step.typed.plain.module)
-    one_s = one_stream(candidate.spmd.module).step_s
+        as_it_is = one_stream(step.typed.plain)
+    one_s = one_stream(candidate.spmd).step_s
     streams = _streams(step, one_s, candidate.step_s)
     saved_s = {}
     if step.inferred:

@@ -238,6 +238,7 @@ def _xla_options(
         least_sum=cut and cut.least_sum,
         least_matmul=cut and cut.least_matmul,
         nvlink_stream=done.plan.streams is not None and done.plan.streams.are_two,
+        joined_bytes=done.plan.joined_bytes,
     )
     here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
     chosen = options.xla_options

@@ -191,6 +191,7 @@ def said(base: Options, plan: Plan) -> Options:
         choices=choices,
         sums=plan.sums,
         rings=plan.may_ring,
+        layers_ahead=plan.joined_bytes > 0,
         lookups=bool(plan.scattered),
     )
 

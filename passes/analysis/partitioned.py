@@ -64,12 +64,14 @@ class SpmdProgram:
         results: how the step's results lie; XLA's own words where mesh axes do not say it.
         text: the text of the partitioned module.
         num_devices: the number of devices that it is for.
+        joined_bytes: bytes that XLA may gather with one all-gather of it; 0 for each by itself.
     """
 
     shardings: Mapping[Any, Shardings]
     results: tuple[Spec | str, ...]
     text: str
     num_devices: int
+    joined_bytes: int = 0
 
     @property
     def donated(self) -> frozenset[tuple[str, str]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxoverlap.passes.estimation.list_schedule import (
     waits,
 )
 from jaxoverlap.passes.estimation.tasks import Flight, Problem, Task
-from jaxoverlap.plan.collectives import PERMUTE
+from jaxoverlap.plan.collectives import OPCODES, PERMUTE
 from jaxoverlap.simulation import hlo
 from jaxoverlap.simulation.audit import Collective, collectives
 from jaxoverlap.simulation.replay import group_of
@@ -38,6 +38,8 @@ _LEADS: tuple[tuple[float, Turn], ...] = (
     *((2.0, "path"), (math.inf, "path"), (2.0, "first")),
     *((2.0, "feed"), (math.inf, "feed")),
 )
+# What gathers of weights do not wait for: it takes long, or is itself a collective.
+_LATE = (*hlo.CONTROL_FLOW, *OPCODES, "dot", "convolution", "custom-call", "sort", "scatter")
 _RULES = tuple(Rule({NVLINK: a, NETWORK: a}, turn, 8, 1 << 62) for a, turn in _LEADS)
 
 
@@ -65,7 +67,9 @@ class Estimate:
         return self.step_s - self.compute_s
 
 
-def estimate(module: hlo.Module, cost: CostModel, *, nvlink_stream: bool = False) -> Estimate:
+def estimate(
+    module: hlo.Module, cost: CostModel, *, nvlink_stream: bool = False, joined_bytes: int = 0
+) -> Estimate:
     """Estimate how long a partitioned module takes on a cluster, in a good order.
 
     Args:
@@ -73,8 +77,10 @@ def estimate(module: hlo.Module, cost: CostModel, *, nvlink_stream: bool = False
         cost: the cost model of the cluster.
         nvlink_stream: whether NVLink's collectives get a stream of their own (`flags/required.py`);
             else all collectives share one.
+        joined_bytes: bytes that XLA may gather with one all-gather: those that need nothing but
+            what their computation was given are then one. 0 for each by itself.
     """
-    return _Estimator(module, cost, nvlink_stream).computation(module.entry)
+    return _Estimator(module, cost, nvlink_stream, joined_bytes).computation(module.entry)
 
 
 _NOTHING = Estimate(0.0, 0.0, {}, {})
@@ -96,8 +102,9 @@ def _added(one: Estimate, other: Estimate, times: int = 1) -> Estimate:
 class _Estimator:
     """The estimator of one module on one cluster."""
 
-    def __init__(self, module: hlo.Module, cost: CostModel, nvlink_stream: bool):
+    def __init__(self, module: hlo.Module, cost: CostModel, nvlink_stream: bool, joined_bytes: int):
         self._module, self._cost, self._nvlink_stream = module, cost, nvlink_stream
+        self._joined_bytes = joined_bytes
         sums = not cost.on_cpus
         found = moved(module) if sums else collectives(module)
         sent = {(c.computation, c.name): c for c in found}
@@ -114,15 +121,22 @@ class _Estimator:
         positions: dict[str, int] = {}
         flights: dict[int, str] = {}
         total, slowed_s = _NOTHING, 0.0
+        body, groups = self._with_joined(name, body)
         for i in body:
-            needs = tuple(dict.fromkeys(positions[n.partition("#")[0]] for n in i.operands))
+            group = groups.get(i.name, (i,))
+            operands = (o.partition("#")[0] for one in group for o in one.operands)
+            needs = tuple(dict.fromkeys(positions[o] for o in operands))
+            if i.name in positions:
+                continue  # it came with another
             if (c := self._collectives.get((name, i.name))) is not None:
+                sent = (self._collectives[name, one.name].bytes_moved for one in group)
+                c = replace(c, bytes_moved=sum(sent))
                 flight, sms = self._flight(c)
                 lane, seconds = flight.lane, flight.seconds
                 flights[len(tasks)] = i.name
                 tasks.append(Task(needs, flight=flight))
                 tasks.append(Task((len(tasks) - 1,), awaits=len(tasks) - 1))
-                if transposed := transposed_bytes(i, kernels):
+                if transposed := sum(transposed_bytes(one, kernels) for one in group):
                     tasks.append(Task((len(tasks) - 1,), seconds=self._cost.memory_s(transposed)))
                 own = Estimate(0.0, 0.0, {lane: seconds}, {lane: c.bytes_moved})
                 total = _added(total, own)
@@ -135,8 +149,30 @@ class _Estimator:
             else:
                 seconds = self._kernel_s(kernels.work(i))
                 tasks.append(Task(needs, seconds=seconds, is_matmul=i.opcode == "dot"))
-            positions[i.name] = len(tasks) - 1
+            positions |= dict.fromkeys((one.name for one in group), len(tasks) - 1)
         return self._ordered(name, tasks, flights, total, slowed_s)
+
+    def _with_joined(
+        self, name: str, body: Sequence[hlo.Instruction]
+    ) -> tuple[Sequence[hlo.Instruction], dict[str, tuple[hlo.Instruction, ...]]]:
+        """Return a computation with what its joined gathers read first, and these, by the first."""
+        early = set[str]()  # what needs nothing but what the computation was given
+        gathers: dict[str, list[hlo.Instruction]] = {}
+        for i in body if self._joined_bytes else ():
+            if not early.issuperset(o.partition("#")[0] for o in i.operands):
+                continue
+            c = self._collectives.get((name, i.name))
+            if c is None and i.opcode not in _LATE:
+                early.add(i.name)
+            elif c is not None and i.opcode == "all-gather":
+                gathers.setdefault(i.attribute("replica_groups"), []).append(i)
+        groups = [
+            tuple(some) for every in gathers.values() for some in _up_to(every, self._joined_bytes)
+        ]
+        joined = {one.name for group in groups for one in group}
+        first = _needed(body, joined) | joined
+        order = sorted(body, key=lambda i: (i.name not in first, i.name in joined))
+        return order, {group[0].name: group for group in groups}
 
     def _ordered(
         self,
@@ -191,3 +227,27 @@ class _Estimator:
         lane = NETWORK if group.domains > 1 else NVLINK
         own = stream(scale_up=self._nvlink_stream and lane == NVLINK)
         return Flight(lane, seconds, None if self._cost.on_cpus else own), sms
+
+
+def _up_to(gathers: Sequence[hlo.Instruction], most_bytes: int) -> Iterator[list[hlo.Instruction]]:
+    """Yield gathers in groups of at most so many bytes, as XLA's combiner does, in their order."""
+    group: list[hlo.Instruction] = []
+    size = 0
+    for i in gathers:
+        own = hlo.shape_bytes(i.shape)
+        if group and size + own > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(i)
+        size += own
+    if group:
+        yield group
+
+
+def _needed(body: Sequence[hlo.Instruction], names: Set[str]) -> set[str]:
+    """Return the names of what instructions read, and of what that was made from."""
+    needed = set[str]()
+    for i in reversed(body):
+        if i.name in names or i.name in needed:
+            needed.update(o.partition("#")[0] for o in i.operands)
+    return needed

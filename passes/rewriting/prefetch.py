@@ -8,7 +8,9 @@
 A gather for the first matmul of a body has nothing before it to hide behind, for XLA schedules each
 body by itself. As part of the carry, the next step's gather has all of this step to hide in. It
 costs one more buffer of what is gathered, and one gather more than steps: the last step's is not
-used. Gathers for later matmuls stay: they hide behind the first, and would only queue for the link.
+used. Gathers for later matmuls stay, as they can hide behind the first; or all of a layer's run
+ahead (`whole_layers`), so that XLA can join them in one, as FSDP has it: over many devices small
+gathers use a fraction of the link.
 
 A gather in a remat's body inside the scan's is first moved out of it: its result becomes an operand
 of the remat, as the weight itself was one.
@@ -22,7 +24,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -32,24 +34,45 @@ from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import REMATS, has_matmul
 
 
-def prefetch(jaxpr: Any, gathers: Collection[Any]) -> tuple[Any, int]:
+def prefetch(
+    jaxpr: Any, gathers: Mapping[Any, int], *, whole_layers: bool = False
+) -> tuple[Any, Prefetched]:
     """Make the scans of a jaxpr gather what they read one step ahead.
 
     Args:
         jaxpr: the jaxpr of a step.
-        gathers: the variables of the gathered values.
+        gathers: the variables of the gathered values, each with the bytes that a device holds.
+        whole_layers: whether all that a step reads is gathered ahead, and not only what it reads
+            up to its first matmul.
 
     Returns:
-        The jaxpr, and how many gathers there are that run ahead.
+        The jaxpr, and which gathers run ahead.
     """
-    ahead = _Ahead(gathers)
-    return ahead.jaxpr(jaxpr), ahead.moved
+    ahead = _Ahead(gathers, whole_layers)
+    return ahead.jaxpr(jaxpr), Prefetched(ahead.moved, ahead.most_bytes)
+
+
+class Prefetched(NamedTuple):
+    """The gathers that run one step of their scan ahead.
+
+    Attributes:
+        gathers: how many there are.
+        most_bytes: the bytes that a device then holds for a step of a scan; of the scan with most.
+    """
+
+    gathers: int
+    most_bytes: int
 
 
 class _Ahead:
-    def __init__(self, gathers: Collection[Any]):
-        self.gathers = set(gathers)
-        self.moved = 0
+    def __init__(self, gathers: Mapping[Any, int], whole_layers: bool):
+        self.gathers = dict(gathers)
+        self.whole_layers = whole_layers
+        self.moved = self.most_bytes = 0
+
+    def wanted(self, slices: _Slices) -> list[Any]:
+        """List the gathered values of a body that are to be there when it begins."""
+        return slices.read(self.gathers) if self.whole_layers else slices.exposed(self.gathers)
 
     def jaxpr(self, jaxpr: Any) -> Any:
         eqns: list[Any] = []
@@ -68,10 +91,11 @@ class _Ahead:
         body = body.replace(eqns=[e for eqn in body.eqns for e in self.lifted(eqn)])
         xs = body.invars[num_consts + num_carry :]
         slices = _Slices(body)
-        ready = [v for v in slices.exposed(self.gathers) if slices.leaves(v) <= {*xs}]
+        ready = [v for v in self.wanted(slices) if slices.leaves(v) <= {*xs}]
         if not ready:
             return [scan]
         self.moved += len(ready)
+        self.most_bytes = max(self.most_bytes, sum(self.gathers[v] for v in ready))
         arrays = dict(zip(xs, scan.invars[num_consts + num_carry :], strict=True))
         return _double_buffered(scan, body, slices, ready, arrays)
 
@@ -82,12 +106,12 @@ class _Ahead:
             return
         inner = eqn.params["jaxpr"]
         slices, outer = _Slices(inner), dict(zip(inner.invars, eqn.invars, strict=True))
-        ready = [v for v in slices.exposed(self.gathers) if slices.leaves(v) <= {*outer}]
+        ready = [v for v in self.wanted(slices) if slices.leaves(v) <= {*outer}]
         if not ready:
             yield eqn
             return
         results = {v: compat.like_var(v) for v in ready}
-        self.gathers |= {*results.values()}
+        self.gathers |= {result: self.gathers[v] for v, result in results.items()}
         for v, result in results.items():
             leaves = [*slices.leaves(v)]
             operands = [outer[leaf] for leaf in leaves]
@@ -183,6 +207,11 @@ class _Slices:
         eqns = self.eqns(var).values()
         read = {a for eqn in eqns for a in eqn.invars if not compat.is_literal(a)}
         return {a for a in read if a not in self.uses.made}
+
+    def read(self, gathers: Collection[Any]) -> list[Any]:
+        """List the gathers that are read, in order."""
+        atoms = (a for eqn in self.body.eqns for a in eqn.invars if not compat.is_literal(a))
+        return list(dict.fromkeys(a for a in atoms if a in gathers and a in self.uses.made))
 
     def exposed(self, gathers: Collection[Any]) -> list[Any]:
         """List the gathers read no later than the first matmul: they have none to hide behind."""

@@ -12,6 +12,7 @@ equations may change places, as far as what they read allows.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -39,16 +40,17 @@ from jaxoverlap.passes.rewriting.ring_functions import (
 
 def rewrite(
     jaxpr: Any, sharings: Mapping[int, Sharing | ManualSharing], mesh: Mesh
-) -> tuple[Any, set[Any]]:
+) -> tuple[Any, dict[Any, int]]:
     """Put rings in the place of a jaxpr's matmuls, as decided for each body (by its number).
 
     Returns:
-        The jaxpr, and the variables of what is gathered before rings.
+        The jaxpr, and the variables of what is gathered before rings, each with the bytes that a
+        device holds of it.
 
     Raises:
         RewriteError: if that fails for one, naming the equation and its source line.
     """
-    gathered: set[Any] = set()
+    gathered: dict[Any, int] = {}
 
     def visit(body: Body) -> list[Any] | None:
         sharing = sharings.get(body.index)
@@ -58,7 +60,8 @@ def rewrite(
             return None
         rewritten = _Rewritten(body, sharing, mesh)
         eqns = rewritten.eqns()
-        gathered.update(v for value, v in rewritten.made.items() if value in sharing.hoisted)
+        hoisted = ((value, v) for value, v in rewritten.made.items() if value in sharing.hoisted)
+        gathered.update((v, _local_bytes(value, mesh)) for value, v in hoisted)
         return eqns
 
     return map_bodies(jaxpr, visit), gathered
@@ -145,6 +148,12 @@ class _Rewritten:
             self.emit(fn, operands, results, eqn, likeness(ring), scope(ring))
         except Exception as error:
             raise _failed(ring, error) from error
+
+
+def _local_bytes(value: Value, mesh: Mesh) -> int:
+    """Return the bytes that a device holds of a value."""
+    aval, shards = value.var.aval, math.prod(mesh.shape[a] for axes in value.spec for a in axes)
+    return aval.size * aval.dtype.itemsize // shards
 
 
 def _failed(ring: Ring, error: Exception) -> RewriteError:

@@ -63,7 +63,9 @@ class Rewriting:
         sharings: the rings of each body, by its number.
         known: the lookups whose gradients are to be scattered; `rewritten` still has them whole.
         rewritten: the jaxpr with rings.
-        gathered: the variables of values that are gathered before rings.
+        gathered: the variables of values that are gathered before rings, each with the bytes that
+            a device holds of it.
+        layers_ahead: whether all weights that a step of a scan reads are gathered a step ahead.
         sums: the sums of activations that stay scattered, by the number of the matmul.
     """
 
@@ -73,8 +75,9 @@ class Rewriting:
     sharings: Mapping[int, Sharing]
     known: Sequence[Lookup]
     rewritten: Any
-    gathered: set[Any]
+    gathered: Mapping[Any, int]
     sums: Mapping[int, Point] = field(default_factory=dict)
+    layers_ahead: bool = False
 
 
 Decide = Callable[[Any, SpmdProgram], Rewriting]

@@ -166,9 +166,7 @@ def draw(
         mesh=mesh,
         program=program,
         settings=settings,
-        built=lambda alone: draw(
-            seed, alone=alone, among=among, pod=pod, mixed=mixed
-        ),
+        built=lambda alone: draw(seed, alone=alone, among=among, pod=pod, mixed=mixed),
         said=w.said,
         ambient=w.ambient,
         by_keyword=not stated and w.chance("last input by name", 0.15),

@@ -23,10 +23,10 @@ MATMUL_S = COST.matmul_s(4096, 4096, 4096)
 BYTES = 4096 * 4096 * 2
 
 
-def estimated(*lines: str):
+def estimated(*lines: str, joined_bytes: int = 0):
     body = "\n".join(f"  {line}" for line in lines)
     text = f"HloModule jit_step\n\n{SUM}\nENTRY %main (x: {X}, w: {W}) -> {X} {{\n{body}\n}}\n"
-    return estimate(hlo.parse_partitioned(text, 8), COST)
+    return estimate(hlo.parse_partitioned(text, 8), COST, joined_bytes=joined_bytes)
 
 
 ARGUMENTS = (f"%x = {X} parameter(0)", f"%w = {W} parameter(1)")
@@ -215,3 +215,32 @@ def test_a_fixed_layout_is_no_kernel():
         f"ROOT %y = {X} dot(%f, %w), {DOT}",
     )
     assert step_estimate.step_s == MATMUL_S
+
+
+PART = "bf16[512,4096]{1,0}"
+GATHER = "channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true"
+TWO_GATHERS = (
+    f"%x = {X} parameter(0)",
+    f"%w = {W} parameter(1)",
+    f"%y = {X} dot(%x, %x), {DOT}",
+    f"%a = {PART} slice(%w), slice={{[0:512], [0:4096]}}",
+    f"%one = {X} all-gather(%a), {GATHER}",
+    f"%z = {X} dot(%y, %one), {DOT}",
+    f"%b = {PART} slice(%w), slice={{[512:1024], [0:4096]}}",
+    f"%other = {X} all-gather(%b), {GATHER}",
+    f"%late = {PART} slice(%z), slice={{[0:512], [0:4096]}}",
+    f"%third = {X} all-gather(%late), {GATHER}",
+    f"%u = {X} dot(%z, %other), {DOT}",
+    f"ROOT %v = {X} dot(%u, %third), {DOT}",
+)
+
+
+@pytest.mark.parametrize("most", [0, BYTES, 2 * BYTES])
+def test_gathers_that_wait_for_nothing_are_one(most: int):
+    """And the third, which waits for a matmul, is another."""
+    group, sent = Group(8, 1), BYTES * 7 // 8
+    sizes = [2 * sent, sent] if most == 2 * BYTES else [sent, sent, sent]
+    found = estimated(*TWO_GATHERS, joined_bytes=most)
+    wanted = sum(COST.collective_s("all-gather", size, group) for size in sizes)
+    assert found.communication_s["NVLink"] == pytest.approx(wanted)
+    assert found.bytes_moved["NVLink"] == 3 * sent

@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap._jax import compat
+from jaxoverlap.step.options import Options
+from tests.support.pods import marked
+from tests.support.pods import pytestmark as pods
 
 LAYERS, B, D, F = 3, 16, 32, 64
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -95,6 +98,53 @@ def test_a_body_gathers_what_the_next_step_reads():
         shapes = [v.aval.shape for v in carry]
         assert shapes == [(), (D, F), (B, D)]  # the step, what is gathered, the residual stream
         assert gathers_in(body) == 2, "up for the next step, and down for this one"
+
+
+LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None, sums=())
+
+
+def test_whole_layers_are_gathered_ahead_with_the_plain_numbers():
+    fn, arrays = jax.value_and_grad(loss), arguments()
+    step = jaxoverlap.Overlapped(step_of(fn), LAYERS_AHEAD)
+    pairs = zip(*map(jax.tree.leaves, (step(*arrays), step_of(fn)(*arrays))), strict=True)
+    for mine, theirs in pairs:
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    plan = step.explain(*arrays)
+    assert (plan.prefetched, plan.joined_bytes) == (4, 2 * D * F * 4)  # in f32
+    assert "all of a layer's in one" in str(plan)
+    for scan in scans(step.trace(*arrays).jaxpr):
+        body = scan.params["jaxpr"]
+        num_consts, num_carry = compat.scan_counts(scan)
+        carry = [v.aval.shape for v in body.invars[num_consts : num_consts + num_carry]]
+        assert sorted(carry) == sorted([(), (D, F), (F, D), (B, D)])
+        assert gathers_in(body) == 2, "both for the next step"
+    followed = jaxoverlap.overlap(step_of(fn), plan=plan)
+    assert followed.explain(*arrays).joined_bytes == plan.joined_bytes
+
+
+@marked(pods)
+def test_a_layer_that_is_gathered_ahead_is_one_all_gather_in_each_iteration():
+    mesh = jaxoverlap.pod_mesh("h100-sxm:8x8", {"data": 64})
+    layers, rows, width, hidden = 8, 256, 4096, 11008
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    weights = array(UP, layers, width, hidden), array(DOWN, layers, hidden, width)
+    x = array(P("data"), 64 * rows * 16, width)
+    outs = None, tuple(w.sharding for w in weights)
+    step = jaxoverlap.Overlapped(
+        jax.jit(jax.value_and_grad(loss), out_shardings=outs), LAYERS_AHEAD
+    )
+    compiled = step.lower(weights, x).compile()
+    plan = compiled.plan
+    assert plan.joined_bytes == 2 * width * hidden * 2 and not plan.cut
+    spent = [s.collective for s in compiled.simulate().spent]
+    gathers = [c for c in spent if c.kind == "all-gather"]
+    sent = 2 * width * hidden * 2 * 63 // 64
+    assert {c.bytes_moved for c in gathers} == {sent}
+    # One for each layer, and one more in each of the two loops.
+    assert sum(c.runs for c in gathers) == 2 * (layers + 1)
 
 
 def test_one_layer_has_none_ahead():
