@@ -76,6 +76,7 @@ class Schedule(
     slack: float
     in_flight: int
     extra_bytes: int = 0
+    ahead_bytes: int = 0
 
 
 class Nccl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

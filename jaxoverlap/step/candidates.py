@@ -280,13 +280,12 @@ class _Candidates:
     def _gathered_ahead(self) -> Iterator[Rewriting]:
         """Gather the weights of scans a step ahead, and make no ring: the first ones, or a layer's.
 
-        An unrolled body has the weights of several layers, which are too many to hold twice.
+        If the batch is split the gathers of a layer hide as well singly: with all ahead, three
+        steps of the suite took 1 to 4% longer by simulation.
         """
         first = self._decided(replace(self._terms, rings=False))
         yield first
-        halves = self._unringed.halves
-        unrolled = self._unringed.is_split and halves is not None and halves.unroll > 1
-        if first.gathered and is_gpu(self._step.mesh) and not unrolled:
+        if first.gathered and is_gpu(self._step.mesh) and not self._unringed.is_split:
             yield replace(first, layers_ahead=True)
 
     def _decided_anew(self, jaxpr: Any, spmd: SpmdProgram) -> Rewriting:

@@ -257,7 +257,11 @@ def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | 
             f"({done.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
             "or give schedule=None"
         )
-    return scheduler_pass_for(name, done.cost, schedule) if schedule and done.cost else None
+    if schedule is None or done.cost is None:
+        return None
+    if ahead := done.plan.joined_bytes:
+        schedule = replace(schedule, ahead_bytes=max(schedule.ahead_bytes, ahead))
+    return scheduler_pass_for(name, done.cost, schedule)
 
 
 # -- lowering -------------------------------------------------------------------------------------

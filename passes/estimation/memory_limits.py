@@ -19,6 +19,7 @@ def rooms(
     buffers_of: Callable[[str], Buffers],
     slack: float = 0.0,
     extra_bytes: int = 0,
+    ahead_bytes: int = 0,
 ) -> dict[str, int]:
     """Return the peak live bytes allowed in each computation, callees included.
 
@@ -28,6 +29,7 @@ def rooms(
         slack: the fraction of its peak by which the step may exceed it.
         extra_bytes: what the outermost computation may keep alive beside that, while it calls
             others: an average that is on its way during a loop. The others get nothing of it.
+        ahead_bytes: what any computation may keep alive beside that: weights of the next layer.
 
     Returns:
         The limit of each computation that runs; none is below what its own order needs.
@@ -40,7 +42,7 @@ def rooms(
             inner = _called(instruction)
             around[name] += [(other, live) for other in inner]
             peaks[name] = max(peaks[name], live + max((peaks[i] for i in inner), default=0))
-    limits = dict.fromkeys(around, int(peaks[module.entry] * (1 + slack)))
+    limits = dict.fromkeys(around, int(peaks[module.entry] * (1 + slack)) + ahead_bytes)
     for name in reversed(around):  # callers first
         for other, live in around[name]:
             limits[other] = min(limits[other], limits[name] - live)

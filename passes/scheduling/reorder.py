@@ -65,6 +65,7 @@ def schedule(
     slack: float = 0.0,
     in_flight: int = 8,
     extra_bytes: int = 0,
+    ahead_bytes: int = 0,
 ) -> dict[str, NewOrder]:
     """Find orders for the computations of a module that are faster than XLA's.
 
@@ -73,12 +74,12 @@ def schedule(
         cost: the cost model of its instructions.
         slack: the fraction of its peak memory in XLA's order by which the step may exceed it.
         in_flight: the most collectives on their way at a time.
-        extra_bytes: as in `memory_limits.rooms`.
+        extra_bytes, ahead_bytes: as in `memory_limits.rooms`.
 
     Returns:
         The orders by computation; none where XLA's is as good, or nothing is started.
     """
-    limits = functools.partial(rooms, slack=slack, extra_bytes=extra_bytes)
+    limits = functools.partial(rooms, slack=slack, extra_bytes=extra_bytes, ahead_bytes=ahead_bytes)
     walk = _Walk(module, ModuleCosts(module, cost), limits, in_flight)
     walk.outcome(module.entry)
     return walk.orders

@@ -40,17 +40,21 @@ class Scheduler:
         in_flight: the most collectives on their way at a time.
         extra_bytes: bytes by which the step may exceed that peak beside the slack: what the user
             asked to keep alive, as an average that is on its way while a loop runs.
+        ahead_bytes: bytes by which it may exceed that peak anywhere, as inside a loop. `overlap`
+            sets them to those of a layer, where the weights of a layer are gathered ahead.
     """
 
     slack: float = 0.02
     in_flight: int = 8
     extra_bytes: int = 0
+    ahead_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not self.slack >= 0 or self.in_flight < 1 or self.extra_bytes < 0:
+        beside = min(self.extra_bytes, self.ahead_bytes)
+        if not self.slack >= 0 or self.in_flight < 1 or beside < 0:
             raise ValueError(
                 f"{self}: give a slack of zero or more, at least one collective in flight, and "
-                "extra bytes of zero or more"
+                "extra and ahead bytes of zero or more"
             )
 
 
