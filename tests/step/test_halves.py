@@ -206,7 +206,7 @@ def test_a_derivative_of_the_users_own_stays_when_halves_are_differentiated():
     np.testing.assert_allclose(ours, plain, rtol=1e-6)
 
 
-def test_partly_explicit_meshes_keep_their_rows_whole():
+def test_the_batch_is_split_on_partly_explicit_meshes_too():
     mesh = jax.make_mesh((2, 4), ("fsdp", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
 
     def step(w, x):
@@ -217,8 +217,10 @@ def test_partly_explicit_meshes_keep_their_rows_whole():
         jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("fsdp", None))),
     )
     with jax.set_mesh(mesh):
-        plan = jaxoverlap.overlap(jax.jit(step), halves=2).explain(*args)
-    assert plan.halves.why_not == "mesh axes fsdp are explicit"
+        overlapped = jaxoverlap.overlap(jax.jit(step), halves=2)
+        plan = overlapped.explain(*args)
+        np.testing.assert_allclose(overlapped(*args), step(*args), rtol=1e-6)
+    assert plan.cut and plan.cut.parts == 2
 
 
 def test_parts_get_no_rings_on_cpus_where_loops_are_nested():
