@@ -76,11 +76,16 @@ def differing(
     halved: bool = False,
     among: Sequence[Callable[[World], Program]] = (),
     mixed: bool = False,
+    options: Options | None = None,
 ) -> dict[int, list[str]]:
     """Return the differences by seed, if any; `python -m tests.differential --seed N` runs one."""
     differences = {
         seed: compared(
-            draw(seed, among=among, mixed=mixed), always=always, laid_out=laid_out, halved=halved
+            draw(seed, among=among, mixed=mixed),
+            always=always,
+            laid_out=laid_out,
+            halved=halved,
+            options=options,
         ).differences
         for seed in seeds
         if seed not in ABORTS
@@ -95,7 +100,12 @@ def differences(case: Case) -> list[str]:
 
 
 def compared(
-    case: Case, *, always: bool = False, laid_out: bool = False, halved: bool = False
+    case: Case,
+    *,
+    always: bool = False,
+    laid_out: bool = False,
+    halved: bool = False,
+    options: Options | None = None,
 ) -> Comparison:
     """Compare a case's two steps; the reference is run where values differ, or `always`.
 
@@ -106,6 +116,7 @@ def compared(
         always: whether to run the reference in any case.
         laid_out: whether the overlapped step gets layouts drawn from the case's name.
         halved: whether its rows are cut in halves, if they can be.
+        options: those of the overlapped step, in place of the two before.
     """
     plain = _run(case, case.fn)
     if plain.error is not None:
@@ -113,7 +124,7 @@ def compared(
             _same_refusal(case, plain.error), [f"plain refuses: {_first(plain.error)}"]
         )
     again = case.built(False)
-    overlapped = _overlapped(again, laid_out=laid_out, halved=halved)
+    overlapped = _overlapped(again, laid_out=laid_out, halved=halved, options=options)
     ours = _run(again, overlapped)
     ringed = _ringed(overlapped)
     if ours.error is not None:
@@ -146,9 +157,15 @@ def compared(
 
 
 def _overlapped(
-    case: Case, *, laid_out: bool = False, halved: bool = False
+    case: Case,
+    *,
+    laid_out: bool = False,
+    halved: bool = False,
+    options: Options | None = None,
 ) -> jaxoverlap.Overlapped:
     fn = case.step if case.bare else case.fn
+    if options is not None:
+        return jaxoverlap.Overlapped(fn, options)
     if laid_out:
         pins = drawn_layouts(case)
         return jaxoverlap.Overlapped(fn, Options(pins=pins, halves=2 if halved else "auto"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from jaxoverlap.step.options import Options
+from tests.differential import models
 from tests.differential.case import MAY_BE_EXPLICIT, SIGNALS, draw
 from tests.differential.compare import TOGETHER, compared, differing
 from tests.differential.pods import refused_on_pods
@@ -37,6 +39,14 @@ def test_drawn_steps_on_explicit_and_automatic_axes_live_as_under_jit():
         assert compared(case).differences == [], seed
 
 
+SCANS = (models.residual_scan, models.language_model, models.accumulated)
+LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None, sums=())
+
+
+def test_layers_that_are_gathered_ahead_change_nothing():
+    assert differing(range(TOGETHER), among=SCANS, options=LAYERS_AHEAD) == {}
+
+
 def test_where_xla_refuses_a_step_the_error_is_xlas_own():
     """If XLA comes to compile this one, take another that it refuses."""
     comparison = compared(draw(2005))
@@ -48,6 +58,13 @@ def test_where_xla_refuses_a_step_the_error_is_xlas_own():
 @pytest.mark.parametrize("first", range(30, 3030, TOGETHER))
 def test_three_thousand_drawn_steps_live_as_under_jit(first: int):
     assert differing(range(first, first + TOGETHER), always=True) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(TOGETHER, 500, TOGETHER))
+def test_five_hundred_steps_with_layers_gathered_ahead(first: int):
+    seeds = range(first, first + TOGETHER)
+    assert differing(seeds, among=SCANS, always=True, options=LAYERS_AHEAD) == {}
 
 
 @pytest.mark.nightly
