@@ -96,12 +96,36 @@ NVLINK_STREAM = (
     ),
 )
 _GATHERS_TOGETHER = "xla_gpu_all_gather_combine_threshold_bytes"
-_LAYERS_AHEAD = Setting(
-    "xla_gpu_enable_while_loop_unrolling",
-    "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
-    "a loop that gathers a layer's weights for its next iteration would copy them at the end of "
-    "each: 17 ms of a 7B step on 64 H100s. Of two iterations each has a buffer of its own",
-    "tried on jax 0.12.0 with a 7B step of 32 scanned layers",
+_OF_LAYERS = "tried on jax 0.12.0 with a 7B step of 32 scanned layers, by simulation"
+_PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
+LAYERS_AHEAD = (  # beside the threshold of gathers, which is a layer's
+    Setting(
+        "xla_gpu_enable_while_loop_unrolling",
+        "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
+        "a loop that gathers a layer's weights for its next iteration would copy them at the end "
+        "of each: 17 ms of a step on 64 H100s. Of two iterations each has a buffer of its own",
+        _OF_LAYERS,
+    ),
+    Setting(
+        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        str(8 << 30),
+        "the gradients of a layer are scattered as one, as its weights are gathered: in half of "
+        "the time that they take singly on 64 H100s, so that kernels are slowed for less",
+        _OF_LAYERS,
+    ),
+    Setting(
+        "xla_gpu_pipeline_reduce_scatter",
+        _PIPELINED,
+        "a layer's gradients are scattered under the next layer's kernels; one collective that "
+        "waits for the last of them hides behind nothing else",
+        _OF_LAYERS,
+    ),
+    Setting(
+        "xla_gpu_pipeline_all_reduce",
+        _PIPELINED,
+        "most scatters are all-reduces still when XLA pipelines: without this it leaves them",
+        _OF_LAYERS,
+    ),
 )
 STREAMS_VARIABLE = "JAXOVERLAP_STREAMS"  # "one" keeps all collectives on one stream
 _MOST_JOINED = 30 << 20  # bytes; XLA's default
@@ -195,7 +219,7 @@ def options_for(
     settings += NVLINK_STREAM if nvlink_stream else ()
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     if joined_bytes:
-        wanted |= {_GATHERS_TOGETHER: str(joined_bytes), _LAYERS_AHEAD.name: _LAYERS_AHEAD.value}
+        wanted |= {s.name: s.value for s in LAYERS_AHEAD} | {_GATHERS_TOGETHER: str(joined_bytes)}
     if least_sum is not None:
         wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))
     if least_matmul is not None and least_matmul < _MOST_MERGED_MIB << 20:
