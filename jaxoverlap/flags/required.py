@@ -22,6 +22,9 @@ def _ring(name: str, value: str, reason: str) -> Setting:
 
 
 BY_COPY = "xla_gpu_collective_permute_mode"
+_MOST_GATHERED = "xla_gpu_all_gather_combine_threshold_bytes"
+_MOST_SCATTERED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+_PIPELINED_SCATTERS = "xla_gpu_pipeline_reduce_scatter"
 _APART = (
     _ring(
         "xla_gpu_enable_latency_hiding_scheduler",
@@ -36,17 +39,17 @@ _APART = (
         "last matmul of a ring, and that ring's hop is exposed",
     ),
     _ring(
-        "xla_gpu_all_gather_combine_threshold_bytes",
+        _MOST_GATHERED,
         "1",
         "a combined gather waits for the last of its arrays, and is not hidden",
     ),
     _ring(
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        _MOST_SCATTERED,
         "1",
         "a combined scatter waits for the last of its arrays, and is not hidden",
     ),
     _ring(
-        "xla_gpu_pipeline_reduce_scatter",
+        _PIPELINED_SCATTERS,
         "COLLECTIVE_PIPELINING_MODE_OFF",
         "XLA would peel a layer of the backward pass, with its buffers, out of its loop to move a "
         "reduce-scatter into the next iteration; a ring's follows it, with matmuls still to come",
@@ -95,10 +98,9 @@ NVLINK_STREAM = (
         "tried on jax 0.11.2 and 0.12.0 with tests/simulation/test_streams.py",
     ),
 )
-_GATHERS_TOGETHER = "xla_gpu_all_gather_combine_threshold_bytes"
 _OF_LAYERS = "tried on jax 0.12.0 with a 7B step of 32 scanned layers, by simulation"
 _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
-LAYERS_AHEAD = (  # beside the threshold of gathers, which is a layer's
+LAYERS_AHEAD = (  # and the threshold of gathers, which is a layer's bytes
     Setting(
         "xla_gpu_enable_while_loop_unrolling",
         "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER",
@@ -107,14 +109,14 @@ LAYERS_AHEAD = (  # beside the threshold of gathers, which is a layer's
         _OF_LAYERS,
     ),
     Setting(
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
+        _MOST_SCATTERED,
         str(8 << 30),
         "the gradients of a layer are scattered as one, as its weights are gathered: in half of "
         "the time that they take singly on 64 H100s, so that kernels are slowed for less",
         _OF_LAYERS,
     ),
     Setting(
-        "xla_gpu_pipeline_reduce_scatter",
+        _PIPELINED_SCATTERS,
         _PIPELINED,
         "a layer's gradients are scattered under the next layer's kernels; one collective that "
         "waits for the last of them hides behind nothing else",
@@ -219,7 +221,7 @@ def options_for(
     settings += NVLINK_STREAM if nvlink_stream else ()
     wanted = {s.name: s.value for s in settings if together or s.name != BY_COPY}
     if joined_bytes:
-        wanted |= {s.name: s.value for s in LAYERS_AHEAD} | {_GATHERS_TOGETHER: str(joined_bytes)}
+        wanted |= {s.name: s.value for s in LAYERS_AHEAD} | {_MOST_GATHERED: str(joined_bytes)}
     if least_sum is not None:
         wanted[_SUMS_APART] = str(min(2 * least_sum - 1, _MOST_JOINED))
     if least_matmul is not None and least_matmul < _MOST_MERGED_MIB << 20:

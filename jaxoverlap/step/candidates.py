@@ -30,7 +30,7 @@ from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
 from jaxoverlap.passes.rewriting.one_view import with_one_view
-from jaxoverlap.passes.rewriting.prefetch import prefetch
+from jaxoverlap.passes.rewriting.prefetch import Prefetched, prefetch
 from jaxoverlap.passes.rewriting.rewrite import rewrite
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
@@ -378,11 +378,10 @@ def _finished(
     step: StepContext, rewriting: Rewriting, options: Options, unringed: Unringed | None = None
 ) -> StepCandidate:
     """Gather scanned weights a step ahead, and scatter the gradients of lookups."""
-    ringed, gathers = rewriting.rewritten, {}
+    ringed = ahead = rewriting.rewritten
+    prefetched, whole_layers = Prefetched(), rewriting.layers_ahead
     if options.fsdp == "prefetch":
-        gathers = rewriting.gathered
-    whole_layers = rewriting.layers_ahead
-    ahead, prefetched = prefetch(ringed, gathers, whole_layers=whole_layers)
+        ahead, prefetched = prefetch(ringed, rewriting.gathered, whole_layers=whole_layers)
     scattered = scatter(ahead, rewriting.known, step.mesh)
     jaxpr = with_one_view(scattered)
     sums = rewriting.sums.items()

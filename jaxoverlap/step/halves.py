@@ -209,9 +209,10 @@ def _left(unringed: Unringed, record: Halves, why_not: str) -> Unringed:
 
 def exceeds(plain: SpmdProgram, after: SpmdProgram, cost: CostModel) -> bool:
     """Return whether layers gathered ahead need memory that XLA has not, by estimate."""
-    before, peak = (estimated_peak_bytes(p.module) for p in (plain, after))
-    limit = cost.cluster.chip.memory_bytes * _XLA_MEMORY_SHARE
-    return peak > max(limit, before * _MAX_LAYERS_AHEAD)
+    peak = estimated_peak_bytes(after.module)
+    if peak <= cost.cluster.chip.memory_bytes * _XLA_MEMORY_SHARE:
+        return False
+    return peak > estimated_peak_bytes(plain.module) * _MAX_LAYERS_AHEAD
 
 
 def too_large(plain: SpmdProgram, spmd: SpmdProgram) -> str:

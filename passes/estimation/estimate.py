@@ -38,7 +38,7 @@ _LEADS: tuple[tuple[float, Turn], ...] = (
     *((2.0, "path"), (math.inf, "path"), (2.0, "first")),
     *((2.0, "feed"), (math.inf, "feed")),
 )
-# What gathers of weights do not wait for: it takes long, or is itself a collective.
+# A gather that needs one of these is not ready when its computation begins.
 _LATE = (*hlo.CONTROL_FLOW, *OPCODES, "dot", "convolution", "custom-call", "sort", "scatter")
 _RULES = tuple(Rule({NVLINK: a, NETWORK: a}, turn, 8, 1 << 62) for a, turn in _LEADS)
 
@@ -155,10 +155,16 @@ class _Estimator:
     def _with_joined(
         self, name: str, body: Sequence[hlo.Instruction]
     ) -> tuple[Sequence[hlo.Instruction], dict[str, tuple[hlo.Instruction, ...]]]:
-        """Return a computation with what its joined gathers read first, and these, by the first."""
-        early = set[str]()  # what needs nothing but what the computation was given
+        """Return a computation with its joined gathers, and all that these read, first.
+
+        Returns:
+            Its instructions, and each group of joined gathers by the name of its first one.
+        """
+        if not self._joined_bytes:
+            return body, {}
+        early = set[str]()  # those that need only what the computation was given
         gathers: dict[str, list[hlo.Instruction]] = {}
-        for i in body if self._joined_bytes else ():
+        for i in body:
             if not early.issuperset(o.partition("#")[0] for o in i.operands):
                 continue
             c = self._collectives.get((name, i.name))

@@ -29,7 +29,7 @@ def rooms(
         slack: the fraction of its peak by which the step may exceed it.
         extra_bytes: what the outermost computation may keep alive beside that, while it calls
             others: an average that is on its way during a loop. The others get nothing of it.
-        ahead_bytes: what any computation may keep alive beside that: weights of the next layer.
+        ahead_bytes: what any computation may keep alive in addition: weights of the next layer.
 
     Returns:
         The limit of each computation that runs; none is below what its own order needs.

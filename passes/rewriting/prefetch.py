@@ -60,8 +60,8 @@ class Prefetched(NamedTuple):
         most_bytes: the bytes that a device then holds for a step of a scan; of the scan with most.
     """
 
-    gathers: int
-    most_bytes: int
+    gathers: int = 0
+    most_bytes: int = 0
 
 
 class _Ahead:
@@ -69,10 +69,6 @@ class _Ahead:
         self.gathers = dict(gathers)
         self.whole_layers = whole_layers
         self.moved = self.most_bytes = 0
-
-    def wanted(self, slices: _Slices) -> list[Any]:
-        """List the gathered values of a body that are to be there when it begins."""
-        return slices.read(self.gathers) if self.whole_layers else slices.exposed(self.gathers)
 
     def jaxpr(self, jaxpr: Any) -> Any:
         eqns: list[Any] = []
@@ -91,7 +87,8 @@ class _Ahead:
         body = body.replace(eqns=[e for eqn in body.eqns for e in self.lifted(eqn)])
         xs = body.invars[num_consts + num_carry :]
         slices = _Slices(body)
-        ready = [v for v in self.wanted(slices) if slices.leaves(v) <= {*xs}]
+        wanted = slices.read(self.gathers, whole=self.whole_layers)
+        ready = [v for v in wanted if slices.leaves(v) <= {*xs}]
         if not ready:
             return [scan]
         self.moved += len(ready)
@@ -106,7 +103,8 @@ class _Ahead:
             return
         inner = eqn.params["jaxpr"]
         slices, outer = _Slices(inner), dict(zip(inner.invars, eqn.invars, strict=True))
-        ready = [v for v in self.wanted(slices) if slices.leaves(v) <= {*outer}]
+        wanted = slices.read(self.gathers, whole=self.whole_layers)
+        ready = [v for v in wanted if slices.leaves(v) <= {*outer}]
         if not ready:
             yield eqn
             return
@@ -208,19 +206,21 @@ class _Slices:
         read = {a for eqn in eqns for a in eqn.invars if not compat.is_literal(a)}
         return {a for a in read if a not in self.uses.made}
 
-    def read(self, gathers: Collection[Any]) -> list[Any]:
-        """List the gathers that are read, in order."""
-        atoms = (a for eqn in self.body.eqns for a in eqn.invars if not compat.is_literal(a))
-        return list(dict.fromkeys(a for a in atoms if a in gathers and a in self.uses.made))
+    def read(self, gathers: Collection[Any], *, whole: bool) -> list[Any]:
+        """List the gathers that are read, in order.
 
-    def exposed(self, gathers: Collection[Any]) -> list[Any]:
-        """List the gathers read no later than the first matmul: they have none to hide behind."""
-        exposed, wanted = [], {v for v in gathers if v in self.uses.made}
+        Args:
+            gathers: the variables of the gathered values.
+            whole: whether by any equation; if not, up to the first matmul, as those have none to
+                hide behind.
+        """
+        read: dict[Any, None] = {}
+        made = {v for v in gathers if v in self.uses.made}
         for eqn in self.body.eqns:
-            if has_matmul(eqn):
-                return exposed + [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
-            exposed += [a for a in eqn.invars if not compat.is_literal(a) and a in wanted]
-        return exposed
+            read |= dict.fromkeys(a for a in eqn.invars if not compat.is_literal(a) and a in made)
+            if not whole and has_matmul(eqn):
+                break
+        return [*read]
 
     def function(self, leaves: Sequence[Any], value: Any) -> Callable[..., list[Any]]:
         """Return the function that makes a value of its leaves."""

@@ -50,8 +50,8 @@ class Scheduler:
     ahead_bytes: int = 0
 
     def __post_init__(self) -> None:
-        beside = min(self.extra_bytes, self.ahead_bytes)
-        if not self.slack >= 0 or self.in_flight < 1 or beside < 0:
+        added = min(self.extra_bytes, self.ahead_bytes)
+        if not self.slack >= 0 or self.in_flight < 1 or added < 0:
             raise ValueError(
                 f"{self}: give a slack of zero or more, at least one collective in flight, and "
                 "extra and ahead bytes of zero or more"

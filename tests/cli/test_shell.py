@@ -277,7 +277,7 @@ _INTERRUPTED_WITH = """
 import os, signal, sys, time
 from jaxoverlap.cli.shell import interrupt
 
-# What a shell starts in the background ignores SIGINT, and so do its children.
+# A shell has its background jobs ignore SIGINT, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class Held:
