@@ -198,8 +198,8 @@ def overlap(
             raise ValueError(_said_twice(["halves"]))
         if streams != "auto":
             raise ValueError(_said_twice(["streams"]))
-        options = Options.of(
-            _read(plan),
+        options = Options(
+            plan=_read(plan),
             cluster=named,
             on_error=on_error,
             operations=operations,

@@ -29,7 +29,6 @@ from jaxoverlap.step.processes import agreed, processes_of
 from jaxoverlap.step.program import (
     StepProgram,
     agree,
-    following,
     lowered_as,
     lowered_plain,
     pass_result,
@@ -193,8 +192,8 @@ class Overlapped:
 
     def _programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
         call, program = self._planned(args, kwargs)
-        options = following(program.plan, self._options) if program.plan else self._options
-        return programs_of(pass_result(call, options).edited)
+        options = replace(self._options, plan=program.plan or self._options.plan)
+        return programs_of(pass_result(call, options))
 
     def _planned(self, args: tuple, kwargs: dict) -> tuple[jits.Call, StepProgram]:
         """Return a call and the rewritten step; raise why it was not rewritten, if it failed."""

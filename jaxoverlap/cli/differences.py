@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from jaxoverlap.plan.edits import Edit, MakeRing, ReadGathered
 from jaxoverlap.plan.plan import Decision, Plan, Skip
 
 
@@ -16,7 +17,8 @@ class Difference:
     """One fact in which two plans differ.
 
     Attributes:
-        part: "step", "matmul", "compile", "option", "nccl", "predicted", "measured" or "made for".
+        part: "step", "matmul", "edit", "compile", "option", "nccl", "predicted", "measured" or
+            "made for".
         name: the fact's name, within the part.
         a, b: its value in either plan; None where the plan has none.
     """
@@ -47,7 +49,10 @@ def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
         yield ("step", f"mesh {axis}"), size
     for entry in plan.entries:
         yield ("matmul", str(entry.site)), _does(entry)
-    for name in ("plain", "prefetched", "joined_bytes", "fsdp", "schedule", "scattered", "sums"):
+    for edit in plan.edits:
+        if not isinstance(edit, MakeRing | ReadGathered):  # the matmuls show those
+            yield ("edit", _subject(edit)), msgspec.to_builtins(edit)
+    for name in ("plain", "schedule"):
         yield ("compile", name), msgspec.to_builtins(getattr(plan, name))
     for name, value in plan.xla_options.items():
         yield ("option", name), value
@@ -66,6 +71,13 @@ def _facts(plan: Plan) -> Iterator[tuple[tuple[str, str], Any]]:
     ):
         for name, value in _flat("", msgspec.to_builtins(record)):
             yield (part, name), value
+
+
+def _subject(edit: Edit) -> str:
+    """Name an edit by its kind and by what it is done to."""
+    keys = ("site", "argument", "number")
+    named = (f" {getattr(edit, key)}" for key in keys if hasattr(edit, key))
+    return type(edit).__name__ + next(named, "")
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -58,7 +58,7 @@ def explain(
             "Times are estimated from XLA's partitioned program; `jaxoverlap simulate` compiles "
             "the step and simulates XLA's schedule."
         )
-    return OK if any(plan.changes) else NO
+    return OK if plan.edits else NO
 
 
 @command

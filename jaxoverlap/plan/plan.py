@@ -1,4 +1,8 @@
-"""A plan: what becomes of each matmul of a step, and what step it is for; as data and in files.
+"""A plan: the edits that make a step overlap, and the step that they are for; as data and in files.
+
+What is followed are the edits, and the settings of compiler, scheduler and NCCL. All else is
+evidence: what was decided on each matmul and why, estimates, measurements. It is printed, and never
+read back.
 
 The file is JSON with a checksum, so that a truncated or edited file is recognised.
 """
@@ -24,6 +28,7 @@ from jaxoverlap.plan.decisions import (
     Style,
     Variant,
 )
+from jaxoverlap.plan.edits import Edit, MakeRing
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.price import Price
@@ -65,7 +70,7 @@ __all__ = [
 
 FSDP = Literal["prefetch", "ring"]
 _FORMAT = "jaxoverlap plan"
-SCHEMA = 10  # of a plan's JSON: counts up with every change that another version cannot read
+SCHEMA = 11  # of a plan's JSON: counts up with every change that another version cannot read
 
 
 class Schedule(
@@ -118,29 +123,27 @@ class MadeFor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `Decision` or a `Skip` for every `dot_general` of a step, in order, and its settings.
+    """The edits of a step, its settings, and a `Decision` or a `Skip` for each `dot_general`.
 
     Attributes:
         schema: the schema of its JSON.
         step: the step's name.
         mesh: devices along each mesh axis.
-        entries: one for each matmul.
+        edits: what is done to the step, in order; none if it stays as it is.
+        entries: what that means for each matmul, or why nothing is done with it; by its number
+            before any ring, those of a split batch part by part.
         prefetched: gathers of scanned weights that run one step of their scan ahead.
         joined_bytes: bytes of a layer's weights that are gathered ahead as one; 0 where each gather
             is one by itself, and only those up to a layer's first matmul run ahead.
         scattered: the gradients of embedding lookups that are scattered.
         sums: the sums of activations that stay scattered.
         layouts: the results of matmuls that are pinned; None if no layout was searched for.
-        halves: whether its batch is split; `entries` are then the matmuls of all parts. None if no
-            split was considered.
-        inferred_types: whether, on an explicit mesh, the types that JAX inferred are left to XLA's
-            partitioner; what the user states is kept in any case.
+        halves: whether its batch is split; None if no split was considered.
         streams: whether NVLink's collectives get a stream of their own; None if there is only one
             kind of link, or no second stream was considered.
         price: its estimated time and gain; None if nothing was estimated.
         partitioning: the operations that partition themselves, with their source lines; they are
             not rewritten.
-        fsdp: what becomes of the gathers of sharded weights in a scan; as in `overlap`.
         schedule: the scheduler pass; None where there is none.
         xla_options: compiler options, beyond the user's own and those that a pod needs.
         nccl: settings that the process has to be started with.
@@ -156,6 +159,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schema: int = SCHEMA
     step: str
     mesh: Mapping[str, int]
+    edits: tuple[Edit, ...] = ()
     entries: tuple[Decision | Skip, ...]
     prefetched: int = 0
     joined_bytes: int = 0
@@ -163,11 +167,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sums: tuple[ScatteredSum, ...] = ()
     layouts: Layouts | None = None
     halves: Halves | None = None
-    inferred_types: bool = False
     streams: Streams | None = None
     price: Price | None = None
     partitioning: tuple[str, ...] = ()
-    fsdp: FSDP = "prefetch"
     schedule: Schedule | None = None
     xla_options: Mapping[str, str] = {}
     nccl: Nccl = Nccl()
@@ -184,15 +186,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(e for e in self.entries if isinstance(e, Decision))
 
     @property
-    def changes(self) -> tuple[tuple[Any, ...], ...]:
-        """The changes that passes make to the step: rings, scattered lookups and sums, layouts.
-
-        A batch split is one too.
-        """
-        layouts = self.layouts.changes if self.layouts else ()
-        cut = (self.cut,) if self.cut else ()
-        types = ("inferred types",) if self.inferred_types else ()
-        return self.decisions, self.scattered, self.sums, layouts, cut, types
+    def rings(self) -> tuple[MakeRing, ...]:
+        """The edits that make rings."""
+        return tuple(edit for edit in self.edits if isinstance(edit, MakeRing))
 
     @property
     def cut(self) -> Halves | None:
@@ -200,25 +196,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.halves if self.halves and not self.halves.why_not else None
 
     @property
-    def may_ring(self) -> bool:
-        """Whether its matmuls may be rings; False if it only gathers weights ahead."""
-        return bool(self.choices) or not self.decisions
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether it changes anything but the sharding of results."""
-        return bool(self.decisions or self.scattered or self.sums)
-
-    @property
     def skips(self) -> tuple[Skip, ...]:
         """The matmuls that are not rewritten."""
         return tuple(e for e in self.entries if isinstance(e, Skip))
-
-    @property
-    def choices(self) -> dict[int, Variant]:
-        """Map the site that names each ring to the variant by which its pieces travel."""
-        rings = (d for d in self.decisions if d.num_chunks > 1 and d.site == d.ring)
-        return {d.site: d.variant for d in rings}
 
     def left_alone(
         self, schedule: Schedule | None = None, xla_options: Mapping[str, str] | None = None
@@ -232,6 +212,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         plan = self.without_rings(Reason("skipped", "the original step is faster"))
         return msgspec.structs.replace(
             plan,
+            edits=(),
             plain=True,
             layouts=None,
             halves=None,
@@ -242,7 +223,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def without_rings(self, why: Reason) -> Plan:
-        """The plan that rewrites no matmul; matmuls without a ring keep their reasons.
+        """The evidence of a plan that rewrites no matmul; others keep their reasons.
 
         Args:
             why: the reason for the matmuls that have one here.

@@ -16,33 +16,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.sharding import Mesh
+import msgspec
 
-from jaxoverlap._jax.partitioner import many_processes_of_cpus
 from jaxoverlap.flags import is_gpu
-from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
-from jaxoverlap.passes.manual.decide import decide_manual
+from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
+from jaxoverlap.passes.apply import EditedStep, apply
+from jaxoverlap.passes.manual.decide import decide_manual, manual_edits
 from jaxoverlap.passes.planning.decide import decide
+from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
-from jaxoverlap.passes.rewriting.embedding_gradients import lookups, scatter
-from jaxoverlap.passes.rewriting.one_view import with_one_view
-from jaxoverlap.passes.rewriting.prefetch import Prefetched, prefetch
-from jaxoverlap.passes.rewriting.rewrite import rewrite
+from jaxoverlap.passes.rewriting.embedding_gradients import lookups
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
+    Decided,
     Point,
-    Rewriting,
+    exposure,
     points,
     scatter_sums,
     with_sums_scattered,
 )
-from jaxoverlap.passes.rings.chunks import without_ties
-from jaxoverlap.plan.decisions import Reason
-from jaxoverlap.plan.plan import Plan, ScatteredSum
+from jaxoverlap.plan.decisions import Reason, ScatteredSum
+from jaxoverlap.plan.edits import Edit, GatherAhead, ReadGathered, ScatterLookup, ShareViews
+from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import (
     FEW_CANDIDATES,
@@ -56,10 +55,6 @@ from jaxoverlap.step.halves import (
 )
 from jaxoverlap.step.layouts import Unringed, changed, with_layouts
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.programs import Edited
-
-LAYOUTS = "results of the step and of its matmuls pinned, tables gathered"
-VIEWS = "dims of size 1 left out once for all matmuls that read a value"
 
 
 @dataclass(frozen=True)
@@ -68,23 +63,19 @@ class StepCandidate:
 
     Attributes:
         plan: what is done with each matmul.
-        jaxpr: the rewritten step.
-        rings: its rings, except those written by hand.
+        edited: the rewritten step.
         step_s: seconds of the step, estimated from its partitioned program; None where no price
             is known.
         spmd: its partitioned program; None where no price is known.
         unringed: the partitioned program with layouts alone, without batch split and rings; None
             where the step was not partitioned.
-        edited: the step after each edit, the rewritten step last.
     """
 
     plan: Plan
-    jaxpr: Any
-    rings: tuple[Ring, ...]
+    edited: EditedStep
     step_s: float | None = None
     spmd: SpmdProgram | None = None
     unringed: SpmdProgram | None = None
-    edited: tuple[Edited, ...] = ()
 
 
 def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandidate:
@@ -97,10 +88,9 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
 
     Raises:
         RewriteError: if XLA does not partition the step, or a pass fails on it.
-        ValueError: if a plan is followed whose rows run in parts, and here they cannot.
     """
     if terms.unread:
-        return _finished(step, _decided(step.jaxpr, {}, step.mesh, terms), options)
+        return _finished(step, _decided(step.edited, {}, terms), options)
 
     def candidates_of(unringed: Unringed) -> _Candidates:
         return _Candidates(step, terms, options, unringed)
@@ -119,21 +109,13 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
     if isinstance(options.halves, int):
         unringed = in_parts(step, unringed, options.halves, options.unroll)
         terms = safe_terms(step, unringed, terms)
-        if (
-            options.plan and unringed.halves and not unringed.is_split
-        ):  # its sites are those of all parts
-            raise UserError(
-                f"the plan cannot be followed on {step.params['name']}, whose rows it has in "
-                f"{options.halves} parts: {unringed.halves.why_not}. Tune again"
-            )
     if not (terms.prices and options.chooses):
         candidate = candidates_of(unringed).by_bytes()
     elif options.halves != "auto":
         candidate = candidates_of(unringed).fastest()
     else:
         candidate = in_halves(step, unringed, candidates_of)
-    pinned = Edited(LAYOUTS, whole_rows.jaxpr, functools.partial(step.seconds, whole_rows.spmd))
-    return replace(candidate, unringed=whole_rows.spmd, edited=(pinned, *candidate.edited))
+    return replace(candidate, unringed=whole_rows.spmd)
 
 
 class _Candidates:
@@ -155,10 +137,9 @@ class _Candidates:
     def by_bytes(self) -> StepCandidate:
         """Take what was asked for, or the rules' choice; scatter sums where that sends less."""
         candidate = self._finished(self._by_bytes())
-        if not any(candidate.plan.changes):
+        if candidate.edited is self._step.edited:
             plain = self._step.plain
-            step_s = self._step.seconds(plain)
-            return replace(candidate, jaxpr=self._step.jaxpr, step_s=step_s, spmd=plain)
+            return replace(candidate, step_s=self._step.seconds(plain), spmd=plain)
         after = self._partitioned(candidate)
         if why := changed(self._step.plain, after):
             return self._without_rings(candidate, why)
@@ -166,17 +147,23 @@ class _Candidates:
             return candidate
         return replace(candidate, step_s=self._step.estimate(after).step_s, spmd=after)
 
-    def _by_bytes(self) -> Rewriting:
-        mesh, sums = self._step.mesh, self._options.sums
+    def _by_bytes(self) -> Decided:
+        first = self._decided(self._terms)
+        if self._step.explicit:
+            return first
+        base, step = self._unringed.edited, self._step
 
-        def anew(jaxpr: Any, spmd: SpmdProgram) -> Rewriting:
-            return _decided(jaxpr, spmd.shardings, mesh, self._terms)
+        def anew(spmd: SpmdProgram) -> Decided:
+            return _decided(base, spmd.shardings, self._terms)
 
-        first = replace(self._decided(self._terms), layers_ahead=self._options.layers_ahead)
-        if sums is None:
-            return scatter_sums(self._step.traced, first, anew, mesh, self._terms.costs)
-        where = {s.site: Point(s.dim, s.axes) for s in sums}
-        return self._with_sums_scattered(where, anew) if where else first
+        def cost(decided: Decided) -> float:
+            becomes = apply(base, decided.edits)
+            module = step.partitioned(becomes.jaxpr, ask=False).module
+            left = partitioner_collectives(module, dict(step.mesh.shape))
+            beside = (*left, *becomes.scattered)
+            return exposure(decided.sharings.values(), beside, self._terms.costs)
+
+        return scatter_sums(first, lambda where: self._with_sums_scattered(where, anew), cost)
 
     # -- by price -----------------------------------------------------------------------------
 
@@ -225,19 +212,17 @@ class _Candidates:
         """The seconds of the step without rings, and terms that know what is exposed in it."""
         return self._knowing(self._unringed.spmd)
 
-    def _timed(self, rewritings: Iterable[Rewriting]) -> Iterator[StepCandidate]:
+    def _timed(self, every: Iterable[tuple[Decided, bool]]) -> Iterator[StepCandidate]:
         """Yield all candidates with their seconds; without, if one cannot be taken.
 
         The step without rings is not timed here: its partitioned program is known.
         """
         assert self._terms.prices is not None
-        for rewriting in rewritings:
-            candidate = self._finished(rewriting)
-            if candidate.plan.rewrites:
-                plan, unringed = candidate.plan, self._unringed.jaxpr
-                changes = plan.decisions, plan.scattered, plan.sums, plan.fsdp, plan.joined_bytes
+        for decided, layers_ahead in every:
+            candidate = self._finished(decided, layers_ahead=layers_ahead)
+            if candidate.edited.rewrites:
                 timed = functools.partial(self._seconds_of, candidate)
-                step_s, spmd = self._step.once(("timed", id(unringed), *changes), timed)
+                step_s, spmd = self._step.once(("timed", candidate.plan.edits), timed)
                 candidate = replace(candidate, step_s=step_s, spmd=spmd)
             yield candidate
 
@@ -254,8 +239,10 @@ class _Candidates:
             return None, after
         return self._step.estimate(after).step_s, after
 
-    def _all(self, priced: Terms) -> Iterator[Rewriting]:
-        """Yield rewritings decided by exposed time, by whole price, with every ring, and so on.
+    def _all(self, priced: Terms) -> Iterator[tuple[Decided, bool]]:
+        """Yield decisions by exposed time, by whole price, with every ring, and so on.
+
+        With each comes whether all weights of a layer are gathered ahead, as one.
 
         A ring may hide more than its own collective: what is exposed beside it is not all that it
         saves. So rings that lose alone are tried together too. Then come rings without one axis
@@ -263,35 +250,37 @@ class _Candidates:
         ring, are the second candidate and the third.
         """
         first, every = self._decided(priced), self._decided(replace(self._terms, prices=None))
-        yield first
+        yield first, False
         yield from self._gathered_ahead()
-        yield self._decided(self._terms)
-        yield every
+        yield self._decided(self._terms), False
+        yield every, False
         for rejected in _axis_by_axis(first):
-            yield self._decided(priced, rejected)
+            yield self._decided(priced, rejected), False
         if priced.explicit:
             return
-        if first.known:
+        if any(isinstance(edit, ScatterLookup) for edit in first.edits):
             sites = (entry.site for entry in first.entries)
-            yield self._decided(self._terms, dict.fromkeys(sites, "the step is faster without"))
+            alone = dict.fromkeys(sites, "the step is faster without")
+            yield self._decided(self._terms, alone), False
         if where := points(every.sharings.values()):
-            yield self._with_sums_scattered(where, self._decided_anew)
+            yield self._with_sums_scattered(where, self._decided_anew), False
 
-    def _gathered_ahead(self) -> Iterator[Rewriting]:
+    def _gathered_ahead(self) -> Iterator[tuple[Decided, bool]]:
         """Gather the weights of scans a step ahead, and make no ring: the first ones, or a layer's.
 
         If the batch is split the gathers of a layer hide as well singly: with all ahead, three
         steps of the suite took 1 to 4% longer by simulation.
         """
         first = self._decided(replace(self._terms, rings=False))
-        yield first
-        if first.gathered and is_gpu(self._step.mesh) and not self._unringed.is_split:
-            yield replace(first, layers_ahead=True)
+        yield first, False
+        reads = any(isinstance(edit, ReadGathered) for edit in first.edits)
+        if reads and is_gpu(self._step.mesh) and not self._unringed.is_split:
+            yield first, True
 
-    def _decided_anew(self, jaxpr: Any, spmd: SpmdProgram) -> Rewriting:
-        """Decide on a jaxpr by what is exposed in its own partitioned program."""
+    def _decided_anew(self, spmd: SpmdProgram) -> Decided:
+        """Decide on the step by what is exposed in another partitioned program of it."""
         _, terms = self._knowing(spmd)
-        return _decided(jaxpr, spmd.shardings, self._step.mesh, terms)
+        return _decided(self._unringed.edited, spmd.shardings, terms)
 
     def _knowing(self, spmd: SpmdProgram) -> tuple[float, Terms]:
         """Return a step's seconds, and terms that know the exposed time of whole collectives."""
@@ -311,19 +300,19 @@ class _Candidates:
 
     # -- one candidate ------------------------------------------------------------------------
 
-    def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Rewriting:
+    def _decided(self, terms: Terms, rejected: Mapping[int, str] | None = None) -> Decided:
         if rejected:
             terms = replace(terms, requests=replace(terms.requests, rejected=rejected))
-        unringed = self._unringed
-        return _decided(unringed.jaxpr, unringed.spmd.shardings, self._step.mesh, terms)
+        return _decided(self._unringed.edited, self._unringed.spmd.shardings, terms)
 
-    def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Rewriting:
+    def _with_sums_scattered(self, where: Mapping[int, Point], decided: Decide) -> Decided:
         jaxpr, shardings = self._unringed.jaxpr, self._unringed.spmd.shardings
         mesh = self._step.mesh
         return with_sums_scattered(self._step.traced, jaxpr, shardings, where, decided, mesh)
 
-    def _finished(self, rewriting: Rewriting) -> StepCandidate:
-        return _finished(self._step, rewriting, self._options, self._unringed)
+    def _finished(self, decided: Decided, *, layers_ahead: bool = False) -> StepCandidate:
+        options, unringed = self._options, self._unringed
+        return _finished(self._step, decided, options, unringed, layers_ahead=layers_ahead)
 
     def _without_rings(self, candidate: StepCandidate, why: str) -> StepCandidate:
         """Return the candidate that keeps the layouts of another one, and makes no ring.
@@ -332,20 +321,20 @@ class _Candidates:
             candidate: the candidate.
             why: the reason why no matmul gets a ring.
         """
-        unringed = self._unringed
-        jaxpr = with_one_view(unringed.jaxpr) if unringed.differs else self._step.jaxpr
+        unringed, edited = self._unringed, self._step.edited
+        if unringed.differs:
+            edited = apply(unringed.edited, [ShareViews()])
         plan = candidate.plan.without_rings(Reason("not ringed", why))
-        return StepCandidate(
-            plan, jaxpr, (), edited=(*_split(self._step, unringed), Edited(VIEWS, jaxpr))
-        )
+        plan = msgspec.structs.replace(plan, edits=edited.edits)
+        return StepCandidate(plan, edited)
 
     def _partitioned(self, candidate: StepCandidate) -> SpmdProgram:
         """Return the partitioned program of a rewritten step."""
-        spmd = self._step.partitioned(candidate.jaxpr, ask=False)
-        return replace(spmd, joined_bytes=candidate.plan.joined_bytes)
+        spmd = self._step.partitioned(candidate.edited.jaxpr, ask=False)
+        return replace(spmd, joined_bytes=candidate.edited.joined_bytes)
 
 
-def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
+def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
     """Yield for each axis the matmuls whose rings run along it, if there are several axes."""
     rings = [ring for sharing in first.sharings.values() for ring in sharing.rings]
     axes = dict.fromkeys(ring.first.ring.axis for ring in rings)
@@ -361,56 +350,53 @@ def _axis_by_axis(first: Rewriting) -> Iterator[dict[int, str]]:
 # -- one candidate ----------------------------------------------------------------------------
 
 
-def _decided(jaxpr: Any, shardings: Mapping[Any, Shardings], mesh: Mesh, terms: Terms) -> Rewriting:
-    """Decide on every matmul of a jaxpr, given the shardings, and rewrite it."""
-    all_bodies = bodies(jaxpr)
+def _decided(step: EditedStep, shardings: Mapping[Any, Shardings], terms: Terms) -> Decided:
+    """Decide on every matmul of a step, given the shardings."""
+    all_bodies = bodies(step.jaxpr)
     entries, sharings = decide(all_bodies, shardings, terms)
     inside, manual = decide_manual(all_bodies, shardings, terms.requests)
     entries = tuple(inside.get(entry.site, entry) for entry in entries)
-    with without_ties(many_processes_of_cpus(mesh.devices.flat)):
-        rewritten, gathered = rewrite(jaxpr, {**sharings, **manual}, mesh)
-    may = terms.lookups and not terms.explicit
-    known = lookups(all_bodies, shardings, mesh, terms.costs) if may else []
-    return Rewriting(jaxpr, shardings, entries, sharings, known, rewritten, gathered)
+    known = [] if terms.explicit else lookups(all_bodies, shardings, step.mesh, terms.costs)
+    edits: list[Edit] = [lookup.edit for lookup in known]
+    for number in {**sharings, **manual}:
+        edits += manual_edits(manual[number]) if number in manual else edits_of(sharings[number])
+    return Decided(shardings, entries, sharings, tuple(edits))
 
 
 def _finished(
-    step: StepContext, rewriting: Rewriting, options: Options, unringed: Unringed | None = None
+    step: StepContext,
+    decided: Decided,
+    options: Options,
+    unringed: Unringed | None = None,
+    *,
+    layers_ahead: bool = False,
 ) -> StepCandidate:
-    """Gather scanned weights a step ahead, and scatter the gradients of lookups."""
-    ringed = ahead = rewriting.rewritten
-    prefetched, whole_layers = Prefetched(), rewriting.layers_ahead
-    if options.fsdp == "prefetch":
-        ahead, prefetched = prefetch(ringed, rewriting.gathered, whole_layers=whole_layers)
-    scattered = scatter(ahead, rewriting.known, step.mesh)
-    jaxpr = with_one_view(scattered)
-    sums = rewriting.sums.items()
+    """Apply decisions, and gather scanned weights a step ahead; nothing, if nothing is decided.
+
+    Args:
+        step: the step.
+        decided: the decisions for it.
+        options: what was asked for.
+        unringed: the step with layouts and batch split; None for the step itself.
+        layers_ahead: whether all weights of a layer are gathered ahead, as one.
+    """
+    edited = apply(unringed.edited if unringed else step.edited, decided.edits)
+    if edited.gathered and options.fsdp == "prefetch":
+        edited = apply(edited, [GatherAhead(whole_layers=layers_ahead)])
+    if edited.rewrites or (unringed and unringed.differs):
+        edited = apply(edited, [ShareViews()])
+    else:
+        edited = step.edited
     plan = Plan(
         step=step.params["name"],
         mesh=dict(step.mesh.shape),
-        entries=rewriting.entries,
-        prefetched=prefetched.gathers,
-        joined_bytes=prefetched.most_bytes if whole_layers else 0,
-        scattered=tuple(lookup.entry(step.mesh.shape) for lookup in rewriting.known),
-        sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in sums),
+        edits=edited.edits,
+        entries=decided.entries,
+        prefetched=edited.ahead.gathers,
+        joined_bytes=edited.joined_bytes,
+        scattered=edited.scattered,
+        sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in decided.sums.items()),
         layouts=unringed and unringed.layouts,
         halves=unringed and unringed.halves,
-        fsdp=options.fsdp,
     )
-    rings = tuple(ring for sharing in rewriting.sharings.values() for ring in sharing.rings)
-    edited = (
-        *(_split(step, unringed) if unringed else ()),
-        Edited("rings, and sums that stay scattered", ringed),
-        Edited("weights of scans gathered a step ahead", ahead),
-        Edited("gradients of lookups scattered", scattered),
-        Edited(VIEWS, jaxpr),
-    )
-    return StepCandidate(plan, jaxpr, rings, edited=edited)
-
-
-def _split(step: StepContext, unringed: Unringed) -> tuple[Edited, ...]:
-    """Return the step after its batch was split, if it is."""
-    if not unringed.is_split:
-        return ()
-    seconds = functools.partial(step.seconds, unringed.spmd)
-    return (Edited("the batch split in parts", unringed.jaxpr, seconds),)
+    return StepCandidate(plan, edited)

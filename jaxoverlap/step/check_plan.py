@@ -1,7 +1,7 @@
 """Check that a step is the one that a plan was made for.
 
 A plan names matmuls by their number, so on another step it would do other things than were meant.
-The plan is compared with the step before it is followed, and with what was done after.
+The plan is compared with the step before its edits are applied.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,10 +22,10 @@ from jaxoverlap.hardware.cluster import Cluster, parse_cluster
 from jaxoverlap.hardware.topology import axis_domains, cluster_of
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.fingerprint import fingerprint, memory_text
-from jaxoverlap.passes.analysis.jaxprs import dots
-from jaxoverlap.passes.planning.entries import letters_of, source_of
-from jaxoverlap.plan.halves import Halves
-from jaxoverlap.plan.plan import Decision, MadeFor, Plan, Skip
+from jaxoverlap.passes.analysis.jaxprs import Dot, dots
+from jaxoverlap.passes.apply import EditedStep
+from jaxoverlap.passes.planning.entries import letters_of, skip_of, source_of
+from jaxoverlap.plan.plan import Decision, MadeFor, Plan, Reason, Skip
 from jaxoverlap.plan.table import mesh_text
 
 _PACKAGES = ("jaxoverlap", "jax", "jaxlib")
@@ -217,7 +217,6 @@ def facts_of(plan: Plan, jaxpr: Any, mesh: Mesh, options: Mapping[str, Any]) -> 
         "mesh": mesh_text(plan.mesh),
         "order of the mesh's devices": _short(repr(order)),
         "cluster": origin.cluster or "not known",
-        "fsdp": plan.fsdp,
         "halves": _rows(plan),
         **{
             f"matmul {e.site}": "skipped" if isinstance(e, Skip) else _does(e) for e in plan.entries
@@ -235,39 +234,46 @@ def _short(text: str) -> str:
 # -- what came of it ------------------------------------------------------------------------------
 
 
-def followed(plan: Plan, done: Plan) -> Plan:
-    """Return a plan that was followed, with the source lines of the step as it is now.
+def followed(plan: Plan, edited: EditedStep, name: str, origin: MadeFor) -> Plan:
+    """Return a plan that was followed, with its evidence as the step is now.
+
+    Source lines may have moved, and edits may have been left out or changed by hand.
 
     Args:
-        plan: what was to be done.
-        done: what was done.
-
-    Raises:
-        ValueError: if the two differ; it says in which matmul.
+        plan: the plan.
+        edited: the step after its edits.
+        name: the step's name.
+        origin: what a plan for this step is made for.
     """
-    lines = []
-    pins, kept = (p.layouts.changes if p.layouts else () for p in (plan, done))
-    if pins != kept:  # stands first, as the matmuls follow from it
-        lines.append(f"layouts: {_two(f'{len(pins)} pins', f'{len(kept)} pins')}")
-    lines += _cut_otherwise(plan.cut, done.cut)
-    if len(plan.entries) != len(done.entries):
-        lines.append(f"matmuls: {_two(len(plan.entries), len(done.entries))}")
-    pairs = list(zip(plan.entries, done.entries, strict=False))
-    lines += [f"matmul {a.site}: {text}" for a, b in pairs if (text := _otherwise(a, b))]
-    for what in ("prefetched", "joined_bytes", "scattered"):
-        then, now = (_unsourced(getattr(p, what)) for p in (plan, done))
-        if then != now:
-            lines.append(f"{what}: {_two(then, now)}")
-    if lines:
-        shown = "".join(f"\n  {line}" for line in _first(lines, "matmuls"))
-        raise UserError(
-            f"the plan cannot be followed on {done.step}; this came out otherwise:{shown}\n"
-            "Tune again; a plan changed by hand has to be one that explain() could give"
-        )
-    entries = tuple(msgspec.structs.replace(a, source=b.source, module=b.module) for a, b in pairs)
-    return msgspec.structs.replace(
-        plan, step=done.step, entries=entries, scattered=done.scattered, made_for=done.made_for
+    decisions, before = edited.decisions, {entry.site: entry for entry in plan.entries}
+    entries = (
+        _entry(dot, decisions, before.get(dot.index)) for dot in edited.matmuls if not plan.plain
     )
+    return msgspec.structs.replace(
+        plan,
+        step=name,
+        entries=plan.entries if plan.plain else tuple(entries),
+        scattered=edited.scattered,
+        prefetched=edited.ahead.gathers,
+        joined_bytes=edited.joined_bytes,
+        made_for=origin,
+    )
+
+
+def _entry(
+    dot: Dot, decisions: Mapping[int, Decision], before: Decision | Skip | None
+) -> Decision | Skip:
+    """Return the entry of a matmul: what is done with it, with the plan's reasons if it is that."""
+    now, skip = decisions.get(dot.index), skip_of(dot, Reason("skipped", "by the plan"))
+    if now is None:
+        if isinstance(before, Skip):
+            return msgspec.structs.replace(skip, why=before.why)
+        if before is None or before.num_chunks > 1 or before.ring not in decisions:
+            return skip
+        return msgspec.structs.replace(before, source=skip.source, module=skip.module)
+    if not isinstance(before, Decision) or before.variant != now.variant:
+        return now
+    return msgspec.structs.replace(now, why=before.why, others=before.others)
 
 
 def _rows(plan: Plan) -> str:
@@ -275,36 +281,6 @@ def _rows(plan: Plan) -> str:
     if plan.cut is None:
         return "rows whole"
     return f"rows in {plan.cut.parts} parts, scans unrolled {plan.cut.unroll} times"
-
-
-def _cut_otherwise(planned: Halves | None, done: Halves | None) -> list[str]:
-    """Say in what the cuts of rows differ: their parts, or what is cut, or how scans run."""
-    if planned is None or done is None:
-        return []  # what cannot be cut was refused before
-    return [
-        f"halves.{name}: {_two(then, now)}"
-        for name in ("parts", "rows", "shards", "unroll")
-        if (then := getattr(planned, name)) != (now := getattr(done, name))
-    ]
-
-
-def _otherwise(planned: Decision | Skip, done: Decision | Skip) -> str:
-    """Say in what two entries differ; empty if they do the same, for whatever reason."""
-    if type(planned) is not type(done):
-        return _two(_does(planned), _does(done))
-    (a,), (b,) = _unsourced([planned]), _unsourced([done])
-    names = [name for name in a.__struct_fields__ if getattr(a, name) != getattr(b, name)]
-    return ", ".join(f"{name} {_two(getattr(a, name), getattr(b, name))}" for name in names)
-
-
-def _unsourced(plan_part: Any) -> Any:
-    """Drop source lines and reasons: a line may move, and a reason may be worded otherwise."""
-    if not isinstance(plan_part, Sequence):
-        return plan_part
-    texts = ("source", "module", "why")
-    return [
-        msgspec.structs.replace(e, **{t: "" for t in texts if hasattr(e, t)}) for e in plan_part
-    ]
 
 
 def _does(entry: Decision | Skip) -> str:

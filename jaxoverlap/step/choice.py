@@ -21,9 +21,9 @@ from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup
 from jaxoverlap.step.context import mesh_of
 from jaxoverlap.step.never_slower import DECIDED_WITHIN_S, Comparison
-from jaxoverlap.step.pipeline import Options
+from jaxoverlap.step.options import Options
 from jaxoverlap.step.processes import handed, processes_of
-from jaxoverlap.step.program import StepProgram, following, lowered_as, request_of, step_program
+from jaxoverlap.step.program import StepProgram, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request
 
 
@@ -95,4 +95,4 @@ def _as_candidate(
         if candidate in COMPARED:
             more |= accepted(candidate, mesh_of(call).devices.flat[0])[0]
         plan = rings.left_alone(rings.schedule, more)
-    return step_program(call, following(plan, options))
+    return step_program(call, replace(options, plan=plan))

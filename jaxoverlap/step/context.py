@@ -22,7 +22,9 @@ from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.mesh import explicit_axes, find_mesh
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram, partitioned
+from jaxoverlap.passes.apply import EditedStep
 from jaxoverlap.passes.estimation.estimate import Estimate, estimate
+from jaxoverlap.plan.edits import DropTypes
 from jaxoverlap.plan.plan import MadeFor
 from jaxoverlap.plan.streams import Streams
 from jaxoverlap.step.check_plan import argument_shardings, check, cluster_for, made_for
@@ -30,7 +32,7 @@ from jaxoverlap.step.options import Options
 
 _AT_MOST = 2  # steps: each holds its partitioned programs
 # The flattened step, and its answers.
-_known: jits.Cache[tuple[Any, dict[Hashable, Any]]] = jits.Cache()
+_known: jits.Cache[tuple[EditedStep, dict[Hashable, Any]]] = jits.Cache()
 
 
 @dataclass(frozen=True)
@@ -39,34 +41,38 @@ class StepContext:
 
     Attributes:
         call: its call, as its jit sees it.
-        jaxpr: the step, flattened, and without shardings in its types if `typed` is another one.
-        mesh: the mesh that it runs on; its axes are then automatic.
+        edited: the step, flattened, and without shardings in its types if `typed` is another one.
         cluster, cost: the mesh's GPUs, and their cost model; None where not known.
         named: the cluster, where the user or the plan names it.
         origin: what a plan for the step is made for.
-        arguments: how each of its arguments lies; None where that is not known.
         streams: whether NVLink's collectives can have a stream of their own; None where the GPUs
             have but one kind of link, or no price.
         outermost: whether it is called by itself, and not under `jax.grad`, `vmap` or `jit`.
         typed: a step on an explicit mesh with its types, where `jaxpr` has none.
-        inferred: whether those of its types that JAX inferred are left to the partitioner.
         answers: what was found out about it, by what was asked (`once`); calls of one step share
             it, so nothing in it may hold a call, whose arguments would stay in memory.
     """
 
     call: jits.Call
-    jaxpr: Any
-    mesh: Mesh
+    edited: EditedStep
     cluster: Cluster | None
     cost: CostModel | None
     named: Cluster | None
     origin: MadeFor
-    arguments: tuple[Spec | None, ...]
     outermost: bool
     streams: Streams | None = None
     typed: StepContext | None = None
-    inferred: bool = False
     answers: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def jaxpr(self) -> Any:
+        """The step's jaxpr."""
+        return self.edited.jaxpr
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it runs on; its axes are automatic if types were dropped."""
+        return self.edited.mesh
 
     @property
     def params(self) -> dict[str, Any]:
@@ -119,6 +125,11 @@ class StepContext:
         return None if self.cost is None else self.estimate(program).step_s
 
     @property
+    def inferred(self) -> bool:
+        """Whether the types that JAX inferred are left to the partitioner."""
+        return any(isinstance(edit, DropTypes) and edit.inferred for edit in self.edited.edits)
+
+    @property
     def explicit(self) -> tuple[str, ...]:
         """The axes whose shardings are part of the arrays' types."""
         return explicit_axes(self.mesh)
@@ -154,18 +165,16 @@ def prepare(call: jits.Call, options: Options) -> StepContext:
     facts = (repr(origin), repr(cost), streams, outermost, options.operations)
     key = (params["jaxpr"], mesh, arguments, *facts)
     if (known := _known.get(key)) is None:
-        known = jaxpr, {}
+        known = EditedStep(jaxpr, mesh, arguments), {}
         _known.put(key, known, at_most=_AT_MOST)
-    jaxpr, answers = known
+    edited, answers = known
     return StepContext(
         call=call,
-        jaxpr=jaxpr,
-        mesh=mesh,
+        edited=edited,
         cluster=cluster,
         cost=cost,
         named=named,
         origin=origin,
-        arguments=arguments,
         outermost=outermost,
         streams=streams,
         answers=answers,

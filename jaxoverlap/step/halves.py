@@ -16,18 +16,18 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
 from jaxoverlap.passes.analysis.mesh import is_cpu
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
+from jaxoverlap.passes.apply import EditedStep, apply
 from jaxoverlap.passes.halves.body import HostMemoryError
-from jaxoverlap.passes.halves.halve import Halved
 from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import BatchDim, batch_dims
-from jaxoverlap.passes.halves.windows import ShardedWindows
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.memory import argument_bytes, estimated_peak_bytes
-from jaxoverlap.passes.layouts.pins import pinnable, pinned
+from jaxoverlap.passes.layouts.pins import pinnable
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.one_view import with_one_view
 from jaxoverlap.passes.rewriting.pin_results import is_even
+from jaxoverlap.plan.edits import Pin, SplitBatch
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
@@ -68,7 +68,7 @@ def in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> 
     Returns:
         The step in parts; or as it was, with the reason, if its batch is not split.
     """
-    question = ("in parts", id(unringed.jaxpr), parts, unroll)
+    question = ("in parts", unringed.edited.edits, parts, unroll)
     split = step.once(question, lambda: _in_parts(step, unringed, parts, unroll))
     return replace(split, layouts=unringed.layouts)
 
@@ -139,25 +139,26 @@ def safe_terms(step: StepContext, unringed: Unringed, terms: Terms) -> Terms:
 
 def _in_parts(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> Unringed:
     """Split the batch as `in_parts` does, which remembers the result."""
-    jaxpr, record = _split(step, unringed, parts, unroll)
+    edited, record = _split(step, unringed, parts, unroll)
     if record.why_not:
         return replace(unringed, halves=record)
-    shardings = shardings_of_parts(unringed.jaxpr, jaxpr, unringed.spmd.shardings, parts)
+    shardings = shardings_of_parts(unringed.jaxpr, edited.jaxpr, unringed.spmd.shardings, parts)
     if record.unroll > 1:
-        jaxpr = _as_in(shardings, jaxpr, step.mesh)
+        edited = apply(edited, _as_in(shardings, edited.jaxpr, step.mesh))
     try:
-        spmd = step.partitioned(with_one_view(jaxpr), ask=False)
+        spmd = step.partitioned(with_one_view(edited.jaxpr), ask=False)
     except RewriteError as error:
         return _left(unringed, record, str(error))
     if why_not := changed(step.plain, spmd):
         return _left(unringed, record, why_not)
     spmd = replace(spmd, shardings=shardings)
+    least = least_matmul(unringed.jaxpr, edited.jaxpr, shardings, parts, step.mesh.shape)
     record = msgspec.structs.replace(
         record,
         least_sum=min(_sums(spmd) - _sums(unringed.spmd), default=None),
-        least_matmul=least_matmul(unringed.jaxpr, jaxpr, shardings, parts, step.mesh.shape),
+        least_matmul=least,
     )
-    return replace(unringed, jaxpr=jaxpr, spmd=spmd, halves=record)
+    return replace(unringed, edited=edited, spmd=spmd, halves=record)
 
 
 def _sums(spmd: SpmdProgram) -> set[int]:
@@ -170,20 +171,19 @@ def _sums(spmd: SpmdProgram) -> set[int]:
     }
 
 
-def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> Any:
+def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> list[Pin]:
     """Pin the results of matmuls to how they lie where scans are not unrolled.
 
     XLA puts the slices that the steps of an unrolled body leave behind together, and then chooses
     other layouts: it gathered gradients of MaxText's weights over all devices.
     """
-    pins = {
-        dot.index: spec
+    return [
+        Pin(site=dot.index, spec=spec)
         for dot in pinnable(jaxpr)
         if dot.index in shardings
         and (spec := shardings[dot.index].out) is not None
         and is_even(dot.eqn.outvars[0].aval.shape, spec, mesh)
-    }
-    return pinned(jaxpr, pins, mesh)
+    ]
 
 
 def fits(unrolled: SpmdProgram, cost: CostModel | None) -> bool:
@@ -223,37 +223,38 @@ def too_large(plain: SpmdProgram, spmd: SpmdProgram) -> str:
     return f"they need about {human_bytes(after)} of memory, the plain step {human_bytes(before)}"
 
 
-def _split(step: StepContext, unringed: Unringed, parts: int, unroll: int) -> tuple[Any, Halves]:
+def _split(
+    step: StepContext, unringed: Unringed, parts: int, unroll: int
+) -> tuple[EditedStep, Halves]:
     """Split the batch dim that most matmuls have, if each device holds enough of it."""
+
+    def left(why_not: str) -> tuple[EditedStep, Halves]:
+        return unringed.edited, Halves(parts=parts, why_not=why_not)
+
     if not step.outermost:  # who differentiates it would miss derivatives of the user's own
-        why_not = "it is called under grad, vmap or jit"
-        return unringed.jaxpr, Halves(parts=parts, why_not=why_not)
+        return left("it is called under grad, vmap or jit")
     if step.explicit:  # there each type says how its value is sharded
-        axes = ", ".join(step.explicit)
-        return unringed.jaxpr, Halves(parts=parts, why_not=f"mesh axes {axes} are explicit")
+        return left(f"mesh axes {', '.join(step.explicit)} are explicit")
     dims, sizes = DimNames(unringed.jaxpr), dict(step.mesh.shape)
     candidates = list(batch_dims(unringed.jaxpr, dims, unringed.spmd.shardings, sizes))
     rows = next((r for r in candidates if r.divides(parts)), None)
     if rows is None:
-        return unringed.jaxpr, Halves(
-            parts=parts, why_not=_none_divides(step.jaxpr, dims, candidates)
-        )
+        return left(_none_divides(step.jaxpr, dims, candidates))
+    site, operand, dim = rows.found_at(unringed.jaxpr, dims)
+    edit = SplitBatch(
+        site=site, operand=operand, dim=dim, parts=parts, shards=rows.shards, unroll=unroll
+    )
     try:
-        done = Halved(
-            unringed.jaxpr,
-            lambda var: rows.dim(dims, var),
-            rows.split(parts),
-            unroll,
-            whole=ShardedWindows(step.jaxpr, step.arguments, dims, sizes),
-        )
+        edited = apply(unringed.edited, [edit])
     except HostMemoryError as error:
-        return unringed.jaxpr, Halves(parts=parts, why_not=str(error))
-    return done.jaxpr, Halves(
+        return left(str(error))
+    assert edited.halved is not None
+    return edited, Halves(
         parts=parts,
         rows=_named(step.jaxpr, dims, rows),
         shards=rows.shards,
-        unroll=done.unroll,
-        mixing=tuple(dict.fromkeys(map(described, done.mixing))),
+        unroll=edited.halved.unroll,
+        mixing=tuple(dict.fromkeys(map(described, edited.halved.mixing))),
     )
 
 

@@ -17,14 +17,16 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots, equations
 from jaxoverlap.passes.analysis.matmul_collectives import permuted_matmuls
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
+from jaxoverlap.passes.apply import EditedStep, apply
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
-from jaxoverlap.passes.layouts.pins import Pins, pinnable, pinned
+from jaxoverlap.passes.layouts.pins import Pins, pinnable
 from jaxoverlap.passes.layouts.search import GAIN, MEMORY, LayoutSearch, PricedLayout
-from jaxoverlap.passes.layouts.tied import Tied, tied_tables, with_tables_gathered
+from jaxoverlap.passes.layouts.tied import Tied, tied_tables
 from jaxoverlap.passes.planning.entries import source_of
-from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
+from jaxoverlap.passes.rewriting.pin_results import pinned_results
+from jaxoverlap.plan.edits import Edit, GatherTable, Pin
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import GatheredTable, Layouts, PinnedResult
 from jaxoverlap.step.context import StepContext
@@ -42,16 +44,21 @@ class Unringed:
     """A step before any ring: with layouts and a batch split, or without.
 
     Attributes:
-        jaxpr: the step; its results are pinned to the shardings of the original step.
+        edited: the step; its results are pinned to the shardings of the original step.
         spmd: its partitioned program.
         layouts: the results that are pinned; None if no layout was searched for.
         halves: the batch split; None if none was considered.
     """
 
-    jaxpr: Any
+    edited: EditedStep
     spmd: SpmdProgram
     layouts: Layouts | None = None
     halves: Halves | None = None
+
+    @property
+    def jaxpr(self) -> Any:
+        """The step's jaxpr."""
+        return self.edited.jaxpr
 
     @property
     def differs(self) -> bool:
@@ -67,18 +74,15 @@ class Unringed:
 def with_layouts(
     step: StepContext, options: Options, overlapped_s: Callable[[Unringed], float]
 ) -> Unringed:
-    """Pin the results that a plan names, or that are found to be better off pinned.
+    """Pin the results of matmuls that are found to be better off pinned.
 
     Args:
         step: the step.
         options: what was asked for.
         overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
-    evaluator = _Evaluator(step)
-    layouts = options.pins
-    if step.explicit:  # there the types say how values lie
-        layouts = None
-    elif layouts is None and options.layouts and step.cost:
+    evaluator, layouts = _Evaluator(step), None
+    if options.layouts and step.cost and not step.explicit:  # there types say how values lie
         mode, cost = options.layouts, step.cost
         layouts = step.once(
             ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
@@ -97,30 +101,32 @@ class _Evaluator:
 
     def __init__(self, step: StepContext):
         self.step = step
-        self._open = open_results(step.params, step.plain.results, step.mesh)
+        self._results = pinned_results(step.params, step.plain.results, step.mesh)
 
-    def pinned_jaxpr(self, pins: Pins, tables: Sequence[Tied] = ()) -> Any:
+    def pinned(self, pins: Pins, tables: Sequence[Tied] = ()) -> EditedStep:
         """Return the step with pins, and tables gathered; its results lie as in the plain one."""
-        mesh = self.step.mesh
-        jaxpr = pinned(with_tables_gathered(self.step.jaxpr, tables, mesh), pins, mesh)
-        return pin_results(jaxpr, self._open, mesh)
+        edits: list[Edit] = [
+            GatherTable(argument=t.argument, dtype=t.dtype, spec=t.spec) for t in tables
+        ]
+        edits += [Pin(site=site, spec=spec) for site, spec in pins.items()]
+        return apply(self.step.edited, [*edits, *self._results])
 
     def with_pins(self, pins: Pins, tables: Sequence[Tied] = ()) -> Unringed:
         """Lay out the step, and ask how the operands and results of its matmuls lie then."""
 
         def with_pins() -> Unringed:
-            jaxpr = self.pinned_jaxpr(pins, tables)
+            edited = self.pinned(pins, tables)
             if not (pins or tables):
-                return Unringed(jaxpr, self.step.plain)
-            return Unringed(jaxpr, self.step.partitioned(jaxpr))
+                return Unringed(edited, self.step.plain)
+            return Unringed(edited, self.step.partitioned(edited.jaxpr))
 
         return self.step.once(("laid out", frozenset((*pins.items(), *tables))), with_pins)
 
     def answer(self, pins: Pins, tables: Sequence[Tied] = ()) -> PricedLayout:
         """Partition the step with pins, and estimate it; XLA may refuse some pins."""
-        jaxpr = self.pinned_jaxpr(pins, tables)
+        edited = self.pinned(pins, tables)
         try:
-            spmd = self.step.partitioned(jaxpr, ask=False)
+            spmd = self.step.partitioned(edited.jaxpr, ask=False)
         except RewriteError as error:
             return PricedLayout(math.inf, 0, str(error))
         why_not = changed(self.step.plain, spmd) or _astray(spmd, self.step.mesh)
@@ -153,7 +159,7 @@ def _searched(
     )
     aborting = tuple(dict.fromkeys(_that_end_the_process(step)))
     if not aborting:
-        search.run(starts(step.jaxpr, step.arguments, dims, sizes))
+        search.run(starts(step.jaxpr, step.edited.arguments, dims, sizes))
     if len(rivals := search.rivals(_RIVALS[mode])) > 1:
         search.best = min(rivals, key=lambda c: overlapped_s(evaluator.with_pins(c.pins)))
     search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
@@ -180,7 +186,7 @@ def _that_end_the_process(step: StepContext) -> Iterator[str]:
 def _with_tables(evaluator: _Evaluator, cost: CostModel, layouts: Layouts, pins: Pins) -> Layouts:
     """Gather tied tables once, if the step is faster so by price and needs hardly more memory."""
     step, before_s = evaluator.step, layouts.step_s
-    tables = tuple(tied_tables(step.jaxpr, step.arguments, step.mesh.shape))
+    tables = tuple(tied_tables(step.jaxpr, step.edited.arguments, step.mesh.shape))
     if not tables:
         return layouts
     answer = evaluator.answer(pins, tables)

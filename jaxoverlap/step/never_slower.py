@@ -117,7 +117,7 @@ class Comparison:
         """Return whether the original step, reordered, may be as fast as the overlapped one."""
         price = self.plan.price
         clear = price is not None and price.step_s < price.plain_s * (1 - _CLEAR_GAIN)
-        return self.reorders and any(self.plan.changes) and not clear
+        return self.reorders and bool(self.plan.edits) and not clear
 
     @property
     def compares_split(self) -> bool:

@@ -8,20 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from jax.sharding import Mesh
 
 from jaxoverlap._jax import explicit, jits
 from jaxoverlap.cost.groups import groups_of
-from jaxoverlap.cost.model import CostModel
-from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import axis_costs
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.analysis.mesh import unread
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
+from jaxoverlap.passes.apply import EditedStep, apply
 from jaxoverlap.passes.planning.profit import RingCosts
-from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Requests, Terms
-from jaxoverlap.passes.rewriting.pin_results import open_results, pin_results
+from jaxoverlap.passes.rewriting.pin_results import pinned_results
+from jaxoverlap.plan.edits import DropTypes
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.streams import Streams
@@ -31,39 +29,34 @@ from jaxoverlap.step.context import StepContext, prepare
 from jaxoverlap.step.halves import GAIN
 from jaxoverlap.step.layouts import changed, described
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.programs import Edited
 
-ORIGINAL = "the original step"
 _STREAM_GAIN = 0.01  # of the step: what a second stream has to gain, as NCCL then has two orders
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """A step after the passes: its plan, its rewritten jaxpr and its estimate.
+    """A step after the passes: its plan, the edited step and its estimate.
 
     Attributes:
         plan: what was done.
-        jaxpr: the rewritten step.
-        mesh: the mesh that it runs on.
-        cluster: the mesh's GPUs, where they are known.
-        cost: their cost model, where there is one.
-        rings: the plan's rings, except those written by hand.
+        step: the facts of the step.
+        edited: the step after the plan's edits.
         step_s: seconds of the step, estimated before it is compiled; None where not known.
-        edited: the step after each edit, the original one first.
     """
 
     plan: Plan
-    jaxpr: Any
-    mesh: Mesh
-    cluster: Cluster | None
-    cost: CostModel | None
-    rings: tuple[Ring, ...] = ()
+    step: StepContext
+    edited: EditedStep
     step_s: float | None = None
-    edited: tuple[Edited, ...] = ()
+
+    @property
+    def jaxpr(self) -> Any:
+        """The rewritten step."""
+        return self.step.call.params["jaxpr"] if self.plan.plain else self.edited.result
 
 
 def run_passes(call: jits.Call, options: Options, step: StepContext | None = None) -> PassResult:
-    """Rewrite a step for arguments like these.
+    """Rewrite a step for arguments like these: follow a plan, or search for its edits.
 
     Args:
         call: the step's call with such arguments.
@@ -73,46 +66,31 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
     Raises:
         NoMeshError: if the step has no mesh.
         ValueError: if it has two, or one that does not fit the cluster; if a plan was made for
-            something else, or cannot be followed.
+            something else, or its edits do not fit.
         RewriteError: if a pass fails.
         DisagreementError: as `prepare`.
     """
     step = step or prepare(call, options)
-    if options.plan and options.plan.plain:
-        jaxpr = call.params["jaxpr"]
-        only = (Edited(ORIGINAL, jaxpr),)
-        return PassResult(options.plan, jaxpr, step.mesh, step.cluster, step.cost, edited=only)
+    if options.plan:
+        edited = apply(step.edited, options.plan.edits)
+        plan = followed(options.plan, edited, step.params["name"], step.origin)
+        return PassResult(plan, step, edited)
     if not unread(step.mesh):
-        step = _untyped(step, options)
+        step = _untyped(step)
     done = overlapped(step, _terms(step, options), options)
-    plan = msgspec.structs.replace(done.plan, inferred_types=step.inferred, made_for=step.origin)
-    # A plan brings its own price.
-    plan = followed(options.plan, plan) if options.plan else _with_price(step, done, plan)
-    jaxpr = done.jaxpr
-    if step.typed is not None:
-        same = not any(plan.changes) and not plan.prefetched
-        jaxpr = step.typed.jaxpr if same else explicit.typed_as(jaxpr, step.typed.jaxpr)
-    mesh, cluster, cost, edited = step.mesh, step.cluster, step.cost, _edited(step, done, jaxpr)
-    return PassResult(plan, jaxpr, mesh, cluster, cost, done.rings, done.step_s, edited)
+    edited, plan = done.edited, msgspec.structs.replace(done.plan, made_for=step.origin)
+    plan = _with_price(step, done, plan)
+    if step.typed is not None and edited is step.edited and not step.inferred:
+        edited = step.typed.edited  # nothing is changed, so types stay
+    plan = msgspec.structs.replace(plan, edits=edited.edits)
+    return PassResult(plan, step, edited, done.step_s)
 
 
-def _edited(step: StepContext, done: StepCandidate, result: Any) -> tuple[Edited, ...]:
-    """Return the step after each edit, the original one first; only that where nothing changed."""
-    original = (step.typed or step).jaxpr
-    seconds = functools.partial(step.seconds, step.plain) if done.unringed else None
-    if result is original:
-        return (Edited(ORIGINAL, original, seconds),)
-    untyped = Edited("shardings in types made constraints", step.jaxpr, seconds)
-    last = Edited("", done.jaxpr, lambda: done.step_s)  # the same program as the last edit's
-    typed = Edited("shardings put back into types", result)
-    return (Edited(ORIGINAL, original), untyped, *done.edited, last, typed)
-
-
-def _untyped(step: StepContext, options: Options) -> StepContext:
+def _untyped(step: StepContext) -> StepContext:
     """Return a step on an explicit mesh as one on an automatic one; any other as it is.
 
     The types that JAX inferred become constraints, or are left to XLA's partitioner if the step is
-    then faster by its estimate, or the plan has it so. A step that is called under a transformation
+    then faster by its estimate. A step that is called under a transformation
     stays as it is: its derivatives have types too. So does one on a mesh of both kinds of axes if
     its results would lie otherwise, or its estimate is worse.
     """
@@ -123,18 +101,15 @@ def _untyped(step: StepContext, options: Options) -> StepContext:
     mixed = explicit.is_mixed(step.mesh)
 
     def without_types(*, inferred: bool) -> StepContext:
-        mesh = explicit.automatic_mesh(step.mesh)
-
-        def made() -> tuple[Any, dict[Hashable, Any]]:
-            jaxpr = explicit.automatic(step.jaxpr, step.mesh, inferred=not inferred)
+        def made() -> tuple[EditedStep, dict[Hashable, Any]]:
+            edited = apply(step.edited, [DropTypes(inferred=inferred)])
             if mixed:  # types do not say all of how results lie
-                jaxpr = pin_results(
-                    jaxpr, open_results(step.params, step.plain.results, mesh), mesh
-                )
-            return jaxpr, {}
+                pins = pinned_results(step.params, step.plain.results, edited.mesh)
+                edited = apply(edited, pins)
+            return edited, {}
 
-        jaxpr, answers = step.once(("without types", inferred), made)
-        return replace(step, jaxpr=jaxpr, mesh=mesh, typed=step, inferred=inferred, answers=answers)
+        edited, answers = step.once(("without types", inferred), made)
+        return replace(step, edited=edited, typed=step, answers=answers)
 
     def is_as_good(*, inferred: bool, least_gain: float) -> bool:
         before, after = step.plain, without_types(inferred=inferred).plain
@@ -153,8 +128,6 @@ def _untyped(step: StepContext, options: Options) -> StepContext:
 
     if mixed and not step.once("types can go", can_go):
         return step
-    if options.plan is not None:
-        return without_types(inferred=options.plan.inferred_types)
     inferred = step.cost is not None and step.once("inferred types are free", free_is_better)
     return without_types(inferred=inferred)
 
@@ -163,12 +136,11 @@ def _terms(step: StepContext, options: Options) -> Terms:
     """Collect the terms of all decisions on a step."""
     return Terms(
         axis_sizes=dict(step.mesh.shape),
-        requests=Requests(options.skip, options.granularity, options.choices, options.alone),
+        requests=Requests(options.skip, options.granularity),
         costs=axis_costs(step.mesh, step.named),
         prices=step.cost and RingCosts(step.cost, groups_of(step.mesh, step.named)),
         prefetch=options.fsdp == "prefetch",
         rings=options.rings,
-        lookups=options.lookups,
         explicit=step.explicit,
         unread=unread(step.mesh),
     )
@@ -194,7 +166,7 @@ def _with_price(step: StepContext, candidate: StepCandidate, plan: Plan) -> Plan
         saved_s["types"] = as_it_is.step_s - untyped.step_s
     if plan.layouts and plan.layouts.changes:
         saved_s["layouts"] = untyped.step_s - laid_s
-    if plan.cut or plan.rewrites:
+    if plan.cut or candidate.edited.rewrites:
         rings = any(d.num_chunks > 1 for d in plan.decisions)
         saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - one_s
     if streams and streams.are_two:

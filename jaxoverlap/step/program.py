@@ -24,7 +24,7 @@ from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.hardware.topology import cluster_of
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError, own_faults
 from jaxoverlap.passes.analysis.mesh import MeshError
-from jaxoverlap.passes.scheduling.scheduler import SchedulerPass, scheduler_pass_for
+from jaxoverlap.passes.scheduling.scheduler import Scheduler, SchedulerPass, scheduler_pass_for
 from jaxoverlap.plan.plan import Plan, Schedule
 from jaxoverlap.plan.speedup import Speedup
 from jaxoverlap.step.check_plan import facts_of
@@ -123,7 +123,7 @@ def step_program(
     try:
         if find_plan is not None:
             with own_faults(name, ValueError, DisagreementError):
-                options = following(find_plan(), options)
+                options = replace(options, plan=find_plan())
         return _rewritten(call, options)
     except MeshError as error:
         if options.plan is not None:
@@ -149,16 +149,6 @@ def _on_no_one_mesh(call: jits.Call, error: MeshError, options: Options) -> Step
     cluster = options.cluster or (mesh and cluster_of(mesh, options.agree_within_s))
     program = program or _plain(call.params)
     return replace(program, cluster=cluster, notice=no_mesh(call, error), error=error)
-
-
-def following(plan: Plan, options: Options) -> Options:
-    """Return the options to follow a plan, with those that no plan has."""
-    return Options.of(
-        plan,
-        cluster=options.cluster,
-        on_error=options.on_error,
-        agree_within_s=options.agree_within_s,
-    )
 
 
 def pass_result(call: jits.Call, options: Options) -> PassResult:
@@ -190,7 +180,7 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
     """Make the program of a step from the result of its passes."""
     params, name = call.params, call.name
     own, compiled_with = _xla_options(done, dict(params["compiler_options_kvs"]), options)
-    ordering = _ordering(name, done, options) if is_gpu(done.mesh) else None
+    ordering = _ordering(name, done, options) if is_gpu(done.step.mesh) else None
     at = ordering and ordering.options
     asked = options.plan is not None or getattr(options.granularity, "style", "") == "plain"
     plan = msgspec.structs.replace(
@@ -204,13 +194,13 @@ def _arrived(call: jits.Call, done: PassResult, options: Options) -> StepProgram
         params=ours,
         inner=jits.with_jaxpr(params, done.jaxpr, {}),
         source=params,
-        cluster=done.cluster,
+        cluster=done.step.cluster,
         ordering=ordering,
         agreement=_agreement(plan, done, dict(ours["compiler_options_kvs"]), ordering, options),
-        notice=None if asked or any(plan.changes) else not_rewritten(name, plan),
-        cost=done.cost,
-        undecided=bool(done.cost and options.never_slower and not options.plan)
-        and is_gpu(done.mesh),
+        notice=None if asked or plan.edits else not_rewritten(name, plan),
+        cost=done.step.cost,
+        undecided=bool(done.step.cost and options.never_slower and not options.plan)
+        and is_gpu(done.step.mesh),
     )
 
 
@@ -230,19 +220,19 @@ def _xla_options(
     done: PassResult, users: Mapping[str, Any], options: Options
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options that a plan names beyond the user's own, and these with a pod's."""
-    cut = done.plan.cut
-    usual = options_for(
-        done.mesh,
-        rings=bool(done.plan.decisions),
-        parts=cut is not None,
-        least_sum=cut and cut.least_sum,
-        least_matmul=cut and cut.least_matmul,
-        nvlink_stream=done.plan.streams is not None and done.plan.streams.are_two,
-        joined_bytes=done.plan.joined_bytes,
-    )
-    here = pods.compiler_options() if pods.is_pod(done.mesh) else {}
-    chosen = options.xla_options
-    if chosen is None:
+    plan, cut = done.plan, done.plan.cut
+    here = pods.compiler_options() if pods.is_pod(done.step.mesh) else {}
+    chosen = plan.xla_options
+    if options.plan is None:
+        usual = options_for(
+            done.step.mesh,
+            rings=bool(plan.decisions),
+            parts=cut is not None,
+            least_sum=cut and cut.least_sum,
+            least_matmul=cut and cut.least_matmul,
+            nvlink_stream=plan.streams is not None and plan.streams.are_two,
+            joined_bytes=plan.joined_bytes,
+        )
         chosen = {name: value for name, value in usual.items() if name not in here}
     own = {name: value for name, value in chosen.items() if name not in users}
     return own, {**own, **here}
@@ -251,17 +241,20 @@ def _xla_options(
 def _ordering(name: str, done: PassResult, options: Options) -> SchedulerPass | None:
     """Return the scheduler pass, where XLA's GPU compiler makes the schedule."""
     schedule = options.schedule
-    if schedule is not None and done.cost is None:
+    if options.plan is not None:
+        at = options.plan.schedule
+        schedule = at and Scheduler(**msgspec.structs.asdict(at))
+    if schedule is not None and done.step.cost is None:
         warn(
             f"{name} is left in XLA's order: there is no cost model of its GPUs "
-            f"({done.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
+            f"({done.step.cluster or 'not known'}). Name some that have one in overlap(cluster=), "
             "or give schedule=None"
         )
-    if schedule is None or done.cost is None:
+    if schedule is None or done.step.cost is None:
         return None
     if ahead := done.plan.joined_bytes:
         schedule = replace(schedule, ahead_bytes=max(schedule.ahead_bytes, ahead))
-    return scheduler_pass_for(name, done.cost, schedule)
+    return scheduler_pass_for(name, done.step.cost, schedule)
 
 
 # -- lowering -------------------------------------------------------------------------------------
@@ -331,10 +324,10 @@ def _agreement(
     options: Options,
 ) -> Agreement | None:
     """Collect what the processes of a step's mesh have to agree on; None if there is but one."""
-    processes = processes_of(done.mesh)
+    processes = processes_of(done.step.mesh)
     if not processes:
         return None
-    facts = facts_of(plan, done.jaxpr, done.mesh, compiled_with)
+    facts = facts_of(plan, done.jaxpr, done.step.mesh, compiled_with)
     facts["scheduler pass"] = ordering.name if ordering else "none"
     return Agreement(plan.step, processes, facts, plain=options.on_error == "plain")
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.analysis.mesh import unread
+from jaxoverlap.passes.apply import EditedStep
+from jaxoverlap.passes.rewriting.one_view import with_one_view
+from jaxoverlap.step.context import StepContext
+from jaxoverlap.step.pipeline import PassResult
 
-
-class Edited(NamedTuple):
-    """A step after an edit.
-
-    Attributes:
-        edit: what was done to the step before it, in words.
-        jaxpr: the step.
-        seconds: estimates it, which takes longer than to keep it: only `programs_of` asks. None
-            where it was not partitioned.
-    """
-
-    edit: str
-    jaxpr: Any
-    seconds: Callable[[], float | None] | None = None
+ORIGINAL = "the original step"
 
 
 @dataclass(frozen=True)
@@ -30,10 +23,11 @@ class Program:
     """The program of a step after an edit.
 
     Attributes:
-        edit: what was done to the program before it; of the first, that it is the original step.
+        edit: the edits that were done to the program before it, a line each; of the first, that it
+            is the original step.
         jaxpr: the program, a jaxpr.
-        step_s: its estimated seconds; None where that was not asked of XLA's partitioner, or the
-            GPUs have no prices.
+        step_s: its estimated seconds; None where the GPUs have no prices, or XLA does not partition
+            it.
         text: the jaxpr as text. A value has the same name in all programs of a step.
         diff: the lines in which it differs from the program before, with three lines around each
             difference, as `diff -u` prints them; the whole text of the first program.
@@ -47,23 +41,37 @@ class Program:
 
     def __str__(self) -> str:
         took = "" if self.step_s is None else f", {self.step_s * 1e3:.4g} ms (estimated)"
-        return f"# {self.edit}{took}\n{self.diff}"
+        lines = "\n".join(f"# {line}" for line in self.edit.splitlines())
+        return f"{lines}{took}\n{self.diff}"
 
 
-def programs_of(edited: Sequence[Edited]) -> tuple[Program, ...]:
-    """Print a step after each edit; an edit that changed nothing is left out."""
-    kept: list[Edited] = []
-    for one in edited:
-        if not kept or one.jaxpr is not kept[-1].jaxpr:
-            kept.append(one)
-        elif kept[-1].seconds is None:
-            kept[-1] = kept[-1]._replace(seconds=one.seconds)
-    texts = compat.jaxpr_texts([one.jaxpr for one in kept])
+def programs_of(result: PassResult) -> tuple[Program, ...]:
+    """Print a step after each kind of edits; edits that changed nothing are left out."""
+    stages, names = [result.edited.stages[0]], [ORIGINAL]
+    for before, stage in itertools.pairwise(result.edited.stages):
+        if stage.jaxpr is not before.jaxpr:
+            stages.append(stage)
+            names.append("\n".join(map(str, stage.edits[len(before.edits) :])))
+    jaxprs, seconds = [s.jaxpr for s in stages], [_seconds(result.step, s) for s in stages]
+    if result.edited.untyped is not None:
+        names.append("put the shardings of arguments and results back into types")
+        jaxprs.append(result.jaxpr)
+        seconds.append(seconds[-1])
+    texts = compat.jaxpr_texts(jaxprs)
     diffs = [*texts[:1], *map(_diff, texts, texts[1:])]
-    return tuple(
-        Program(one.edit, one.jaxpr, one.seconds and one.seconds(), text, diff)
-        for one, text, diff in zip(kept, texts, diffs, strict=True)
-    )
+    return tuple(map(Program, names, jaxprs, seconds, texts, diffs))
+
+
+def _seconds(step: StepContext, stage: EditedStep) -> float | None:
+    """Estimate a step after some edits."""
+    if step.cost is None or unread(stage.mesh):
+        return None
+    step = step if step.mesh == stage.mesh else replace(step, edited=stage, answers={})
+    try:
+        spmd = step.partitioned(with_one_view(stage.jaxpr), ask=False)
+    except RewriteError:
+        return None
+    return step.seconds(replace(spmd, joined_bytes=stage.joined_bytes))
 
 
 def _diff(before: str, after: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
 from jaxoverlap.passes.analysis.partitioned import Shardings
-from jaxoverlap.passes.halves.batch import BatchSplit
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import weights_of
 
@@ -40,9 +39,14 @@ class BatchDim(NamedTuple):
         """Return whether each device has rows for all parts."""
         return self.held >= parts and self.held % parts == 0
 
-    def split(self, parts: int) -> BatchSplit:
-        """Return the cut in this many parts."""
-        return BatchSplit(self.shards, parts)
+    def found_at(self, jaxpr: Any, dims: DimNames) -> tuple[int, int, int]:
+        """Return the first matmul that has the dim, the number of its operand, and the dim."""
+        return next(
+            (dot.index, number, dim)
+            for dot in dots(jaxpr)
+            for number, var in enumerate(dot.eqn.invars)
+            if (dim := self.dim(dims, var)) is not None
+        )
 
     def dim(self, dims: DimNames, var: Any) -> int | None:
         """Return the dim of a value that has the name; None if none has."""

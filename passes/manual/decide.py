@@ -20,7 +20,7 @@ of its own accord: in a ring it would do so once a chunk.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,8 +32,10 @@ from jaxoverlap.passes.manual.find import ManualRing, ManualSite, Sites, possibl
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.planning.decide import variant_of
 from jaxoverlap.passes.planning.entries import names_of, reader_entry, ring_entry, skip_of
+from jaxoverlap.passes.planning.ring_edits import misfit
 from jaxoverlap.passes.planning.terms import Requests
 from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
+from jaxoverlap.plan.edits import EditedMatmul, MakeRing
 
 
 @dataclass
@@ -77,8 +79,7 @@ def decide_manual(
         if not dots:
             continue
         sharing = sharings[body.index] = _chosen(body, shardings, requests)
-        for ring in sharing.rings:
-            entries |= {site.dot.index: _decision(sharing, ring, site) for site in ring.sites}
+        entries |= manual_decisions(sharing)
         entries |= {
             i: reader_entry(
                 dots[i], ring=ring.site, axis=ring.axis, kind=ring.kind, moved=f"ring {ring.site}"
@@ -96,7 +97,7 @@ def _chosen(body: Body, shardings: Mapping[int, Shardings], requests: Requests) 
         sharing = _share(body, shardings, requests, left)
         before = len(left)
         for ring in sharing.rings:
-            wanted = requests.variant(ring.site, names_of(ring.sites[0].dot)) or Variant()
+            wanted = requests.variant(names_of(ring.sites[0].dot)) or Variant()
             ring.variant, ring.why = variant_of(ring.collective.kind, ring.chunk, wanted)
             if wanted.style == "plain":
                 left |= {site.dot.index: Reason("not ringed", "as chosen") for site in ring.sites}
@@ -202,7 +203,58 @@ def _keep(sites: Sites, ring: ManualRing) -> None:
     ring.keep = sites.read_beyond(ring.collective.position, positions | unread)
 
 
+# -- as edits -------------------------------------------------------------------------------------
+
+
+def manual_edits(sharing: ManualSharing) -> Iterator[MakeRing]:
+    """Yield the edits that make the rings of a manual body."""
+    for ring in sharing.rings:
+        yield MakeRing(
+            kind=ring.kind,
+            axis=ring.axis,
+            variant=ring.variant,
+            matmuls=tuple(EditedMatmul(site=site.dot.index) for site in ring.sites),
+            written=ring.collective.position,
+        )
+
+
+def placed_manual(body: Body, edits: Iterable[MakeRing]) -> ManualSharing:
+    """Find what edits name in a manual body, and the order in which its equations then stand.
+
+    Raises:
+        UserError: if an edit does not fit the body.
+    """
+    manual = body.dots[0].manual
+    assert manual is not None
+    sites, order = Sites(body, manual.axes), EquationOrder([_edges(eqn) for eqn in body.eqns])
+    sharing, possible = ManualSharing(manual, order), list(possible_rings(sites))
+    for edit in edits:
+        named = {matmul.site for matmul in edit.matmuls}
+        for ring in possible:
+            of_it = [site for site in ring.sites if site.dot.index in named]
+            if ring.collective.position == edit.written and len(of_it) == len(named):
+                break
+        else:
+            raise misfit(edit, "no collective of the user's is there beside these matmuls")
+        if (ring.kind, ring.axis) != (edit.kind, edit.axis):
+            raise misfit(edit, f"the collective there is {ring.kind} over {ring.axis}")
+        fits, why = variant_of(ring.kind, ring.chunk, edit.variant)
+        if fits != edit.variant:
+            raise misfit(edit, why or f"its pieces can travel as {fits}")
+        if not _place(sharing, dataclasses.replace(ring, sites=of_it, variant=fits), ()):
+            raise misfit(edit, "one of them waits for another")
+    for ring in sharing.rings:
+        if ring.arrives:
+            _keep(sites, ring)
+    return sharing
+
+
 # -- what explain() shows -------------------------------------------------------------------------
+
+
+def manual_decisions(sharing: ManualSharing) -> dict[int, Decision]:
+    """Return the entries of the matmuls of a manual body that are in rings, by their number."""
+    return {s.dot.index: _decision(sharing, ring, s) for ring in sharing.rings for s in ring.sites}
 
 
 def _decision(sharing: ManualSharing, ring: ManualRing, site: ManualSite) -> Decision:

@@ -81,9 +81,7 @@ def decide(
     for sharing in sharings.values():
         skipped = sharing.skipped.items()
         entries |= {index: skip_of(step.matmuls[index], why) for index, why in skipped}
-        entries |= {d.site: d for ring in sharing.rings for d in _decisions(ring)}
-        entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
-    _charge_hoists(entries, sharings)
+        entries |= decisions(sharing)
     return tuple(entries[index] for index in sorted(entries)), sharings
 
 
@@ -137,7 +135,7 @@ class _Step:
     def chosen(self, body: Body, ring: Ring) -> tuple[Variant, str]:
         """Choose how a ring's pieces travel: as asked, else the cheapest way; and say why."""
         chunk, prices = ring.first.chunk(), self.terms.prices
-        if asked := self.terms.requests.variant(ring.site, names_of(ring.members[0].dot)):
+        if asked := self.terms.requests.variant(names_of(ring.members[0].dot)):
             if asked.style == "plain":
                 return asked, "as chosen"
             return variant_of(ring.kind, chunk, asked)
@@ -155,7 +153,7 @@ class _Step:
     def _local_s(self, index: int) -> float:
         dot, matmul, prices = self.matmuls[index], self._known(index), self.terms.prices
         assert prices is not None
-        if _unfit(dot) or isinstance(matmul, Reason):
+        if why_unfit(dot) or isinstance(matmul, Reason):
             return 0.0
         return prices.local_s(dot, matmul)
 
@@ -168,9 +166,9 @@ class _Step:
 
 def refusal(dot: Dot, requests: Requests) -> Reason | None:
     """Return why a matmul is left alone before its sharding is looked at, or None."""
-    if (asked := requests.refusal(dot.index, names_of(dot))) is not None:
+    if (asked := requests.refusal(names_of(dot))) is not None:
         return asked
-    unfit = _unfit(dot)
+    unfit = why_unfit(dot)
     return Reason("no ring", unfit) if unfit else None
 
 
@@ -187,7 +185,7 @@ def _typed_otherwise(dot: Dot, explicit: Sequence[str]) -> Reason | None:
     )
 
 
-def _unfit(dot: Dot) -> str | None:
+def why_unfit(dot: Dot) -> str | None:
     """Return why the sharding algebra cannot take a matmul, or None if it can."""
     if dot.eqn.primitive.name != "dot_general":
         return f"{dot.eqn.primitive.name}: no ring for that"
@@ -230,12 +228,16 @@ def variant_of(kind: Kind, chunk: int, wanted: Variant) -> tuple[Variant, str]:
 # -- what explain() shows -------------------------------------------------------------------------
 
 
-def _decisions(ring: Ring) -> list[Decision]:
-    """Make an entry for each matmul of a ring; the first one carries the ring's bytes."""
-    return [_decision(ring, member) for member in ring.members]
+def decisions(sharing: Sharing) -> dict[int, Decision]:
+    """Return the entries of the matmuls of a body that are rewritten, by their number."""
+    entries = {m.dot.index: _decision(ring, m) for ring in sharing.rings for m in ring.members}
+    entries |= {m.dot.index: _reads(m, sharing) for m in sharing.readers}
+    _charge_hoists(entries, sharing)
+    return entries
 
 
 def _decision(ring: Ring, member: Member) -> Decision:
+    """Make the entry of a matmul of a ring; that of the first one carries the ring's bytes."""
     layout, leads = member.layout, member is ring.members[0]
     assert layout is not None
     sent = traffic(layout)
@@ -271,16 +273,15 @@ def _reads(member: Member, sharing: Sharing) -> Decision:
     )
 
 
-def _charge_hoists(entries: dict[int, Decision | Skip], sharings: Mapping[int, Sharing]) -> None:
+def _charge_hoists(entries: dict[int, Decision], sharing: Sharing) -> None:
     """Name each gather that is done before the rings beside the first matmul that reads it."""
-    for sharing in sharings.values():
-        members = [*(m for ring in sharing.rings for m in ring.members), *sharing.readers]
-        seen = set()
-        for member in sorted(members, key=lambda m: m.dot.index):
-            for hoist in member.hoists:
-                entry = entries[member.dot.index]
-                if hoist.after in seen or not isinstance(entry, Decision):
-                    continue
-                seen.add(hoist.after)
-                text = f"{hoist.axis} {hoist.kind}, {human_bytes(hoist.bytes_moved)}"
-                entries[entry.site] = msgspec.structs.replace(entry, others=(text, *entry.others))
+    members = [*(m for ring in sharing.rings for m in ring.members), *sharing.readers]
+    seen = set()
+    for member in sorted(members, key=lambda m: m.dot.index):
+        for hoist in member.hoists:
+            if hoist.after in seen:
+                continue
+            seen.add(hoist.after)
+            entry = entries[member.dot.index]
+            text = f"{hoist.axis} {hoist.kind}, {human_bytes(hoist.bytes_moved)}"
+            entries[entry.site] = msgspec.structs.replace(entry, others=(text, *entry.others))

@@ -13,7 +13,7 @@ the ring and once for all that read it, the recomputed forward pass and the data
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat
@@ -323,7 +323,7 @@ def _ring_of(sharing: Sharing, member: Member) -> Ring | None:
 def _join(sharing: Sharing, member: Member) -> bool:
     """Let a matmul share the ring that gathers what it reads, if it can run beside the others."""
     ring = _ring_of(sharing, member)
-    if ring is None or not _alike([*ring.members, member]):
+    if ring is None or not alike([*ring.members, member]):
         return False
     # `EquationOrder.merge` lets what is merged need each other: a matmul and its constraint do.
     given = {v for m in ring.members for v in (m.dot.eqn.outvars[0], m.end.var)}
@@ -337,7 +337,7 @@ def _join(sharing: Sharing, member: Member) -> bool:
     return True
 
 
-def _alike(members: Sequence[Member]) -> bool:
+def alike(members: Sequence[Member]) -> bool:
     """Return whether the value that the members would share lies alike for all of them."""
     return len({_shared(m.layout) for m in members if m.layout}) == 1
 
@@ -373,17 +373,32 @@ def _add_up(sharing: Sharing, body: Body) -> None:
     sums = [ring for ring in sharing.rings if not ring.arrives and not ring.members[0].end.views]
     made = {ring.members[0].end.var: ring for ring in sums}
     added: set[int] = set()  # rings that are a part of another now
-    for position, eqn in enumerate(body.eqns):
-        once = [v for v in compat.variables(eqn.invars) if len(body.uses.readers(v)) == 1]
-        rings = [made.get(v) for v in once]
-        if eqn.primitive.name not in ("add", "add_any") or len(rings) != 2:
-            continue
-        one, other = rings
+    for position, (left, right), total in _additions(body):
+        one, other = made.get(left), made.get(right)
         if one is None or other is None or one is other:
             continue
         members = sorted([*one.members, *other.members], key=lambda m: m.dot.index)
-        if _alike(members) and sharing.order.merge(one.position, other.position, position):
+        if alike(members) and sharing.order.merge(one.position, other.position, position):
             added.add(id(other))
-            one.members, one.total = members, eqn.outvars[0]
-            made[one.total] = one
+            one.members, one.total = members, total
+            made[total] = one
     sharing.rings = [ring for ring in sharing.rings if id(ring) not in added]
+
+
+def _additions(body: Body) -> Iterator[tuple[int, list[Any], Any]]:
+    """Yield the places of additions of two values that nobody else reads, these, and the sum."""
+    for position, eqn in enumerate(body.eqns):
+        if eqn.primitive.name in ("add", "add_any"):
+            once = [v for v in compat.variables(eqn.invars) if len(body.uses.readers(v)) == 1]
+            if len(once) == 2:
+                yield position, once, eqn.outvars[0]
+
+
+def sum_of(body: Body, values: Sequence[Any]) -> tuple[Any, list[int]]:
+    """Return the sum of all values, and the places of its additions; None if there is none."""
+    left, positions = set(values), list[int]()
+    for position, read, total in _additions(body):
+        if left.issuperset(read):
+            left = left.difference(read) | {total}
+            positions.append(position)
+    return (left.pop() if len(left) == 1 else None), positions

@@ -1,6 +1,6 @@
 """The terms by which all matmuls of a step are decided on.
 
-Requests name matmuls by source line or module (the user's), or by number (a plan's).
+Requests name matmuls by source line or module.
 """
 
 from __future__ import annotations
@@ -23,20 +23,15 @@ class Requests:
     Attributes:
         skip: source lines ("gpt.py:88") or modules ("mlp.up") whose matmuls are skipped; globs.
         granularity: how the pieces of every ring travel, or of those of some lines or modules.
-        choices: how the pieces of single rings travel, by the site that a ring is named after;
-            "plain" leaves all the matmuls of the ring alone.
-        alone: sites that are left alone, and have no part in any ring.
         rejected: site -> reason, for matmuls whose rings cost the step more than they hide.
     """
 
     skip: Collection[str] = ()
     granularity: Granularity = None
-    choices: Mapping[int, Variant] = field(default_factory=dict)
-    alone: Collection[int] = ()
     rejected: Mapping[int, str] = field(default_factory=dict)
 
     def check(self, names: Mapping[int, Sequence[str]]) -> None:
-        """Check that every named line or module has a matmul, and that every site is one.
+        """Check that every named line or module has a matmul.
 
         Args:
             names: the line and the module of each matmul, by its site.
@@ -44,11 +39,6 @@ class Requests:
         Raises:
             ValueError: if one does not.
         """
-        if strange := sorted({*self.choices, *self.alone} - names.keys()):
-            raise UserError(
-                f"a choice for site {', '.join(map(str, strange))}: the step has {len(names)} "
-                "matmuls, counted from 0"
-            )
         lines = self.granularity if isinstance(self.granularity, Mapping) else ()
         asked = [("skip", line) for line in self.skip] + [("granularity", line) for line in lines]
         for option, pattern in asked:
@@ -59,18 +49,11 @@ class Requests:
                     f"matmuls are at: {known}"
                 )
 
-    def refusal(self, site: int, names: Sequence[str]) -> Reason | None:
-        """Return why a matmul is skipped; None if it is not.
-
-        Args:
-            site: its number.
-            names: its line and its module.
-        """
-        if site in self.alone:
-            return Reason("skipped", "by the plan")
+    def refusal(self, names: Sequence[str]) -> Reason | None:
+        """Return why a matmul, by its line and its module, is skipped; None if it is not."""
         if any(_matches(pattern, names) for pattern in self.skip):
             return Reason("skipped", "by skip=")
-        if (asked := self._for(names)) is not None and asked.style == "plain":
+        if (asked := self.variant(names)) is not None and asked.style == "plain":
             return Reason("not ringed", "by granularity=")
         return None
 
@@ -79,16 +62,8 @@ class Requests:
         """Site -> reason of its skip, for the rejected matmuls."""
         return {site: Reason("not ringed", why) for site, why in self.rejected.items()}
 
-    def variant(self, site: int, names: Sequence[str]) -> Variant | None:
-        """Return how the pieces of a ring are to travel; None if that was not said.
-
-        Args:
-            site: the site that the ring is named after.
-            names: its line and its module.
-        """
-        return self.choices.get(site) or self._for(names)
-
-    def _for(self, names: Sequence[str]) -> Variant | None:
+    def variant(self, names: Sequence[str]) -> Variant | None:
+        """Return how a ring's pieces are to travel, by its line and module; None if unsaid."""
         if not isinstance(self.granularity, Mapping):
             return self.granularity
         return next((v for line, v in self.granularity.items() if _matches(line, names)), None)
@@ -105,7 +80,6 @@ class Terms:
         prices: the prices of rings on the cluster, if that is known.
         prefetch: whether the weights of a scan are gathered before any ring.
         rings: whether matmuls may become rings; if not, `prefetch` is all that is done.
-        lookups: whether the gradients of lookups may be scattered.
         explicit: the mesh's axes whose shardings are a part of types.
         unread: why none of the shardings could be read; None if they could.
     """
@@ -116,7 +90,6 @@ class Terms:
     prices: RingCosts | None = None
     prefetch: bool = False
     rings: bool = True
-    lookups: bool = True
     explicit: Sequence[str] = ()
     unread: str | None = None
 

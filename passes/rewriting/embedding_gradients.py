@@ -15,7 +15,7 @@ It is no matmul and has no ring; what hides it is what the scheduler finds besid
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ from jaxoverlap.passes.analysis.mesh import partition_spec
 from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.chunks import Chunking
-from jaxoverlap.plan.plan import Scattered
+from jaxoverlap.plan.decisions import Scattered
+from jaxoverlap.plan.edits import ScatterLookup
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Lookup:
 
     Attributes:
         eqn: its scatter-add.
+        number: which of the step's scatter-adds that is.
         source: "file:line" of the lookup.
         updates, out: how the tokens' gradients and the result lie.
         scatters: (dim of the result, mesh axis, how the dim is cut), in order.
@@ -48,11 +50,24 @@ class Lookup:
     """
 
     eqn: Any
+    number: int
     source: str
     updates: Spec
     out: Spec
     scatters: tuple[tuple[int, str, Chunking], ...]
     sums: tuple[str, ...]
+
+    @property
+    def edit(self) -> ScatterLookup:
+        """The edit that scatters it."""
+        scatters = tuple((dim, axis, cut.outer) for dim, axis, cut in self.scatters)
+        return ScatterLookup(
+            number=self.number,
+            updates=self.updates,
+            out=self.out,
+            scatters=scatters,
+            sums=self.sums,
+        )
 
     def entry(self, axis_sizes: Mapping[str, int]) -> Scattered:
         """Make the entry that explain() shows."""
@@ -81,20 +96,42 @@ def lookups(
         costs: the cost of a byte along each axis.
     """
     known = []
-    for body in bodies:
-        zeros = {v for eqn in body.eqns if _is_zeros(eqn) for v in eqn.outvars}
-        for position, eqn in enumerate(body.eqns):
-            read = shardings.get((body.index, position))
-            if read is None or None in read[1:3] or eqn.invars[0] not in zeros:
-                continue
-            if compat.stated_axes(eqn):  # inside explicit_axes: its types say how it lies
-                continue
-            if not _adds_rows(eqn):
-                continue
+    for number, (body, position, eqn) in enumerate(_scatter_adds(bodies)):
+        read = shardings.get((body.index, position))
+        if read is None or None in read[1:3] or not _starts_from_zeros(body, eqn):
+            continue
+        if compat.stated_axes(eqn):  # inside explicit_axes: its types say how it lies
+            continue
+        if _adds_rows(eqn) and (moved := _moved(eqn, read.rhs, read.out, mesh, costs)):
             source = line_of(eqn, body.around)
-            lookup = _lookup(eqn, source, read.rhs, read.out, mesh, costs)
-            known += [lookup] if lookup else []
+            known.append(Lookup(eqn, number, source, read.rhs, read.out, *moved))
     return known
+
+
+def lookup_of(edit: ScatterLookup, bodies: Sequence[Body], mesh: Mesh) -> Lookup | None:
+    """Find the lookup that an edit names; None if no gradient of one is there."""
+    found = dict(enumerate(_scatter_adds(bodies))).get(edit.number)
+    if found is None or not _starts_from_zeros(found[0], found[2]) or not _adds_rows(found[2]):
+        return None
+    body, _, eqn = found
+    scatters = tuple(
+        (dim, axis, Chunking(mesh.shape[axis], outer=outer)) for dim, axis, outer in edit.scatters
+    )
+    source = line_of(eqn, body.around)
+    return Lookup(eqn, edit.number, source, edit.updates, edit.out, scatters, edit.sums)
+
+
+def _scatter_adds(bodies: Sequence[Body]) -> Iterator[tuple[Body, int, Any]]:
+    """Yield the scatter-adds of a step, each with its body and its place there."""
+    for body in bodies:
+        for position, eqn in enumerate(body.eqns):
+            if eqn.primitive.name == "scatter-add":
+                yield body, position, eqn
+
+
+def _starts_from_zeros(body: Body, eqn: Any) -> bool:
+    maker = body.uses.maker(eqn.invars[0])
+    return maker is not None and _is_zeros(maker)
 
 
 def _is_zeros(eqn: Any) -> bool:
@@ -119,10 +156,10 @@ def _adds_rows(eqn: Any) -> bool:
     )
 
 
-def _lookup(
-    eqn: Any, source: str, updates: Spec, out: Spec, mesh: Mesh, costs: Mapping[str, float]
-) -> Lookup | None:
-    """Plan the scatters of one gradient; None if its shardings do not allow any."""
+def _moved(
+    eqn: Any, updates: Spec, out: Spec, mesh: Mesh, costs: Mapping[str, float]
+) -> tuple[tuple[tuple[int, str, Chunking], ...], tuple[str, ...]] | None:
+    """Plan the scatters and sums of one gradient; None if its shardings do not allow any."""
     summed = {a for dim in updates[:-1] for a in dim if mesh.shape[a] > 1}
     moved = [(dim, a) for dim, axes in enumerate(out) for a in axes if a in summed]
     if not moved or updates[-1] != tuple(a for a in out[-1] if a not in summed):
@@ -141,7 +178,7 @@ def _lookup(
         outer = math.prod(mesh.shape[a] for a in major if a in later)
         scatters.append((dim, axis, Chunking(mesh.shape[axis], outer=outer)))
     sums = tuple(a for a in mesh.axis_names if a in summed and a not in {a for _, a in moved})
-    return Lookup(eqn, source, updates, out, tuple(scatters), sums)
+    return tuple(scatters), sums
 
 
 def scatter(jaxpr: Any, known: Sequence[Lookup], mesh: Mesh) -> Any:

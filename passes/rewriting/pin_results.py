@@ -24,12 +24,13 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.mesh import explicit_axes
+from jaxoverlap.plan.edits import PinResults
 
 
-def open_results(
+def pinned_results(
     params: dict[str, Any], specs: Sequence[Spec | str], mesh: Mesh
-) -> list[Spec | None]:
-    """List the shardings of the results that a jit leaves open; None where no constraint is needed.
+) -> list[PinResults]:
+    """Return the edit that pins the results that a jit leaves open; none if it leaves none.
 
     Args:
         params: the jit equation's parameters.
@@ -37,16 +38,18 @@ def open_results(
         mesh: the step's mesh.
     """
     if explicit_axes(mesh):  # there a result's type says how it lies
-        return [None] * len(specs)
+        return []
     outvars = params["jaxpr"].outvars
-    return [
-        None
-        if isinstance(said, jax.sharding.Sharding)
-        or isinstance(spec, str)
-        or not is_even(v.aval.shape, spec, mesh)
-        else spec
-        for v, said, spec in zip(outvars, params["out_shardings"], specs, strict=True)
+    left_open = [
+        (number, spec)
+        for number, (v, said, spec) in enumerate(
+            zip(outvars, params["out_shardings"], specs, strict=True)
+        )
+        if not isinstance(said, jax.sharding.Sharding)
+        and not isinstance(spec, str)
+        and is_even(v.aval.shape, spec, mesh)
     ]
+    return [PinResults(specs=tuple(left_open))] if left_open else []
 
 
 def is_even(shape: Sequence[int], spec: Spec, mesh: Mesh) -> bool:

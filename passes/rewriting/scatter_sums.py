@@ -30,14 +30,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Einsum
 from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
-from jaxoverlap.passes.analysis.mesh import explicit_axes
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram, partitioned
-from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.passes.planning.layout import Layout, traffic
 from jaxoverlap.passes.planning.ring_plan import Ring, Sharing
-from jaxoverlap.passes.rewriting.embedding_gradients import Lookup, scatter
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of, is_even
-from jaxoverlap.plan.plan import Decision, Remaining, Scattered, Skip
+from jaxoverlap.plan.decisions import Decision, Remaining, Scattered, Skip
+from jaxoverlap.plan.edits import Edit
 
 
 class Point(NamedTuple):
@@ -53,70 +51,44 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rewriting:
-    """The decisions for a step, and the jaxpr that they make of it.
+class Decided:
+    """The decisions for a step.
 
     Attributes:
-        jaxpr: the step that was decided on.
         shardings: the shardings of its matmuls.
         entries: the decision on each matmul.
         sharings: the rings of each body, by its number.
-        known: the lookups whose gradients are to be scattered; `rewritten` still has them whole.
-        rewritten: the jaxpr with rings.
-        gathered: the variables of values that are gathered before rings, each with the bytes that
-            a device holds of it.
-        layers_ahead: whether all weights that a step of a scan reads are gathered a step ahead.
+        edits: the edits that make these rings, and scatter the gradients of lookups.
         sums: the sums of activations that stay scattered, by the number of the matmul.
     """
 
-    jaxpr: Any
     shardings: Mapping[Any, Shardings]
     entries: tuple[Decision | Skip, ...]
     sharings: Mapping[int, Sharing]
-    known: Sequence[Lookup]
-    rewritten: Any
-    gathered: Mapping[Any, int]
+    edits: tuple[Edit, ...]
     sums: Mapping[int, Point] = field(default_factory=dict)
-    layers_ahead: bool = False
 
 
-Decide = Callable[[Any, SpmdProgram], Rewriting]
+Decide = Callable[[SpmdProgram], Decided]
+Cost = Callable[[Decided], float]
 
 
 def scatter_sums(
-    traced: jax.stages.Traced,
-    first: Rewriting,
-    decide: Decide,
-    mesh: Mesh,
-    costs: Mapping[str, float],
-) -> Rewriting:
+    first: Decided, scattered: Callable[[Mapping[int, Point]], Decided], cost: Cost
+) -> Decided:
     """Choose the better of the decisions for a step, and of those with its sums scattered.
 
     Args:
-        traced: the step.
         first: the decisions for the step as it is.
-        decide: decides on a jaxpr, given what XLA makes of it.
-        mesh: the step's mesh.
-        costs: the cost of a byte along each mesh axis.
-
-    Raises:
-        RewriteError: if XLA does not partition the step, or a ring fails on it.
+        scattered: decides on it with some of its sums scattered.
+        cost: prices the step with decisions, by `exposure`.
     """
     where = points(first.sharings.values())
-    if not where or explicit_axes(mesh):
+    if not where:
         return first
-    second = with_sums_scattered(traced, first.jaxpr, first.shardings, where, decide, mesh)
+    second = scattered(where)
     if not any(entry.site in where and _is_scatter(entry) for entry in second.entries):
         return first
-
-    def cost(outcome: Rewriting) -> float:
-        becomes = scatter(outcome.rewritten, outcome.known, mesh)
-        left = partitioner_collectives(
-            partitioned(traced, becomes, mesh, ask=False).module, dict(mesh.shape)
-        )
-        tables = [lookup.entry(mesh.shape) for lookup in outcome.known]
-        return exposure(outcome.sharings.values(), (*left, *tables), costs)
-
     if cost(second) >= cost(first):
         return first
     return dataclasses.replace(second, entries=_explained(second.entries, first.entries, where))
@@ -129,19 +101,20 @@ def with_sums_scattered(
     where: Mapping[int, Point],
     decide: Decide,
     mesh: Mesh,
-) -> Rewriting:
+) -> Decided:
     """Decide on a step with some of its sums scattered.
 
     Args:
         traced, jaxpr, shardings: the step, and how its matmuls lie as it is.
         where: the matmuls whose sums are scattered, by their number.
-        decide, mesh: as in `scatter_sums`.
+        decide: decides on the step, given what XLA makes of it.
+        mesh: the step's mesh.
 
     Raises:
         RewriteError: if XLA does not partition the step, or a ring fails on it.
     """
     scattered = partitioned_scattered(traced, jaxpr, where, shardings, mesh)
-    return dataclasses.replace(decide(jaxpr, scattered), sums=where)
+    return dataclasses.replace(decide(scattered), sums=where)
 
 
 def _explained(

@@ -1,0 +1,246 @@
+"""The edits that make a step overlap: a plan is a list of them, applied in their order.
+
+An edit names matmuls by their number among the step's `dot_general`s, as the edits before it have
+left the step, and says how values lie after it; so it is applied without asking XLA anything.
+`passes/apply.py` applies edits, and refuses those that do not fit the step.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from jaxoverlap.plan.collectives import Kind
+from jaxoverlap.plan.decisions import Variant
+
+Spec = tuple[tuple[str, ...], ...]
+"""The mesh axes on each dim of a value, major to minor."""
+_SHOWN = 6  # matmuls that an edit's line lists
+
+
+class _Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """An edit; each kind prints itself in one line."""
+
+
+class DropTypes(_Edit, frozen=True, kw_only=True):
+    """The shardings in the types of a step on an explicit mesh become constraints.
+
+    The types of its arguments and results are put back after the last edit.
+
+    Attributes:
+        inferred: whether the types that JAX inferred are left to XLA's partitioner; what the user
+            states is kept in any case.
+    """
+
+    inferred: bool = False
+
+    def __str__(self) -> str:
+        free = ", those that JAX inferred left to XLA" if self.inferred else ""
+        return f"make the shardings in types constraints{free}"
+
+
+class GatherTable(_Edit, frozen=True, kw_only=True):
+    """A tied embedding table is gathered once, for its lookup and its matmul.
+
+    Attributes:
+        argument: the number of the step's argument.
+        dtype: the type in which both read it.
+        spec: the mesh axes that stay on each of its dims.
+    """
+
+    argument: int
+    dtype: str
+    spec: Spec
+
+    def __str__(self) -> str:
+        return f"gather argument {self.argument} once as {self.dtype}, to {_text(self.spec)}"
+
+
+class Pin(_Edit, frozen=True, kw_only=True):
+    """A matmul's result is constrained to a sharding.
+
+    Attributes:
+        site: the matmul's number.
+        spec: the sharding.
+    """
+
+    site: int
+    spec: Spec
+
+    def __str__(self) -> str:
+        return f"pin the result of matmul {self.site} to {_text(self.spec)}"
+
+
+class PinResults(_Edit, frozen=True, kw_only=True):
+    """Results of the step are constrained to the shardings that XLA gives them in the plain step.
+
+    Attributes:
+        specs: the number of each result, and its sharding.
+    """
+
+    specs: tuple[tuple[int, Spec], ...]
+
+    def __str__(self) -> str:
+        return f"pin {len(self.specs)} results of the step to where XLA put them"
+
+
+class SplitBatch(_Edit, frozen=True, kw_only=True):
+    """The batch is split in parts, which run side by side.
+
+    Attributes:
+        site, operand, dim: a matmul, the number of one of its operands, and the dim of that along
+            which the batch lies.
+        parts: the number of parts.
+        shards: the shards of the batch, each of which is split by itself.
+        unroll: iterations of a split scan per loop body.
+    """
+
+    site: int
+    operand: int
+    dim: int
+    parts: int
+    shards: int = 1
+    unroll: int = 1
+
+    def __str__(self) -> str:
+        unrolled = f", scans unrolled {self.unroll} times" if self.unroll > 1 else ""
+        where = f"dim {self.dim} of operand {self.operand} of matmul {self.site}"
+        return f"split the batch ({where}) in {self.parts} parts{unrolled}"
+
+
+class ScatterLookup(_Edit, frozen=True, kw_only=True):
+    """The gradient of an embedding lookup is scattered.
+
+    Attributes:
+        number: which of the step's scatter-adds it is.
+        updates, out: how the tokens' gradients and the result lie.
+        scatters: the dim of the result, the mesh axis, and the blocks that each of its chunks falls
+            into; in order.
+        sums: the mesh axes over which the sum is wanted whole.
+    """
+
+    number: int
+    updates: Spec
+    out: Spec
+    scatters: tuple[tuple[int, str, int], ...]
+    sums: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        axes = " and ".join(axis for _, axis, _ in self.scatters)
+        return f"scatter the gradient of lookup {self.number} over {axes}"
+
+
+class EarlyMove(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A gather or an exchange of an operand, once for all that read its result.
+
+    Attributes:
+        operand: 0 for the left operand of the matmul, 1 for the right one.
+        kind: "all_gather" or "all_to_all".
+        axis: the mesh axis.
+        before, after: how the operand lies before and after it.
+        bytes_moved: bytes that each device sends.
+    """
+
+    operand: Literal[0, 1]
+    kind: Kind
+    axis: str
+    before: Spec
+    after: Spec
+    bytes_moved: int
+
+
+class EditedMatmul(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A matmul of a ring, or one that reads what was gathered before it.
+
+    Attributes:
+        site: its number.
+        lhs, rhs, out: how its sides lie; empty in a `shard_map` of the user's.
+        through: the sides seen through the constraints and reshards beside them: 0 and 1 for the
+            operands, 2 for the result.
+        moves: what is done to its operands before, in order.
+    """
+
+    site: int
+    lhs: Spec = ()
+    rhs: Spec = ()
+    out: Spec = ()
+    through: tuple[int, ...] = ()
+    moves: tuple[EarlyMove, ...] = ()
+
+
+class ReadGathered(_Edit, frozen=True, kw_only=True):
+    """A matmul reads operands that are gathered before it, or that a ring has gathered.
+
+    Attributes:
+        matmul: the matmul.
+    """
+
+    matmul: EditedMatmul
+
+    def __str__(self) -> str:
+        moves = ", ".join(f"{m.kind} on {m.axis}" for m in self.matmul.moves) or "a ring"
+        return f"matmul {self.matmul.site} reads what {moves} moved"
+
+
+class MakeRing(_Edit, frozen=True, kw_only=True):
+    """Matmuls and the collective that they wait for become a ring.
+
+    Attributes:
+        kind: the collective.
+        axis: the mesh axis.
+        variant: how the pieces travel.
+        matmuls: the matmuls; the first names the ring.
+        keep: whether the gathered value is kept whole for matmuls that come later.
+        written: the place, in its body, of the collective that the user wrote; None for one that
+            XLA would make.
+    """
+
+    kind: Kind
+    axis: str
+    variant: Variant = Variant()
+    matmuls: tuple[EditedMatmul, ...]
+    keep: bool = False
+    written: int | None = None
+
+    @property
+    def site(self) -> int:
+        """The number of the first matmul, which names the ring."""
+        return self.matmuls[0].site
+
+    def __str__(self) -> str:
+        sites = [str(m.site) for m in self.matmuls]
+        listed = ", ".join(sites[:_SHOWN]) + ", ..." * (len(sites) > _SHOWN)
+        return f"ring of {self.kind} over {self.axis}, {self.variant}: matmuls {listed}"
+
+
+class GatherAhead(_Edit, frozen=True, kw_only=True):
+    """Scanned weights that rings and matmuls read gathered are gathered a step of the scan ahead.
+
+    Attributes:
+        whole_layers: whether all that a step of a scan reads is; if not, what it reads up to its
+            first matmul.
+    """
+
+    whole_layers: bool = False
+
+    def __str__(self) -> str:
+        what = "all weights of a layer" if self.whole_layers else "weights of scans"
+        return f"gather {what} a step of the scan ahead"
+
+
+class ShareViews(_Edit, frozen=True, kw_only=True):
+    """Dims of size 1 are left out once for all matmuls that read a value."""
+
+    def __str__(self) -> str:
+        return "leave out dims of size 1 once for all matmuls that read a value"
+
+
+Edit = (
+    DropTypes | GatherTable | Pin | PinResults | SplitBatch | ScatterLookup | ReadGathered
+    | MakeRing | GatherAhead | ShareViews
+)  # fmt: skip
+
+
+def _text(spec: Spec) -> str:
+    return f"({', '.join('+'.join(axes) or 'None' for axes in spec)})"

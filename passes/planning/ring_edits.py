@@ -1,0 +1,182 @@
+"""Turn the rings of a body into edits, which name matmuls by number, and find them again by those.
+
+    Ring(members=[q, k], x: [b, s@model, d])  <->  MakeRing(all_gather over model, matmuls 0, 1)
+
+`placed` checks what an edit asks for against the body: the matmuls are there, their shardings leave
+a collective on the ring's axis, its chunks divide, and no equation has to wait for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxoverlap._jax import compat
+from jaxoverlap.passes.analysis.equation_order import EquationOrder
+from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.jaxprs import Body, Dot
+from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.analysis.reshards import End, Reshards
+from jaxoverlap.passes.planning.decide import matmul_of, variant_of, why_unfit
+from jaxoverlap.passes.planning.layout import Layout, lay_out
+from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
+from jaxoverlap.passes.planning.share import alike, sum_of
+from jaxoverlap.passes.planning.splits import ShardedMatmul, Split
+from jaxoverlap.plan.edits import EarlyMove, EditedMatmul, MakeRing, ReadGathered
+
+RingEdit = MakeRing | ReadGathered
+
+
+def edits_of(sharing: Sharing) -> Iterator[RingEdit]:
+    """Yield the edits that make the rings of a body."""
+    for ring in sharing.rings:
+        yield MakeRing(
+            kind=ring.kind,
+            axis=ring.axis,
+            variant=ring.variant,
+            matmuls=tuple(map(_edited, ring.members)),
+            keep=ring.keep,
+        )
+    for member in sharing.readers:
+        yield ReadGathered(matmul=_edited(member))
+
+
+def _edited(member: Member) -> EditedMatmul:
+    values = member.lhs, member.rhs
+    pairs = zip(values, member.dot.eqn.invars, strict=True)
+    through = [side for side, (value, own) in enumerate(pairs) if value.var is not own]
+    return EditedMatmul(
+        site=member.dot.index,
+        lhs=member.lhs.spec,
+        rhs=member.rhs.spec,
+        out=member.layout.matmul.out if member.layout else (),
+        through=(*through, 2) if member.end.positions else tuple(through),
+        moves=tuple(
+            EarlyMove(
+                operand=0 if hoist.before.var is values[0].var else 1,
+                kind=hoist.kind,
+                axis=hoist.axis,
+                before=hoist.before.spec,
+                after=hoist.after.spec,
+                bytes_moved=hoist.bytes_moved,
+            )
+            for hoist in member.hoists
+        ),
+    )
+
+
+def placed(body: Body, edits: Iterable[RingEdit], axis_sizes: Mapping[str, int]) -> Sharing:
+    """Find what edits name in a body, and the order in which its equations then stand.
+
+    Args:
+        body: the body.
+        edits: those for its matmuls.
+        axis_sizes: devices along each mesh axis.
+
+    Raises:
+        UserError: if an edit does not fit the body.
+    """
+    return _Placing(body, axis_sizes).sharing(edits)
+
+
+class _Placing:
+    def __init__(self, body: Body, axis_sizes: Mapping[str, int]):
+        self.body, self.axis_sizes = body, axis_sizes
+        self.dots = {dot.index: dot for dot in body.dots}
+        self.chains = Reshards(body)
+        self.placed = Sharing(EquationOrder(body.eqns))
+
+    def sharing(self, edits: Iterable[RingEdit]) -> Sharing:
+        for edit in edits:
+            if isinstance(edit, MakeRing):
+                self.placed.add(self.ring(edit))
+            else:
+                self.placed.readers.append(self.member(edit, edit.matmul))
+        members = [*(m for ring in self.placed.rings for m in ring.members), *self.placed.readers]
+        for member in members:
+            self.wait_for_kept(member)
+        return self.placed
+
+    def ring(self, edit: MakeRing) -> Ring:
+        members = [self.member(edit, matmul) for matmul in edit.matmuls]
+        ring = Ring(members, keep=edit.keep, variant=edit.variant)
+        if ring.kind != edit.kind:
+            raise misfit(edit, f"they wait for {ring.kind} along {edit.axis}")
+        if not alike(members):
+            raise misfit(edit, "the value that they would share lies otherwise for some of them")
+        if edit.keep and not (ring.arrives and ring.can_keep()):
+            raise misfit(edit, "what it moves cannot be kept whole")
+        fits, why = variant_of(ring.kind, ring.first.chunk(), edit.variant)
+        if fits != edit.variant:
+            raise misfit(edit, why or f"its pieces can travel as {fits}")
+        together = [member.dot.position for member in members]
+        if not ring.arrives and len(members) > 1:
+            ring.total, added = sum_of(self.body, [member.end.var for member in members])
+            if ring.total is None:
+                raise misfit(edit, "their results are not added up, or others read them too")
+            together += added
+        if not self.placed.order.merge(*together):
+            raise misfit(edit, "one of them waits for another")
+        return ring
+
+    def member(self, edit: RingEdit, matmul: EditedMatmul) -> Member:
+        dot = self.dots.get(matmul.site)
+        if dot is None:
+            raise misfit(edit, f"matmul {matmul.site} is not in the body of matmul {_first(edit)}")
+        ends = self.chains.end(dot.eqn.outvars[0]) if 2 in matmul.through else None
+        end = ends or End(dot.eqn.outvars[0])
+        values = [self.value(edit, dot, matmul, operand) for operand in (0, 1)]
+        hoists = tuple(_hoist(values[move.operand].var, move) for move in matmul.moves)
+        self.placed.hoisted |= {h.after: h for h in hoists if h.after not in self.placed.hoisted}
+        if not self.placed.order.merge(dot.position, *end.positions):
+            raise misfit(edit, f"the result of matmul {matmul.site} is read before its reshard")
+        layout = self.layout(edit, dot, matmul) if isinstance(edit, MakeRing) else None
+        return Member(dot, values[0], values[1], layout, hoists, end)
+
+    def value(self, edit: RingEdit, dot: Dot, matmul: EditedMatmul, operand: int) -> Value:
+        var, spec = dot.eqn.invars[operand], (matmul.lhs, matmul.rhs)[operand]
+        if len(spec) != var.aval.ndim:
+            raise misfit(
+                edit, f"operand {operand} of matmul {matmul.site} has {var.aval.ndim} dims"
+            )
+        return Value(self.chains.origin(var)[0] if operand in matmul.through else var, spec)
+
+    def layout(self, edit: MakeRing, dot: Dot, matmul: EditedMatmul) -> Layout:
+        if (why := why_unfit(dot)) is not None:
+            raise misfit(edit, f"matmul {matmul.site}: {why}")
+        lies = matmul_of(dot, Shardings(matmul.lhs, matmul.rhs, matmul.out), self.axis_sizes)
+        assert isinstance(lies, ShardedMatmul)
+        shared = [split for split in lies.splits if isinstance(split, Split)]
+        own = next((s for s in shared if s.axis == edit.axis and s.motion), None)
+        if own is None or len(shared) < len(lies.splits):
+            raise misfit(edit, f"matmul {matmul.site} does not wait for it alone on {edit.axis}")
+        layout = lay_out(lies, shared, own)
+        if isinstance(layout, str):
+            raise misfit(edit, f"matmul {matmul.site}: {layout}")
+        return layout
+
+    def wait_for_kept(self, member: Member) -> None:
+        """Put a matmul that reads what a ring keeps after that ring."""
+        for value in (member.lhs, member.rhs):
+            if compat.is_literal(value.var) or value in self.placed.hoisted:
+                continue
+            for ring in self.placed.arriving(value):
+                if ring.keep and not any(member is own for own in ring.members):
+                    self.placed.order.put_after(ring.position, member.dot.position)
+
+
+def _hoist(var: Any, move: EarlyMove) -> Hoist:
+    before, after = Value(var, move.before), Value(var, move.after)
+    return Hoist(move.kind, before, after, move.axis, move.bytes_moved)
+
+
+def _first(edit: RingEdit) -> int:
+    return edit.site if isinstance(edit, MakeRing) else edit.matmul.site
+
+
+def misfit(edit: Any, why: str) -> UserError:
+    """Make the error that says why an edit does not fit a step."""
+    return UserError(
+        f"the edit does not fit the step: {edit}: {why}. Take the plan that explain() or tune() "
+        "gives for this step, and leave out edits or change their variants"
+    )
