@@ -174,13 +174,16 @@ class ReadGathered(_Edit, frozen=True, kw_only=True):
 
     Attributes:
         matmul: the matmul.
+        rings: the rings that keep an operand for it, by the number of their first matmul.
     """
 
     matmul: EditedMatmul
+    rings: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        moves = ", ".join(f"{m.kind} on {m.axis}" for m in self.matmul.moves) or "a ring"
-        return f"matmul {self.matmul.site} reads what {moves} moved"
+        moves = [f"the {m.kind} on {m.axis}" for m in self.matmul.moves]
+        moved = " and ".join([*moves, *(f"ring {site}" for site in self.rings)])
+        return f"matmul {self.matmul.site} reads what {moved} moved"
 
 
 class MakeRing(_Edit, frozen=True, kw_only=True):

@@ -264,7 +264,7 @@ def _entry(
     dot: Dot, decisions: Mapping[int, Decision], before: Decision | Skip | None
 ) -> Decision | Skip:
     """Return the entry of a matmul: what is done with it, with the plan's reasons if it is that."""
-    now, skip = decisions.get(dot.index), skip_of(dot, Reason("skipped", "by the plan"))
+    now, skip = decisions.get(dot.index), skip_of(dot, Reason("not ringed", "by the plan"))
     if now is None:
         if isinstance(before, Skip):
             return msgspec.structs.replace(skip, why=before.why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxoverlap.passes.apply import EditedStep, apply
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
-from jaxoverlap.plan.edits import DropTypes
+from jaxoverlap.plan.edits import DropTypes, Edit
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.streams import Streams
@@ -84,6 +84,18 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
         edited = step.typed.edited  # nothing is changed, so types stay
     plan = msgspec.structs.replace(plan, edits=edited.edits)
     return PassResult(plan, step, edited, done.step_s)
+
+
+def estimated(step: StepContext, edits: Iterable[Edit]) -> float | None:
+    """Estimate a step after edits, in seconds; None if its results would lie otherwise.
+
+    Raises:
+        UserError, RewriteError: as `apply`, and if XLA does not partition the step.
+    """
+    edited = apply(step.edited, edits)
+    after = replace(step, edited=edited, answers={})
+    spmd = replace(after.partitioned(edited.jaxpr, ask=False), joined_bytes=edited.joined_bytes)
+    return None if changed(step.plain, spmd) else step.seconds(spmd)
 
 
 def _untyped(step: StepContext) -> StepContext:

@@ -1,16 +1,20 @@
 """Propose candidates for a tuning: whole plans first, then one ring after the other in another way.
 
-A candidate is a step by some `Options`, or the step as it is. The seeds are plans for all rings: as
-Lagom's search on the model cuts them, none at all, those that the rules leave out too, scanned
-weights in rings. The best are tried with other settings: more memory for the scheduler pass, other
-limits for what XLA merges. A move changes how the pieces of one ring travel.
+A candidate is a plan, what the rules make of some `Options`, or the step as it is. The seeds are
+plans for all rings: as Lagom's search on the model cuts them, none at all, those that the rules
+leave out too, scanned weights in rings. The best are tried with other settings: more memory for the
+scheduler pass, other limits for what XLA merges. A move changes how the pieces of one ring travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
+from jaxoverlap.passes.planning.decide import variant_of
+from jaxoverlap.plan.edits import GatherAhead, MakeRing, ReadGathered, ShareViews
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Trial
@@ -19,6 +23,7 @@ from jaxoverlap.tuning.lagom.granularity import GranularityModel
 PLAIN = "plain"  # the step as it is, by XLA's defaults
 RULES = "rules"  # what overlap() does unasked
 _SLACK = 0.05
+_PLANS = 3  # of the model's best, that are tried
 _CUTS = ((2, 1), (2, 2), (2, 4), (4, 1))  # parts of the rows, and steps of a scan in one body
 # XLA's own thresholds merge small collectives: fewer launches, and fewer that hide.
 _MERGES = (
@@ -43,22 +48,24 @@ class Candidate:
 
     Attributes:
         name: a description in words.
-        options: the options of the rewrite; None for the step as it is.
+        source: the plan to follow, or the options to plan by; None for the step as it is.
         changes: the rings that differ from those of the candidate that it was made from.
         step_s: its estimated seconds, where they are known already.
     """
 
     name: str
-    options: Options | None
-    changes: Mapping[int, Variant]
+    source: Plan | Options | None
+    changes: Mapping[int, Variant] = field(default_factory=dict)
     step_s: float | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the candidates of a tuning apart that differ in their edits."""
+        return self.source.edits if isinstance(self.source, Plan) else self.name
 
 
 def seeds(
-    base: Options,
-    rules: Plan,
-    trial: Trial | None = None,
-    cuts: Sequence[Mapping[int, Variant]] = (),
+    base: Options, rules: Plan, trial: Trial | None = None, model: GranularityModel | None = None
 ) -> list[Candidate]:
     """List the candidates to try first, beside the step as it is and the rules.
 
@@ -67,18 +74,20 @@ def seeds(
         rules: the plan that they gave.
         trial: the result of that plan. Where next to nothing waits for the collectives that the
             rules leave whole, those are tried in other ways last.
-        cuts: how to cut all rings, from `granularity.GranularityModel`, best first.
+        model: knows all rings that there could be, and how best to cut them.
     """
+    model = model or GranularityModel()
     for_all_rings = [
-        Candidate(f"lagom {place}", replace(base, choices=choices), {})
-        for place, choices in enumerate(cuts, 1)
+        Candidate(f"lagom {place}", in_ways(model.every, cut))
+        for place, cut in enumerate(model.plans(_PLANS) if model.every else (), 1)
+        if model.every
     ]
-    none = dict.fromkeys((d.site for d in rules.decisions), Variant("plain"))
-    for_all_rings += [Candidate("no rings", replace(base, choices=none), {})] if none else []
+    none = dict.fromkeys((ring.site for ring in rules.rings), Variant("plain"))
+    for_all_rings += [Candidate("no rings", in_ways(rules, none))] if none else []
     if rules.prefetched and not rules.cut:
-        for_all_rings.append(Candidate("fsdp in rings", replace(base, fsdp="ring"), {}))
+        for_all_rings.append(Candidate("fsdp in rings", replace(base, fsdp="ring")))
     dear = [s for s in rules.skips if s.left_plain]
-    others = list(_others(base, [s.site for s in dear]))
+    others = list(_others(rules, [s.site for s in dear], model.rings))
     waits = trial is None or sum(exposed_s(s, trial) for s in dear) > _WORTH * trial.step_s
     return [*others, *for_all_rings] if waits else [*for_all_rings, *others]
 
@@ -88,38 +97,35 @@ def settings(at: Candidate, plan: Plan) -> list[Candidate]:
 
     Args:
         at: the candidate whose plan it is.
+        plan: the plan.
     """
-    options = at.options
-    if options is None:
-        return []
     variations = []
-    if options.schedule:
-        roomy = replace(options.schedule, slack=_SLACK)
-        variations.append((f"slack {_SLACK}", replace(options, schedule=roomy)))
+    if plan.schedule:
+        roomy = structs.replace(plan.schedule, slack=_SLACK)
+        variations.append((f"slack {_SLACK}", structs.replace(plan, schedule=roomy)))
     rest = {k: v for k, v in plan.xla_options.items() if k not in _MERGES}
     if rest != plan.xla_options:
-        variations.append(("XLA merges", replace(options, xla_options=rest)))
+        variations.append(("XLA merges", structs.replace(plan, xla_options=rest)))
         most = dict.fromkeys(_MERGES, str(_MOST_MERGED))
-        variations.append(("merges to 1 GiB", replace(options, xla_options=rest | most)))
-    return [Candidate(f"{at.name}, {name}", changed, {}) for name, changed in variations]
+        variations.append(("merges to 1 GiB", structs.replace(plan, xla_options=rest | most)))
+    return [Candidate(f"{at.name}, {name}", changed) for name, changed in variations]
 
 
-def _others(base: Options, dear: Sequence[int]) -> Iterator[Candidate]:
+def _others(rules: Plan, dear: Sequence[int], rings: Mapping[int, MakeRing]) -> Iterator[Candidate]:
     """Yield candidates with rings or slices for the matmuls that the rules leave whole."""
-    if dear:
+    if not rings.keys().isdisjoint(dear):
         for name, way in (("all rings", "one_way"), *((f"others {w}", w) for w in _IN_SLICES)):
             every = dict.fromkeys(dear, Variant.parse(way))
-            yield Candidate(name, replace(base, choices=every), {})
+            yield Candidate(name, in_ways(rules, every, rings))
 
 
 def ways(base: Options) -> list[Candidate]:
     """List candidates with all rings in one way, for where nothing tells the rings apart."""
     names = ("two_way", "one_way x 2", "direct", "sliced x 2")
-    return [Candidate(n, replace(base, granularity=Variant.parse(n)), {}) for n in names]
+    return [Candidate(n, replace(base, granularity=Variant.parse(n))) for n in names]
 
 
 def moves(
-    at: Candidate,
     plan: Plan,
     trial: Trial,
     tried: Collection[tuple[int, str]],
@@ -131,15 +137,12 @@ def moves(
     the model does not have come last; of equal ones the ring that waits longest comes first.
 
     Args:
-        at: the best candidate so far, with its plan and trial.
+        plan, trial: those of the best candidate so far.
         tried: sites and variants that need no second try.
         model: prices what cutting a ring costs.
     """
-    options = at.options
-    if options is None:
-        return []
     priced: list[tuple[float, float, Candidate]] = []
-    for entry, ways in _movable(plan):
+    for entry, ways in _movable(plan, model.rings):
         waited = exposed_s(entry, trial)
         way = next((w for w in ways if (entry.site, w) not in tried), None)
         if way is not None and waited > _WORTH * trial.step_s:
@@ -148,7 +151,8 @@ def moves(
             lost = model.lost_per_second(entry.site, now, to, waited)
             name = f"{entry.source} ({entry.site}) {way}"
             changes = {entry.site: to}
-            priced.append((lost, -waited, Candidate(name, changed(options, changes), changes)))
+            moved = in_ways(plan, changes, model.rings)
+            priced.append((lost, -waited, Candidate(name, moved, changes)))
     return [candidate for _, _, candidate in sorted(priced, key=lambda one: one[:2])]
 
 
@@ -173,39 +177,61 @@ def rows(base: Options, rules: Plan) -> list[Candidate]:
     candidates = []
     if rules.cut:
         whole = replace(base, halves=None, unroll=1)
-        candidates.append(Candidate("whole rows", whole, {}, rules.halves.whole_s))
+        candidates.append(Candidate("whole rows", whole, step_s=rules.halves.whole_s))
     for parts, unroll in _CUTS:
         if (parts, unroll) != (base.halves, base.unroll):
             name = f"{parts} parts" + (f", unrolled {unroll} times" if unroll > 1 else "")
             cut = replace(base, halves=parts, unroll=unroll, rings=False)
-            candidates.append(Candidate(name, cut, {}))
+            candidates.append(Candidate(name, cut))
     return candidates
 
 
-def said(base: Options, plan: Plan) -> Options:
-    """Return options that name every ring of a plan, so that single rings can be changed."""
-    plain = {skip.site: Variant("plain") for skip in plan.skips if skip.left_plain}
-    choices = {**plan.choices, **plain}
-    return replace(
-        base,
-        choices=choices,
-        sums=plan.sums,
-        rings=plan.may_ring,
-        layers_ahead=plan.joined_bytes > 0,
-        lookups=bool(plan.scattered),
-    )
+def in_ways(
+    plan: Plan, ways: Mapping[int, Variant], rings: Mapping[int, MakeRing] | None = None
+) -> Plan:
+    """Return a plan with some rings in other ways, or none.
+
+    Args:
+        plan: the plan.
+        ways: the variant of each ring to change, by the number of its first matmul; "plain" leaves
+            its matmuls alone.
+        rings: the rings that there could be, for those that the plan has not.
+    """
+    gone = {site for site, way in ways.items() if way.style == "plain"}
+    kept, taken = list[MakeRing | ReadGathered](), set[int]()
+    for edit in plan.rings:
+        if edit.site not in gone:
+            kept.append(_travelling(edit, ways.get(edit.site, edit.variant)))
+            taken.update(matmul.site for matmul in edit.matmuls)
+    for site, way in ways.items():
+        new = (rings or {}).get(site)
+        if new and site not in gone and taken.isdisjoint(matmul.site for matmul in new.matmuls):
+            kept.append(_travelling(new, way))
+            taken.update(matmul.site for matmul in new.matmuls)
+    left = {edit.site for edit in kept if isinstance(edit, MakeRing)}
+    for edit in plan.edits:
+        if isinstance(edit, ReadGathered) and edit.matmul.site not in taken:
+            still = tuple(site for site in edit.rings if site in left)
+            if still or edit.matmul.moves:
+                kept.append(structs.replace(edit, rings=still))
+    others = [e for e in plan.edits if not isinstance(e, MakeRing | ReadGathered | ShareViews)]
+    ahead = [e for e in others if isinstance(e, GatherAhead)]
+    before = [e for e in others if not isinstance(e, GatherAhead)]
+    return structs.replace(plan, plain=False, edits=(*before, *kept, *ahead, ShareViews()))
 
 
-def changed(options: Options, to: Mapping[int, Variant]) -> Options:
-    """Return the options with some rings changed."""
-    return replace(options, choices={**options.choices, **to}, rings=True)
+def _travelling(ring: MakeRing, way: Variant) -> MakeRing:
+    fits, _ = variant_of(ring.kind, way.slices, way)
+    return structs.replace(ring, variant=fits)
 
 
-def _movable(plan: Plan) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:
+def _movable(
+    plan: Plan, rings: Mapping[int, MakeRing]
+) -> Iterator[tuple[Decision | Skip, tuple[str, ...]]]:
     """Yield the matmuls that rings are named after, each with the ways that it could change to."""
     for entry in plan.entries:
         if isinstance(entry, Skip):
-            if entry.left_plain:
+            if entry.left_plain and entry.site in rings:
                 yield entry, _LEFT
         elif entry.site == entry.ring and entry.num_chunks > 1:
             yield entry, tuple(w for w in _WAYS[entry.kind] if w != str(entry.variant))

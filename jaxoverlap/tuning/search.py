@@ -20,12 +20,13 @@ import os
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxoverlap._jax.kernel_cache import KnownKernels
-from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap._util.text import first_line
+from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.scheduling.reorder import SAME
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.options import Options
@@ -34,10 +35,9 @@ from jaxoverlap.tuning.candidates import (
     PLAIN,
     RULES,
     Candidate,
-    changed,
+    in_ways,
     moves,
     rows,
-    said,
     seeds,
     settings,
     with_rows_of,
@@ -46,7 +46,6 @@ from jaxoverlap.tuning.lagom.granularity import GranularityModel
 from jaxoverlap.tuning.target import Look, Lower, Ready
 
 _TIMEOUT_S = 900.0  # for one candidate
-_PLANS = 3  # of the model's best, that are compiled
 _WITH_SETTINGS = 2  # of the best that were compiled, with other settings
 MOST_MEMORY = 1.15  # times the plain step's: a plan that needs more is not taken
 
@@ -98,18 +97,18 @@ class Search:
     """One tuning.
 
     Attributes:
-        lower: rewrites and lowers a step by some options; None is the step as it is.
+        lower: rewrites and lowers a step by a plan or options; None is the step as it is.
         base: the options of the rules.
         kept: the folder of results.
         memory_bytes: bytes of memory of a device.
-        look: estimates a step by some options from its partitioned program, in seconds.
+        look: estimates a step by a plan or options from its partitioned program, in seconds.
         model: makes the unified model of the step, from what the rules made of it.
         deadline: by `time.monotonic`; what has not begun by then is not tried.
         show: called with each result, in order.
         kernels: the kernels that the candidates share.
         workers: the number of children at a time.
         tried: all results, in order.
-        looked: the candidates that were estimated, by their choices.
+        looked: the candidates that were estimated, by their keys.
         complete: whether the search ended by itself.
     """
 
@@ -118,7 +117,7 @@ class Search:
     kept: Path
     memory_bytes: int
     deadline: float
-    look: Look = lambda options: None
+    look: Look = lambda source: None
     model: Callable[[Tried], GranularityModel] = lambda rules: GranularityModel()
     show: Callable[[Tried], None] = lambda tried: None
     kernels: KnownKernels = field(default_factory=KnownKernels)
@@ -133,9 +132,7 @@ class Search:
         Raises:
             ValueError: if neither the step as it is nor the rewritten one compiles.
         """
-        plain, rules = self._try(
-            [Candidate(PLAIN, None, {}), Candidate(RULES, self.base, {})], needed=True
-        )
+        plain, rules = self._try([Candidate(PLAIN, None), Candidate(RULES, self.base)], needed=True)
         if isinstance(plain.result, Failure) and isinstance(rules.result, Failure):
             raise ValueError(
                 f"the step does not compile: {plain.result.why}; tune() needs one that does"
@@ -144,14 +141,11 @@ class Search:
         if rules.plan is not None:
             plan = rules.plan
             self.base = with_rows_of(self.base, plan)
-            explicit = Candidate(RULES, said(self.base, plan), {})
-            rules = self.tried[1] = replace(rules, candidate=explicit)
             known = rules.result if isinstance(rules.result, Trial) else None
             model = self.model(rules) if known else model
-            whole = [*seeds(self.base, plan, known, model.plans(_PLANS)), *rows(self.base, plan)]
-            after = moves(explicit, plan, known, (), model) if known else []
-            looks = self._looking(after)
-            self._try(self._worth_compiling(explicit, whole), meanwhile=looks)
+            whole = [*seeds(self.base, plan, known, model), *rows(self.base, plan)]
+            looks = self._looking(moves(plan, known, (), model) if known else [])
+            self._try(self._worth_compiling(Candidate(RULES, plan), whole), meanwhile=looks)
             for candidate, plan in self._fastest_plans():
                 self._try(settings(candidate, plan), meanwhile=looks)
         cut = any(isinstance(t.result, Failure) and t.result.again for t in self.tried)
@@ -173,12 +167,12 @@ class Search:
             best = self.best
             if best.plan is None or not isinstance(best.result, Trial):
                 return True
-            following = moves(best.candidate, best.plan, best.result, seen, model)
+            following = moves(best.plan, best.result, seen, model)
             if not following:
                 return True
             if time.monotonic() >= self.deadline:
                 return False
-            batch = self._promising(best.candidate, following, seen)
+            batch = self._promising(Candidate(best.candidate.name, best.plan), following, seen)
             if not batch:
                 return True
             seen |= {(site, str(way)) for c in batch for site, way in c.changes.items()}
@@ -186,7 +180,7 @@ class Search:
             tried = self._try(batch, meanwhile=looks)
             better = [t for t in tried if self._key(t) < self._key(best)]
             if len(better) > 1:
-                self._try([_together(best.candidate, better)])
+                self._try([_together(best.plan, better, model)])
 
     def _worth_compiling(self, at: Candidate, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return the candidates that may be the fastest by estimate, the fastest first.
@@ -215,7 +209,7 @@ class Search:
         """
         here_s, promising = self._look(at), list[tuple[float, Candidate]]()
         for candidate in following:
-            known = _choices(candidate) in self.looked
+            known = candidate.key in self.looked
             if len(promising) >= self.workers and not known:
                 continue
             step_s = self._look(candidate)
@@ -229,12 +223,12 @@ class Search:
 
     def _look(self, candidate: Candidate) -> float | None:
         """Return the estimated seconds of a candidate; XLA is asked once about each."""
-        key = _choices(candidate)
+        key = candidate.key
         if key not in self.looked:
-            assert candidate.options is not None
+            assert candidate.source is not None
             try:
-                step_s = candidate.step_s or self.look(candidate.options)
-            except RewriteError:
+                step_s = candidate.step_s or self.look(candidate.source)
+            except (RewriteError, UserError):
                 step_s = None
             self.looked[key] = Looked(candidate, step_s)
         return self.looked[key].step_s
@@ -300,11 +294,12 @@ class Search:
     def _lowered(self, candidate: Candidate) -> Ready | Failure:
         """Lower a candidate; one that cannot be rewritten fails, but the rules' error is raised."""
         try:
-            return self.lower(candidate.options)
-        except RewriteError as error:
+            return self.lower(candidate.source)
+        except (RewriteError, UserError) as error:
             if candidate.name == RULES:
                 raise
-            return Failure(why=f"RewriteError: {error.what}")
+            what = error.what if isinstance(error, RewriteError) else first_line(error)
+            return Failure(why=f"{type(error).__name__}: {what}")
 
     @property
     def best(self) -> Tried:
@@ -321,18 +316,8 @@ class Search:
         return int(tried.result.peak_bytes > most), seconds
 
 
-def _choices(candidate: Candidate) -> Hashable:
-    """Return a key for the candidates of one tuning that differ in single rings."""
-    options = candidate.options
-    if options is None:
-        return None
-    choices = sorted((n, str(way)) for n, way in options.choices.items())
-    return options.halves, options.unroll, tuple(choices)
-
-
-def _together(at: Candidate, better: Sequence[Tried]) -> Candidate:
+def _together(plan: Plan, better: Sequence[Tried], model: GranularityModel) -> Candidate:
     """Combine all moves that helped in one candidate."""
-    assert at.options is not None
     changes = {site: way for t in better for site, way in t.candidate.changes.items()}
     name = " + ".join(t.candidate.name for t in better)
-    return Candidate(name, changed(at.options, changes), changes)
+    return Candidate(name, in_ways(plan, changes, model.rings), changes)

@@ -17,7 +17,7 @@ from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.plan.plan import MadeFor, Plan, Variant
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
-from jaxoverlap.step.pipeline import run_passes
+from jaxoverlap.step.pipeline import estimated, run_passes
 from jaxoverlap.step.program import StepProgram, as_it_is, lowered_as, request_of, step_program
 from jaxoverlap.step.trial import Request
 from jaxoverlap.tuning.lagom.granularity import Site, site_of
@@ -36,8 +36,9 @@ class Ready:
     plan: Plan | None
 
 
-Lower = Callable[[Options | None], Ready]
-Look = Callable[[Options], float | None]
+Source = Plan | Options | None
+Lower = Callable[[Source], Ready]
+Look = Callable[[Plan | Options], float | None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class TuningTarget:
     Attributes:
         lower: rewrites and lowers it for a child.
         look: estimates it from its partitioned program, in seconds; needs a cost model.
-        sites: lists all rings that it could have by some options; needs a cost model.
+        every: returns all rings that it could have by some options, and the plan with them; needs a
+            cost model.
         compiled: rewrites and compiles it here, to be timed; None is the step as it is.
         args, kwargs: the arguments that it is called with.
         base: the options that overlap() takes by default.
@@ -58,8 +60,8 @@ class TuningTarget:
 
     lower: Lower
     look: Look
-    sites: Callable[[Options], tuple[Site, ...]]
-    compiled: Callable[[Options | None], tuple[Callable[..., Any], Plan | None]]
+    every: Callable[[Options], tuple[tuple[Site, ...], Plan]]
+    compiled: Callable[[Source], tuple[Callable[..., Any], Plan | None]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     base: Options
@@ -77,53 +79,56 @@ def target_of(call: jits.Call, start: StepContext, options: Options) -> TuningTa
         options: the options that overlap() takes by default.
     """
 
-    def lowered(options: Options | None) -> tuple[jax.stages.Lowered, StepProgram]:
+    def lowered(source: Source) -> tuple[jax.stages.Lowered, StepProgram]:
         new = as_it_is(call, start.mesh)
-        if options is not None:
-            new = step_program(call, options)
+        if source is not None:
+            by = replace(options, plan=source) if isinstance(source, Plan) else source
+            new = step_program(call, by)
         return lowered_as(call, new), new
 
-    def lower(options: Options | None) -> Ready:
-        stage, new = lowered(options)
+    def lower(source: Source) -> Ready:
+        stage, new = lowered(source)
         assert start.cost is not None
         return Ready(request_of(stage, new, start.mesh, start.cost), new.plan)
 
-    def look(options: Options) -> float | None:
-        return run_passes(call, options, start).step_s
+    def look(source: Plan | Options) -> float | None:
+        if isinstance(source, Plan):
+            return estimated(start, source.edits)
+        return run_passes(call, source, start).step_s
 
-    def compiled(options: Options | None) -> tuple[jax.stages.Compiled, Plan | None]:
-        stage, new = lowered(options)
+    def compiled(source: Source) -> tuple[jax.stages.Compiled, Plan | None]:
+        stage, new = lowered(source)
         with new.ordering.compiling() if new.ordering else contextlib.nullcontext():
             return stage.compile(), new.plan
 
+    options = replace(options, on_error="raise")
     return TuningTarget(
         lower=lower,
         look=look,
-        sites=lambda options: sites_of(call, options),
+        every=lambda options: every_ring(call, options),
         compiled=compiled,
         args=call.args,
         kwargs=call.kwargs,
-        base=replace(options, on_error="raise"),
+        base=options,
         origin=start.origin,
         cost=start.cost,
         memory_bytes=start.cluster.chip.memory_bytes if start.cluster else 0,
     )
 
 
-def sites_of(call: jits.Call, options: Options) -> tuple[Site, ...]:
-    """List all rings that a step could have, for a model of them; the cluster has a cost model.
+def every_ring(call: jits.Call, options: Options) -> tuple[tuple[Site, ...], Plan]:
+    """Return all rings that a step could have, and the plan with them; there is a cost model.
 
     Raises:
         As `run_passes`.
     """
-    every = replace(options, granularity=Variant(), choices={}, plan=None, rings=True)
-    done = run_passes(call, every)
-    assert done.cost is not None
-    groups = groups_of(done.mesh, options.cluster)
-    prices = RingCosts(done.cost, groups)
+    done = run_passes(call, replace(options, granularity=Variant(), rings=True))
+    assert done.step.cost is not None
+    groups = groups_of(done.step.mesh, options.cluster)
+    prices = RingCosts(done.step.cost, groups)
     sites = [
         site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
-        for ring in done.rings
+        for ring in done.edited.rings
         if prices.knows(ring)
     ]
-    return tuple(sorted(sites, key=lambda site: site.number))
+    return tuple(sorted(sites, key=lambda site: site.number)), done.plan

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,9 @@ def _model(target: TuningTarget, rules: Tried, trials: Path) -> GranularityModel
     """Model the step's sites, beside all else that its schedule by rules has."""
     assert rules.request and rules.plan and target.cost
     step = simulate(schedule_of(rules.request, trials), target.cost)
-    sites = target.sites(with_rows_of(target.base, rules.plan))
-    return granularity(sites, rules.plan, step, target.cost)
+    sites, every = target.every(with_rows_of(target.base, rules.plan))
+    model = granularity(sites, rules.plan, step, target.cost)
+    return replace(model, every=every)
 
 
 def _attempt(tried: Tried, *, taken: bool) -> Attempt:
@@ -216,8 +217,8 @@ def _without_a_model(target: TuningTarget) -> list[Candidate]:
     _, rules = target.compiled(target.base)
     assert rules is not None
     return [
-        Candidate(PLAIN, None, {}),
-        Candidate(RULES, target.base, {}),
+        Candidate(PLAIN, None),
+        Candidate(RULES, target.base),
         *seeds(target.base, rules),
         *ways(target.base),
     ]
@@ -269,7 +270,7 @@ class _Steps:
         with self._console.status(f"timing {len(candidates)} candidates"):
             for c in candidates:
                 if c.name not in self._made:
-                    self._made[c.name] = target.compiled(c.options)
+                    self._made[c.name] = target.compiled(c.source)
             steps = [self._made[c.name] for c in candidates]
             seconds = clock.medians_s([run for run, _ in steps], target.args, target.kwargs)
         return {

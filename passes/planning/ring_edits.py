@@ -9,7 +9,7 @@ a collective on the ring's axis, its chunks divide, and no equation has to wait 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
@@ -34,14 +34,16 @@ def edits_of(sharing: Sharing) -> Iterator[RingEdit]:
             kind=ring.kind,
             axis=ring.axis,
             variant=ring.variant,
-            matmuls=tuple(map(_edited, ring.members)),
+            matmuls=tuple(_edited(member, sharing) for member in ring.members),
             keep=ring.keep,
         )
     for member in sharing.readers:
-        yield ReadGathered(matmul=_edited(member))
+        given = (ring for v in (member.lhs, member.rhs) for ring in sharing.arriving(v))
+        kept = dict.fromkeys(ring.site for ring in given if ring.keep)
+        yield ReadGathered(matmul=_edited(member, sharing), rings=tuple(kept))
 
 
-def _edited(member: Member) -> EditedMatmul:
+def _edited(member: Member, sharing: Sharing) -> EditedMatmul:
     values = member.lhs, member.rhs
     pairs = zip(values, member.dot.eqn.invars, strict=True)
     through = [side for side, (value, own) in enumerate(pairs) if value.var is not own]
@@ -51,18 +53,23 @@ def _edited(member: Member) -> EditedMatmul:
         rhs=member.rhs.spec,
         out=member.layout.matmul.out if member.layout else (),
         through=(*through, 2) if member.end.positions else tuple(through),
-        moves=tuple(
-            EarlyMove(
-                operand=0 if hoist.before.var is values[0].var else 1,
-                kind=hoist.kind,
-                axis=hoist.axis,
-                before=hoist.before.spec,
-                after=hoist.after.spec,
-                bytes_moved=hoist.bytes_moved,
-            )
-            for hoist in member.hoists
-        ),
+        moves=(*_moves(0, member.lhs, sharing), *_moves(1, member.rhs, sharing)),
     )
+
+
+def _moves(operand: Literal[0, 1], value: Value, sharing: Sharing) -> list[EarlyMove]:
+    """List what was done to an operand before a matmul reads it, for it or for another."""
+    if compat.is_literal(value.var) or (hoist := sharing.hoisted.get(value)) is None:
+        return []
+    move = EarlyMove(
+        operand=operand,
+        kind=hoist.kind,
+        axis=hoist.axis,
+        before=hoist.before.spec,
+        after=hoist.after.spec,
+        bytes_moved=hoist.bytes_moved,
+    )
+    return [*_moves(operand, hoist.before, sharing), move]
 
 
 def placed(body: Body, edits: Iterable[RingEdit], axis_sizes: Mapping[str, int]) -> Sharing:
@@ -91,11 +98,16 @@ class _Placing:
             if isinstance(edit, MakeRing):
                 self.placed.add(self.ring(edit))
             else:
-                self.placed.readers.append(self.member(edit, edit.matmul))
+                self.placed.readers.append(self.reader(edit))
         members = [*(m for ring in self.placed.rings for m in ring.members), *self.placed.readers]
         for member in members:
             self.wait_for_kept(member)
         return self.placed
+
+    def reader(self, edit: ReadGathered) -> Member:
+        if not edit.matmul.moves and not edit.rings:
+            raise misfit(edit, "nothing has moved what it reads")
+        return self.member(edit, edit.matmul)
 
     def ring(self, edit: MakeRing) -> Ring:
         members = [self.member(edit, matmul) for matmul in edit.matmuls]

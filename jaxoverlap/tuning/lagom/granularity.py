@@ -26,6 +26,7 @@ from jaxoverlap.passes.planning.layout import traffic
 from jaxoverlap.passes.planning.profit import SLICES, chunk, whole
 from jaxoverlap.passes.planning.ring_plan import Member, Ring
 from jaxoverlap.plan.collectives import OPCODE_OF
+from jaxoverlap.plan.edits import MakeRing
 from jaxoverlap.plan.plan import Plan, Variant
 from jaxoverlap.simulation.replay import group_of
 from jaxoverlap.simulation.timeline import Timeline
@@ -109,10 +110,17 @@ class GranularityModel:
     Attributes:
         sites: the sites, in the order in which they run.
         problem: their problem, the sites' communications first; None where there are no sites.
+        every: the plan with all rings that there could be, one-way where nothing is against it.
     """
 
     sites: tuple[Site, ...] = ()
     problem: Makespan | None = None
+    every: Plan | None = None
+
+    @property
+    def rings(self) -> dict[int, MakeRing]:
+        """The rings that there could be, by the number of their first matmul."""
+        return {ring.site: ring for ring in self.every.rings} if self.every else {}
 
     def plans(self, count: int) -> list[dict[int, Variant]]:
         """List the best ways to cut all sites at once that Lagom's search finds, best first.
