@@ -148,10 +148,23 @@ def apply(step: EditedStep, edits: Iterable[Edit]) -> EditedStep:
         HostMemoryError: if a batch is to be split that is partly in the host's memory.
         RewriteError: if a pass fails on it.
     """
+    edits = list(edits)
+    _check_order([*step.edits, *edits])
     for run, group in itertools.groupby(edits, key=lambda edit: _PASSES[type(edit)]):
         some = tuple(group)
         step = replace(run(step, some), edits=(*step.edits, *some), before=step)
     return step
+
+
+def _check_order(edits: Sequence[Edit]) -> None:
+    """Refuse an edit that comes after one that needs it to be done."""
+    place = 0
+    for before, edit in itertools.pairwise([None, *edits]):
+        places = (p for p in range(place, len(_ORDER)) if isinstance(edit, _ORDER[p]))
+        if (now := next(places, None)) is None:
+            assert edit is not None
+            raise misfit(edit, f"it has to come before '{before}'")
+        place = now
 
 
 def _drop_types(step: EditedStep, edits: Sequence[DropTypes]) -> EditedStep:
@@ -262,6 +275,17 @@ def _share_views(step: EditedStep, edits: Sequence[ShareViews]) -> EditedStep:
     return replace(step, jaxpr=with_one_view(step.jaxpr))
 
 
+# The order of edits. Pins stand before a batch split, and after it for the matmuls of its parts.
+_ORDER: Sequence[tuple[type, ...]] = (
+    (DropTypes,),
+    (GatherTable, Pin, PinResults),
+    (SplitBatch,),
+    (Pin,),
+    (ScatterLookup,),
+    (MakeRing, ReadGathered),
+    (GatherAhead,),
+    (ShareViews,),
+)
 _AFTER_NUMBERING = (ScatterLookup, MakeRing, ReadGathered, GatherAhead, ShareViews)
 _PASSES: Mapping[type, Callable[[EditedStep, Any], EditedStep]] = {
     DropTypes: _drop_types,

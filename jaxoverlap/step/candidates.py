@@ -136,7 +136,7 @@ class _Candidates:
 
     def by_bytes(self) -> StepCandidate:
         """Take what was asked for, or the rules' choice; scatter sums where that sends less."""
-        candidate = self._finished(self._by_bytes())
+        candidate = self._finished(self._by_bytes(), layers_ahead=self._options.layers_ahead)
         if candidate.edited is self._step.edited:
             plain = self._step.plain
             return replace(candidate, step_s=self._step.seconds(plain), spmd=plain)

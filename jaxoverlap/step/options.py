@@ -29,6 +29,8 @@ class Options:
         streams: as in `overlap`.
         unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
+        layers_ahead: whether all weights of a layer are gathered ahead, as one, whatever it costs; if
+            not, the search tries it.
         plan: the plan to follow; it says all that the options above say.
         operations, agree_within_s, never_slower: as in `overlap`.
         prices: the cost model to decide by; None for the package's of the cluster.
@@ -45,6 +47,7 @@ class Options:
     streams: StreamMode = "auto"
     unroll: int = 1
     rings: bool = True
+    layers_ahead: bool = False
     plan: Plan | None = None
     operations: Operations = "take over"
     agree_within_s: float = 20.0
@@ -53,8 +56,8 @@ class Options:
 
     @property
     def chooses(self) -> bool:
-        """Return whether rules and prices may choose, as no option says how pieces travel."""
-        return self.granularity is None
+        """Return whether rules and prices may choose, as no option says what to do."""
+        return self.granularity is None and not self.layers_ahead
 
     @property
     def falls_back(self) -> bool:

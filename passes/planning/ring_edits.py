@@ -148,9 +148,8 @@ class _Placing:
     def value(self, edit: RingEdit, dot: Dot, matmul: EditedMatmul, operand: int) -> Value:
         var, spec = dot.eqn.invars[operand], (matmul.lhs, matmul.rhs)[operand]
         if len(spec) != var.aval.ndim:
-            raise misfit(
-                edit, f"operand {operand} of matmul {matmul.site} has {var.aval.ndim} dims"
-            )
+            dims = f"operand {operand} of matmul {matmul.site} has {var.aval.ndim} dims"
+            raise misfit(edit, f"{dims}, and its sharding {len(spec)}")
         return Value(self.chains.origin(var)[0] if operand in matmul.through else var, spec)
 
     def layout(self, edit: MakeRing, dot: Dot, matmul: EditedMatmul) -> Layout:

@@ -58,7 +58,7 @@ def test_each_program_computes_what_the_step_computes(kind: AxisType, halves: in
         programs = overlap(step, halves=halves).programs(*placed(mesh))
     edits = [program.edit for program in programs]
     assert edits[0] == "the original step" and len(set(edits)) == len(edits) > 1
-    assert ("the batch split in parts" in edits) == (halves is not None)
+    assert any("split the batch" in edit for edit in edits) == (halves is not None)
     for program in programs:
         # Between the first and the last, types have no shardings.
         outer = program in (programs[0], programs[-1])
@@ -107,4 +107,4 @@ def test_programs_for_a_pod_have_estimated_times():
     assert plan.price is not None
     assert programs[0].step_s == plan.price.plain_s
     assert programs[-1].step_s == pytest.approx(plan.price.step_s, rel=1e-9)
-    assert "ms (estimated)" in str(programs[-1]).splitlines()[0]
+    assert all("ms (estimated)\n" in str(program) for program in programs)

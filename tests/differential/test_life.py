@@ -40,7 +40,7 @@ def test_drawn_steps_on_explicit_and_automatic_axes_live_as_under_jit():
 
 
 SCANS = (models.residual_scan, models.language_model, models.accumulated)
-LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None, sums=())
+LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None)
 
 
 def test_layers_that_are_gathered_ahead_change_nothing():

@@ -24,8 +24,18 @@ import jaxoverlap
 from jaxoverlap import Decision, MadeFor, Plan, Scheduler, Skip, Variant, overlap
 from jaxoverlap.api import Overlapped
 from jaxoverlap.passes.analysis.fingerprint import fingerprint
+from jaxoverlap.plan.edits import (
+    DropTypes,
+    GatherAhead,
+    MakeRing,
+    Pin,
+    PinResults,
+    ScatterLookup,
+    SplitBatch,
+)
 from jaxoverlap.step import check_plan as made
-from jaxoverlap.step.options import Options
+from jaxoverlap.tuning.candidates import in_ways
+from tests.golden.facts import counted
 from tests.support.pods import needs_plugin
 
 SHAPE, AXES = (2, 4), ("data", "model")
@@ -128,7 +138,8 @@ def test_the_same_step_comes_out_again(tmp_path, options):
         assert any(skip.chosen for skip in plan.skips) and plan.decisions
     if "cluster" in options and "halves" in options:
         assert any("more than matmul" in s.reason for s in plan.skips)
-    assert plan.fsdp == options.get("fsdp", "prefetch")
+    if not plan.layouts and options.get("fsdp") == "ring":
+        assert not any(isinstance(edit, GatherAhead) for edit in plan.edits)
 
 
 def test_a_compiled_steps_plan_goes_back_too(tmp_path):
@@ -154,9 +165,6 @@ def test_sums_that_stay_scattered(tmp_path):
     step, args = jax.jit(jax.grad(mlp)), ([(up, down)] * 2, x)
     plan = same_again(tmp_path, overlap(step), *args)
     assert plan.sums and all(s.axes[-1] == "model" for s in plan.sums)
-    whole = same_again(tmp_path, Overlapped(step, Options(sums=())), *args)
-    assert not whole.sums
-    assert {d.kind for d in whole.decisions} >= {"matmul_all_reduce"}
 
 
 @pytest.mark.parametrize("variant", [None, "two_way", "sliced x 2"])
@@ -173,12 +181,18 @@ def test_manual_code(tmp_path, variant):
     ]
     plan = same_again(tmp_path, overlap(step, granularity=variant), *args)
     assert [type(e) for e in plan.entries] == [Decision, Decision]
-    # One ring left alone by its number, and the other chosen.
-    choices = {0: Variant("plain"), 1: Variant("direct")}
-    chosen = same_again(tmp_path, Overlapped(step, Options(choices=choices)), *args)
+    # One ring left out, and the other in another way.
+    first, second = plan.rings
+    direct = msgspec.structs.replace(second, variant=Variant("direct"))
+    changed = [direct if e is second else e for e in plan.edits if e is not first]
+    chosen = same_again(tmp_path, overlap(step, plan=with_edits(plan, changed)), *args)
     left, ring = chosen.entries
-    assert isinstance(left, Skip) and left.reason == "not ringed: as chosen" and left.chosen
+    assert isinstance(left, Skip) and left.reason == "not ringed: by the plan" and left.chosen
     assert isinstance(ring, Decision) and ring.variant == Variant("direct")
+    elsewhere = msgspec.structs.replace(first, written=99)
+    misplaced = [elsewhere if e is first else e for e in plan.edits]
+    said = refused(with_edits(plan, misplaced), step, *args)
+    assert "no collective of the user's is there beside these matmuls" in said
 
 
 def test_explicit_meshes(tmp_path):
@@ -211,44 +225,57 @@ def test_arguments_of_any_kind():
         assert overlap(step, plan=plan).explain(*given_args) == plan
 
 
-# -- a ring by its number -------------------------------------------------------------------------
+# -- edits by hand --------------------------------------------------------------------------------
 
 _rings = st.sampled_from(["plain", "one_way", "two_way", "direct x 2", "sliced x 2"])
 
 
-@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
+def with_edits(plan: Plan, edits: Any) -> Plan:
+    return msgspec.structs.replace(plan, edits=tuple(edits))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    return jax.tree.leaves(train_step()(*arrays()))
+
+
 @settings(max_examples=6, deadline=None)
-@given(
-    variants=st.lists(_rings, min_size=9, max_size=9), fsdp=st.sampled_from(["prefetch", "ring"])
-)
-def test_any_choice_gives_a_plan_that_can_be_followed(tmp_path_factory, variants, fsdp):
-    choices = {site: Variant.parse(name) for site, name in enumerate(variants)}
-    step = Overlapped(train_step(), Options(choices=choices, fsdp=fsdp))
-    plan = same_again(tmp_path_factory.mktemp("plan"), step, *arguments())
-    for site, variant in plan.choices.items():
-        assert variant.style != "plain"
-        assert variant == choices[site]
+@given(names=st.lists(_rings, min_size=9, max_size=9), fsdp=st.sampled_from(["prefetch", "ring"]))
+def test_rings_in_any_way_compute_the_same(tmp_path_factory, expected, names, fsdp):
+    step = train_step()
+    plan = overlap(step, fsdp=fsdp).explain(*arguments())
+    ways = {ring.site: Variant.parse(names[ring.site]) for ring in plan.rings}
+    changed = in_ways(plan, ways)
+    followed = overlap(step, plan=changed)
+    again = same_again(tmp_path_factory.mktemp("plan"), followed, *arguments())
+    assert {r.site: r.variant for r in again.rings} == {
+        site: way for site, way in ways.items() if way.style != "plain"
+    }
+    for entry in again.entries:
+        if isinstance(entry, Decision) and entry.num_chunks > 1:
+            assert entry.variant == ways[entry.ring]
+    got = jax.tree.leaves(followed(*arrays()))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_choice_is_for_the_whole_ring(plan):
-    ring = next(d for d in plan.decisions if d.site != d.ring and d.num_chunks > 1).ring
-    members = [d.site for d in plan.decisions if d.ring == ring and d.num_chunks > 1]
-    assert len(members) == 2, "q and k"
+def test_following_a_plan_asks_xla_nothing(plan):
+    with counted() as questions:
+        overlap(train_step(), plan=plan).lower(*arguments())
+    assert questions == []
+
+
+def test_a_way_is_for_the_whole_ring(plan):
+    ring = next(r for r in plan.rings if len(r.matmuls) == 2)
     for name in ("two_way", "plain"):
-        options = Options(choices={ring: Variant.parse(name)})
-        entries = Overlapped(train_step(), options).explain(*arguments()).entries
-        for site in members:
-            entry = entries[site]
+        changed = in_ways(plan, {ring.site: Variant.parse(name)})
+        entries = overlap(train_step(), plan=changed).explain(*arguments()).entries
+        for matmul in ring.matmuls:
+            entry = entries[matmul.site]
             if isinstance(entry, Decision):
                 assert name == "two_way" and str(entry.variant) == name
             else:
-                assert name == "plain" and entry.reason == "not ringed: as chosen"
-
-
-def test_a_choice_for_no_matmul():
-    with pytest.raises(ValueError, match=r"a choice for site 9, 12: the step has 9 matmuls"):
-        options = Options(choices={9: Variant()}, alone=frozenset({12}))
-        Overlapped(train_step(), options).explain(*arguments())
+                assert name == "plain" and entry.reason == "not ringed: by the plan"
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -365,24 +392,77 @@ def test_all_that_differs_is_said_at_once(plan):
     }  # fmt: skip
 
 
-def test_a_plan_that_cannot_be_followed_is_refused(plan):
-    """A plan that was edited by hand asks for decisions that do not come out."""
-    site = next(iter(plan.choices))
-    for change, said in (
-        (dict(variant=Variant("one_way", 3)), "variant the plan's one_way x 3, here one_way"),
-        (dict(axis="data"), "axis the plan's data, here model"),
-        (dict(bytes_moved=1), "bytes_moved the plan's 1, here "),
-    ):
-        entries = list(plan.entries)
-        entries[site] = msgspec.structs.replace(entries[site], **change)
-        other = msgspec.structs.replace(plan, entries=tuple(entries))
-        message = refused(other, train_step(), *arguments())
-        assert "the plan cannot be followed on loss; this came out otherwise:" in message
-        assert f"matmul {site}: " in message and said in message
-    message = refused(msgspec.structs.replace(plan, prefetched=99), train_step(), *arguments())
-    assert "prefetched: the plan's 99, here" in message
+def with_keep(ring: MakeRing) -> MakeRing:
+    return msgspec.structs.replace(ring, keep=not ring.keep)
+
+
+def changed_edits(plan: Plan, ring: MakeRing) -> dict[str, tuple[list[Any], str]]:
+    """Return edits that do not fit the step, and what is said of them."""
+    first = ring.matmuls[0]
+
+    def with_ring(**changes: Any) -> list[Any]:
+        changed = msgspec.structs.replace(ring, **changes)
+        return [changed if edit is ring else edit for edit in plan.edits]
+
+    def with_matmul(**changes: Any) -> list[Any]:
+        return with_ring(matmuls=(msgspec.structs.replace(first, **changes), *ring.matmuls[1:]))
+
+    return {
+        "a variant that does not divide": (
+            with_ring(variant=Variant("one_way", 3)),
+            "a chunk of 4 rows does not divide by 3",
+        ),
+        "another axis": (with_ring(axis="data"), "does not wait for it alone on data"),
+        "another collective": (with_ring(kind="all_reduce"), "they wait for all_gather along"),
+        "a matmul that is none": (with_matmul(site=99), "the step has 9 matmuls, counted from 0"),
+        "a sharding of other dims": (with_matmul(lhs=()), "has 3 dims, and its sharding 0"),
+        "a matmul in two rings": (
+            [
+                e
+                for edit in plan.edits
+                for e in ([edit, with_keep(ring)] if edit is ring else [edit])
+            ],
+            "is in another ring too",
+        ),
+        "another order": ([*plan.edits, ring], "it has to come before 'leave out dims of size 1"),
+        "a pin that is none": (
+            [Pin(site=99, spec=((),) * 3), *plan.edits],
+            "the step has 9 matmuls, counted from 0",
+        ),
+        "a result that is none": (
+            [PinResults(specs=((7, ()),)), *plan.edits],
+            "the step has no result 7",
+        ),
+        "a lookup that is none": (
+            [ScatterLookup(number=0, updates=(), out=(), scatters=()), *plan.rings],
+            "no gradient of a lookup is there",
+        ),
+        "types on an automatic mesh": ([DropTypes(), *plan.edits], "on an explicit mesh"),
+        "a batch along no dim": (
+            [SplitBatch(site=0, operand=0, dim=7, parts=2), *plan.rings],
+            "matmul 0 has no such dim",
+        ),
+    }
+
+
+def test_edits_that_do_not_fit_are_refused(plan):
+    ring = next(r for r in plan.rings if r.kind == "all_gather")
+    for name, (edits, said) in changed_edits(plan, ring).items():
+        message = refused(with_edits(plan, edits), train_step(), *arguments())
+        assert message.startswith("the edit does not fit the step: "), name
+        assert said in message and "Take the plan that explain()" in message, name
     message = refused(msgspec.structs.replace(plan, made_for=None), train_step(), *arguments())
     assert "does not say which step it was made for" in message
+
+
+def test_each_edit_prints_itself_in_a_line(plan):
+    lines = [str(edit) for edit in plan.edits]
+    assert lines[0] == "pin 3 results of the step to where XLA put them"
+    assert "ring of all_gather over model, one_way: matmuls 0, 1" in lines
+    assert lines[-2:] == [
+        "gather weights of scans a step of the scan ahead",
+        "leave out dims of size 1 once for all matmuls that read a value",
+    ]
 
 
 def test_what_a_plan_says_is_not_said_twice(plan):

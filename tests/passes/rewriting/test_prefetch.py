@@ -100,7 +100,7 @@ def test_a_body_gathers_what_the_next_step_reads():
         assert gathers_in(body) == 2, "up for the next step, and down for this one"
 
 
-LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None, sums=())
+LAYERS_AHEAD = Options(layers_ahead=True, rings=False, layouts=None, halves=None)
 
 
 def test_whole_layers_are_gathered_ahead_with_the_plain_numbers():
