@@ -2,12 +2,13 @@
 
 An edit names matmuls by their number among the step's `dot_general`s, as the edits before it have
 left the step, and says how values lie after it; so it is applied without asking XLA anything.
-`passes/apply.py` applies edits, and refuses those that do not fit the step.
+`passes/apply.py` applies edits, each kind by the module that its class names as `applied_by`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -20,7 +21,13 @@ _SHOWN = 6  # matmuls that an edit's line lists
 
 
 class _Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """An edit; each kind prints itself in one line."""
+    """An edit; each kind prints itself in one line.
+
+    Attributes:
+        applied_by: the module in jaxoverlap.passes whose `run` applies edits of this kind.
+    """
+
+    applied_by: ClassVar[str]
 
 
 class DropTypes(_Edit, frozen=True, kw_only=True):
@@ -33,6 +40,8 @@ class DropTypes(_Edit, frozen=True, kw_only=True):
             states is kept in any case.
     """
 
+    applied_by = "rewriting.drop_types"
+
     inferred: bool = False
 
     def __str__(self) -> str:
@@ -44,17 +53,21 @@ class GatherTable(_Edit, frozen=True, kw_only=True):
     """A tied embedding table is gathered once, for its lookup and its matmul.
 
     Attributes:
-        argument: the number of the step's argument.
+        argument, name: the number of the step's argument, and its name.
         dtype: the type in which both read it.
         spec: the mesh axes that stay on each of its dims.
     """
 
+    applied_by = "layouts.tied"
+
     argument: int
+    name: str
     dtype: str
     spec: Spec
 
     def __str__(self) -> str:
-        return f"gather argument {self.argument} once as {self.dtype}, to {_text(self.spec)}"
+        where = f"as {self.dtype}, to {_text(self.spec)}, for its lookup and its matmul"
+        return f"gather {self.name} once {where}"
 
 
 class Pin(_Edit, frozen=True, kw_only=True):
@@ -64,6 +77,8 @@ class Pin(_Edit, frozen=True, kw_only=True):
         site: the matmul's number.
         spec: the sharding.
     """
+
+    applied_by = "layouts.pins"
 
     site: int
     spec: Spec
@@ -78,6 +93,8 @@ class PinResults(_Edit, frozen=True, kw_only=True):
     Attributes:
         specs: the number of each result, and its sharding.
     """
+
+    applied_by = "rewriting.pin_results"
 
     specs: tuple[tuple[int, Spec], ...]
 
@@ -95,6 +112,8 @@ class SplitBatch(_Edit, frozen=True, kw_only=True):
         shards: the shards of the batch, each of which is split by itself.
         unroll: iterations of a split scan per loop body.
     """
+
+    applied_by = "halves.halve"
 
     site: int
     operand: int
@@ -119,6 +138,8 @@ class ScatterLookup(_Edit, frozen=True, kw_only=True):
             into; in order.
         sums: the mesh axes over which the sum is wanted whole.
     """
+
+    applied_by = "rewriting.embedding_gradients"
 
     number: int
     updates: Spec
@@ -177,6 +198,8 @@ class ReadGathered(_Edit, frozen=True, kw_only=True):
         rings: the rings that keep an operand for it, by the number of their first matmul.
     """
 
+    applied_by = "rewriting.rewrite"
+
     matmul: EditedMatmul
     rings: tuple[int, ...] = ()
 
@@ -198,6 +221,8 @@ class MakeRing(_Edit, frozen=True, kw_only=True):
         written: the place, in its body, of the collective that the user wrote; None for one that
             XLA would make.
     """
+
+    applied_by = "rewriting.rewrite"
 
     kind: Kind
     axis: str
@@ -225,6 +250,8 @@ class GatherAhead(_Edit, frozen=True, kw_only=True):
             first matmul.
     """
 
+    applied_by = "rewriting.prefetch"
+
     whole_layers: bool = False
 
     def __str__(self) -> str:
@@ -235,6 +262,8 @@ class GatherAhead(_Edit, frozen=True, kw_only=True):
 class ShareViews(_Edit, frozen=True, kw_only=True):
     """Dims of size 1 are left out once for all matmuls that read a value."""
 
+    applied_by = "rewriting.one_view"
+
     def __str__(self) -> str:
         return "leave out dims of size 1 once for all matmuls that read a value"
 
@@ -243,6 +272,30 @@ Edit = (
     DropTypes | GatherTable | Pin | PinResults | SplitBatch | ScatterLookup | ReadGathered
     | MakeRing | GatherAhead | ShareViews
 )  # fmt: skip
+
+
+# The order of edits. Pins stand before a batch split, and after it for the matmuls of its parts.
+ORDER: tuple[tuple[type[_Edit], ...], ...] = (
+    (DropTypes,),
+    (GatherTable, Pin, PinResults),
+    (SplitBatch,),
+    (Pin,),
+    (ScatterLookup,),
+    (MakeRing, ReadGathered),
+    (GatherAhead,),
+    (ShareViews,),
+)
+# Plans number matmuls as they are before these.
+AFTER_NUMBERING = (ScatterLookup, MakeRing, ReadGathered, GatherAhead, ShareViews)
+
+
+def in_order(edits: Iterable[Edit]) -> list[Edit]:
+    """Put edits of a step that is not split in the order in which they are applied."""
+
+    def place(edit: Edit) -> int:
+        return next(p for p, kinds in enumerate(ORDER) if isinstance(edit, kinds))
+
+    return sorted(edits, key=place)
 
 
 def _text(spec: Spec) -> str:

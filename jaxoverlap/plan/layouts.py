@@ -43,28 +43,19 @@ class PinnedResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return f": {milliseconds(self.gain_s)} less (estimated)" if self.gain_s is not None else ""
 
 
-class GatheredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tied embedding table that is gathered once, for the lookup and for the logits.
+class KeptEdit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An edit that a pass proposed, and that made the step faster.
 
     Attributes:
-        argument: the number of the step's argument.
-        name: its name.
-        dtype: the type in which both read it.
-        spec: the mesh axes that stay on each of its dims, major to minor.
+        edit: the edit, in words.
         gain_s: estimated seconds that it saves.
     """
 
-    argument: int
-    name: str
-    dtype: str
-    spec: tuple[tuple[str, ...], ...]
+    edit: str
     gain_s: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} is gathered once as {self.dtype}, to ({spec_text(self.spec)}), for its "
-            f"lookup and its matmul: {milliseconds(self.gain_s)} less (estimated)"
-        )
+        return f"{self.edit}: {milliseconds(self.gain_s)} less (estimated)"
 
 
 def spec_text(spec: tuple[tuple[str, ...], ...], quote: str = "") -> str:
@@ -83,8 +74,8 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         pins: the pinned results, in the order of their matmuls.
-        tables: the tied tables that are gathered once.
-        plain_s, step_s: seconds of a step without either, and with both.
+        kept: further edits of the layout that were proposed and kept.
+        plain_s, step_s: seconds of a step without these, and with them.
         plain_peak_bytes, peak_bytes: the estimated memory of a device.
         memory_bytes: the memory that a device has.
         questions: how many layouts XLA's partitioner was run on.
@@ -96,7 +87,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     pins: tuple[PinnedResult, ...]
-    tables: tuple[GatheredTable, ...] = ()
+    kept: tuple[KeptEdit, ...] = ()
     plain_s: float
     step_s: float
     plain_peak_bytes: int
@@ -108,16 +99,16 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     aborting: tuple[str, ...] = ()
 
     @property
-    def changes(self) -> tuple[PinnedResult | GatheredTable, ...]:
-        """The values with another sharding than XLA chose."""
-        return (*self.pins, *self.tables)
+    def changes(self) -> tuple[PinnedResult | KeptEdit, ...]:
+        """The pinned results and further edits."""
+        return (*self.pins, *self.kept)
 
     @property
     def lines(self) -> list[str]:
         """The lines that are printed below the table of a plan's matmuls."""
         pins = Counter(f"{p.type} at {p.source} to {p.layout}{p.gain}" for p in self.pins)
         equal = (f"{pin}, {n} times" if n > 1 else pin for pin, n in pins.items())
-        return [f"  {self.gain}", *(f"    {x}" for x in (*equal, *self.tables, *self.remarks))]
+        return [f"  {self.gain}", *(f"    {x}" for x in (*equal, *self.kept, *self.remarks))]
 
     @property
     def remarks(self) -> list[str]:
@@ -143,7 +134,7 @@ class Layouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return f"XLA's layout stays: no other has a lower estimated time ({tried})."
         pinned = f"{len(self.pins)} result{' is' if len(self.pins) == 1 else 's are'} pinned"
         return (
-            f"{pinned if self.pins else 'A table is gathered once'}: "
+            f"{pinned if self.pins else 'The layout is edited'}: "
             f"{milliseconds(self.plain_s)} -> {milliseconds(self.step_s)} (estimated, before any "
             f"ring); memory {human_bytes(self.plain_peak_bytes)} -> "
             f"{human_bytes(self.peak_bytes)} ({tried})."

@@ -23,13 +23,15 @@ from jaxoverlap.passes.analysis.jaxprs import bodies
 from jaxoverlap.passes.analysis.matmul_collectives import collectives_of_sites
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
-from jaxoverlap.passes.apply import EditedStep, apply
+from jaxoverlap.passes.apply import apply
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.manual.decide import decide_manual, manual_edits
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups
+from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
     Decided,
@@ -40,7 +42,14 @@ from jaxoverlap.passes.rewriting.scatter_sums import (
     with_sums_scattered,
 )
 from jaxoverlap.plan.decisions import Reason, ScatteredSum
-from jaxoverlap.plan.edits import Edit, GatherAhead, ReadGathered, ScatterLookup, ShareViews
+from jaxoverlap.plan.edits import (
+    Edit,
+    GatherAhead,
+    MakeRing,
+    ReadGathered,
+    ScatterLookup,
+    ShareViews,
+)
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import (
@@ -160,7 +169,7 @@ class _Candidates:
             becomes = apply(base, decided.edits)
             module = step.partitioned(becomes.jaxpr, ask=False).module
             left = partitioner_collectives(module, dict(step.mesh.shape))
-            beside = (*left, *becomes.scattered)
+            beside = (*left, *becomes.facts.get(ScatterLookup, ()))
             return exposure(decided.sharings.values(), beside, self._terms.costs)
 
         return scatter_sums(first, lambda where: self._with_sums_scattered(where, anew), cost)
@@ -220,7 +229,7 @@ class _Candidates:
         assert self._terms.prices is not None
         for decided, layers_ahead in every:
             candidate = self._finished(decided, layers_ahead=layers_ahead)
-            if candidate.edited.rewrites:
+            if rewrites(candidate.edited):
                 timed = functools.partial(self._seconds_of, candidate)
                 step_s, spmd = self._step.once(("timed", candidate.plan.edits), timed)
                 candidate = replace(candidate, step_s=step_s, spmd=spmd)
@@ -331,7 +340,7 @@ class _Candidates:
     def _partitioned(self, candidate: StepCandidate) -> SpmdProgram:
         """Return the partitioned program of a rewritten step."""
         spmd = self._step.partitioned(candidate.edited.jaxpr, ask=False)
-        return replace(spmd, joined_bytes=candidate.edited.joined_bytes)
+        return replace(spmd, joined_bytes=joined_bytes(candidate.edited))
 
 
 def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
@@ -345,6 +354,11 @@ def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
             if ring.first.ring.axis == axis
             for m in ring.members
         }
+
+
+def rewrites(edited: EditedStep) -> bool:
+    """Return whether edits change anything but the sharding of values."""
+    return edited.has(MakeRing, ReadGathered, ScatterLookup)
 
 
 # -- one candidate ----------------------------------------------------------------------------
@@ -381,9 +395,10 @@ def _finished(
         layers_ahead: whether all weights of a layer are gathered ahead, as one.
     """
     edited = apply(unringed.edited if unringed else step.edited, decided.edits)
-    if edited.gathered and options.fsdp == "prefetch":
+    rings = edited.facts.get(MakeRing)
+    if rings and rings.gathered and options.fsdp == "prefetch":
         edited = apply(edited, [GatherAhead(whole_layers=layers_ahead)])
-    if edited.rewrites or (unringed and unringed.differs):
+    if rewrites(edited) or (unringed and unringed.differs):
         edited = apply(edited, [ShareViews()])
     else:
         edited = step.edited
@@ -392,9 +407,9 @@ def _finished(
         mesh=dict(step.mesh.shape),
         edits=edited.edits,
         entries=decided.entries,
-        prefetched=edited.ahead.gathers,
-        joined_bytes=edited.joined_bytes,
-        scattered=edited.scattered,
+        prefetched=edited.facts[GatherAhead].gathers if edited.has(GatherAhead) else 0,
+        joined_bytes=joined_bytes(edited),
+        scattered=edited.facts.get(ScatterLookup, ()),
         sums=tuple(ScatteredSum(site=i, dim=p.dim, axes=p.axes) for i, p in decided.sums.items()),
         layouts=unringed and unringed.layouts,
         halves=unringed and unringed.halves,

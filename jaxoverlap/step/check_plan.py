@@ -23,8 +23,10 @@ from jaxoverlap.hardware.topology import axis_domains, cluster_of
 from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.fingerprint import fingerprint, memory_text
 from jaxoverlap.passes.analysis.jaxprs import Dot, dots
-from jaxoverlap.passes.apply import EditedStep
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.planning.entries import letters_of, skip_of, source_of
+from jaxoverlap.passes.rewriting.prefetch import joined_bytes
+from jaxoverlap.plan.edits import GatherAhead, MakeRing, ScatterLookup
 from jaxoverlap.plan.plan import Decision, MadeFor, Plan, Reason, Skip
 from jaxoverlap.plan.table import mesh_text
 
@@ -245,7 +247,9 @@ def followed(plan: Plan, edited: EditedStep, name: str, origin: MadeFor) -> Plan
         name: the step's name.
         origin: what a plan for this step is made for.
     """
-    decisions, before = edited.decisions, {entry.site: entry for entry in plan.entries}
+    rings, ahead = edited.facts.get(MakeRing), edited.facts.get(GatherAhead)
+    decisions = rings.decisions if rings else {}
+    before = {entry.site: entry for entry in plan.entries}
     entries = (
         _entry(dot, decisions, before.get(dot.index)) for dot in edited.matmuls if not plan.plain
     )
@@ -253,9 +257,9 @@ def followed(plan: Plan, edited: EditedStep, name: str, origin: MadeFor) -> Plan
         plan,
         step=name,
         entries=plan.entries if plan.plain else tuple(entries),
-        scattered=edited.scattered,
-        prefetched=edited.ahead.gathers,
-        joined_bytes=edited.joined_bytes,
+        scattered=edited.facts.get(ScatterLookup, ()),
+        prefetched=ahead.gathers if ahead else 0,
+        joined_bytes=joined_bytes(edited),
         made_for=origin,
     )
 

@@ -22,7 +22,7 @@ from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.analysis.mesh import explicit_axes, find_mesh
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram, partitioned
-from jaxoverlap.passes.apply import EditedStep
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.estimation.estimate import Estimate, estimate
 from jaxoverlap.plan.edits import DropTypes
 from jaxoverlap.plan.plan import MadeFor

@@ -16,7 +16,8 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
 from jaxoverlap.passes.analysis.mesh import is_cpu
 from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
-from jaxoverlap.passes.apply import EditedStep, apply
+from jaxoverlap.passes.apply import apply
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.halves.body import HostMemoryError
 from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
@@ -248,13 +249,13 @@ def _split(
         edited = apply(unringed.edited, [edit])
     except HostMemoryError as error:
         return left(str(error))
-    assert edited.halved is not None
+    halved = edited.facts[SplitBatch]
     return edited, Halves(
         parts=parts,
         rows=_named(step.jaxpr, dims, rows),
         shards=rows.shards,
-        unroll=edited.halved.unroll,
-        mixing=tuple(dict.fromkeys(map(described, edited.halved.mixing))),
+        unroll=halved.unroll,
+        mixing=tuple(dict.fromkeys(map(described, halved.mixing))),
     )
 
 

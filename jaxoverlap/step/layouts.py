@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +18,18 @@ from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots, equations
 from jaxoverlap.passes.analysis.matmul_collectives import permuted_matmuls
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
-from jaxoverlap.passes.apply import EditedStep, apply
+from jaxoverlap.passes.apply import apply
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import Pins, pinnable
 from jaxoverlap.passes.layouts.search import GAIN, MEMORY, LayoutSearch, PricedLayout
-from jaxoverlap.passes.layouts.tied import Tied, tied_tables
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
-from jaxoverlap.plan.edits import Edit, GatherTable, Pin
+from jaxoverlap.plan.edits import ORDER, Edit, Pin, in_order
 from jaxoverlap.plan.halves import Halves
-from jaxoverlap.plan.layouts import GatheredTable, Layouts, PinnedResult
+from jaxoverlap.plan.layouts import KeptEdit, Layouts, PinnedResult
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import LayoutMode, Options
 
@@ -81,56 +82,53 @@ def with_layouts(
         options: what was asked for.
         overlapped_s: estimates the seconds of a step with layouts, once it is overlapped.
     """
-    evaluator, layouts = _Evaluator(step), None
-    if options.layouts and step.cost and not step.explicit:  # there types say how values lie
-        mode, cost = options.layouts, step.cost
-        layouts = step.once(
-            ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
-        )
-    if layouts is None or not layouts.changes:
-        return replace(evaluator.with_pins({}), layouts=layouts)
-    tables = [Tied(table.argument, table.dtype, table.spec) for table in layouts.tables]
-    unringed = evaluator.with_pins({pin.site: pin.spec for pin in layouts.pins}, tables)
-    if changed(step.plain, unringed.spmd) or _astray(unringed.spmd, step.mesh):
-        return evaluator.with_pins({})
+    evaluator = _Evaluator(step)
+    if not options.layouts or not step.cost or step.explicit:  # there types say how values lie
+        return evaluator.at(())
+    mode, cost = options.layouts, step.cost
+    layouts, edits = step.once(
+        ("layouts", mode), lambda: _searched(evaluator, cost, mode, overlapped_s)
+    )
+    unringed = evaluator.at(edits)
+    if edits and (changed(step.plain, unringed.spmd) or _astray(unringed.spmd, step.mesh)):
+        return evaluator.at(())
     return replace(unringed, layouts=layouts)
 
 
 class _Evaluator:
-    """Asks XLA's partitioner about one step with pins."""
+    """Asks XLA's partitioner about one step with edits of its layout."""
 
     def __init__(self, step: StepContext):
         self.step = step
         self._results = pinned_results(step.params, step.plain.results, step.mesh)
 
-    def pinned(self, pins: Pins, tables: Sequence[Tied] = ()) -> EditedStep:
-        """Return the step with pins, and tables gathered; its results lie as in the plain one."""
-        edits: list[Edit] = [
-            GatherTable(argument=t.argument, dtype=t.dtype, spec=t.spec) for t in tables
-        ]
-        edits += [Pin(site=site, spec=spec) for site, spec in pins.items()]
-        return apply(self.step.edited, [*edits, *self._results])
+    def edited(self, edits: Sequence[Edit]) -> EditedStep:
+        """Return the step with edits; its results lie as in the plain one."""
+        return apply(self.step.edited, in_order([*edits, *self._results]))
 
-    def with_pins(self, pins: Pins, tables: Sequence[Tied] = ()) -> Unringed:
-        """Lay out the step, and ask how the operands and results of its matmuls lie then."""
+    def at(self, edits: Sequence[Edit]) -> Unringed:
+        """Edit the step, and ask how the operands and results of its matmuls lie then."""
 
-        def with_pins() -> Unringed:
-            edited = self.pinned(pins, tables)
-            if not (pins or tables):
-                return Unringed(edited, self.step.plain)
-            return Unringed(edited, self.step.partitioned(edited.jaxpr))
+        def at() -> Unringed:
+            edited = self.edited(edits)
+            spmd = self.step.partitioned(edited.jaxpr) if edits else self.step.plain
+            return Unringed(edited, spmd)
 
-        return self.step.once(("laid out", frozenset((*pins.items(), *tables))), with_pins)
+        return self.step.once(("laid out", frozenset(edits)), at)
 
-    def answer(self, pins: Pins, tables: Sequence[Tied] = ()) -> PricedLayout:
-        """Partition the step with pins, and estimate it; XLA may refuse some pins."""
-        edited = self.pinned(pins, tables)
+    def answer(self, edits: Sequence[Edit]) -> PricedLayout:
+        """Partition the step with edits, and estimate it; XLA may refuse some."""
+        edited = self.edited(edits)
         try:
             spmd = self.step.partitioned(edited.jaxpr, ask=False)
         except RewriteError as error:
             return PricedLayout(math.inf, 0, str(error))
         why_not = changed(self.step.plain, spmd) or _astray(spmd, self.step.mesh)
         return _answer(self.step, spmd, why_not)
+
+
+def _pins(pins: Pins) -> tuple[Pin, ...]:
+    return tuple(Pin(site=site, spec=spec) for site, spec in pins.items())
 
 
 def _answer(step: StepContext, spmd: SpmdProgram, why_not: str = "") -> PricedLayout:
@@ -143,8 +141,8 @@ def _searched(
     cost: CostModel,
     mode: LayoutMode,
     overlapped_s: Callable[[Unringed], float],
-) -> Layouts:
-    """Search for the layout of a step."""
+) -> tuple[Layouts, tuple[Edit, ...]]:
+    """Search for the layout of a step; return the record of it, and its edits."""
     step, plain = evaluator.step, evaluator.step.plain
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
     most = _EQUATIONS[mode] // _num_equations(step.jaxpr)
@@ -152,7 +150,7 @@ def _searched(
         matmuls=tuple(pinnable(step.jaxpr)),
         dims=dims,
         sizes=sizes,
-        ask=evaluator.answer,
+        ask=lambda pins: evaluator.answer(_pins(pins)),
         plain=_answer(step, plain),
         most=most,
         thorough=mode != "repair",
@@ -161,14 +159,17 @@ def _searched(
     if not aborting:
         search.run(starts(step.jaxpr, step.edited.arguments, dims, sizes))
     if len(rivals := search.rivals(_RIVALS[mode])) > 1:
-        search.best = min(rivals, key=lambda c: overlapped_s(evaluator.with_pins(c.pins)))
+        search.best = min(rivals, key=lambda c: overlapped_s(evaluator.at(_pins(c.pins))))
     search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
     if mode == "advise":
         search.thin_out(most)
     layouts = _record(step.jaxpr, search, cost.cluster.chip.memory_bytes)
+    edits: tuple[Edit, ...] = _pins(search.best.pins)
     if aborting:
-        return msgspec.structs.replace(layouts, aborting=aborting)
-    return _with_tables(evaluator, cost, layouts, search.best.pins)
+        return msgspec.structs.replace(layouts, aborting=aborting), edits
+    for proposed in _proposed(step):
+        layouts, edits = _tried(evaluator, layouts, edits, proposed)
+    return layouts, edits
 
 
 def _that_end_the_process(step: StepContext) -> Iterator[str]:
@@ -183,32 +184,32 @@ def _that_end_the_process(step: StepContext) -> Iterator[str]:
                 yield described(eqn, around)
 
 
-def _with_tables(evaluator: _Evaluator, cost: CostModel, layouts: Layouts, pins: Pins) -> Layouts:
-    """Gather tied tables once, if the step is faster so by price and needs hardly more memory."""
-    step, before_s = evaluator.step, layouts.step_s
-    tables = tuple(tied_tables(step.jaxpr, step.edited.arguments, step.mesh.shape))
-    if not tables:
-        return layouts
-    answer = evaluator.answer(pins, tables)
+def _proposed(step: StepContext) -> Iterator[tuple[Edit, ...]]:
+    """Yield the edits that each pass with a `propose` proposes for a step."""
+    for name in dict.fromkeys(kind.applied_by for kinds in ORDER for kind in kinds):
+        module = importlib.import_module(f"jaxoverlap.passes.{name}")
+        if hasattr(module, "propose"):
+            yield tuple(module.propose(step.edited, step.plain))
+
+
+def _tried(
+    evaluator: _Evaluator, layouts: Layouts, edits: tuple[Edit, ...], proposed: tuple[Edit, ...]
+) -> tuple[Layouts, tuple[Edit, ...]]:
+    """Keep proposed edits if the step is faster so by price, and needs hardly more memory."""
+    if not proposed:
+        return layouts, edits
+    before_s, answer = layouts.step_s, evaluator.answer((*edits, *proposed))
     layouts = msgspec.structs.replace(layouts, questions=layouts.questions + 1)
     if answer.why_not or answer.peak_bytes > MEMORY * layouts.plain_peak_bytes:
-        return layouts
+        return layouts, edits
     if answer.step_s > before_s * (1 - GAIN):
-        return layouts
-    names = compat.argument_names(step.jaxpr)
-    gathered = (
-        GatheredTable(
-            argument=table.argument,
-            name=names[table.argument],
-            dtype=table.dtype,
-            spec=table.spec,
-            gain_s=(before_s - answer.step_s) / len(tables),
-        )
-        for table in tables
+        return layouts, edits
+    gain_s = (before_s - answer.step_s) / len(proposed)
+    kept = (*layouts.kept, *(KeptEdit(edit=str(edit), gain_s=gain_s) for edit in proposed))
+    layouts = msgspec.structs.replace(
+        layouts, kept=kept, step_s=answer.step_s, peak_bytes=answer.peak_bytes
     )
-    return msgspec.structs.replace(
-        layouts, tables=tuple(gathered), step_s=answer.step_s, peak_bytes=answer.peak_bytes
-    )
+    return layouts, (*edits, *proposed)
 
 
 def _record(jaxpr: Any, search: LayoutSearch, memory_bytes: int) -> Layouts:

@@ -29,8 +29,8 @@ class Options:
         streams: as in `overlap`.
         unroll: how many steps of a cut scan stand in one body of its loop, if `halves` is a number.
         rings: whether matmuls may become rings; if not, weights are gathered ahead all the same.
-        layers_ahead: whether all weights of a layer are gathered ahead, as one, whatever it costs; if
-            not, the search tries it.
+        layers_ahead: whether all weights of a layer are gathered ahead, as one, whatever it costs;
+            if not, the search tries it.
         plan: the plan to follow; it says all that the options above say.
         operations, agree_within_s, never_slower: as in `overlap`.
         prices: the cost model to decide by; None for the package's of the cluster.

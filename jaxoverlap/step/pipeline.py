@@ -15,15 +15,17 @@ from jaxoverlap.hardware.topology import axis_costs
 from jaxoverlap.passes.analysis.jaxprs import equations
 from jaxoverlap.passes.analysis.mesh import unread
 from jaxoverlap.passes.analysis.sharding_rules import partitions_itself
-from jaxoverlap.passes.apply import EditedStep, apply
+from jaxoverlap.passes.apply import apply
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
+from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.plan.edits import DropTypes, Edit
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.streams import Streams
-from jaxoverlap.step.candidates import StepCandidate, overlapped
+from jaxoverlap.step.candidates import StepCandidate, overlapped, rewrites
 from jaxoverlap.step.check_plan import followed
 from jaxoverlap.step.context import StepContext, prepare
 from jaxoverlap.step.halves import GAIN
@@ -94,7 +96,7 @@ def estimated(step: StepContext, edits: Iterable[Edit]) -> float | None:
     """
     edited = apply(step.edited, edits)
     after = replace(step, edited=edited, answers={})
-    spmd = replace(after.partitioned(edited.jaxpr, ask=False), joined_bytes=edited.joined_bytes)
+    spmd = replace(after.partitioned(edited.jaxpr, ask=False), joined_bytes=joined_bytes(edited))
     return None if changed(step.plain, spmd) else step.seconds(spmd)
 
 
@@ -178,7 +180,7 @@ def _with_price(step: StepContext, candidate: StepCandidate, plan: Plan) -> Plan
         saved_s["types"] = as_it_is.step_s - untyped.step_s
     if plan.layouts and plan.layouts.changes:
         saved_s["layouts"] = untyped.step_s - laid_s
-    if plan.cut or candidate.edited.rewrites:
+    if plan.cut or rewrites(candidate.edited):
         rings = any(d.num_chunks > 1 for d in plan.decisions)
         saved_s["halves" if plan.cut else "rings" if rings else "gathers"] = laid_s - one_s
     if streams and streams.are_two:

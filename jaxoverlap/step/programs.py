@@ -10,8 +10,9 @@ from typing import Any
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.mesh import unread
-from jaxoverlap.passes.apply import EditedStep
+from jaxoverlap.passes.edited import EditedStep
 from jaxoverlap.passes.rewriting.one_view import with_one_view
+from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.pipeline import PassResult
 
@@ -71,7 +72,7 @@ def _seconds(step: StepContext, stage: EditedStep) -> float | None:
         spmd = step.partitioned(with_one_view(stage.jaxpr), ask=False)
     except RewriteError:
         return None
-    return step.seconds(replace(spmd, joined_bytes=stage.joined_bytes))
+    return step.seconds(replace(spmd, joined_bytes=joined_bytes(stage)))
 
 
 def _diff(before: str, after: str) -> str:

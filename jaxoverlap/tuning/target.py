@@ -14,6 +14,7 @@ from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.planning.profit import RingCosts
+from jaxoverlap.plan.edits import MakeRing
 from jaxoverlap.plan.plan import MadeFor, Plan, Variant
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import Options
@@ -126,9 +127,10 @@ def every_ring(call: jits.Call, options: Options) -> tuple[tuple[Site, ...], Pla
     assert done.step.cost is not None
     groups = groups_of(done.step.mesh, options.cluster)
     prices = RingCosts(done.step.cost, groups)
+    rings = done.edited.facts.get(MakeRing)
     sites = [
         site_of(ring, source_of(ring.members[0].dot), groups[ring.first.ring.axis])
-        for ring in done.edited.rings
+        for ring in (rings.automatic if rings else ())
         if prices.knows(ring)
     ]
     return tuple(sorted(sites, key=lambda site: site.number)), done.plan

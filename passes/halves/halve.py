@@ -18,15 +18,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxoverlap._jax import compat, inlining
-from jaxoverlap.passes.analysis.jaxprs import equations
+from jaxoverlap.passes.analysis.jaxprs import dots, equations
+from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
 from jaxoverlap.passes.halves.batch import BatchSplit, follow
 from jaxoverlap.passes.halves.body import SplitBody
 from jaxoverlap.passes.halves.own_names import own_slices
+from jaxoverlap.passes.halves.start import BatchDim
+from jaxoverlap.passes.halves.windows import ShardedWindows
+from jaxoverlap.passes.layouts.dims import DimNames
+from jaxoverlap.plan.edits import SplitBatch
 
 _CALLS = ("custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "closed_call", "core_call")
 
 Dims = list[int | None]
 RowsOf = Callable[[Any], int | None]
+
+
+def run(step: EditedStep, edits: Sequence[SplitBatch]) -> EditedStep:
+    """Split the batch that an edit names; the step's fact of it is a `Halved`."""
+    (edit,) = edits
+    check_sites(step.jaxpr, [(edit.site, edit)])
+    operands = dots(step.jaxpr)[edit.site].eqn.invars
+    if not (0 <= edit.operand < len(operands) and 0 <= edit.dim < operands[edit.operand].aval.ndim):
+        raise misfit(edit, f"matmul {edit.site} has no such dim")
+    dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
+    rows = BatchDim(dims.of(operands[edit.operand])[edit.dim], edit.shards, 0)
+    unpinned = next(stage for stage in step.stages if stage.mesh == step.mesh)
+    done = Halved(
+        step.jaxpr,
+        lambda var: rows.dim(dims, var),
+        BatchSplit(edit.shards, edit.parts),
+        edit.unroll,
+        whole=ShardedWindows(unpinned.jaxpr, step.arguments, dims, sizes),
+    )
+    return step.to(done.jaxpr, {SplitBatch: done})
 
 
 class Halved:

@@ -11,7 +11,7 @@ himself stays as he said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -20,10 +20,18 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot, bodies, map_bodies
 from jaxoverlap.passes.analysis.reshards import Reshards
+from jaxoverlap.passes.edited import EditedStep, check_sites
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
+from jaxoverlap.plan.edits import Pin
 
 Pins = Mapping[int, Spec]
 """The mesh axes on each dim of matmuls' results, by the number of the matmul."""
+
+
+def run(step: EditedStep, edits: Sequence[Pin]) -> EditedStep:
+    """Pin the results that edits name."""
+    check_sites(step.jaxpr, ((edit.site, edit) for edit in edits))
+    return step.to(pinned(step.jaxpr, {edit.site: edit.spec for edit in edits}, step.mesh))
 
 
 def pinnable(jaxpr: Any) -> Iterator[Dot]:

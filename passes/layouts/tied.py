@@ -14,39 +14,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.einsum import Spec
+from jaxoverlap.passes.analysis.partitioned import SpmdProgram
+from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.layouts.layout import weights_of
 from jaxoverlap.passes.rewriting.pin_results import constrained, dims_of
+from jaxoverlap.plan.edits import GatherTable
 
 _LOOKUP, _MATMUL = "gather", "dot_general"
 _LEAST_BYTES = 1 << 25  # of a table: less is not worth a question
 
 
-@dataclass(frozen=True)
-class Tied:
-    """A table that a lookup reads and a matmul too.
+def run(step: EditedStep, edits: Sequence[GatherTable]) -> EditedStep:
+    """Gather the tables that edits name."""
+    for edit in edits:
+        if not 0 <= edit.argument < len(step.jaxpr.invars):
+            raise misfit(edit, f"the step has {len(step.jaxpr.invars)} arguments")
+    return step.to(with_tables_gathered(step.jaxpr, edits, step.mesh))
 
-    Attributes:
-        argument: the number of the step's argument.
-        dtype: the type in which both read it.
-        spec: how it is to lie for both: gathered over the axes that shard the batch.
-    """
 
-    argument: int
-    dtype: str
-    spec: Spec
+def propose(step: EditedStep, program: SpmdProgram) -> Iterator[GatherTable]:
+    """Yield edits that gather the tied tables of a step that axes of its batch shard."""
+    yield from tied_tables(step.jaxpr, step.arguments, step.mesh.shape)
 
 
 def tied_tables(
     jaxpr: Any, arguments: Sequence[Spec | None], sizes: Mapping[str, int]
-) -> Iterator[Tied]:
-    """Yield the tied tables of a step that axes of its batch shard.
+) -> Iterator[GatherTable]:
+    """Yield edits that gather the tied tables of a step that axes of its batch shard.
 
     Args:
         jaxpr: the flattened step.
@@ -64,10 +64,11 @@ def tied_tables(
         for dtype, readers in _readers(jaxpr, var, uses).items():
             large = math.prod(var.aval.shape) * var.aval.dtype.itemsize >= _LEAST_BYTES
             if set(readers.values()) == {_LOOKUP, _MATMUL} and large:
-                yield Tied(number, dtype, whole)
+                name = compat.argument_names(jaxpr)[number]
+                yield GatherTable(argument=number, name=name, dtype=dtype, spec=whole)
 
 
-def with_tables_gathered(jaxpr: Any, tables: Sequence[Tied], mesh: Mesh) -> Any:
+def with_tables_gathered(jaxpr: Any, tables: Sequence[GatherTable], mesh: Mesh) -> Any:
     """Gather tables once: their lookups and matmuls read one value, which lies as they say."""
     eqns, uses = list(jaxpr.eqns), _uses(jaxpr)
     before: dict[int, list[Any]] = {}  # by the place in front of which they go

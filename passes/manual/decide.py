@@ -28,11 +28,11 @@ from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
 from jaxoverlap.passes.analysis.jaxprs import Body, Manual
 from jaxoverlap.passes.analysis.partitioned import Shardings
+from jaxoverlap.passes.edited import misfit
 from jaxoverlap.passes.manual.find import ManualRing, ManualSite, Sites, possible_rings
 from jaxoverlap.passes.manual.reasons import crossed, refusal_of, spread, why_not
 from jaxoverlap.passes.planning.decide import variant_of
 from jaxoverlap.passes.planning.entries import names_of, reader_entry, ring_entry, skip_of
-from jaxoverlap.passes.planning.ring_edits import misfit
 from jaxoverlap.passes.planning.terms import Requests
 from jaxoverlap.plan.decisions import Decision, Reason, Skip, Variant
 from jaxoverlap.plan.edits import EditedMatmul, MakeRing

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from jaxoverlap._jax import compat
 from jaxoverlap.passes.analysis.equation_order import EquationOrder
-from jaxoverlap.passes.analysis.errors import UserError
 from jaxoverlap.passes.analysis.jaxprs import Body, Dot
 from jaxoverlap.passes.analysis.partitioned import Shardings
 from jaxoverlap.passes.analysis.reshards import End, Reshards
+from jaxoverlap.passes.edited import misfit
 from jaxoverlap.passes.planning.decide import matmul_of, variant_of, why_unfit
 from jaxoverlap.passes.planning.layout import Layout, lay_out
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
@@ -183,11 +183,3 @@ def _hoist(var: Any, move: EarlyMove) -> Hoist:
 
 def _first(edit: RingEdit) -> int:
     return edit.site if isinstance(edit, MakeRing) else edit.matmul.site
-
-
-def misfit(edit: Any, why: str) -> UserError:
-    """Make the error that says why an edit does not fit a step."""
-    return UserError(
-        f"the edit does not fit the step: {edit}: {why}. Take the plan that explain() or tune() "
-        "gives for this step, and leave out edits or change their variants"
-    )

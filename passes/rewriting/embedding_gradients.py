@@ -27,8 +27,9 @@ from jax.sharding import Mesh
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.einsum import Spec
-from jaxoverlap.passes.analysis.jaxprs import Body
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies
 from jaxoverlap.passes.analysis.mesh import partition_spec
+from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.passes.planning.entries import line_of
 from jaxoverlap.passes.rings import chunks
 from jaxoverlap.passes.rings.chunks import Chunking
@@ -81,8 +82,19 @@ class Lookup:
         return Scattered(source=self.source, axes=axes, bytes_moved=sent)
 
 
+def run(step: EditedStep, edits: Sequence[ScatterLookup]) -> EditedStep:
+    """Scatter the gradients that edits name; the step's fact of it is a tuple of `Scattered`."""
+    every, found = bodies(step.jaxpr), []
+    for edit in edits:
+        if (lookup := lookup_of(edit, every, step.mesh)) is None:
+            raise misfit(edit, "no gradient of a lookup is there")
+        found.append(lookup)
+    entries = tuple(lookup.entry(step.mesh.shape) for lookup in found)
+    return step.to(scatter(step.jaxpr, found, step.mesh), {ScatterLookup: entries})
+
+
 def lookups(
-    bodies: Sequence[Body],
+    every: Sequence[Body],
     shardings: Mapping[Any, Any],
     mesh: Mesh,
     costs: Mapping[str, float],
@@ -90,13 +102,13 @@ def lookups(
     """List the lookups of a step whose gradients are sums over devices, to be scattered.
 
     Args:
-        bodies: the step's bodies.
+        every: the step's bodies.
         shardings: from `partitioned`, by (body, place).
         mesh: its mesh.
         costs: the cost of a byte along each axis.
     """
     known = []
-    for number, (body, position, eqn) in enumerate(_scatter_adds(bodies)):
+    for number, (body, position, eqn) in enumerate(_scatter_adds(every)):
         read = shardings.get((body.index, position))
         if read is None or None in read[1:3] or not _starts_from_zeros(body, eqn):
             continue
@@ -108,9 +120,9 @@ def lookups(
     return known
 
 
-def lookup_of(edit: ScatterLookup, bodies: Sequence[Body], mesh: Mesh) -> Lookup | None:
+def lookup_of(edit: ScatterLookup, every: Sequence[Body], mesh: Mesh) -> Lookup | None:
     """Find the lookup that an edit names; None if no gradient of one is there."""
-    found = dict(enumerate(_scatter_adds(bodies))).get(edit.number)
+    found = dict(enumerate(_scatter_adds(every))).get(edit.number)
     if found is None or not _starts_from_zeros(found[0], found[2]) or not _adds_rows(found[2]):
         return None
     body, _, eqn = found
@@ -121,9 +133,9 @@ def lookup_of(edit: ScatterLookup, bodies: Sequence[Body], mesh: Mesh) -> Lookup
     return Lookup(eqn, edit.number, source, edit.updates, edit.out, scatters, edit.sums)
 
 
-def _scatter_adds(bodies: Sequence[Body]) -> Iterator[tuple[Body, int, Any]]:
+def _scatter_adds(every: Sequence[Body]) -> Iterator[tuple[Body, int, Any]]:
     """Yield the scatter-adds of a step, each with its body and its place there."""
-    for body in bodies:
+    for body in every:
         for position, eqn in enumerate(body.eqns):
             if eqn.primitive.name == "scatter-add":
                 yield body, position, eqn

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,13 @@ from jax import lax
 
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
+from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.plan.edits import ShareViews
+
+
+def run(step: EditedStep, edits: Sequence[ShareViews]) -> EditedStep:
+    """Share the views of a step."""
+    return step.to(with_one_view(step.jaxpr))
 
 
 def with_one_view(jaxpr: Any) -> Any:

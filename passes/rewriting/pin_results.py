@@ -24,7 +24,20 @@ from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.einsum import Spec
 from jaxoverlap.passes.analysis.mesh import explicit_axes
+from jaxoverlap.passes.edited import EditedStep, misfit
 from jaxoverlap.plan.edits import PinResults
+
+
+def run(step: EditedStep, edits: Sequence[PinResults]) -> EditedStep:
+    """Pin the results that edits name."""
+    jaxpr = step.jaxpr
+    for edit in edits:
+        wanted = dict(edit.specs)
+        if strange := wanted.keys() - set(range(len(jaxpr.outvars))):
+            raise misfit(edit, f"the step has no result {min(strange)}")
+        specs = [wanted.get(number) for number in range(len(jaxpr.outvars))]
+        jaxpr = pin_results(jaxpr, specs, step.mesh)
+    return step.to(jaxpr)
 
 
 def pinned_results(

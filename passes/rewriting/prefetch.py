@@ -32,6 +32,17 @@ from jax import lax
 from jaxoverlap._jax import compat, inlining
 from jaxoverlap.passes.analysis.def_use import DefUse
 from jaxoverlap.passes.analysis.jaxprs import REMATS, has_matmul
+from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.plan.edits import GatherAhead, MakeRing
+
+
+def run(step: EditedStep, edits: Sequence[GatherAhead]) -> EditedStep:
+    """Gather what rings and matmuls read gathered ahead; the step's fact of it is `Prefetched`."""
+    (edit,) = edits
+    rings = step.facts.get(MakeRing)
+    gathered = rings.gathered if rings else {}
+    jaxpr, ahead = prefetch(step.jaxpr, gathered, whole_layers=edit.whole_layers)
+    return step.to(jaxpr, {GatherAhead: ahead})
 
 
 def prefetch(
@@ -62,6 +73,12 @@ class Prefetched(NamedTuple):
 
     gathers: int = 0
     most_bytes: int = 0
+
+
+def joined_bytes(step: EditedStep) -> int:
+    """Return the bytes of a layer's weights that are gathered ahead as one; 0 if none are."""
+    whole = any(isinstance(edit, GatherAhead) and edit.whole_layers for edit in step.edits)
+    return step.facts[GatherAhead].most_bytes if whole else 0
 
 
 class _Ahead:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,12 +22,16 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxoverlap._jax import compat, inlining
+from jaxoverlap._jax.partitioner import many_processes_of_cpus
 from jaxoverlap.passes.analysis.errors import RewriteError, could_not_rewrite
-from jaxoverlap.passes.analysis.jaxprs import Body, map_bodies
+from jaxoverlap.passes.analysis.jaxprs import Body, bodies, map_bodies
 from jaxoverlap.passes.analysis.mesh import automatic, explicit_axes, partition_spec
-from jaxoverlap.passes.manual.decide import ManualSharing
+from jaxoverlap.passes.edited import EditedStep, check_sites, misfit
+from jaxoverlap.passes.manual.decide import ManualSharing, manual_decisions, placed_manual
 from jaxoverlap.passes.manual.rewrite import manual_rings
+from jaxoverlap.passes.planning.decide import decisions
 from jaxoverlap.passes.planning.entries import source_of
+from jaxoverlap.passes.planning.ring_edits import RingEdit, placed
 from jaxoverlap.passes.planning.ring_plan import Hoist, Member, Ring, Sharing, Value
 from jaxoverlap.passes.rewriting.ring_functions import (
     dot_on,
@@ -36,6 +41,68 @@ from jaxoverlap.passes.rewriting.ring_functions import (
     ringed,
     scope,
 )
+from jaxoverlap.passes.rings.chunks import without_ties
+from jaxoverlap.plan.decisions import Decision
+from jaxoverlap.plan.edits import MakeRing
+
+
+@dataclass(frozen=True)
+class Rings:
+    """The rings of a step, as edits have made them.
+
+    Attributes:
+        sharings: those of each body, by its number.
+        gathered: the variables of what is gathered before rings, each with the bytes that a device
+            holds of it.
+    """
+
+    sharings: Mapping[int, Sharing | ManualSharing]
+    gathered: Mapping[Any, int]
+
+    @property
+    def automatic(self) -> tuple[Ring, ...]:
+        """The rings, but for those beside collectives that the user wrote."""
+        every = (s.rings for s in self.sharings.values() if isinstance(s, Sharing))
+        return tuple(ring for rings in every for ring in rings)
+
+    @property
+    def decisions(self) -> dict[int, Decision]:
+        """The entries of the matmuls that are rewritten, by their number."""
+        found: dict[int, Decision] = {}
+        for sharing in self.sharings.values():
+            manual = isinstance(sharing, ManualSharing)
+            found |= manual_decisions(sharing) if manual else decisions(sharing)
+        return found
+
+
+def run(step: EditedStep, edits: Sequence[RingEdit]) -> EditedStep:
+    """Make the rings that edits name; the step's fact of it is `Rings`."""
+    named: dict[int, RingEdit] = {}
+    for edit in edits:
+        for matmul in edit.matmuls if isinstance(edit, MakeRing) else (edit.matmul,):
+            if named.setdefault(matmul.site, edit) is not edit:
+                raise misfit(edit, f"matmul {matmul.site} is in another ring too")
+    check_sites(step.jaxpr, named.items())
+    sizes = dict(step.mesh.shape)
+    sharings: dict[int, Sharing | ManualSharing] = {}
+    for body in bodies(step.jaxpr):
+        here = list({id(e): e for dot in body.dots if (e := named.get(dot.index))}.values())
+        if here:
+            sharings[body.index] = _placed(body, here, sizes)
+    with without_ties(many_processes_of_cpus(step.mesh.devices.flat)):
+        jaxpr, gathered = rewrite(step.jaxpr, sharings, step.mesh)
+    return step.to(jaxpr, {MakeRing: Rings(sharings, gathered)})
+
+
+def _placed(
+    body: Body, edits: Sequence[RingEdit], sizes: Mapping[str, int]
+) -> Sharing | ManualSharing:
+    written = [e for e in edits if isinstance(e, MakeRing) and e.written is not None]
+    if not written:
+        return placed(body, edits, sizes)
+    if len(written) < len(edits) or body.dots[0].manual is None:
+        raise misfit(written[0], "rings beside collectives of the user's are in a shard_map")
+    return placed_manual(body, written)
 
 
 def rewrite(

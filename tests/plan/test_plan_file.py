@@ -237,5 +237,5 @@ def test_what_goes_with_the_matmuls_has_a_line_each():
     ]
 
 
-def test_the_choices_are_those_of_the_rings():
-    assert {site: str(v) for site, v in TUNED.choices.items()} == {3: "one_way", 5: "two_way x 2"}
+def test_the_rings_are_those_of_the_edits():
+    assert {r.site: str(r.variant) for r in TUNED.rings} == {3: "one_way", 5: "two_way x 2"}

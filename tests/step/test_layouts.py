@@ -81,27 +81,21 @@ def test_a_plan_keeps_the_layouts_and_is_followed_without_a_search(plan, args, m
     assert followed.layouts == plan.layouts
 
 
-def test_a_plan_whose_pins_cannot_be_kept_is_refused(plan, args, monkeypatch):
-    monkeypatch.setattr("jaxoverlap.step.layouts.changed", lambda plain, after: "another sharding")
-    with pytest.raises(ValueError, match=r"cannot be followed on step[\s\S]*layouts: .* pins"):
-        jaxoverlap.overlap(jax.jit(step), plan=plan, cluster=POD).explain(*args)
-
-
 def test_a_layout_that_xla_refuses_is_not_taken(args, monkeypatch):
-    pinned_jaxpr, partitioned = step_layouts._Evaluator.pinned_jaxpr, step_context.partitioned
+    edited, partitioned = step_layouts._Evaluator.edited, step_context.partitioned
     with_pins = []
 
-    def recorded(evaluator, pins, tables=()):
-        jaxpr = pinned_jaxpr(evaluator, pins, tables)
-        with_pins.extend([jaxpr] if pins else [])
-        return jaxpr
+    def recorded(evaluator, edits):
+        after = edited(evaluator, edits)
+        with_pins.extend([after.jaxpr] if edits else [])
+        return after
 
     def refusing(traced, jaxpr, mesh, *, ask=True):
         if any(jaxpr is one for one in with_pins):
             raise RewriteError("XLA's partitioner gave no answer")
         return partitioned(traced, jaxpr, mesh, ask=ask)
 
-    monkeypatch.setattr("jaxoverlap.step.layouts._Evaluator.pinned_jaxpr", recorded)
+    monkeypatch.setattr("jaxoverlap.step.layouts._Evaluator.edited", recorded)
     monkeypatch.setattr("jaxoverlap.step.context.partitioned", refusing)
     fresh = jax.jit(lambda *given: step(*given))  # what was found for another is remembered
     layouts = jaxoverlap.overlap(fresh, cluster=POD).explain(*args).layouts

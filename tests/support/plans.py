@@ -8,6 +8,16 @@ import msgspec
 from hypothesis import strategies as st
 
 from jaxoverlap.plan.decisions import Code, Reason
+from jaxoverlap.plan.edits import (
+    EditedMatmul,
+    GatherAhead,
+    MakeRing,
+    Pin,
+    ReadGathered,
+    ScatterLookup,
+    ShareViews,
+    SplitBatch,
+)
 from jaxoverlap.plan.plan import (
     ChannelRow,
     Decision,
@@ -139,7 +149,23 @@ MADE_FOR = MadeFor(
 TUNED = msgspec.structs.replace(
     PLAN,
     sums=(ScatteredSum(site=5, dim=1, axes=("data", "model")),),
-    fsdp="ring",
+    edits=(
+        Pin(site=0, spec=(("data",), ())),
+        SplitBatch(site=3, operand=0, dim=0, parts=2, shards=2),
+        ScatterLookup(
+            number=0, updates=((), ()), out=(("model",), ()), scatters=((0, "model", 1),)
+        ),
+        MakeRing(kind="all_gather", axis="model", matmuls=(EditedMatmul(site=3),), keep=True),
+        MakeRing(
+            kind="reduce_scatter",
+            axis="model",
+            variant=Variant("two_way", 2),
+            matmuls=(EditedMatmul(site=5, lhs=((), ("model",)), through=(2,)),),
+        ),
+        ReadGathered(matmul=EditedMatmul(site=4), rings=(3,)),
+        GatherAhead(whole_layers=True),
+        ShareViews(),
+    ),
     schedule=Schedule(slack=0.05, in_flight=8),
     xla_options={"xla_gpu_enable_latency_hiding_scheduler": "True"},
     nccl=Nccl(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -13,9 +14,8 @@ import jaxoverlap
 from jaxoverlap.hardware.pods import compiler_options
 from jaxoverlap.passes.analysis.flatten import flatten
 from jaxoverlap.passes.layouts import tied
-from jaxoverlap.passes.layouts.tied import Tied, tied_tables, with_tables_gathered
-from jaxoverlap.plan.layouts import GatheredTable, Layouts
-from jaxoverlap.step.options import Options
+from jaxoverlap.passes.layouts.tied import tied_tables, with_tables_gathered
+from jaxoverlap.plan.edits import GatherTable, PinResults
 from tests.support.pods import pytestmark as pods
 
 V, D, B, S = 64, 32, 8, 4
@@ -43,15 +43,6 @@ def step_of(dtype=jnp.float32):
 
 def traced(step, *args):
     return flatten(step.trace(*args).jaxpr)
-
-
-def layouts(*tables: Tied) -> Layouts:
-    gathered = [
-        GatheredTable(argument=t.argument, name="", dtype=t.dtype, spec=t.spec, gain_s=0)
-        for t in tables
-    ]
-    none = dict(plain_s=0, step_s=0, plain_peak_bytes=0, peak_bytes=0, memory_bytes=0, questions=0)
-    return Layouts(pins=(), tables=tuple(gathered), **none)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -86,7 +77,11 @@ def test_numbers_shardings_and_donation_are_the_plain_steps(mesh, name, dtype, h
     assert (table.argument, table.dtype) == (0, jnp.dtype(dtype).name)
     assert "fsdp" not in [a for axes in table.spec for a in axes]
     given, other = arguments(mesh, P(*TABLES[name])), arguments(mesh, P(*TABLES[name]))
-    overlapped = jaxoverlap.Overlapped(step, Options(pins=layouts(table), halves=halves))
+    without = jaxoverlap.overlap(step, halves=halves).explain(*given)
+    results = PinResults(specs=((0, TABLES[name]), (1, ((), ()))))
+    edits = table, *([] if without.cut else [results]), *without.edits
+    plan = msgspec.structs.replace(without, edits=edits)
+    overlapped = jaxoverlap.overlap(step, plan=plan)
     (params, loss), (plain, plain_loss) = overlapped(*given), step(*other)
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(loss, plain_loss, rtol=tolerance)
@@ -112,7 +107,7 @@ def test_a_table_of_which_only_one_use_is_known_is_left_alone(mesh):
 def test_every_reader_reads_one_value_and_the_optimizer_its_own(mesh):
     params, ids = arguments(mesh, P("fsdp"))
     jaxpr = traced(step_of(jnp.bfloat16), params, ids)
-    table = Tied(0, "bfloat16", ((), ()))
+    table = GatherTable(argument=0, name="embed", dtype="bfloat16", spec=((), ()))
     after = with_tables_gathered(jaxpr, [table], mesh)
     (pin,) = [e for e in after.eqns if e.primitive.name == "sharding_constraint"]
     readers = [e for e in after.eqns if pin.outvars[0] in e.invars]
@@ -136,13 +131,13 @@ class TestOnAPod:
         step = step_of(jnp.bfloat16)
         options = dict(cluster="h100-sxm:8x8", never_slower=False, halves=None)
         lowered = jaxoverlap.overlap(step, **options).lower(*args)
-        (table,) = lowered.plan.layouts.tables
+        (table,) = (e for e in lowered.plan.edits if isinstance(e, GatherTable))
         assert table.name == "params['embed']" and table.spec == ((), ())
-        assert "params['embed'] is gathered once as bfloat16" in str(lowered.plan)
+        assert "gather params['embed'] once as bfloat16" in str(lowered.plan)
         plain = step.lower(*args).compile(compiler_options=compiler_options())
         once = lowered.compile()
         assert once.simulate().step_s < jaxoverlap.simulate(plain, "h100-sxm:8x8").step_s
         followed = jaxoverlap.overlap(step, plan=lowered.plan, cluster=options["cluster"]).lower(
             *args
         )
-        assert followed.plan.layouts.tables == (table,)
+        assert followed.plan == lowered.plan

@@ -1,0 +1,87 @@
+"""A step as edits have left it: what a pass is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxoverlap._jax import explicit
+from jaxoverlap.passes.analysis.einsum import Spec
+from jaxoverlap.passes.analysis.errors import UserError
+from jaxoverlap.passes.analysis.jaxprs import Dot, dots
+from jaxoverlap.plan.edits import AFTER_NUMBERING, Edit
+
+
+@dataclass(frozen=True)
+class EditedStep:
+    """A step after some edits.
+
+    Attributes:
+        jaxpr: the step, flattened.
+        mesh: its mesh.
+        arguments: how each of its arguments lies; None where that is not known.
+        edits: the edits, in order.
+        before: the step before the last kind of edits; None for one that was not edited.
+        untyped: the step as types were dropped from it; None where they were not.
+        facts: what passes tell of what they did, by the kind of their edits.
+    """
+
+    jaxpr: Any
+    mesh: Mesh
+    arguments: tuple[Spec | None, ...]
+    edits: tuple[Edit, ...] = ()
+    before: EditedStep | None = None
+    untyped: EditedStep | None = None
+    facts: Mapping[type, Any] = field(default_factory=dict)
+
+    def to(self, jaxpr: Any, facts: Mapping[type, Any] | None = None) -> EditedStep:
+        """Return the step with another jaxpr, and further facts."""
+        return replace(self, jaxpr=jaxpr, facts={**self.facts, **(facts or {})})
+
+    def has(self, *kinds: type) -> bool:
+        """Return whether some edits are of these kinds."""
+        return any(isinstance(edit, kinds) for edit in self.edits)
+
+    @property
+    def result(self) -> Any:
+        """The jaxpr that is compiled: types that were dropped are put back."""
+        if self.untyped is None:
+            return self.jaxpr
+        return explicit.typed_as(self.jaxpr, self.untyped.jaxpr)
+
+    @property
+    def matmuls(self) -> tuple[Dot, ...]:
+        """The matmuls as edits of rings number them, and as `explain()` does."""
+        step = self
+        while step.before is not None and isinstance(step.edits[-1], AFTER_NUMBERING):
+            step = step.before
+        return dots(step.jaxpr)
+
+    @property
+    def stages(self) -> list[EditedStep]:
+        """The step after each kind of edits, the original one first."""
+        return [*(self.before.stages if self.before else ()), self]
+
+
+def check_sites(jaxpr: Any, edits: Iterable[tuple[int, Edit]]) -> None:
+    """Refuse an edit that names a matmul that is not there.
+
+    Args:
+        jaxpr: the step.
+        edits: numbers of matmuls, each with the edit that names it.
+    """
+    known = {dot.index for dot in dots(jaxpr)}
+    for site, edit in edits:
+        if site not in known:
+            raise misfit(edit, f"the step has {len(known)} matmuls, counted from 0, and no {site}")
+
+
+def misfit(edit: Edit, why: str) -> UserError:
+    """Make the error that says why an edit does not fit a step."""
+    return UserError(
+        f"the edit does not fit the step: {edit}: {why}. Take the plan that explain() or tune() "
+        "gives for this step, and leave out edits or change their variants"
+    )
