@@ -89,7 +89,6 @@ def summary(plan: jaxoverlap.Plan) -> Row:
             counts[str(decision.variant)] = counts.get(str(decision.variant), 0) + 1
     return {
         "rings": counts,
-        "fsdp": plan.fsdp,
         "slack": plan.schedule.slack if plan.schedule else None,
         "xla_options": len(plan.xla_options),
         "channels": len(plan.nccl.channels),

@@ -77,7 +77,7 @@ def measure(step: Step, row: str) -> Row:
         **(_of_pass(compiled.schedule) if row in SETTINGS and compiled.schedule else {}),
         **({"taken": compiled.speedup.taken} if row in SETTINGS and compiled.speedup else {}),
         **(
-            of_cut(compiled.plan) | {"rings": len(compiled.plan.choices)}
+            of_cut(compiled.plan) | {"rings": len(compiled.plan.rings)}
             if row in SETTINGS and compiled.plan
             else {}
         ),
@@ -116,7 +116,7 @@ def seconds(step: Simulation, *, lines: bool) -> Row:
 
 
 def _of_plan(plan: jaxoverlap.Plan) -> Row:
-    return of_cut(plan) | {"rings": len(plan.choices)}
+    return of_cut(plan) | {"rings": len(plan.rings)}
 
 
 def _of_pass(report: Any) -> Row:
