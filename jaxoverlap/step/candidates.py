@@ -50,19 +50,12 @@ from jaxoverlap.plan.edits import (
     ScatterLookup,
     ShareViews,
 )
+from jaxoverlap.plan.limits import FEW_CANDIDATES, GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.context import StepContext
-from jaxoverlap.step.halves import (
-    FEW_CANDIDATES,
-    GAIN,
-    exceeds,
-    in_halves,
-    in_parts,
-    safe_terms,
-    seconds,
-    too_large,
-)
+from jaxoverlap.step.halves import in_halves, in_parts, safe_terms, seconds
 from jaxoverlap.step.layouts import Unringed, changed, with_layouts
+from jaxoverlap.step.memory import exceeds, too_large
 from jaxoverlap.step.options import Options
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 from jax.sharding import Mesh
 
-from jaxoverlap._util.text import human_bytes
-from jaxoverlap.cost.model import CostModel
 from jaxoverlap.passes.analysis.errors import RewriteError
 from jaxoverlap.passes.analysis.jaxprs import dots, has_nested_loops
 from jaxoverlap.passes.analysis.mesh import is_cpu
@@ -23,37 +21,24 @@ from jaxoverlap.passes.halves.least_matmul import least_matmul
 from jaxoverlap.passes.halves.shardings import shardings_of_parts
 from jaxoverlap.passes.halves.start import BatchDim, batch_dims
 from jaxoverlap.passes.layouts.dims import DimNames
-from jaxoverlap.passes.layouts.memory import argument_bytes, estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import pinnable
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.one_view import with_one_view
 from jaxoverlap.passes.rewriting.pin_results import is_even
 from jaxoverlap.plan.edits import Pin, SplitBatch
 from jaxoverlap.plan.halves import Halves
+from jaxoverlap.plan.limits import (
+    FEW_CANDIDATES,
+    GAIN,
+    SKIP_RINGS_GAIN,
+    UNROLL,
+    UNROLL_GAIN,
+)
 from jaxoverlap.simulation import hlo
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.layouts import Unringed, changed, described, examples
+from jaxoverlap.step.memory import fits, too_large
 
-# Ring candidates that are estimated to compare two layouts, or a batch split with none.
-FEW_CANDIDATES = 5
-# If the split step is faster by this share, the other ring candidates are not estimated: they
-# seldom gain more on the first ones.
-_SKIP_RINGS_GAIN = 0.05
-# Iterations of a split scan per loop body: that hides what is exposed at the ends of an iteration.
-_UNROLL = 2
-# Unrolling needs more memory, so it has to gain this share of the step. By simulation a MaxText
-# step with an estimated gain of 0.78% took 1.6% longer, and a 7B step with 0.91% was faster.
-_MIN_UNROLL_GAIN = 0.008
-# Estimates that differ by less than this share of the step do not tell two candidates apart.
-GAIN = 0.01
-# Unrolled scans need up to this many times the memory that is estimated for them.
-_UNROLLED_MEMORY = 1.3
-# The share of a device's memory above which XLA rematerializes values.
-_XLA_MEMORY_SHARE = 0.8
-# A split step may need this many times the memory of the original step, by the estimate.
-_MAX_MEMORY = 1.15
-# Where memory is short, weights gathered a layer ahead may need this many times that of the step.
-_MAX_LAYERS_AHEAD = 1.05
 _MIXED_UP = "XLA:CPU mixes up the rings of parts in loops within loops (docs/upstream.md)"
 
 
@@ -96,13 +81,13 @@ def in_halves(
     if split.is_split and not (why_not := too_large(step.plain, split.spmd)):
         splits = [split]
         if any(dot.runs > 1 for dot in dots(split.jaxpr)):
-            unrolled = in_parts(step, unringed, 2, _UNROLL)
+            unrolled = in_parts(step, unringed, 2, UNROLL)
             splits += [unrolled] if fits(unrolled.spmd, step.cost) else []
         candidate, *others = (candidates_of(split).fastest(rings=False) for split in splits)
-        most_s = seconds(candidate) * (1 - _MIN_UNROLL_GAIN)
+        most_s = seconds(candidate) * (1 - UNROLL_GAIN)
         candidate = next((other for other in others if seconds(other) < most_s), candidate)
         step_s = seconds(candidate)
-        if step_s > seconds(best) * (1 - _SKIP_RINGS_GAIN):
+        if step_s > seconds(best) * (1 - SKIP_RINGS_GAIN):
             best = whole.fastest()
         assert candidate.plan.halves is not None
         whole_s = seconds(best)
@@ -187,41 +172,9 @@ def _as_in(shardings: Mapping[Any, Shardings], jaxpr: Any, mesh: Mesh) -> list[P
     ]
 
 
-def fits(unrolled: SpmdProgram, cost: CostModel | None) -> bool:
-    """Return whether XLA has memory for unrolled scans, by estimate.
-
-    XLA gathers the weights of both steps of a scan at once, which the estimate does not see: the 7B
-    step of the suite then needs a fifth more.
-    """
-    if cost is None:
-        return False
-    arguments = argument_bytes(unrolled.module)
-    temporaries = estimated_peak_bytes(unrolled.module) - arguments
-    return (
-        arguments + temporaries * _UNROLLED_MEMORY
-        <= cost.cluster.chip.memory_bytes * _XLA_MEMORY_SHARE
-    )
-
-
 def _left(unringed: Unringed, record: Halves, why_not: str) -> Unringed:
     """Return the step without a batch split, with the reason."""
     return replace(unringed, halves=msgspec.structs.replace(record, why_not=why_not))
-
-
-def exceeds(plain: SpmdProgram, after: SpmdProgram, cost: CostModel) -> bool:
-    """Return whether layers gathered ahead need memory that XLA has not, by estimate."""
-    peak = estimated_peak_bytes(after.module)
-    if peak <= cost.cluster.chip.memory_bytes * _XLA_MEMORY_SHARE:
-        return False
-    return peak > estimated_peak_bytes(plain.module) * _MAX_LAYERS_AHEAD
-
-
-def too_large(plain: SpmdProgram, spmd: SpmdProgram) -> str:
-    """Say by how much the parts exceed the plain step's memory; empty if they do not."""
-    before, after = (estimated_peak_bytes(p.module) for p in (plain, spmd))
-    if after <= before * _MAX_MEMORY:
-        return ""
-    return f"they need about {human_bytes(after)} of memory, the plain step {human_bytes(before)}"
 
 
 def _split(

@@ -24,19 +24,16 @@ from jaxoverlap.passes.layouts.dims import DimNames, Name
 from jaxoverlap.passes.layouts.layout import starts
 from jaxoverlap.passes.layouts.memory import estimated_peak_bytes
 from jaxoverlap.passes.layouts.pins import Pins, pinnable
-from jaxoverlap.passes.layouts.search import GAIN, MEMORY, LayoutSearch, PricedLayout
+from jaxoverlap.passes.layouts.search import LayoutSearch, PricedLayout
 from jaxoverlap.passes.planning.entries import source_of
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
 from jaxoverlap.plan.edits import ORDER, Edit, Pin, in_order
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import KeptEdit, Layouts, PinnedResult
+from jaxoverlap.plan.limits import GAIN, LAYOUT_EQUATIONS, LAYOUT_MEMORY, RIVAL_LAYOUTS
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.options import LayoutMode, Options
 
-# A question takes the longer the more equations a step has: 0.5 s for a 7B step of 530. These are
-# for about 5, 30 and, twice, 50 seconds. Seconds themselves would differ between processes.
-_EQUATIONS: dict[LayoutMode, int] = {"repair": 5_000, "complete": 30_000, "advise": 50_000}
-_RIVALS: dict[LayoutMode, int] = {"repair": 2, "complete": 3, "advise": 3}
 _WRONG_FROM = 3  # axes of a mesh on which XLA loses a permute (docs/upstream.md)
 
 
@@ -145,7 +142,7 @@ def _searched(
     """Search for the layout of a step; return the record of it, and its edits."""
     step, plain = evaluator.step, evaluator.step.plain
     dims, sizes = DimNames(step.jaxpr), dict(step.mesh.shape)
-    most = _EQUATIONS[mode] // _num_equations(step.jaxpr)
+    most = LAYOUT_EQUATIONS[mode] // _num_equations(step.jaxpr)
     search = LayoutSearch(
         matmuls=tuple(pinnable(step.jaxpr)),
         dims=dims,
@@ -158,7 +155,7 @@ def _searched(
     aborting = tuple(dict.fromkeys(_that_end_the_process(step)))
     if not aborting:
         search.run(starts(step.jaxpr, step.edited.arguments, dims, sizes))
-    if len(rivals := search.rivals(_RIVALS[mode])) > 1:
+    if len(rivals := search.rivals(RIVAL_LAYOUTS[mode])) > 1:
         search.best = min(rivals, key=lambda c: overlapped_s(evaluator.at(_pins(c.pins))))
     search.leave_out({site: lies.out for site, lies in plain.shardings.items()})
     if mode == "advise":
@@ -200,7 +197,7 @@ def _tried(
         return layouts, edits
     before_s, answer = layouts.step_s, evaluator.answer((*edits, *proposed))
     layouts = msgspec.structs.replace(layouts, questions=layouts.questions + 1)
-    if answer.why_not or answer.peak_bytes > MEMORY * layouts.plain_peak_bytes:
+    if answer.why_not or answer.peak_bytes > LAYOUT_MEMORY * layouts.plain_peak_bytes:
         return layouts, edits
     if answer.step_s > before_s * (1 - GAIN):
         return layouts, edits

@@ -27,6 +27,7 @@ from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
+from jaxoverlap.plan.limits import CLEAR_GAIN, CLOSE_ESTIMATES, EXPOSED
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup, milliseconds
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
@@ -34,16 +35,6 @@ from jaxoverlap.simulation.simulation import simulate
 from jaxoverlap.simulation.slower_rules import lost
 from jaxoverlap.step.trial import Failure, Request, attempt, schedule_of
 
-# If the overlapped step's estimated gain exceeds this share, the original step in the scheduler
-# pass's order is not compiled. In `benchmarks.drawn` that order alone gains up to 39%, and one step
-# lost 4.5% to it although its estimated gain was 22%.
-_CLEAR_GAIN = 0.5
-# If the estimates with and without a batch split differ by less than this share, both are compiled.
-# The estimate was wrong by 2.4% for one of 60 random steps, and by 3% and 6% for third-party steps.
-_CLOSE_ESTIMATES = 0.06
-# Published options hide collectives and do not make kernels faster: if a step takes at most this
-# share more than the original step's kernels, no published options are compiled.
-_MIN_EXPOSED = 0.05
 _TIMEOUT_S = 3600.0  # of a child; what takes as long is stuck
 DECIDED_WITHIN_S = 3 * _TIMEOUT_S  # three rounds of children, those of a round at a time
 
@@ -116,7 +107,7 @@ class Comparison:
     def is_close(self) -> bool:
         """Return whether the original step, reordered, may be as fast as the overlapped one."""
         price = self.plan.price
-        clear = price is not None and price.step_s < price.plain_s * (1 - _CLEAR_GAIN)
+        clear = price is not None and price.step_s < price.plain_s * (1 - CLEAR_GAIN)
         return self.reorders and bool(self.plan.edits) and not clear
 
     @property
@@ -125,7 +116,7 @@ class Comparison:
         halves = self.plan.halves
         if not self.may_split or halves is None or halves.whole_s is None or halves.step_s is None:
             return False
-        return abs(halves.step_s / halves.whole_s - 1) < _CLOSE_ESTIMATES
+        return abs(halves.step_s / halves.whole_s - 1) < CLOSE_ESTIMATES
 
     def decided_here(
         self,
@@ -224,7 +215,7 @@ def choose(
         reordered = compiled("reordered")
         if isinstance(reordered, CompiledStep) and key(reordered) <= key(plain):
             fit["reordered"], taken = reordered, "reordered"
-    if comparison.reorders and fit[taken].step_s > plain.compute_s * (1 + _MIN_EXPOSED):
+    if comparison.reorders and fit[taken].step_s > plain.compute_s * (1 + EXPOSED):
         with ThreadPoolExecutor(len(COMPARED)) as pool:
             for candidate, made in zip(COMPARED, pool.map(in_child, COMPARED), strict=True):
                 if isinstance(made, CompiledStep) and made.loops == plain.loops:

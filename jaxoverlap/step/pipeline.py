@@ -22,17 +22,15 @@ from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
 from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.plan.edits import DropTypes, Edit
+from jaxoverlap.plan.limits import GAIN, STREAM_GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
 from jaxoverlap.plan.streams import Streams
 from jaxoverlap.step.candidates import StepCandidate, overlapped, rewrites
 from jaxoverlap.step.check_plan import followed
 from jaxoverlap.step.context import StepContext, prepare
-from jaxoverlap.step.halves import GAIN
 from jaxoverlap.step.layouts import changed, described
 from jaxoverlap.step.options import Options
-
-_STREAM_GAIN = 0.01  # of the step: what a second stream has to gain, as NCCL then has two orders
 
 
 @dataclass(frozen=True)
@@ -205,5 +203,5 @@ def _streams(step: StepContext, one_s: float, two_s: float) -> Streams | None:
     if step.streams is None or not step.streams.are_two:
         return step.streams
     gain = 1 - two_s / one_s
-    why_not = "" if gain >= _STREAM_GAIN else f"a second one gains {gain:.1%} (estimated)"
+    why_not = "" if gain >= STREAM_GAIN else f"a second one gains {gain:.1%} (estimated)"
     return Streams(one_s=one_s, two_s=two_s, why_not=why_not)

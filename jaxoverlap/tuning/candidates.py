@@ -15,6 +15,7 @@ from msgspec import structs
 
 from jaxoverlap.passes.planning.decide import variant_of
 from jaxoverlap.plan.edits import GatherAhead, MakeRing, ReadGathered, ShareViews
+from jaxoverlap.plan.limits import WORTH_MOVING
 from jaxoverlap.plan.plan import Decision, Plan, Skip, Variant
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Trial
@@ -88,7 +89,7 @@ def seeds(
         for_all_rings.append(Candidate("fsdp in rings", replace(base, fsdp="ring")))
     dear = [s for s in rules.skips if s.left_plain]
     others = list(_others(rules, [s.site for s in dear], model.rings))
-    waits = trial is None or sum(exposed_s(s, trial) for s in dear) > _WORTH * trial.step_s
+    waits = trial is None or sum(exposed_s(s, trial) for s in dear) > WORTH_MOVING * trial.step_s
     return [*others, *for_all_rings] if waits else [*for_all_rings, *others]
 
 
@@ -145,7 +146,7 @@ def moves(
     for entry, ways in _movable(plan, model.rings):
         waited = exposed_s(entry, trial)
         way = next((w for w in ways if (entry.site, w) not in tried), None)
-        if way is not None and waited > _WORTH * trial.step_s:
+        if way is not None and waited > WORTH_MOVING * trial.step_s:
             now = entry.variant if isinstance(entry, Decision) else Variant("plain")
             to = Variant.parse(way)
             lost = model.lost_per_second(entry.site, now, to, waited)
@@ -154,9 +155,6 @@ def moves(
             moved = in_ways(plan, changes, model.rings)
             priced.append((lost, -waited, Candidate(name, moved, changes)))
     return [candidate for _, _, candidate in sorted(priced, key=lambda one: one[:2])]
-
-
-_WORTH = 0.002  # of a step: what waits for less is left as it is
 
 
 def with_rows_of(base: Options, plan: Plan) -> Options:

@@ -28,6 +28,7 @@ from jaxoverlap._jax.kernel_cache import KnownKernels
 from jaxoverlap._util.text import first_line
 from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.scheduling.reorder import SAME
+from jaxoverlap.plan.limits import SLOWER_MOVE, SLOWER_PLAN, TUNED_MEMORY
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.options import Options
 from jaxoverlap.step.trial import Failure, Request, Trial, attempt
@@ -47,12 +48,7 @@ from jaxoverlap.tuning.target import Look, Lower, Ready
 
 _TIMEOUT_S = 900.0  # for one candidate
 _WITH_SETTINGS = 2  # of the best that were compiled, with other settings
-MOST_MEMORY = 1.15  # times the plain step's: a plan that needs more is not taken
-
-
 _AHEAD = 8  # moves that XLA is asked about for each that is compiled, if there is time
-_SLOWER = 1.01  # times the best one's estimate: a move that takes longer is not compiled
-_UNSURE = 1.05  # the same for whole plans, whose estimates err more beside each other
 _MOST_WORKERS = 8  # a compile takes gigabytes of memory
 
 
@@ -197,7 +193,7 @@ class Search:
                 break
             estimated.append((self._look(candidate), candidate))
         least_s = min((s for s, _ in estimated if s), default=math.inf)
-        near = [(s or math.inf, c) for s, c in estimated[1:] if not s or s <= least_s * _UNSURE]
+        near = [(s or math.inf, c) for s, c in estimated[1:] if not s or s <= least_s * SLOWER_PLAN]
         return [c for _, c in sorted(near, key=lambda one: one[0])]
 
     def _promising(
@@ -213,7 +209,7 @@ class Search:
             if len(promising) >= self.workers and not known:
                 continue
             step_s = self._look(candidate)
-            if here_s and step_s and step_s > here_s * _SLOWER:
+            if here_s and step_s and step_s > here_s * SLOWER_MOVE:
                 seen |= {(site, str(way)) for site, way in candidate.changes.items()}
             else:
                 promising.append((step_s or math.inf, candidate))
@@ -311,7 +307,7 @@ class Search:
         if isinstance(tried.result, Failure):
             return 2, 0
         reference = next(t.result for t in self.tried if isinstance(t.result, Trial))
-        most = min(self.memory_bytes, MOST_MEMORY * reference.peak_bytes)
+        most = min(self.memory_bytes, TUNED_MEMORY * reference.peak_bytes)
         seconds = round(tried.result.step_s / (reference.step_s * SAME))
         return int(tried.result.peak_bytes > most), seconds
 

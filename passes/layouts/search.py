@@ -22,11 +22,7 @@ from jaxoverlap.passes.analysis.jaxprs import Dot
 from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.layouts.layout import Layout, by_size, neighbours, spec_of
 from jaxoverlap.passes.layouts.pins import Pins
-
-GAIN = 0.01  # of the step: an estimate that says less does not tell two layouts apart
-_STEP = 0.002  # of the step: a smaller gain is no reason to go on from another layout
-_RIVAL = 1.15  # times the best: rings seldom make up for more
-MEMORY = 1.05  # times the memory that the step needs without pins
+from jaxoverlap.plan.limits import GAIN, LAYOUT_MEMORY, LAYOUT_STEP, RIVAL_LAYOUT
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ class LayoutSearch:
         """
         if not self.best.pins:
             return [self.best]
-        limit_s = min(self.best.answer.step_s * _RIVAL, self.plain.step_s)
+        limit_s = min(self.best.answer.step_s * RIVAL_LAYOUT, self.plain.step_s)
         others = [c for c in self._first if c.answer.step_s <= limit_s]
         others.sort(key=lambda c: c.answer.step_s)
         pinned = [self.best, *(c for c in others if c.pins != self.best.pins)][:most]
@@ -162,7 +158,7 @@ class LayoutSearch:
     def _keep(self, fewer: Pins) -> None:
         """Keep only some of the best candidate's pins, if the step is as fast with them alone."""
         answer = self._answer(fewer) if fewer else None
-        if answer and answer.step_s <= self.best.answer.step_s * (1 + _STEP):
+        if answer and answer.step_s <= self.best.answer.step_s * (1 + LAYOUT_STEP):
             self.best = LayoutCandidate(fewer, answer, self.best.layout)
 
     def _improve(self, layout: Layout) -> None:
@@ -175,7 +171,7 @@ class LayoutSearch:
         for other in neighbours(layout, names):
             before_s = self.best.answer.step_s
             candidate = self._try(other)
-            if candidate is self.best and self.best.answer.step_s < before_s * (1 - _STEP):
+            if candidate is self.best and self.best.answer.step_s < before_s * (1 - LAYOUT_STEP):
                 yield other
 
     def _mix(self) -> None:
@@ -187,7 +183,7 @@ class LayoutSearch:
             for sites in self._by_line():
                 pins = {**self.best.pins, **{site: other.pins[site] for site in sites}}
                 answer = self._answer(pins)
-                if answer and answer.step_s < self.best.answer.step_s * (1 - _STEP):
+                if answer and answer.step_s < self.best.answer.step_s * (1 - LAYOUT_STEP):
                     self.best = LayoutCandidate(pins, answer, self.best.layout)
 
     def _by_line(self) -> Iterator[list[int]]:
@@ -215,7 +211,7 @@ class LayoutSearch:
             return None
         self.asked += 1
         answer = self.ask(pins)
-        fits = answer.peak_bytes <= self.plain.peak_bytes * MEMORY
+        fits = answer.peak_bytes <= self.plain.peak_bytes * LAYOUT_MEMORY
         self._answers[key] = answer if fits and not answer.why_not else None
         return self._answers[key]
 

@@ -15,7 +15,7 @@ from benchmarks import plain_gpt
 from jaxoverlap.cost.find import cost_model
 from jaxoverlap.hardware.cluster import parse_cluster
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
-from jaxoverlap.step.halves import fits
+from jaxoverlap.step.memory import fits
 from tests.support.pods import pytestmark  # noqa: F401 - marks every test of this file
 
 GPT_POD = "h100-sxm:8x8"
