@@ -171,7 +171,7 @@ def _setting(row: Row) -> str:
     if row["row"] != DEFAULT:
         return "XLA's defaults" if row["row"] == PLAIN else row["row"].removeprefix("plain, ")
     taken = row.get("taken", "overlapped")
-    if taken in ("overlapped", "other rows"):
+    if taken in ("overlapped", "other rows", "other loops"):
         return "overlapped"
     return _TAKEN.get(taken, f"{taken} and the scheduler pass")
 

@@ -24,6 +24,8 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             repeats with a shared operand; None if no operand is shared.
         whole_s, step_s: estimated seconds of the best candidate without a split, and of the step in
             parts; None if nothing was estimated.
+        other_unroll, other_unroll_s: the other number of iterations per loop body that was
+            estimated, and the seconds of the step so; None if there was none.
         why_not: why the batch is not split; empty if it is.
     """
 
@@ -36,6 +38,8 @@ class Halves(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     least_matmul: int | None = None
     whole_s: float | None = None
     step_s: float | None = None
+    other_unroll: int | None = None
+    other_unroll_s: float | None = None
     why_not: str = ""
 
     def __post_init__(self) -> None:

@@ -6,10 +6,13 @@ from typing import Literal
 
 import msgspec
 
-CandidateName = Literal["overlapped", "other rows", "reordered", "O1", "gpu-recipes", "plain"]
+CandidateName = Literal[
+    "overlapped", "other rows", "other loops", "reordered", "O1", "gpu-recipes", "plain"
+]
 _NAMES = {
     "overlapped": "overlapped",
     "other rows": "overlapped",
+    "other loops": "overlapped",
     "reordered": "scheduler pass alone",
     "O1": "published options O1",
     "gpu-recipes": "published options of gpu-recipes",
@@ -22,8 +25,8 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         taken: how the step was compiled: "overlapped"; "other rows": overlapped, with the batch
-            split where the estimate was against it, or the other way round; "reordered": the
-            original step in the scheduler pass's order; "O1", "gpu-recipes": the original step with
+            split where the estimate was against it, or the other way round; "other loops": the same with
+            scans unrolled; "reordered": the original step in the scheduler pass's order; "O1", "gpu-recipes": the original step with
             these published options (`flags/published.py`) and that pass; or "plain": the original.
         step_s: simulated seconds of the step that was taken; None if unknown.
         plain_s: those of the original step, by XLA's defaults; None if unknown.
@@ -43,7 +46,7 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_overlapped(self) -> bool:
         """Return whether the step was compiled overlapped."""
-        return self.taken in ("overlapped", "other rows")
+        return self.taken in ("overlapped", "other rows", "other loops")
 
     @property
     def times(self) -> float | None:

@@ -79,14 +79,18 @@ def _as_candidate(
 ) -> StepProgram:
     """Return the program of another candidate than the overlapped step as estimated best.
 
-    "other rows" splits the batch where the estimate does not, or the other way round. The others
-    are the step without rings, by XLA's defaults; all but "plain" take the scheduler's order and
+    "other rows" splits the batch where the estimate does not, or the other way round; "other loops"
+    unrolls scans so. The others are the step without rings, by XLA's defaults; all but "plain" take the scheduler's order and
     the estimated best number of streams.
     """
     if candidate == "other rows":
         assert rings.halves is not None
         parts = None if rings.cut else rings.halves.parts
         other = replace(options, halves=parts, unroll=rings.halves.unroll)
+        return step_program(call, other)
+    if candidate == "other loops":
+        assert rings.cut is not None and rings.cut.other_unroll is not None
+        other = replace(options, halves=rings.cut.parts, unroll=rings.cut.other_unroll)
         return step_program(call, other)
     plan = rings.left_alone()
     if candidate != "plain":

@@ -85,13 +85,17 @@ def in_halves(
             splits += [unrolled] if fits(unrolled.spmd, step.cost) else []
         candidate, *others = (candidates_of(split).fastest(rings=False) for split in splits)
         most_s = seconds(candidate) * (1 - UNROLL_GAIN)
-        candidate = next((other for other in others if seconds(other) < most_s), candidate)
+        if others and seconds(others[0]) < most_s:
+            candidate, others = others[0], [candidate]
         step_s = seconds(candidate)
         if step_s > seconds(best) * (1 - SKIP_RINGS_GAIN):
             best = whole.fastest()
         assert candidate.plan.halves is not None
         whole_s = seconds(best)
         record = msgspec.structs.replace(candidate.plan.halves, whole_s=whole_s, step_s=step_s)
+        for other in others:
+            unroll, other_s = other.plan.halves.unroll, other.step_s
+            record = msgspec.structs.replace(record, other_unroll=unroll, other_unroll_s=other_s)
         # Rings are estimated the shorter of the two, by a hundredth on the suite's 7B steps.
         least = 0 if best.plan.decisions else GAIN
         if step_s < whole_s * (1 - least):

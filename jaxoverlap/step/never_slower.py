@@ -4,7 +4,8 @@ Child processes compile the candidates that the overlapped step is compared with
 compiler that aborts must not end this process; results are cached. All seconds are simulated. The
 candidates are the overlapped step; the original step in the scheduler pass's order, which is XLA's
 own if no other order is faster; and the original step as XLA compiles it. If the estimates with and
-without a batch split are close, the overlapped step is also compiled the other way. If the fastest
+without a batch split are close, the overlapped step is also compiled the other way; so it is if they
+are with scans unrolled and not. If the fastest
 of these exposes communication, the original step is also compiled with published options.
 """
 
@@ -27,7 +28,7 @@ from jaxoverlap._util.files import kept_folder
 from jaxoverlap._util.text import human_bytes
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.flags.published import COMPARED
-from jaxoverlap.plan.limits import CLEAR_GAIN, CLOSE_ESTIMATES, EXPOSED
+from jaxoverlap.plan.limits import CLEAR_GAIN, CLOSE_ESTIMATES, CLOSE_UNROLLED, EXPOSED
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.speedup import CandidateName, Speedup, milliseconds
 from jaxoverlap.simulation.replay import UNKNOWN_TRIPS
@@ -118,6 +119,14 @@ class Comparison:
             return False
         return abs(halves.step_s / halves.whole_s - 1) < CLOSE_ESTIMATES
 
+    @property
+    def compares_unrolled(self) -> bool:
+        """Return whether the estimates of a split step with scans unrolled and not are close."""
+        cut = self.plan.cut
+        if not self.may_split or cut is None or cut.other_unroll_s is None or cut.step_s is None:
+            return False
+        return abs(cut.other_unroll_s / cut.step_s - 1) < CLOSE_UNROLLED
+
     def decided_here(
         self,
         compiled: Callable[[CandidateName], CompiledStep | Unsimulated | Failure],
@@ -152,7 +161,8 @@ class Comparison:
         """Return the candidates that are always compared with the overlapped step."""
         reordered: tuple[CandidateName, ...] = ("reordered",) if self.is_close else ()
         other_rows: tuple[CandidateName, ...] = ("other rows",) if self.compares_split else ()
-        return ("plain", *reordered, *other_rows)
+        loops: tuple[CandidateName, ...] = ("other loops",) if self.compares_unrolled else ()
+        return ("plain", *reordered, *other_rows, *loops)
 
     def _in_child(
         self, candidate: CandidateName, *, options: Mapping[str, Any] | None
@@ -187,7 +197,7 @@ def choose(
     Args:
         comparison: the candidates and their cost model.
         others: the compiled candidates: "plain" and, if they may be as fast, "reordered" and
-            "other rows".
+            "other rows" and "other loops".
         rings: the compiled overlapped step.
         compiled: compiles another candidate; in_child: the same in a child process.
     """
@@ -228,8 +238,11 @@ def choose(
     if taken == "overlapped":
         return speedup
     against = _against(rings, plain, comparison.memory_bytes)
-    if taken == "other rows":
-        planned = "batch split" if comparison.plan.cut else "batch not split"
+    if taken in ("other rows", "other loops"):
+        cut = comparison.plan.cut
+        planned = "batch split" if cut else "batch not split"
+        if taken == "other loops" and cut:
+            planned = "scans unrolled" if cut.unroll > 1 else "scans not unrolled"
         return msgspec.structs.replace(speedup, why=against.replace("overlapped", planned, 1))
     return msgspec.structs.replace(speedup, why=against, lost=_lost(comparison, rings, plain))
 

@@ -158,6 +158,31 @@ def test_halves_and_whole_rows_are_both_compiled_where_the_price_hardly_tells_th
 
 
 @pytest.mark.parametrize(
+    ("unroll", "other_s", "compared", "said"),
+    [
+        (1, 0.0687, True, "(scans not unrolled 68.9 ms)"),
+        (2, 0.0695, True, "(scans unrolled 68.9 ms)"),
+        (2, 0.0705, False, ""),
+    ],
+)
+def test_loops_are_compiled_unrolled_and_not_where_the_price_hardly_tells_them_apart(
+    unroll: int, other_s: float, compared: bool, said: str
+):
+    halves = Halves(
+        parts=2, whole_s=0.09, step_s=0.069, unroll=unroll, other_unroll=3 - unroll,
+        other_unroll_s=other_s,
+    )  # fmt: skip
+    plan = msgspec.structs.replace(plan_of(), halves=halves)
+    comparison: Any = Comparison("step", plan, cost_model(POD), True, True, None, None)  # type: ignore[arg-type]
+    assert comparison.compares_unrolled == compared and not comparison.compares_split
+    if compared:
+        others: Any = {"plain": made(0.197), "other loops": made(0.0673)}
+        speedup = choose(comparison, others, made(0.0689), None, None)  # type: ignore[arg-type]
+        assert speedup.taken == "other loops" and speedup.is_overlapped
+        assert said in str(speedup)
+
+
+@pytest.mark.parametrize(
     ("o1_s", "recipes_s", "taken", "said"),
     [
         (0.373, 0.4, "O1", "plain 490.0 ms -> published options O1 373.0 ms, 1.31 x (overlapped 391.0 ms)"),
