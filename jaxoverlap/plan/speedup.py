@@ -25,9 +25,10 @@ class Speedup(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         taken: how the step was compiled: "overlapped"; "other rows": overlapped, with the batch
-            split where the estimate was against it, or the other way round; "other loops": the same with
-            scans unrolled; "reordered": the original step in the scheduler pass's order; "O1", "gpu-recipes": the original step with
-            these published options (`flags/published.py`) and that pass; or "plain": the original.
+            split where the estimate was against it, or the other way round; "other loops": the same
+            with scans unrolled; "reordered": the original step in the scheduler pass's order; "O1",
+            "gpu-recipes": the original step with these published options (`flags/published.py`) and
+            that pass; or "plain": the original.
         step_s: simulated seconds of the step that was taken; None if unknown.
         plain_s: those of the original step, by XLA's defaults; None if unknown.
         overlapped_s: those of the overlapped step; None if unknown.

@@ -80,8 +80,8 @@ def _as_candidate(
     """Return the program of another candidate than the overlapped step as estimated best.
 
     "other rows" splits the batch where the estimate does not, or the other way round; "other loops"
-    unrolls scans so. The others are the step without rings, by XLA's defaults; all but "plain" take the scheduler's order and
-    the estimated best number of streams.
+    unrolls scans so. The others are the step without rings, by XLA's defaults; all but "plain" take
+    the scheduler's order and the estimated best number of streams.
     """
     if candidate == "other rows":
         assert rings.halves is not None

@@ -4,9 +4,9 @@ Child processes compile the candidates that the overlapped step is compared with
 compiler that aborts must not end this process; results are cached. All seconds are simulated. The
 candidates are the overlapped step; the original step in the scheduler pass's order, which is XLA's
 own if no other order is faster; and the original step as XLA compiles it. If the estimates with and
-without a batch split are close, the overlapped step is also compiled the other way; so it is if they
-are with scans unrolled and not. If the fastest
-of these exposes communication, the original step is also compiled with published options.
+without a batch split are close, the overlapped step is also compiled the other way; so it is where
+those with scans unrolled and not are close. If the fastest of these exposes communication, the
+original step is also compiled with published options.
 """
 
 from __future__ import annotations

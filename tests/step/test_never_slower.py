@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxoverlap
 from jaxoverlap.cost.find import cost_model
+from jaxoverlap.plan.edits import ShareViews
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.plan import Decision, Plan, Predictions
 from jaxoverlap.plan.price import Price
@@ -231,7 +232,8 @@ def test_the_scheduler_pass_alone_is_compiled_where_it_may_be_as_fast(
 ):
     price = Price(plain_s=1.0, plain_exposed_s=0.5, step_s=step_s)
     plan = plan_of(ring(0, "a.py:1")) if changes else plan_of()
-    plan = msgspec.structs.replace(plan, price=price)
+    edits = (ShareViews(),) if changes else ()
+    plan = msgspec.structs.replace(plan, price=price, edits=edits)
     comparison = Comparison("step", plan, cost_model(POD), reorders, True, None, None)  # type: ignore[arg-type]
     assert comparison.is_close == close
 
