@@ -285,17 +285,21 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (GatherAhead,),
     (ShareViews,),
 )
+_AFTER_SPLIT = 3
 # Plans number matmuls as they are before these.
 AFTER_NUMBERING = (ScatterLookup, MakeRing, ReadGathered, GatherAhead, ShareViews)
 
 
 def in_order(edits: Iterable[Edit]) -> list[Edit]:
-    """Put edits of a step that is not split in the order in which they are applied."""
+    """Put edits in the order in which they are applied; pins after a batch split stay after it."""
+    edits = list(edits)
+    split = next((n for n, edit in enumerate(edits) if isinstance(edit, SplitBatch)), len(edits))
 
-    def place(edit: Edit) -> int:
-        return next(p for p, kinds in enumerate(ORDER) if isinstance(edit, kinds))
+    def place(number: int) -> int:
+        first = _AFTER_SPLIT if number > split and isinstance(edits[number], Pin) else 0
+        return next(p for p in range(first, len(ORDER)) if isinstance(edits[number], ORDER[p]))
 
-    return sorted(edits, key=place)
+    return [edits[number] for number in sorted(range(len(edits)), key=place)]
 
 
 def _text(spec: Spec) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxoverlap._jax import compat
 from jaxoverlap._util.text import short_source
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.passes.analysis.errors import RewriteError
+from jaxoverlap.passes.analysis.errors import RewriteError, UserError
 from jaxoverlap.passes.analysis.jaxprs import Dot, bodies, dots, equations
 from jaxoverlap.passes.analysis.matmul_collectives import permuted_matmuls
 from jaxoverlap.passes.analysis.partitioned import SpmdProgram
@@ -186,7 +186,16 @@ def _proposed(step: StepContext) -> Iterator[tuple[Edit, ...]]:
     for name in dict.fromkeys(kind.applied_by for kinds in ORDER for kind in kinds):
         module = importlib.import_module(f"jaxoverlap.passes.{name}")
         if hasattr(module, "propose"):
-            yield tuple(module.propose(step.edited, step.plain))
+            yield tuple(e for e in module.propose(step.edited, step.plain) if _fits(step, e))
+
+
+def _fits(step: StepContext, edit: Edit) -> bool:
+    """Return whether its pass takes an edit; who proposes it need not know."""
+    try:
+        apply(step.edited, [edit])
+    except UserError:
+        return False
+    return True
 
 
 def _tried(

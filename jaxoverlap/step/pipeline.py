@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from jax.sharding import Sharding
 
 from jaxoverlap._jax import explicit, jits
 from jaxoverlap.cost.groups import groups_of
@@ -21,7 +22,7 @@ from jaxoverlap.passes.planning.profit import RingCosts
 from jaxoverlap.passes.planning.terms import Requests, Terms
 from jaxoverlap.passes.rewriting.pin_results import pinned_results
 from jaxoverlap.passes.rewriting.prefetch import joined_bytes
-from jaxoverlap.plan.edits import DropTypes, Edit
+from jaxoverlap.plan.edits import DropTypes, Edit, PinResults, in_order
 from jaxoverlap.plan.limits import GAIN, STREAM_GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.plan.price import Price
@@ -72,7 +73,7 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
     """
     step = step or prepare(call, options)
     if options.plan:
-        edited = apply(step.edited, options.plan.edits)
+        edited = apply(step.edited, _with_results(step, options.plan.edits))
         plan = followed(options.plan, edited, step.params["name"], step.origin)
         return PassResult(plan, step, edited)
     if not unread(step.mesh):
@@ -84,6 +85,18 @@ def run_passes(call: jits.Call, options: Options, step: StepContext | None = Non
         edited = step.typed.edited  # nothing is changed, so types stay
     plan = msgspec.structs.replace(plan, edits=edited.edits)
     return PassResult(plan, step, edited, done.step_s)
+
+
+def _with_results(step: StepContext, edits: Sequence[Edit]) -> Sequence[Edit]:
+    """Add pins of the step's results to edits without, as those of a user may be.
+
+    Only then is XLA asked where the results of the plain step lie.
+    """
+    said = (isinstance(s, Sharding) for s in step.params["out_shardings"])
+    if not edits or any(isinstance(edit, PinResults) for edit in edits) or all(said):
+        return edits
+    mesh = explicit.automatic_mesh(step.mesh) if isinstance(edits[0], DropTypes) else step.mesh
+    return in_order([*edits, *pinned_results(step.params, step.plain.results, mesh)])
 
 
 def estimated(step: StepContext, edits: Iterable[Edit]) -> float | None:

@@ -32,6 +32,7 @@ from jaxoverlap.plan.edits import (
     PinResults,
     ScatterLookup,
     SplitBatch,
+    in_order,
 )
 from jaxoverlap.step import check_plan as made
 from jaxoverlap.tuning.candidates import in_ways
@@ -453,6 +454,41 @@ def test_edits_that_do_not_fit_are_refused(plan):
         assert said in message and "Take the plan that explain()" in message, name
     message = refused(msgspec.structs.replace(plan, made_for=None), train_step(), *arguments())
     assert "does not say which step it was made for" in message
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.filterwarnings("ignore:overlap.. rewrites nothing")
+def test_an_edit_of_ones_own_leaves_results_and_donation_as_they_are(kind):
+    mesh = jax.make_mesh(SHAPE, AXES, axis_types=(kind,) * 2)
+
+    def fn(w, x):
+        return w * 2 + jnp.sum(x @ w), jnp.cos(x @ w)
+
+    def given():
+        rng = np.random.default_rng(0)
+        specs = P(None, "data"), P("model")
+        return [
+            jax.device_put(rng.standard_normal((32, 32)).astype("f"), NamedSharding(mesh, spec))
+            for spec in specs
+        ]
+
+    step, mine, theirs = jax.jit(fn, donate_argnums=0), given(), given()
+    plan = overlap(step).explain(*given())
+    types = [] if kind == AxisType.Auto else [DropTypes()]
+    own = in_order([Pin(site=0, spec=((), ("model",))), *(plan.edits or types)])
+    followed = overlap(step, plan=with_edits(plan, own))
+    for one, other in zip(followed(*mine), step(*theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+        assert jax.typeof(one) == jax.typeof(other)
+        assert one.sharding.is_equivalent_to(other.sharding, 2)
+    assert mine[0].is_deleted() == theirs[0].is_deleted()
+
+
+def test_edits_are_put_in_order_and_pins_after_a_split_stay_there():
+    split = SplitBatch(site=0, operand=0, dim=0, parts=2)
+    pins = [Pin(site=number, spec=()) for number in range(3)]
+    edits = [GatherAhead(), pins[0], split, pins[1], DropTypes(), pins[2]]
+    assert in_order(edits) == [DropTypes(), pins[0], split, pins[1], pins[2], GatherAhead()]
 
 
 def test_each_edit_prints_itself_in_a_line(plan):
