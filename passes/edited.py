@@ -53,12 +53,17 @@ class EditedStep:
         return explicit.typed_as(self.jaxpr, self.untyped.jaxpr)
 
     @property
-    def matmuls(self) -> tuple[Dot, ...]:
-        """The matmuls as edits of rings number them, and as `explain()` does."""
+    def numbered(self) -> EditedStep:
+        """The step whose matmuls have the numbers that edits of rings and `explain()` name."""
         step = self
         while step.before is not None and isinstance(step.edits[-1], AFTER_NUMBERING):
             step = step.before
-        return dots(step.jaxpr)
+        return step
+
+    @property
+    def matmuls(self) -> tuple[Dot, ...]:
+        """The matmuls as edits of rings number them, and as `explain()` does."""
+        return dots(self.numbered.jaxpr)
 
     @property
     def stages(self) -> list[EditedStep]:

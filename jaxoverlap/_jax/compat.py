@@ -138,6 +138,16 @@ def like_var(var: Any) -> Any:
     return core.Var(var.aval)
 
 
+def shaped_var(var: Any, shape: Sequence[int]) -> Any:
+    """A new variable of the same dtype, of another shape."""
+    return core.Var(core.ShapedArray(tuple(shape), var.aval.dtype))
+
+
+def stacked_var(var: Any, length: int) -> Any:
+    """A new variable for values of this type that a scan stacks."""
+    return shaped_var(var, (length, *var.aval.shape))
+
+
 def sized_var(var: Any, dim: int, size: int) -> Any:
     """A new variable of the same type, but for the size of one dim."""
     shape = var.aval.shape

@@ -259,6 +259,27 @@ class GatherAhead(_Edit, frozen=True, kw_only=True):
         return f"gather {what} a step of the scan ahead"
 
 
+class SumLate(_Edit, frozen=True, kw_only=True):
+    """Sums over the batch that a scan stacks are added up once, behind the scan.
+
+    Attributes:
+        scan: which of the step's scans it is, inner ones before those around them.
+        output: which of its stacked results is made from the sums.
+        cuts: for each sum the dims of its operand over which devices add up, and the mesh axes that
+            shard each.
+    """
+
+    applied_by = "rewriting.late_sums"
+
+    scan: int
+    output: int
+    cuts: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+
+    def __str__(self) -> str:
+        axes = dict.fromkeys(axis for cut in self.cuts for _, on in cut for axis in on)
+        return f"add up result {self.output} of scan {self.scan} over {', '.join(axes)} behind it"
+
+
 class ShareViews(_Edit, frozen=True, kw_only=True):
     """Dims of size 1 are left out once for all matmuls that read a value."""
 
@@ -270,7 +291,7 @@ class ShareViews(_Edit, frozen=True, kw_only=True):
 
 Edit = (
     DropTypes | GatherTable | Pin | PinResults | SplitBatch | ScatterLookup | ReadGathered
-    | MakeRing | GatherAhead | ShareViews
+    | MakeRing | GatherAhead | SumLate | ShareViews
 )  # fmt: skip
 
 
@@ -283,11 +304,12 @@ ORDER: tuple[tuple[type[_Edit], ...], ...] = (
     (ScatterLookup,),
     (MakeRing, ReadGathered),
     (GatherAhead,),
+    (SumLate,),
     (ShareViews,),
 )
 _AFTER_SPLIT = 3
 # Plans number matmuls as they are before these.
-AFTER_NUMBERING = (ScatterLookup, MakeRing, ReadGathered, GatherAhead, ShareViews)
+AFTER_NUMBERING = (ScatterLookup, MakeRing, ReadGathered, GatherAhead, SumLate, ShareViews)
 
 
 def in_order(edits: Iterable[Edit]) -> list[Edit]:

@@ -28,7 +28,7 @@ from jaxoverlap.plan.decisions import (
     Style,
     Variant,
 )
-from jaxoverlap.plan.edits import Edit, MakeRing
+from jaxoverlap.plan.edits import Edit, MakeRing, SumLate
 from jaxoverlap.plan.halves import Halves
 from jaxoverlap.plan.layouts import Layouts
 from jaxoverlap.plan.price import Price
@@ -37,6 +37,7 @@ from jaxoverlap.plan.table import (
     cluster_lines,
     count_line,
     idle_lines,
+    late_sums_lines,
     mesh_text,
     partitioning_lines,
     prefetched_lines,
@@ -298,6 +299,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 count_line(self.entries),
                 *prefetched_lines(self.prefetched, self.joined_bytes),
                 *map(scattered_line, self.scattered),
+                *late_sums_lines(sum(isinstance(edit, SumLate) for edit in self.edits)),
                 *(self.layouts.lines if self.layouts else ()),
                 *(self.halves.lines if self.halves else ()),
                 *(self.streams.lines if self.streams else ()),

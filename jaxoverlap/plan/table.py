@@ -149,6 +149,14 @@ def prefetched_lines(prefetched: int, joined_bytes: int) -> list[str]:
     return [f"{line}{joined}."]
 
 
+def late_sums_lines(count: int) -> list[str]:
+    """Say how many sums over the batch are added up behind the scans that stack them."""
+    if not count:
+        return []
+    leave = "sums leave their scan" if count > 1 else "sum leaves its scan"
+    return [f"  {count} {leave} as partial sums of each device, added up once behind it."]
+
+
 def partitioning_lines(operations: Sequence[str]) -> list[str]:
     """Name the operations that partition themselves, and are not rewritten."""
     if not operations:

@@ -25,12 +25,14 @@ from jaxoverlap.passes.analysis.partitioned import Shardings, SpmdProgram
 from jaxoverlap.passes.analysis.partitioner_collectives import partitioner_collectives
 from jaxoverlap.passes.apply import apply
 from jaxoverlap.passes.edited import EditedStep
+from jaxoverlap.passes.layouts.dims import DimNames
 from jaxoverlap.passes.manual.decide import decide_manual, manual_edits
 from jaxoverlap.passes.planning.decide import decide
 from jaxoverlap.passes.planning.ring_edits import edits_of
 from jaxoverlap.passes.planning.ring_plan import Ring
 from jaxoverlap.passes.planning.terms import Terms
 from jaxoverlap.passes.rewriting.embedding_gradients import lookups
+from jaxoverlap.passes.rewriting.late_sums import late_sums
 from jaxoverlap.passes.rewriting.prefetch import joined_bytes
 from jaxoverlap.passes.rewriting.scatter_sums import (
     Decide,
@@ -49,8 +51,9 @@ from jaxoverlap.plan.edits import (
     ReadGathered,
     ScatterLookup,
     ShareViews,
+    SumLate,
 )
-from jaxoverlap.plan.limits import FEW_CANDIDATES, GAIN
+from jaxoverlap.plan.limits import FEW_CANDIDATES, GAIN, LATE_SUMS_GAIN
 from jaxoverlap.plan.plan import Plan
 from jaxoverlap.step.context import StepContext
 from jaxoverlap.step.halves import in_halves, in_parts, safe_terms, seconds
@@ -117,7 +120,31 @@ def overlapped(step: StepContext, terms: Terms, options: Options) -> StepCandida
         candidate = candidates_of(unringed).fastest()
     else:
         candidate = in_halves(step, unringed, candidates_of)
+    if terms.prices and options.chooses:
+        candidate = _with_late_sums(step, unringed, candidate)
     return replace(candidate, unringed=whole_rows.spmd)
+
+
+def _with_late_sums(
+    step: StepContext, unringed: Unringed, candidate: StepCandidate
+) -> StepCandidate:
+    """Add up sums behind their scans, if the step is faster so by estimate."""
+    edited = unringed.edited if candidate.edited is step.edited else candidate.edited
+    base = edited.before if edited.before and edited.has(ShareViews) else edited
+    if candidate.plan.cut and not unringed.is_split:
+        unringed = in_parts(step, unringed, candidate.plan.cut.parts, 1)
+    names = DimNames(base.numbered.jaxpr)
+    late = list(late_sums(base, names, unringed.spmd.shardings))
+    if not late:
+        return candidate
+    edited = apply(base, [*late, ShareViews()])
+    new = replace(candidate, edited=edited)
+    spmd = _partitioned(step, new)
+    gain = 1 - step.estimate(spmd).step_s / seconds(candidate)
+    if changed(step.plain, spmd) or gain < LATE_SUMS_GAIN:
+        return candidate
+    plan = msgspec.structs.replace(candidate.plan, edits=edited.edits)
+    return replace(new, plan=plan, step_s=step.estimate(spmd).step_s, spmd=spmd)
 
 
 class _Candidates:
@@ -142,7 +169,7 @@ class _Candidates:
         if candidate.edited is self._step.edited:
             plain = self._step.plain
             return replace(candidate, step_s=self._step.seconds(plain), spmd=plain)
-        after = self._partitioned(candidate)
+        after = _partitioned(self._step, candidate)
         if why := changed(self._step.plain, after):
             return self._without_rings(candidate, why)
         if self._terms.prices is None:
@@ -233,7 +260,7 @@ class _Candidates:
 
         None also if layers that are gathered ahead need more memory than there is.
         """
-        after = self._partitioned(candidate)
+        after = _partitioned(self._step, candidate)
         plain, cost = self._step.plain, self._step.cost
         if after.joined_bytes and cost and exceeds(plain, after, cost):
             return None, after
@@ -330,11 +357,6 @@ class _Candidates:
         plan = msgspec.structs.replace(plan, edits=edited.edits)
         return StepCandidate(plan, edited)
 
-    def _partitioned(self, candidate: StepCandidate) -> SpmdProgram:
-        """Return the partitioned program of a rewritten step."""
-        spmd = self._step.partitioned(candidate.edited.jaxpr, ask=False)
-        return replace(spmd, joined_bytes=joined_bytes(candidate.edited))
-
 
 def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
     """Yield for each axis the matmuls whose rings run along it, if there are several axes."""
@@ -349,9 +371,15 @@ def _axis_by_axis(first: Decided) -> Iterator[dict[int, str]]:
         }
 
 
+def _partitioned(step: StepContext, candidate: StepCandidate) -> SpmdProgram:
+    """Return the partitioned program of a rewritten step."""
+    spmd = step.partitioned(candidate.edited.jaxpr, ask=False)
+    return replace(spmd, joined_bytes=joined_bytes(candidate.edited))
+
+
 def rewrites(edited: EditedStep) -> bool:
     """Return whether edits change anything but the sharding of values."""
-    return edited.has(MakeRing, ReadGathered, ScatterLookup)
+    return edited.has(MakeRing, ReadGathered, ScatterLookup, SumLate)
 
 
 # -- one candidate ----------------------------------------------------------------------------
