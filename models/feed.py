@@ -32,10 +32,6 @@ class Feed:
     def __iter__(self) -> Iterator[Batch]:
         return self._iterator
 
-    def state(self) -> dict[str, Any]:
-        """Return the iterator's state for a checkpoint: the step of the next batch."""
-        return self._iterator.get_state()
-
 
 class _Batches:
     """A run's batches by step: this process's slice of dim 0 of each array, from `low` on."""
