@@ -64,14 +64,14 @@ class CompressedTrainer(WorkersTrainer):
             self.mesh,
             axis="worker",
             sync=sync_of(config),
-            stacked=stacked_in(self.given()),
+            stacked=stacked_in(self.initial()),
             overlap=not (config.plain or config.ops),
         )
 
     def init(self) -> compression.TrainState:
         return self.step.init(super().init()["params"])
 
-    def given(self) -> Any:
+    def initial(self) -> Any:
         return self.recipe.abstract_args(self.config, self.mesh)[0]["params"]
 
     def differing(self, shapes: Any) -> Any:

@@ -65,14 +65,14 @@ class RoundsTrainer(WorkersTrainer):
             outer=outer,
             shard_outer=not (outer.eager or config.compress),
             sync=sync_of(config) if config.compress else None,
-            stacked=stacked_in(self.given()["params"]) if config.compress else (),
+            stacked=stacked_in(self.initial()["params"]) if config.compress else (),
             overlap=not (config.plain or config.ops),
         )
 
     def init(self) -> LocalState:
         return self.step.init(super().init())
 
-    def given(self) -> Any:
+    def initial(self) -> Any:
         return self.recipe.abstract_args(self.config, self.mesh)[0]
 
     def differing(self, shapes: Any) -> Any:

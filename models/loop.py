@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxoverlap
 from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
-from models.feed import Feed
+from models.feed import feed
 from models.processes import console, within_s
 from models.recipe import Recipe
 from models.report import Report
@@ -63,7 +63,7 @@ class Trainer:
 
     def batches(self, state: Any, begin: int) -> Iterator[Any]:
         """Yield the batches of a run that goes on from a step."""
-        return iter(Feed(self.recipe, self.config, self.mesh, begin))
+        return feed(self.recipe, self.config, self.mesh, begin)
 
     def take(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Return the state after a batch, and the metrics of a row."""
@@ -101,7 +101,7 @@ class Trainer:
 class WorkersTrainer(Trainer):
     """Training by several workers, whose step can go on with another number of them."""
 
-    def given(self) -> Any:
+    def initial(self) -> Any:
         """Return the shapes of what the step makes a state of."""
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class WorkersTrainer(Trainer):
         taken, shapes = newest
         leaves = jax.tree.leaves(self.differing(shapes))
         workers = leaves[0].shape[0] if leaves else None
-        like = self.step.abstract(self.given(), workers=workers)
+        like = self.step.abstract(self.initial(), workers=workers)
         found = checkpoints.restore_state(taken, like)
         if workers not in (None, self.step.workers):
             found = self.step.spread(self.step.consolidate(found))

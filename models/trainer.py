@@ -33,7 +33,7 @@ def train(recipe: Recipe, config: Run) -> Trained:
 
 
 def kind_of(config: Run) -> type[Trainer]:
-    """Return the kind of training that a configuration asks for."""
+    """Return the kind of training that a configuration selects."""
     if config.local_updates:
         return RoundsTrainer
     if config.compress:
