@@ -71,16 +71,16 @@ class Checkpoints:
         assert self.manager is not None
         return restored(self.manager, taken, abstract_state)
 
-    def save(self, taken: int, state: Any, feed: dict[str, Any], span: int = 1) -> None:
+    def save(self, taken: int, state: Any, span: int = 1) -> None:
         """Save the state after `taken` steps, if one of the last `span` is due or all are done.
 
-        Due is each multiple of save_every.
+        Due is each multiple of save_every. Batches follow from the number of the next step alone.
         """
         if self.manager and (taken % self.every < span or taken >= self.steps):
             # Orbax lets processes meet by a collective of its own. On CPUs it can wait for ever for
             # one that is still under way on another device.
             jax.block_until_ready(state)
-            feed = {**feed, "checksums": checksums(state).tolist()}
+            feed = {"next_index": taken, "checksums": checksums(state).tolist()}
             contents = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), feed=ocp.args.JsonSave(feed)
             )

@@ -1,19 +1,17 @@
 """Train with compressed gradients: what `--compress lgreco:powersgd:4` runs."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxoverlap
 from jaxoverlap.train import compression
-from models import trainer
-from models.checkpoint import Checkpoints
 from models.config import Mistake, Run
-from models.processes import console, within_s
-from models.recipe import Recipe, make_optimizer
-from models.report import Report
+from models.loop import WorkersTrainer, placed
+from models.processes import console
+from models.recipe import make_optimizer
 
 COMPRESSORS = dict(powersgd=compression.power_sgd, qsgd=compression.qsgd, topk=compression.top_k)
 CHOOSERS = ("uniform", "accordion", "lgreco", "lgreco-accordion")
@@ -55,57 +53,43 @@ def stacked_in(params: Any) -> tuple[str, ...]:
     return ("layers",) if "layers" in params else ()
 
 
-def train(recipe: Recipe, config: Run) -> trainer.Trained:
-    """Train by compressed data parallelism over the mesh axis `worker`."""
-    mesh = recipe.make_mesh(config)
-    params = recipe.abstract_args(config, mesh)[0]["params"]
-    step = compression.data_parallel(
-        jax.value_and_grad(recipe.make_loss(config, mesh), has_aux=True),
-        make_optimizer(config),
-        mesh,
-        axis="worker",
-        sync=sync_of(config),
-        stacked=stacked_in(params),
-        overlap=not (config.plain or config.ops),
-    )
-    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
-        state, begin = restored(checkpoints, step, params)
-        if state is None:
-            state = step.init(recipe.init_state(config, mesh, config.seed)["params"])
-        else:
-            console.print(f"resuming after step {begin} of {config.steps}")
-        batch_of = recipe.batches(config)
-        with Report(recipe, config, mesh, begin) as report:
-            for index in range(begin, config.steps):
-                batch = placed(batch_of(index, slice(0, config.batch)), mesh, P("worker"))
-                state, (loss, others) = step(state, batch)
-                report.add(index, dict(loss=loss, **others))
-                checkpoints.save(index + 1, state, {"next_index": index + 1})
-            step.check()
-    if jax.process_index() == 0 and not console.quiet:
-        print(step.explain(state))
-    return trainer.Trained(report.rows, step, dict(params=state.params))
+class CompressedTrainer(WorkersTrainer):
+    """Training by compressed data parallelism over the mesh axis `worker`."""
 
+    def make_step(self) -> compression.DataParallel:
+        config = self.config
+        return compression.data_parallel(
+            jax.value_and_grad(self.recipe.make_loss(config, self.mesh), has_aux=True),
+            make_optimizer(config),
+            self.mesh,
+            axis="worker",
+            sync=sync_of(config),
+            stacked=stacked_in(self.initial()),
+            overlap=not (config.plain or config.ops),
+        )
 
-def placed(batch: Any, mesh: Mesh, spec: P) -> Any:
-    """Shard a batch over the mesh; every process makes the full batch and uses its part."""
-    sharding = NamedSharding(mesh, spec)
-    return jax.tree.map(
-        lambda rows: jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index]),
-        batch,
-    )
+    def init(self) -> compression.TrainState:
+        return self.step.init(super().init()["params"])
 
+    def initial(self) -> Any:
+        return self.recipe.abstract_args(self.config, self.mesh)[0]["params"]
 
-def restored(
-    checkpoints: Checkpoints, step: compression.DataParallel, params: Any
-) -> tuple[compression.TrainState | None, int]:
-    """Return the newest checkpoint's state, also of another number of workers, and its step."""
-    if (newest := checkpoints.newest()) is None:
-        return None, 0
-    taken, shapes = newest
-    errors = jax.tree.leaves((shapes["sync"]["error"], shapes["sync"]["accumulated"]))
-    workers = errors[0].shape[0] if errors else None
-    found = checkpoints.restore_state(taken, step.abstract(params, workers=workers))
-    if workers not in (None, step.workers):
-        found = step.spread(step.consolidate(found))
-    return found, taken
+    def differing(self, shapes: Any) -> Any:
+        return shapes["sync"]["error"], shapes["sync"]["accumulated"]
+
+    def batches(self, state: Any, begin: int) -> Iterator[Any]:
+        batch_of, rows = self.recipe.batches(self.config), slice(0, self.config.batch)
+        for index in itertools.count(begin):
+            yield placed(batch_of(index, rows), self.mesh, P("worker"))
+
+    def take(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        state, (loss, others) = self.step(state, batch)
+        return state, dict(loss=loss, **others)
+
+    def check(self, state: Any) -> None:
+        self.step.check()
+
+    def finished(self, state: Any) -> Any:
+        if jax.process_index() == 0 and not console.quiet:
+            print(self.step.explain(state))
+        return dict(params=state.params)

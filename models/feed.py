@@ -14,27 +14,17 @@ from models.recipe import Batch, Recipe
 AHEAD = 2  # batches that are made before the step that takes them
 
 
-class Feed:
-    """An iterator over a run's batches from a given step on, sharded over the mesh.
+def feed(recipe: Recipe, config: Run, mesh: Mesh, start: int) -> Iterator[Batch]:
+    """Return a run's batches from a given step on, sharded over the mesh.
 
-    A batch is a function of seed and step, so the state of all processes is the step: a checkpoint
-    of four processes is a checkpoint for two.
+    A batch is a function of seed and step, so a checkpoint of four processes is one for two.
     """
-
-    def __init__(self, recipe: Recipe, config: Run, mesh: Mesh, start: int):
-        like = recipe.model.batch_like(config, mesh)
-        source = grain.MapDataset.source(_Batches(recipe, config, like))
-        placed = source.map(_placed_batch)
-        ahead = grain.ReadOptions(num_threads=AHEAD, prefetch_buffer_size=AHEAD)
-        self._iterator = iter(placed.to_iter_dataset(ahead))
-        self._iterator.set_state({"next_index": start})
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._iterator
-
-    def state(self) -> dict[str, Any]:
-        """Return the iterator's state for a checkpoint: the step of the next batch."""
-        return self._iterator.get_state()
+    like = recipe.model.batch_like(config, mesh)
+    batches = grain.MapDataset.source(_Batches(recipe, config, like)).map(_placed_batch)
+    ahead = grain.ReadOptions(num_threads=AHEAD, prefetch_buffer_size=AHEAD)
+    iterator = iter(batches.to_iter_dataset(ahead))
+    iterator.set_state({"next_index": start})
+    return iterator
 
 
 class _Batches:

@@ -35,6 +35,7 @@ from models.layers import Layout, Weight, shard
 from models.processes import console
 from models.recipe import Recipe
 from models.text import load_text, make_batch, text_batches
+from models.trainer import command_of
 
 PREFIX = 5  # positions, as MeZO's
 LORA_SCALE = 2.0  # MeZO's alpha / rank = 16 / 8
@@ -44,38 +45,23 @@ PUBLISHED = {"full": (1e-3, 1e-6), "lora": (1e-2, 1e-4), "prefix": (1e-1, 1e-2)}
 
 @dataclasses.dataclass(frozen=True)
 class FineTune:
-    """The configuration of a run of zeroth-order fine-tuning.
+    """The configuration of a run of zeroth-order fine-tuning; each field is a flag."""
 
-    Attributes:
-        checkpoint: the directory that `models.train_gpt --checkpoint` wrote.
-        method: "full", "lora" or "prefix".
-        text: what it learns; None for the Python manual.
-        log: the file of its scalars; None for no log.
-        cut_log: whether a damaged log is cut off where the damage begins.
-        weights: the directory that the whole model's tuned parameters are written to; None for
-            nowhere.
-        steps, batch, seed: of the run; the batch is over all devices.
-        eps, learning_rate: of the estimator; None for the method's published ones.
-        directions: of a step.
-        pair: whether two devices take a sign each; shards: of the batch; model: of each forward
-            pass (tensor parallelism).
-    """
-
-    checkpoint: Path
-    method: str = "full"
-    text: Path | None = None
-    log: Path | None = None
+    checkpoint: Annotated[Path, typer.Argument(help="A directory of models.train_gpt.")]
+    method: Annotated[str, Option(help="full, lora or prefix.")] = "full"
+    text: Annotated[Path | None, Option(help="What to learn; default: the Python manual.")] = None
+    log: Annotated[Path | None, Option(help="Keep scalars here, and resume from them.")] = None
     steps: int = 200
-    batch: int = 16
+    batch: Annotated[int, Option(help="Over all devices.")] = 16
     seed: int = 0
-    eps: float | None = None
-    learning_rate: float | None = None
+    eps: Annotated[float | None, Option(help="Default: the method's published one.")] = None
+    learning_rate: Annotated[float | None, Option(help="As eps.")] = None
     directions: int = 1
-    pair: bool = False
-    shards: int = 1
-    model: int = 1
-    cut_log: bool = False
-    weights: Path | None = None
+    pair: Annotated[bool, Option("--pair", help="Two devices, one for each sign.")] = False
+    shards: Annotated[int, Option(help="Devices that share the batch.")] = 1
+    model: Annotated[int, Option(help="Devices of each forward pass.")] = 1
+    cut_log: Annotated[bool, Option("--cut-log", help="Cut a damaged log off there.")] = False
+    weights: Annotated[Path | None, Option(help="Write tuned weights to this directory.")] = None
 
     def __post_init__(self) -> None:
         """Check all options together.
@@ -357,41 +343,21 @@ def _progress() -> Progress:
     return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
-def command(
-    checkpoint: Annotated[Path, typer.Argument(help="A directory of models.train_gpt.")],
-    method: Annotated[str, Option(help="full, lora or prefix.")] = "full",
-    text: Annotated[Path | None, Option(help="What to learn; default: the Python manual.")] = None,
-    log: Annotated[Path | None, Option(help="Keep scalars here, and resume from them.")] = None,
-    steps: int = 200,
-    batch: Annotated[int, Option(help="Over all devices.")] = 16,
-    seed: int = 0,
-    eps: Annotated[float | None, Option(help="Default: the method's published one.")] = None,
-    learning_rate: Annotated[float | None, Option(help="As eps.")] = None,
-    directions: int = 1,
-    pair: Annotated[bool, Option("--pair", help="Two devices, one for each sign.")] = False,
-    shards: Annotated[int, Option(help="Devices that share the batch.")] = 1,
-    model: Annotated[int, Option(help="Devices of each forward pass.")] = 1,
-    cut_log: Annotated[bool, Option("--cut-log", help="Cut a damaged log off there.")] = False,
-    weights: Annotated[Path | None, Option(help="Write tuned weights to this directory.")] = None,
-) -> None:
-    """Fine-tune a GPT by forward passes alone."""
+def run(options: FineTune) -> None:
+    """Fine-tune, write the weights, and print the loss on the held-out text before and after."""
     try:
-        of = FineTune(
-            checkpoint, method, text, log, steps, batch, seed, eps, learning_rate, directions,
-            pair, shards, model, cut_log, weights,
-        )  # fmt: skip
-        jax.config.update("jax_num_cpu_devices", max(8, 2 * shards * model))
-        _, params, task = finetune(of)
-        if of.weights:
-            tuned_weights.write(of.weights, whole_params(of, params, task), tuned_by(of))
-        before, after = evaluate(of, task.trained, task), evaluate(of, params, task)
+        jax.config.update("jax_num_cpu_devices", max(8, 2 * options.shards * options.model))
+        _, params, task = finetune(options)
+        if options.weights:
+            whole = whole_params(options, params, task)
+            tuned_weights.write(options.weights, whole, tuned_by(options))
+        before, after = evaluate(options, task.trained, task), evaluate(options, params, task)
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise Mistake(str(error)) from error
     console.print(f"loss on the text's held-out end: {before:.4f} -> {after:.4f}")
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-app.command()(command)
+app = command_of(FineTune, run, "Fine-tune a GPT by forward passes alone.")
 
 if __name__ == "__main__":
     app()

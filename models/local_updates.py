@@ -1,22 +1,19 @@
 """Train in rounds of local updates: what `--local-updates co2 --every 12` runs."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import jaxoverlap
 from jaxoverlap import train as algorithms
 from jaxoverlap.train import LocalState, LocalUpdates, Outer
-from models import compressed, trainer
-from models.checkpoint import Checkpoints
+from models.compressed import stacked_in, sync_of
 from models.config import Mistake, Run
-from models.processes import console, within_s
-from models.recipe import Recipe
-from models.report import Report
+from models.loop import WorkersTrainer, placed
 
 
 def outer_of(config: Run) -> Outer:
@@ -55,59 +52,45 @@ def outer_of(config: Run) -> Outer:
         raise Mistake(f"--local-updates {name}: {error}") from error
 
 
-def train(recipe: Recipe, config: Run) -> trainer.Trained:
-    """Train in rounds up to `config.steps` steps, or to the end of the round that has the last.
+class RoundsTrainer(WorkersTrainer):
+    """Training in rounds; a row of metrics is a round, averaged over its steps and the workers."""
 
-    A row of metrics is a round, averaged over its steps and the workers.
-    """
-    outer = outer_of(config)
-    mesh = recipe.make_mesh(config)
-    step = recipe.make_step(config, mesh)
-    params = recipe.abstract_args(config, mesh)[0]["params"]
-    updates = LocalUpdates(
-        step,
-        mesh,
-        axis="worker",
-        outer=outer,
-        shard_outer=not (outer.eager or config.compress),
-        sync=compressed.sync_of(config) if config.compress else None,
-        stacked=compressed.stacked_in(params) if config.compress else (),
-        overlap=not (config.plain or config.ops),
-    )
-    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
-        state, begin = restored(checkpoints, updates, recipe.abstract_args(config, mesh)[0])
-        if state is None:
-            state = updates.init(recipe.init_state(config, mesh, config.seed))
-        else:
-            console.print(f"resuming after step {begin} of {config.steps}")
-        with Report(recipe, config, mesh, begin) as report:
-            for at in range(begin, config.steps, config.every):
-                end = at + config.every
-                state, metrics = updates.round(state, batches(recipe, config, mesh, at))
-                report.add(end - 1, jax.tree.map(jnp.mean, metrics))
-                checkpoints.save(end, state, {"next_index": end}, config.every)
-            updates.check(state)
-        params = updates.params(state)
-    return trainer.Trained(report.rows, step, dict(params=params))
+    def make_step(self) -> LocalUpdates:
+        config, outer = self.config, outer_of(self.config)
+        self.span = config.every
+        return LocalUpdates(
+            self.recipe.make_step(config, self.mesh),
+            self.mesh,
+            axis="worker",
+            outer=outer,
+            shard_outer=not (outer.eager or config.compress),
+            sync=sync_of(config) if config.compress else None,
+            stacked=stacked_in(self.initial()["params"]) if config.compress else (),
+            overlap=not (config.plain or config.ops),
+        )
 
+    def init(self) -> LocalState:
+        return self.step.init(super().init())
 
-def batches(recipe: Recipe, config: Run, mesh: Mesh, begin: int) -> Any:
-    """Return the batches of the round that begins with step `at`, sharded by worker."""
-    batch_of = recipe.batches(config)
-    every = [batch_of(i, slice(0, config.batch)) for i in range(begin, begin + config.every)]
-    stacked = jax.tree.map(lambda *b: np.stack(b), *every)
-    return compressed.placed(stacked, mesh, P(None, "worker"))
+    def initial(self) -> Any:
+        return self.recipe.abstract_args(self.config, self.mesh)[0]
 
+    def differing(self, shapes: Any) -> Any:
+        return shapes["worker"]
 
-def restored(
-    checkpoints: Checkpoints, updates: LocalUpdates, state: Any
-) -> tuple[LocalState | None, int]:
-    """Return the newest checkpoint's state, also of another number of workers, and its step."""
-    if (newest := checkpoints.newest()) is None:
-        return None, 0
-    taken, shapes = newest
-    workers = jax.tree.leaves(shapes["worker"])[0].shape[0]
-    found = checkpoints.restore_state(taken, updates.abstract(state, workers=workers))
-    if workers != updates.workers:
-        found = updates.spread(updates.consolidate(found))
-    return found, taken
+    def batches(self, state: Any, begin: int) -> Iterator[Any]:
+        batch_of, rows = self.recipe.batches(self.config), slice(0, self.config.batch)
+        for first in itertools.count(begin, self.span):
+            every = [batch_of(index, rows) for index in range(first, first + self.span)]
+            stacked = jax.tree.map(lambda *b: np.stack(b), *every)
+            yield placed(stacked, self.mesh, P(None, "worker"))
+
+    def take(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        state, metrics = self.step.round(state, batch)
+        return state, jax.tree.map(jnp.mean, metrics)
+
+    def check(self, state: Any) -> None:
+        self.step.check(state)
+
+    def finished(self, state: Any) -> Any:
+        return dict(params=self.step.params(state))

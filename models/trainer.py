@@ -1,35 +1,24 @@
-"""The training loop that all models share, and its command line."""
+"""Train a model as its configuration says: the kinds of training, and their command line."""
 
-import contextlib
 import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
 import jax
 import typer
 
 import jaxoverlap
-from models.checkpoint import Checkpoints
+from models.compressed import CompressedTrainer, sync_of
 from models.config import Mistake, Run
 from models.configured import chosen
-from models.feed import Feed
-from models.processes import console, start, within_s
+from models.local_updates import RoundsTrainer, outer_of
+from models.loop import Trained, Trainer
+from models.processes import console, start
 from models.recipe import Recipe
-from models.report import Report
-
-PROFILE = Path("out/profile")
-
-
-class Trained(NamedTuple):
-    """The results of training: metrics of each step taken here, the step, the last state."""
-
-    rows: list[dict[str, float]]
-    step: Any
-    state: Any
+from models.varlen import DocumentsTrainer
 
 
 def train(recipe: Recipe, config: Run) -> Trained:
@@ -40,36 +29,16 @@ def train(recipe: Recipe, config: Run) -> Trained:
     """
     check_workers_options(config)
     start(config)
+    return kind_of(config)(recipe, config).train()
+
+
+def kind_of(config: Run) -> type[Trainer]:
+    """Return the kind of training that a configuration selects."""
     if config.local_updates:
-        from models import local_updates  # which imports this module
-
-        return local_updates.train(recipe, config)
+        return RoundsTrainer
     if config.compress:
-        from models import compressed  # which imports this module
-
-        return compressed.train(recipe, config)
-    if getattr(config, "varlen", False):
-        from models import varlen  # which imports this module
-
-        return varlen.train(recipe, config)
-    mesh = recipe.make_mesh(config)
-    step = overlapped(recipe.make_step(config, mesh), config)
-
-    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
-        state, begin = checkpoints.restore(recipe.abstract_args(config, mesh)[0])
-        if state is None:
-            state = recipe.init_state(config, mesh, config.seed)
-        else:
-            console.print(f"resuming after step {begin} of {config.steps}")
-        feed = Feed(recipe, config, mesh, begin)
-
-        with Report(recipe, config, mesh, begin) as report:
-            for index, batch in zip(range(begin, config.steps), feed, strict=False):
-                with profiled(index - begin, config):
-                    state, metrics = step(state, batch)
-                report.add(index, metrics)  # fetches those of the step before
-                checkpoints.save(index + 1, state, feed.state())
-    return Trained(report.rows, step, state)
+        return CompressedTrainer
+    return DocumentsTrainer if getattr(config, "varlen", False) else Trainer
 
 
 def check_workers_options(config: Run) -> None:
@@ -78,13 +47,8 @@ def check_workers_options(config: Run) -> None:
     Raises:
         Mistake: if there is no such algorithm or compressor, or not of these settings.
     """
-    from models import compressed, local_updates  # which import this module
-
     found = list[str]()
-    for wanted, make in (
-        (config.local_updates, local_updates.outer_of),
-        (config.compress, compressed.sync_of),
-    ):
+    for wanted, make in ((config.local_updates, outer_of), (config.compress, sync_of)):
         try:
             if wanted is not None:
                 make(config)
@@ -92,20 +56,6 @@ def check_workers_options(config: Run) -> None:
             found.append(str(error))
     if found:
         raise Mistake("; and ".join(found))
-
-
-def overlapped(step: Any, config: Run) -> Any:
-    """Overlap a step with the configuration's options; every process follows process 0's plan."""
-    if config.plain or config.ops:
-        return step
-    if config.plan:
-        path = config.plan
-        try:
-            plan = jaxoverlap.agreed(lambda: jaxoverlap.Plan.read(path))
-        except (OSError, ValueError) as error:
-            raise Mistake(f"--plan {path}: {error}") from error
-        return jaxoverlap.overlap(step, plan=plan)
-    return jaxoverlap.overlap(step, halves=config.halves or "auto")
 
 
 def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
@@ -124,42 +74,38 @@ def main(recipe: Recipe, config: Run) -> list[dict[str, float]]:
     return rows
 
 
-@contextlib.contextmanager
-def profiled(index: int, config: Run) -> Iterator[None]:
-    """Profile the number of steps in `config.profile`, from the second step on."""
-    if not 1 <= index <= config.profile:
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        if index == 1:
-            jax.profiler.start_trace(str(PROFILE))
-        stack.enter_context(jax.profiler.StepTraceAnnotation("train", step_num=index))
-        yield
-    if index == config.profile:
-        jax.effects_barrier()
-        jax.profiler.stop_trace()
-        console.print(f"traced {index} steps: {PROFILE}")
-
-
 def command_line(recipe: Recipe, about: str) -> typer.Typer:
     """Return a command that trains; its flags are the fields of the recipe's configuration."""
 
-    def command(**options: Any) -> None:
+    def command(config: Run) -> None:
         try:
-            main(*chosen(recipe, recipe.config(**options)))
-        except Mistake as error:
-            raise typer.BadParameter(str(error)) from error
+            main(*chosen(recipe, config))
         except jaxoverlap.LostError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)  # to leave in order would wait for the processes that are gone
 
-    flag = inspect.Parameter.KEYWORD_ONLY
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
-        [
-            inspect.Parameter(field.name, flag, default=field.default, annotation=field.type)
-            for field in dataclasses.fields(recipe.config)
-        ]
-    )
+    return command_of(recipe.config, command, about)
+
+
+def command_of[Options](
+    options: type[Options], run: Callable[[Options], None], about: str
+) -> typer.Typer:
+    """Return a command whose flags are the fields of a dataclass; a `Mistake` is a usage error."""
+
+    def command(**values: Any) -> None:
+        try:
+            run(options(**values))
+        except Mistake as error:
+            raise typer.BadParameter(str(error)) from error
+
+    types, flag = get_type_hints(options, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    parameters = list[inspect.Parameter]()
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        needed = field.default is dataclasses.MISSING
+        default = inspect.Parameter.empty if needed else field.default
+        name = field.name
+        parameters.append(inspect.Parameter(name, flag, default=default, annotation=types[name]))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = about
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command()(command)

@@ -1,7 +1,8 @@
 """Train the long-context GPT on documents of their own lengths: what `--varlen` runs."""
 
+import itertools
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-import jaxoverlap
 from jaxoverlap.train import varlen
-from models import gpt, trainer
-from models.checkpoint import Checkpoints
+from models import gpt
 from models.config import Mistake
 from models.layers import rotate, run_stack, shard
 from models.long_context import BY_SEQUENCE, Config
-from models.processes import console, within_s
+from models.loop import Trainer, overlapped
+from models.processes import console
 from models.recipe import Batch, Recipe, make_optimizer
-from models.report import Report
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 PICTURE = Path("out/varlen_plan.png")
@@ -67,37 +66,39 @@ class Documents(gpt.GPT):
         return jnp.sum(losses * batch["weights"])
 
 
-def train(recipe: Recipe, config: Any) -> trainer.Trained:
-    """Train to `config.steps` steps; a step has as many documents as fit in `step_tokens`."""
-    recipe = Recipe(Config, Documents, recipe.batches)
-    mesh = recipe.make_mesh(config)
-    step, planner = make_step(recipe, config, mesh)
-    with Checkpoints(config) as checkpoints, jaxoverlap.lost_named(within_s(config)):
-        state, begin = checkpoints.restore(recipe.abstract_args(config, mesh)[0])
-        if state is None:
-            state = recipe.init_state(config, mesh, config.seed)
-        else:
-            console.print(f"resuming after step {begin} of {config.steps}")
-        documents, plan = Sources(config), None
+class DocumentsTrainer(Trainer):
+    """Training on documents; a step has as many as fit in `step_tokens`."""
+
+    def __init__(self, recipe: Recipe, config: Any):
+        super().__init__(Recipe(Config, Documents, recipe.batches), config)
+
+    def make_step(self) -> varlen.VarlenStep:
+        step, self._planner = make_step(self.recipe, self.config, self.mesh)
+        self._plan: varlen.BatchPlan | None = None
+        return step
+
+    def batches(self, state: Any, begin: int) -> Iterator[Any]:
+        """Yield documents, after choosing and compiling the programs for a sample of them."""
+        documents = Sources(self.config)
         sample = [documents.lengths(index) for index in range(FIT_STEPS)]
-        planner.fit(sample)
-        used = {planner(lengths).bounds for lengths in sample}
-        step.compile(used, state, tokens_of(documents.of_step(begin)))
-        with Report(recipe, config, mesh, begin) as report:
-            for index in range(begin, config.steps):
-                chosen = documents.of_step(index)
-                plan = planner([len(text) - 1 for text in chosen])
-                state, metrics = step(state, plan, tokens_of(chosen))
-                shown = dict(balance=plan.balance, programs=len(step.compiled))
-                report.add(index, metrics | shown)
-                checkpoints.save(index + 1, state, {"next_index": index + 1})
-    if plan is not None:
-        console.print(str(plan))
-        if jax.process_index() == 0:
-            PICTURE.parent.mkdir(parents=True, exist_ok=True)
-            plan.draw(PICTURE)
-            console.print(f"the last batch's plan: {PICTURE}")
-    return trainer.Trained(report.rows, step, state)
+        self._planner.fit(sample)
+        used = {self._planner(lengths).bounds for lengths in sample}
+        self.step.compile(used, state, tokens_of(documents.of_step(begin)))
+        return map(documents.of_step, itertools.count(begin))
+
+    def take(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        self._plan = plan = self._planner([len(text) - 1 for text in batch])
+        state, metrics = self.step(state, plan, tokens_of(batch))
+        return state, metrics | dict(balance=plan.balance, programs=len(self.step.compiled))
+
+    def finished(self, state: Any) -> Any:
+        if self._plan is not None:
+            console.print(str(self._plan))
+            if jax.process_index() == 0:
+                PICTURE.parent.mkdir(parents=True, exist_ok=True)
+                self._plan.draw(PICTURE)
+                console.print(f"the last batch's plan: {PICTURE}")
+        return state
 
 
 def make_step(
@@ -129,7 +130,7 @@ def make_step(
         make_optimizer(config),
         mesh,
         costs=costs,
-        transform=lambda step: trainer.overlapped(step, config),
+        transform=lambda step: overlapped(step, config),
     )
     return step, planner
 

@@ -31,7 +31,7 @@ def host_main(host: Any, *, method: str) -> dict[str, float]:
     from benchmarks.local_updates.learning import make_step, rounds, start
     from benchmarks.local_updates.tasks import text
     from jaxoverlap.train import LocalUpdates, co2
-    from models.compressed import placed
+    from models.loop import placed
 
     host.start_jax(devices=2)
     first = {d.process_index: d for d in sorted(jax.devices(), key=lambda d: -d.id)}

@@ -156,16 +156,14 @@ def hybrid_data(setup: Setup, lengths: np.ndarray) -> float:
 
 def _hybrid(setup: Setup, lengths: np.ndarray, wanted: np.ndarray, costs: AttentionCosts) -> float:
     nodes = setup.nodes
-    shared, prices = (
-        SequenceSharing(lengths, nodes, costs, setup.capacity),
-        prices_of(lengths, nodes, costs),
-    )
+    prices = prices_of(lengths, nodes, costs)
+    shared = SequenceSharing(lengths, nodes, costs, prices, setup.capacity)
     work = np.zeros(nodes.total)
     for index in np.lexsort((-lengths, -wanted)):
         size = nodes.ring_sizes[wanted[index]]
         ring = int(work.reshape(-1, size).max(axis=1).argmin())
         work.reshape(-1, size)[ring] += float(lengths[index]) ** 2 / size
-        shared.put(index, int(wanted[index]), ring, prices)
+        shared.put(index, int(wanted[index]), ring)
     linear = setup.costs.linear_s * shared.device_tokens()
     return float((shared.device_seconds() + linear).max())
 

@@ -167,16 +167,6 @@ def check_arrays(on_devices: Any, on_host: Any = None) -> None:
             )
 
 
-def check_count(tree: Any, workers: int) -> None:
-    """Raise a ValueError for leaves whose dim of workers has another size."""
-    for leaf in jax.tree.leaves(tree):
-        if leaf.shape[0] != workers:
-            raise ValueError(
-                f"the state is of {leaf.shape[0]} workers, and the mesh has {workers}: give it to "
-                "consolidate(), and that to spread(), of what the mesh belongs to"
-            )
-
-
 def warn_of_raw_keys(state: Any) -> None:
     """Warn of leaves that look like untyped keys of `jax.random.PRNGKey`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

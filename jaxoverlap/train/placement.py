@@ -102,7 +102,7 @@ class WorkerPlacement:
         """Return the spec of a leaf of outer state."""
         dim = self.scattered_dim(shape, spec)
         full = [*spec, *(None,) * (len(shape) - len(spec))]
-        if dim is not None:
+        if dim >= 0:
             full[dim] = self.axis
         return P(*full)
 
@@ -130,15 +130,25 @@ class WorkerPlacement:
             is_leaf=_masked,
         )
 
-    def scattered_dim(self, shape: Sequence[int], spec: P) -> int | None:
-        """Return the dim along which a leaf of outer state is scattered, or None."""
-        if not self.scatter:
-            return None
+    def scattered_dim(self, shape: Sequence[int], spec: P) -> int:
+        """Return the dim along which a leaf of outer state is scattered; -1 if it is not."""
         full = [*spec, *(None,) * (len(shape) - len(spec))]
-        for dim, size in enumerate(shape):
+        for dim, size in enumerate(shape if self.scatter else ()):
             if full[dim] is None and size and size % self.workers == 0:
                 return dim
-        return None
+        return -1
+
+
+def over_workers(fn: Callable, mesh: Mesh, axis: str, in_specs: Any, out_specs: Any) -> Callable:
+    """Map a function over the workers of a mesh, each with its part; other axes are automatic."""
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={axis},
+        check_vma=False,
+    )
 
 
 def copies(leaf: Any, workers: int) -> jax.Array:

@@ -61,7 +61,12 @@ class Programs:
 
 def like(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the shape of an array, with its sharding."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return like_at(leaf, leaf.sharding)
+
+
+def like_at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array or a shape, with a sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def batch_like(leaf: Any, default: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import Config
-from models.feed import Feed
+from models.feed import feed
 from models.gpt import RECIPE
 
 
@@ -20,5 +20,5 @@ def gpt_step(axes: dict[str, int], sizes: dict[str, Any]) -> tuple[Any, Any, tup
     config = Config(**options)
     mesh = RECIPE.make_mesh(config)
     step = RECIPE.make_step(config, mesh, donate=False)
-    batch = next(iter(Feed(RECIPE, config, mesh, 0)))
+    batch = next(feed(RECIPE, config, mesh, 0))
     return mesh, step, (RECIPE.init_state(config, mesh, 0), batch)

@@ -6,8 +6,7 @@ sync = compression.lgreco(compression.power_sgd(rank=4), every=500)
 step = compression.data_parallel(loss_and_grads, optimizer, mesh, axis="data", sync=sync)
 """
 
-from jaxoverlap.train.compression.compressors.compressor import Averaged, Compressor
-from jaxoverlap.train.compression.compressors.no_compression import none
+from jaxoverlap.train.compression.compressors.compressor import Averaged, Compressor, none
 from jaxoverlap.train.compression.compressors.power_sgd import power_sgd
 from jaxoverlap.train.compression.compressors.qsgd import qsgd
 from jaxoverlap.train.compression.compressors.top_k import top_k

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,11 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker, sent
+from jaxoverlap.train.compression.compressors.compressor import (
+    Averaged,
+    Compressor,
+    NoCompression,
+    Setting,
+    Worker,
+    sent,
+)
 from jaxoverlap.train.compression.layers import Layer, layers_of
 from jaxoverlap.train.compression.state import SyncState
-from jaxoverlap.train.compression.sync import RAW, Sync, raw_bytes
+from jaxoverlap.train.compression.sync import RAW, Sync
 from jaxoverlap.train.compression.wire import Average, mean_of, sent_bytes, together
+from jaxoverlap.train.finite import all_fine
 
 
 class LeafState(NamedTuple):
@@ -38,6 +47,14 @@ class Reduced(NamedTuple):
 
     mean: jax.Array
     state: LeafState
+
+
+class _Started(NamedTuple):
+    """A leaf whose average is under way: its gradient, its state, and a generator a matrix."""
+
+    gradient: jax.Array
+    state: LeafState
+    averages: list[Average]
 
 
 @dataclass(frozen=True)
@@ -97,7 +114,7 @@ class Averager:
         each = [self.sync.compressor.init(layer, k, settings) for k in keys]
         return jax.tree.map(lambda *parts: jnp.stack(parts), *each)
 
-    # -- one leaf ---------------------------------------------------------------------------------
+    # -- one leaf, or one matrix of a stacked leaf ------------------------------------------------
 
     def leaf_states(self, state: SyncState) -> dict[int, LeafState]:
         """Return what belongs to each compressed leaf."""
@@ -111,59 +128,89 @@ class Averager:
             for leaf, numbers in self.of_leaf.items()
         }
 
-    def compensated(self, gradient: jax.Array, state: LeafState) -> tuple[jax.Array, LeafState]:
-        """Return the gradient and what was held back, float32, and the state with it added up."""
-        whole = gradient.astype(jnp.float32)
+    def _started(
+        self, leaf: int, gradient: jax.Array, state: LeafState, count: Any, position: Any = None
+    ) -> _Started:
+        """Add what was held back to a gradient, and start the average of its matrices.
+
+        Args:
+            leaf: its number.
+            gradient: the leaf's, or that of one matrix of its stack.
+            state: of the same.
+            count: averages so far.
+            position: in the stack, of the one matrix.
+        """
+        total = gradient.astype(jnp.float32)
         if state.error is not None:
-            whole = whole + self.sync.error_decay * state.error
+            total = total + self.sync.error_decay * state.error
         if self.accumulate:
             assert state.accumulated is not None
-            state = state._replace(accumulated=state.accumulated + whole)
-        return whole, state
-
-    def averages(
-        self, leaf: int, whole: jax.Array, state: LeafState, count: Any
-    ) -> list[Generator[Any, Any, Averaged]]:
-        """Return what averages the matrices of a leaf, in order."""
-        found = []
+            state = state._replace(accumulated=state.accumulated + total)
+        averages = list[Average]()
         for number, shared in zip(self.of_leaf[leaf], state.shared, strict=True):
-            layer = self.layers[number]
-            for at, matrix in enumerate(layer.matrices(whole)):
-                own = jax.tree.map(lambda x, at=at: x[at], shared) if layer.stack else shared
-                found.append(self._average(number, matrix, own, count, at))
-        return found
+            if position is None:
+                parts = self._matrices(number, total, shared)
+            else:
+                layer = self.layers[number]
+                parts = [(position, total.reshape(layer.rows, layer.cols), shared)]
+            averages += [self._average(number, *part, count) for part in parts]
+        return _Started(gradient, state._replace(finite=self._finite(leaf, total)), averages)
+
+    def _matrices(self, number: int, leaf: jax.Array, shared: Any) -> list[tuple[int, Any, Any]]:
+        """Return the matrices of a layer: position in the stack, values, the compressor's state."""
+        layer = self.layers[number]
+
+        def own(position: int) -> Any:
+            return jax.tree.map(lambda x: x[position], shared) if layer.stack else shared
+
+        return [(n, matrix, own(n)) for n, matrix in enumerate(layer.matrices(leaf))]
 
     def _average(
-        self, number: int, matrix: jax.Array, shared: Any, count: Any, position: Any
-    ) -> Generator[Any, Any, Averaged]:
+        self, number: int, position: Any, matrix: jax.Array, shared: Any, count: Any
+    ) -> Average:
         worker = lax.axis_index(self.axis)
         key = jax.random.key(self.sync.seed, impl="rbg")  # many bits at little cost
         for part in (count, number, position, worker):
             key = jax.random.fold_in(key, part)
         at = Worker(self.workers, worker, key)
-        layer, setting = self.layers[number], self.settings[number]
-        if setting is None:
-            return _raw(matrix, shared, layer, self.sync.compressor.error_feedback)
-        return self.sync.compressor.average(matrix, shared, layer=layer, setting=setting, at=at)
+        compressor, setting = self.method(number)
+        layer = self.layers[number]
+        return compressor.average(matrix, shared, layer=layer, setting=setting, at=at)
 
-    def put_together(
-        self, leaf: int, gradient: jax.Array, done: list[Averaged], old: LeafState
-    ) -> Reduced:
-        """Put a leaf together from the averages of its matrices."""
-        shared, at = list[Any](), 0
+    def method(self, number: int) -> tuple[Compressor, Setting]:
+        """Return the compressor of a layer for now, and its setting."""
+        setting = self.settings[number]
+        if setting is None:
+            return NoCompression(error_feedback=self.sync.compressor.error_feedback), 1
+        return self.sync.compressor, setting
+
+    def _done(self, leaf: int, started: _Started, done: list[Averaged]) -> Reduced:
+        """Put a leaf, or one matrix of a stacked one, together from its matrices' averages."""
+        gradient, old, shared = started.gradient, started.state, list[Any]()
+        states = [one.state for one in done]
         for number in self.of_leaf[leaf]:
-            layer = self.layers[number]
-            parts = [one.state for one in done[at : at + layer.count]]
-            stacked = jax.tree.map(lambda *p: jnp.stack(p), *parts) if layer.stack else parts[0]
-            shared.append(stacked)
-            at += layer.count
+            count = len(done) // len(self.of_leaf[leaf])  # the stack's, or one of a scan's position
+            parts, states = states[:count], states[count:]
+            stacked = self.layers[number].stack and gradient.ndim == len(self.layers[number].shape)
+            shared.append(jax.tree.map(lambda *p: jnp.stack(p), *parts) if stacked else parts[0])
         mean = _joined([one.mean for one in done], gradient.shape).astype(gradient.dtype)
         error = old.error
         if error is not None:
             error = _joined([one.kept for one in done if one.kept is not None], gradient.shape)
-        return Reduced(mean, LeafState(error, old.accumulated, tuple(shared), old.finite))
+        return Reduced(mean, old._replace(error=error, shared=tuple(shared)))
 
-    # -- one matrix of each of several stacked leaves, inside a scan -------------------------------
+    def _together(
+        self, started: Mapping[int, _Started], more: Sequence[jax.Array] = ()
+    ) -> tuple[dict[int, Reduced], list[jax.Array]]:
+        """Run the averages of several leaves, and of more values, side by side."""
+        averages = [average for one in started.values() for average in one.averages]
+        averages += map(mean_of, more)
+        results = iter(together(averages, axis=self.axis, workers=self.workers))
+        done = {
+            leaf: self._done(leaf, one, list(itertools.islice(results, len(one.averages))))
+            for leaf, one in started.items()
+        }
+        return done, list(results)
 
     def reduce_slices(
         self,
@@ -172,7 +219,7 @@ class Averager:
         count: Any,
         position: Any,
     ) -> dict[int, Reduced]:
-        """Average one matrix of each leaf; arrays lack the stack's dim.
+        """Average one matrix of each of several stacked leaves; arrays lack the stack's dim.
 
         Args:
             gradients: by the number of the leaf.
@@ -180,23 +227,11 @@ class Averager:
             count: averages so far.
             position: in the stack.
         """
-        given, averages = dict[int, Any](), list[Any]()
-        for leaf, gradient in gradients.items():
-            whole, state = self.compensated(gradient, states[leaf])
-            (number,) = self.of_leaf[leaf]
-            layer = self.layers[number]
-            matrix = whole.reshape(layer.rows, layer.cols)
-            averages.append(self._average(number, matrix, state.shared[0], count, position))
-            given[leaf] = gradient, whole, state
-        done = together(averages, axis=self.axis, workers=self.workers)
-        found = dict[int, Reduced]()
-        for (leaf, (gradient, whole, state)), one in zip(given.items(), done, strict=True):
-            error = None if state.error is None else one.kept.reshape(gradient.shape)
-            finite = (jnp.isfinite(whole).all().astype(jnp.float32),)
-            new = LeafState(error, state.accumulated, (one.state,), finite)
-            mean = one.mean.reshape(gradient.shape).astype(gradient.dtype)
-            found[leaf] = Reduced(mean, new)
-        return found
+        started = {
+            leaf: self._started(leaf, gradient, states[leaf], count, position)
+            for leaf, gradient in gradients.items()
+        }
+        return self._together(started)[0]
 
     # -- the whole tree ---------------------------------------------------------------------------
 
@@ -214,68 +249,57 @@ class Averager:
             gradients: a tree like the parameters; a leaf that is None is left out.
             state: of this worker.
             reduced: leaves whose average is done already, by number.
-            also: more arrays to average, in the same all-reduce as the raw leaves.
+            also: more arrays to average, in the same all-reduce as the uncompressed leaves.
 
         Returns:
             The means, the state, and the means of `also`.
         """
         leaves, treedef = jax.tree.flatten(gradients, is_leaf=lambda leaf: leaf is None)
-        done, states = dict(reduced or {}), self.leaf_states(state)
-        waiting, averages = list[Any](), list[Any]()
-        for leaf in self.of_leaf:
-            if leaf in done or leaves[leaf] is None:
-                continue
-            whole, own = self.compensated(leaves[leaf], states[leaf])
-            several = self.averages(leaf, whole, own, state.count)
-            averages += several
-            waiting.append((leaf, whole, own, len(several)))
-        raw = [n for n, leaf in enumerate(leaves) if leaf is not None and n not in self.of_leaf]
-        given = {leaf: whole for leaf, whole, _, _ in waiting}
-        finite = self._finite(given, [leaves[n] for n in raw], done)
-        averages += [mean_of(leaves[n]) for n in raw]
-        averages += [mean_of(value) for value in (*also, finite)]
-        results = together(averages, axis=self.axis, workers=self.workers)
-        at = 0
-        for leaf, _, own, count in waiting:
-            part = results[at : at + count]
-            done[leaf] = self.put_together(leaf, leaves[leaf], part, own)
-            at += count
-        means = list(leaves)
-        for leaf, one in done.items():
-            means[leaf] = one.mean
-        means = [results[at + raw.index(n)] if n in raw else mean for n, mean in enumerate(means)]
-        others = results[at + len(raw) : -1]
-        new = self._with(state, {**states, **{leaf: one.state for leaf, one in done.items()}})
+        present = {n: leaf for n, leaf in enumerate(leaves) if leaf is not None}
+        states, before = self.leaf_states(state), dict(reduced or {})
+        started = {
+            leaf: self._started(leaf, present[leaf], states[leaf], state.count)
+            for leaf in self.of_leaf
+            if leaf in present and leaf not in before
+        }
+        uncompressed = [n for n in present if n not in self.of_leaf]
+        known = {leaf: one.state.finite for leaf, one in {**before, **started}.items()}
+        finite = self._flags(known, [present[n] for n in uncompressed])
+        more = [*(present[n] for n in uncompressed), *also, finite]
+        done, results = self._together(started, more)
+        done |= before
+        means = {leaf: one.mean for leaf, one in done.items()}
+        means |= zip(uncompressed, results, strict=False)
         # Finite gradients may have a mean that is not: sums of 16 bits are soon too large.
-        after = self._finite({leaf: means[leaf] for leaf in done}, [means[n] for n in raw])
+        known = {leaf: self._finite(leaf, one.mean) for leaf, one in done.items()}
+        after = self._flags(known, [means[n] for n in uncompressed])
+        new = self._with(state, {leaf: one.state for leaf, one in done.items()})
         new = replace(new, finite=(results[-1] == 1).astype(jnp.float32) * after)
-        return jax.tree.unflatten(treedef, means), new, others
+        tree = jax.tree.unflatten(treedef, map(means.get, range(len(leaves))))
+        return tree, new, results[len(uncompressed) : -1]
 
-    def _finite(
-        self,
-        compressed: Mapping[int, jax.Array],
-        raw: Sequence[jax.Array],
-        done: Mapping[int, Reduced] | None = None,
+    def _finite(self, leaf: int, values: jax.Array) -> tuple[jax.Array, ...]:
+        """Return 1 for each layer of a leaf whose values are finite on this worker."""
+        own = (self.layers[number].values(values) for number in self.of_leaf[leaf])
+        return tuple(jnp.isfinite(part).all().astype(jnp.float32) for part in own)
+
+    def _flags(
+        self, finite: Mapping[int, tuple[jax.Array, ...]], uncompressed: Sequence[jax.Array]
     ) -> jax.Array:
-        """Return 1 for each layer whose values are finite here, and last for uncompressed leaves.
+        """Return 1 for each layer that is finite here, and last for all uncompressed leaves.
 
-        Flags of the leaves that are `done` are known already.
+        Args:
+            finite: by leaf, `LeafState.finite`.
+            uncompressed: values of the other leaves.
         """
         flags = [jnp.ones(()) for _ in self.layers]
-        for leaf, whole in compressed.items():
-            for number in self.of_leaf[leaf]:
-                part = self.layers[number].part
-                own = whole if part is None else whole[part]
-                flags[number] = jnp.isfinite(own).all().astype(jnp.float32)
-        for leaf, one in (done or {}).items():
-            for number, flag in zip(self.of_leaf[leaf], one.state.finite, strict=True):
+        for leaf, own in finite.items():
+            for number, flag in zip(self.of_leaf[leaf], own, strict=True):
                 flags[number] = flag.min()
-        rest = jnp.array(True)
-        for value in raw:
-            rest &= jnp.isfinite(value).all()
-        return jnp.stack([*flags, rest.astype(jnp.float32)])
+        return jnp.stack([*flags, all_fine(uncompressed).astype(jnp.float32)])
 
     def _with(self, state: SyncState, leaves: Mapping[int, LeafState]) -> SyncState:
+        """Return the state of all leaves with that of some of them, after one more average."""
         shared = list(state.shared)
         error, accumulated = dict(state.error), dict(state.accumulated)
         for leaf, one in leaves.items():
@@ -311,8 +335,7 @@ class Averager:
             settings, shared = self.sync.candidates(layer), state.shared[number]
             summed = state.accumulated[str(layer.leaf)] / self.sync.accumulate
             row, norm = jnp.zeros(len(settings)), jnp.zeros(())
-            for at, matrix in enumerate(layer.matrices(summed)):
-                own = jax.tree.map(lambda x, at=at: x[at], shared) if layer.stack else shared
+            for _, matrix, own in self._matrices(number, summed, shared):
                 row += self.sync.compressor.errors(matrix, own, settings)
                 norm += jnp.linalg.norm(matrix)
             rows.append(jnp.pad(row, (0, most - len(settings)), constant_values=jnp.nan))
@@ -342,16 +365,8 @@ class Averager:
 
     def layer_bytes(self, number: int) -> float:
         """Return the bytes that a worker sends for all matrices of one layer."""
-        layer, setting = self.layers[number], self.settings[number]
-        if setting is None:
-            return layer.count * raw_bytes(layer, self.workers)
-        return layer.count * sent(self.sync.compressor, layer, setting, self.workers)
-
-
-def _raw(matrix: jax.Array, state: Any, layer: Layer, feeds: bool) -> Average:
-    """Average a matrix without compression."""
-    mean = yield from mean_of(matrix.astype(layer.dtype))
-    return Averaged(mean.astype(jnp.float32), jnp.zeros_like(matrix) if feeds else None, state)
+        layer, (compressor, setting) = self.layers[number], self.method(number)
+        return layer.count * sent(compressor, layer, setting, self.workers)
 
 
 def _joined(parts: list[jax.Array], shape: tuple[int, ...]) -> jax.Array:

@@ -37,12 +37,7 @@ _PASSED_ON = {"convert_element_type", "sharding_constraint", "copy", "copy_p"}
 Reduce = Callable[[dict[int, jax.Array], dict[int, LeafState], Any], dict[int, Reduced]]
 
 
-@dataclass(frozen=True)
-class Hook:
-    """A gradient that is averaged inside a scan: its leaf, and which stacked output it is."""
-
-    leaf: int
-    output: int
+Hooks = dict[int, int]  # of a scan: which stacked output is the gradient of which leaf
 
 
 @dataclass(frozen=True)
@@ -51,18 +46,13 @@ class Backward:
 
     Attributes:
         jaxpr: the program, flattened.
-        hooks: by the number of the equation, what is averaged in it.
+        hooks: by the number of the scan's equation, what is averaged in it.
         refused: for each leaf that was asked for and is not, the reason.
     """
 
     jaxpr: Any
-    hooks: dict[int, list[Hook]]
+    hooks: dict[int, Hooks]
     refused: dict[int, str]
-
-    @property
-    def leaves(self) -> set[int]:
-        """Return the leaves that are averaged inside a scan."""
-        return {hook.leaf for hooks in self.hooks.values() for hook in hooks}
 
     def run(
         self, operands: Sequence[Any], states: Mapping[int, LeafState], reduce: Reduce
@@ -85,7 +75,7 @@ class Backward:
             self._run_plain(waiting, values)
             waiting = []
             hooks = self.hooks[number]
-            reached = {hook.leaf: states[hook.leaf] for hook in hooks}
+            reached = {leaf: states[leaf] for leaf in hooks.values()}
             outs, reduced = _run_scan(eqn, [read(v) for v in eqn.invars], hooks, reached, reduce)
             values |= zip(eqn.outvars, outs, strict=True)
             done |= reduced
@@ -116,7 +106,7 @@ def find(program: Any, gradients: Mapping[int, int]) -> Backward:
     """
     jaxpr = flatten(program, take_over=False)
     uses = DefUse(jaxpr.eqns, jaxpr.outvars)
-    hooks, refused = dict[int, list[Hook]](), dict[int, str]()
+    hooks, refused = dict[int, Hooks](), dict[int, str]()
     for leaf, output in gradients.items():
         var = jaxpr.outvars[output]
         while (eqn := uses.maker(var)) is not None and len(uses.readers(var)) == 1:
@@ -134,14 +124,14 @@ def find(program: Any, gradients: Mapping[int, int]) -> Backward:
             if index < 0:
                 refused[leaf] = "its gradient is summed up over the scan's iterations"
                 continue
-            hooks.setdefault(uses.made[var], []).append(Hook(leaf, index))
+            hooks.setdefault(uses.made[var], {})[index] = leaf
     return Backward(jaxpr, hooks, refused)
 
 
 def _run_scan(
     scan: Any,
     operands: list[Any],
-    hooks: list[Hook],
+    wanted: Hooks,
     states: dict[int, LeafState],
     reduce: Reduce,
 ) -> tuple[list[Any], dict[int, Reduced]]:
@@ -164,7 +154,6 @@ def _run_scan(
         states = _put(states, {leaf: d.state for leaf, d in done.items()}, position)
         return states, _put(means, {leaf: d.mean for leaf, d in done.items()}, position)
 
-    wanted = {hook.output: hook.leaf for hook in hooks}
     first = length - 1 if backwards else 0
     carry, outs = body(carry, first)
     pending = {leaf: outs[output] for output, leaf in wanted.items()}

@@ -8,27 +8,32 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.train.compression import schedule
 from jaxoverlap.train.compression.averager import Averager, averager_of
+from jaxoverlap.train.compression.choose import choose
 from jaxoverlap.train.compression.explain import explained, in_vain
-from jaxoverlap.train.compression.state import Control, SyncState, checked, kept_by_workers
+from jaxoverlap.train.compression.state import Control, SyncState
 from jaxoverlap.train.compression.sync import Sync
-from jaxoverlap.train.placement import WorkerPlacement, copies
+from jaxoverlap.train.placement import WorkerPlacement, copies, over_workers
 from jaxoverlap.train.programs import Programs
+
+# Of an averager: the key of the program that averages with it, and what compiles that program.
+ProgramOf = Callable[[Averager], tuple[Hashable, Callable[[], Any]]]
 
 
 class Turn(NamedTuple):
     """One average of a run.
 
     Attributes:
+        program: that averages.
         averager: at the settings in use.
         control: for the average after this one.
         sync: the state of the compression before this average.
     """
 
+    program: Any
     averager: Averager
     control: Control
     sync: SyncState
@@ -46,10 +51,14 @@ class ControlLoop:
     """
 
     def __init__(
-        self, sync: Sync, mesh: Mesh, axis: str, stacked: Sequence[str], *, shared: bool = False
+        self,
+        sync: Sync,
+        placement: WorkerPlacement,
+        stacked: Sequence[str],
+        *,
+        shared: bool = False,
     ):
-        self.sync, self.programs = sync, Programs()
-        self._placement = WorkerPlacement(mesh, axis, False)
+        self.sync, self.programs, self._placement = sync, Programs(), placement
         self._stacked, self._shared = tuple(stacked), shared
         self._averagers: dict[Hashable, Averager] = {}
 
@@ -85,7 +94,7 @@ class ControlLoop:
     def new_state(self, params: Any) -> SyncState:
         """Return the state of all workers when a run begins, with a dim of workers."""
         sync = self.averager(params).init(params)
-        return kept_by_workers(sync, lambda leaf: copies(leaf, self._placement.workers))
+        return sync.each_worker(lambda leaf: copies(leaf, self._placement.workers))
 
     def shardings(self, params: Any, specs: Any) -> SyncState:
         """Return the sharding of each leaf of the state of all workers."""
@@ -103,58 +112,80 @@ class ControlLoop:
     def in_use(self, params: Any, control: Control) -> Averager:
         """Return the averager at the settings in use."""
         averager = self.averager(params)
-        control = checked(control, averager.sync, averager.layers)
-        return averager.at(control.settings)
+        return averager.at(control.checked(averager.sync, averager.layers).settings)
 
     def explain(self, params: Any, control: Control) -> str:
         """Return a table of what an average sends, a row a layer."""
         averager = self.averager(params)
-        control = checked(control, averager.sync, averager.layers)
+        control = control.checked(averager.sync, averager.layers)
         return explained(averager.at(control.settings), control, params)
 
-    def turn(
-        self,
-        params: Any,
-        state: SyncState,
-        control: Control,
-        compile_beside: Callable[[Averager], None],
-    ) -> Turn:
+    def turn(self, params: Any, state: SyncState, control: Control, program_of: ProgramOf) -> Turn:
         """Measure and choose where that is due, and return what the next average is to do.
+
+        Programs of settings that are chosen are compiled in a thread, from their choice to their
+        use.
 
         Args:
             params: shapes or arrays of one worker's parameters.
             state: of all workers, on the mesh; it is donated where it is measured.
             control: of the run.
-            compile_beside: starts to compile the program of an averager in a thread.
+            program_of: gives the key of a program and what compiles it.
         """
         averager = self.averager(params)
         sync, layers = averager.sync, averager.layers
-        control = checked(control, sync, layers)
-        count = int(control.count)
-        accumulate = schedule.accumulates(sync, count) and bool(layers)
-        if layers:
-            if schedule.measures(sync, count):
-                state, control = self._measured(averager, state, control)
-                for accumulates in (False, True):
-                    compile_beside(averager.at(control.pending, accumulate=accumulates))
-            if count == 0 < sync.start:
-                first = schedule.accumulates(sync, sync.start)
-                compile_beside(averager.at(control.pending, accumulate=first))
-            control = schedule.in_use(sync, control)
-        at = averager.at(control.settings, accumulate=accumulate)
-        return Turn(at, control.stepped(), state)
+        control = control.checked(sync, layers)
+        count, ahead = int(control.count), list[bool]()
+        if layers and sync.measures(count):
+            state, control = self._measured(averager, state, control)
+            ahead = [False, True]
+        if layers and count == 0 < sync.start:
+            ahead.append(sync.accumulates(sync.start))
+        for accumulate in ahead:
+            chosen = averager.at(control.pending, accumulate=accumulate)
+            self.programs.beside(*program_of(chosen))
+        if sync.changes(count):
+            control = replace(control, settings=control.pending)
+        accumulate = sync.accumulates(count) and bool(layers)
+        used = averager.at(control.settings, accumulate=accumulate)
+        return Turn(self.programs.get(*program_of(used)), used, control.stepped(), state)
 
     def _measured(
         self, averager: Averager, state: SyncState, control: Control
     ) -> tuple[SyncState, Control]:
         """Measure errors on the gradients added up, and choose the settings that come next."""
-        mesh = self._placement.mesh
         shapes = tuple((x.shape, x.sharding) for x in jax.tree.leaves(state))
-        program = self.programs.get(
-            ("measure", shapes), lambda: schedule.measuring(mesh, averager, state)
-        )
+        program = self.programs.get(("measure", shapes), lambda: self._measuring(averager, state))
         errors, norms, state = program(state)
-        workers = self._placement.workers
-        return state, schedule.chosen(
-            averager.sync, averager.layers, workers, control, errors, norms
+        errors, norms = np.asarray(errors, np.float32), np.asarray(norms, np.float32)
+        choice = choose(
+            averager.sync,
+            averager.layers,
+            averager.workers,
+            errors=errors,
+            norms=norms,
+            norms_before=control.norms,
+        )
+        return state, replace(
+            control,
+            pending=choice.settings,
+            reference=choice.reference,
+            guarded=np.asarray(choice.guarded, np.int32),
+            norms=norms,
+            errors=errors,
+        )
+
+    def _measuring(self, averager: Averager, state: SyncState) -> Any:
+        """Return the jitted program that measures all candidates; it donates the state."""
+        mesh, axis, specs = self._placement.mesh, averager.axis, SyncState.specs(averager.axis)
+
+        def measure(sync: SyncState) -> Any:
+            errors, norms, new = averager.measure(sync.without_workers())
+            return errors, norms, new.with_workers()
+
+        at = self._placement.at()
+        return jax.jit(
+            over_workers(measure, mesh, axis, (specs,), (P(), P(), specs)),
+            donate_argnums=0,
+            out_shardings=(at, at, jax.tree.map(lambda leaf: leaf.sharding, state)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,43 +11,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxoverlap.api import overlap as overlapped
 from jaxoverlap.cost.groups import groups_of
 from jaxoverlap.cost.model import CostModel
-from jaxoverlap.train.arguments import (
-    check_floats,
-    check_is,
-    check_workers,
-    flag,
-    function,
-    keys,
-    overlap_options,
-    transformation,
-)
+from jaxoverlap.train.arguments import check_floats, check_is, flag, function, transformation
 from jaxoverlap.train.compression.averager import Averager
 from jaxoverlap.train.compression.control_loop import ControlLoop
 from jaxoverlap.train.compression.explain import AveragePrice, price
-from jaxoverlap.train.compression.state import (
-    COMES_FROM,
-    Flags,
-    SyncState,
-    TrainState,
-    check_placed,
-    kept_by_workers,
-)
+from jaxoverlap.train.compression.state import Flags, SyncState, TrainState
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.compression.worker import WorkerStep
-from jaxoverlap.train.placement import WorkerPlacement, copies, mean_of_workers
+from jaxoverlap.train.over_workers import OverWorkers, without_workers
+from jaxoverlap.train.placement import mean_of_workers
 from jaxoverlap.train.programs import batch_like, key_of, like
 
 _UNREAD = 2  # steps whose flags are not looked at yet, so that the host does not wait for devices
 
 
-class DataParallel:
-    """A train step that averages gradients over workers, compressed; made by `data_parallel`."""
+class DataParallel(OverWorkers):
+    """A train step in which workers average their gradients compressed.
+
+        step = data_parallel(jax.value_and_grad(loss), optax.adamw(1e-3), mesh,
+                             sync=lgreco(power_sgd(4), every=500))
+        state = step.init(params)
+        for batch in batches:
+            state, loss = step(state, batch)
+
+    Args:
+        loss_and_grads: loss_and_grads(params, batch) -> (value, gradients) of one worker's part of
+            the batch, as `jax.value_and_grad(loss)` gives; the value is any tree of numbers. It
+            runs in a shard_map over the workers' axis: constraints may name the other axes.
+        optimizer: any optax one; it sees the averaged gradients.
+        mesh: of automatic axes, the workers' one among them.
+        axis: the mesh axis of the workers.
+        sync: `uniform(power_sgd(4))`, `lgreco(...)`, `accordion(...)`.
+        stacked: keys of the parameters; leaves below one of them have a first dim of layers, and
+            each layer is a matrix of its own.
+        in_backward: whether gradients of stacked leaves are averaged inside the backward scan that
+            makes them, each beside the layer below. All layers of such a leaf then have one
+            setting, as a scan's iterations are one program.
+        stateful: whether the model has a state besides its parameters (BatchNorm's averages, nnx's
+            state, keys): `step.init(params, model)`, and loss_and_grads(params, model, batch) ->
+            ((value, the state after it), gradients), as `jax.value_and_grad(loss, has_aux=True)`
+            gives. Its floats are averaged over the workers; of typed keys each worker sees its own,
+            and the next step has new ones; integers have to be the same on all workers.
+        overlap: whether the step is overlapped (`jaxoverlap.overlap`), or with which options.
+
+    Raises:
+        ValueError: for a mesh without the axis, or with explicit or manual axes.
+    """
+
+    state_type = TrainState
+    comes_from = "init(), spread(), a step, or a checkpoint restored to abstract()"
 
     def __init__(
         self,
@@ -54,31 +72,26 @@ class DataParallel:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         *,
-        axis: str,
+        axis: str = "data",
         sync: Sync,
-        stacked: Sequence[str],
-        in_backward: bool,
-        stateful: bool,
-        overlap: bool | Mapping[str, Any],
+        stacked: Sequence[str] = (),
+        in_backward: bool = False,
+        stateful: bool = False,
+        overlap: bool | Mapping[str, Any] = False,
     ):
         if not isinstance(sync, Sync):
             raise ValueError(f"sync={sync!r}: expected one such as lgreco(power_sgd(4))")
-        check_workers(mesh, axis)
         function("loss_and_grads", loss_and_grads, "as jax.value_and_grad(loss) is")
         transformation("optimizer", optimizer)
-        self.mesh, self.axis, self.sync = mesh, axis, sync
-        self._loss_and_grads, self._optimizer = loss_and_grads, optimizer
-        self._stacked, self._stateful = keys("stacked", stacked), flag("stateful", stateful)
-        self._in_backward = flag("in_backward", in_backward)
-        self._placement = WorkerPlacement(mesh, axis, False)
-        self._overlap = overlap_options(overlap)
-        self._loop = ControlLoop(sync, mesh, axis, self._stacked, shared=self._in_backward)
-        self._flags = Flags()
-
-    @property
-    def workers(self) -> int:
-        """Return how many workers there are."""
-        return self._placement.workers
+        self._stateful, self._in_backward = (
+            flag("stateful", stateful),
+            flag("in_backward", in_backward),
+        )
+        super().__init__(
+            mesh, axis, sync=sync, stacked=stacked, overlap=overlap, shared=self._in_backward
+        )
+        self._loop: ControlLoop = self._needs_sync()
+        self._loss_and_grads, self._optimizer, self._flags = loss_and_grads, optimizer, Flags()
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -92,14 +105,10 @@ class DataParallel:
         Raises:
             ValueError: if a parameter is not of floats, or is sharded over the workers.
         """
-        params, model = jax.tree.map(
+        initial = jax.tree.map(
             lambda x: x if hasattr(x, "shape") else jnp.asarray(x), (params, model)
         )
-        check_floats(params)
-        at = self._shardings(params, model)
-        new = jax.jit(self._new, out_shardings=(at.params, at.optimizer, at.sync, at.model))
-        params, optimizer, sync, model = new(*self._placement.on_mesh((params, model)))
-        return TrainState(params, optimizer, sync, self._loop.new_control(params), model)
+        return self._init(initial)
 
     def abstract(self, params: Any, model: Any = None, *, workers: int | None = None) -> TrainState:
         """Return what `init` would, as shapes with shardings: to restore a checkpoint, say.
@@ -109,15 +118,7 @@ class DataParallel:
             workers: of the run that wrote the checkpoint, if others than the mesh has; what differs
                 between them is then whole on every device, for `consolidate`.
         """
-        at = self._shardings(params, model)
-        new, optimizer, sync, model = jax.eval_shape(self._new, params, model)
-        shapes = TrainState(new, optimizer, sync, self._loop.new_control(params), model)
-        like = jax.tree.map(
-            lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, at
-        )
-        if workers is None or workers == self.workers:
-            return like
-        return replace(like, sync=kept_by_workers(like.sync, self._placement.of_workers(workers)))
+        return self._abstract((params, model), workers=workers)
 
     def consolidate(self, state: TrainState) -> TrainState:
         """Return a state without workers, from that of any number of them on any mesh.
@@ -125,41 +126,33 @@ class DataParallel:
         What workers have not sent yet is averaged: so much is owed to the parameters, whoever pays
         it. All else is the same on all workers.
         """
-        check_is(state, TrainState, COMES_FROM)
+        check_is(state, TrainState, self.comes_from)
 
-        def one(leaf: jax.Array) -> jax.Array:
-            at = leaf.sharding
-            where = (
-                NamedSharding(at.mesh, P(*at.spec[1:])) if isinstance(at, NamedSharding) else None
-            )
-            return jax.jit(mean_of_workers, out_shardings=where)(leaf)
+        def mean(sync: SyncState) -> SyncState:
+            return sync.each_worker(mean_of_workers)
 
-        return replace(state, sync=kept_by_workers(state.sync, one))
+        return replace(state, sync=without_workers(state.sync, mean, self.axis))
 
-    def spread(self, state: TrainState) -> TrainState:
-        """Return the state of all workers from a consolidated one.
+    def _initial(self, state: TrainState) -> Any:
+        return state.params, state.model
 
-        Raises:
-            ValueError: if other layers are compressed with this number of workers.
-        """
-        check_is(state, TrainState, "consolidate()")
-        self._loop.in_use(state.params, state.control)
-        place = self._placement
-        params, model = place.with_specs_of((state.params, state.model))
-        at = self._shardings(params, model)
-        optimizer = jax.tree.map(jnp.copy, jax.device_put(state.optimizer, at.optimizer))
+    def _each_worker(self, state: TrainState, change: Callable[[Any], Any]) -> TrainState:
+        return replace(state, sync=state.sync.each_worker(change))
 
-        def of_all(sync: SyncState) -> SyncState:
-            return kept_by_workers(sync, lambda leaf: copies(leaf, self.workers))
+    def _params(self, state: TrainState) -> Any:
+        return state.params
 
-        sync = jax.jit(of_all, out_shardings=at.sync)(place.on_mesh(state.sync))
-        return TrainState(params, optimizer, sync, state.control, model)
+    def _initial_params(self, initial: Any) -> Any:
+        return initial[0]
 
-    def _new(self, params: Any, model: Any) -> tuple[Any, Any, SyncState, Any]:
-        params, model = jax.tree.map(jnp.asarray, (params, model))
-        return params, self._optimizer.init(params), self._loop.new_state(params), model
+    def _new(self, initial: Any) -> TrainState:
+        params, model = jax.tree.map(jnp.asarray, initial)
+        optimizer = self._optimizer.init(params)
+        return TrainState(params, optimizer, self._loop.new_state(params), None, model)
 
-    def _shardings(self, params: Any, model: Any) -> TrainState:
+    def _shardings(self, initial: Any) -> TrainState:
+        params, model = initial
+        check_floats(params)
         if (model is not None) != self._stateful:
             raise ValueError(
                 "a model's state with stateful=False: give data_parallel stateful=True"
@@ -170,10 +163,8 @@ class DataParallel:
         specs = jax.tree.map(place.spec_of, params)
         at = jax.tree.map(lambda spec: place.at(*spec), specs)
         optimizer = place.of_optimizer(self._optimizer, params, at, others=place.at())
-        sync, control = self._loop.shardings(params, specs), self._loop.new_control(params)
         of_model = jax.tree.map(lambda leaf: place.at(*place.spec_of(leaf)), model)
-        whole = jax.tree.map(lambda _: place.at(), control)
-        return TrainState(at, optimizer, sync, whole, of_model)
+        return TrainState(at, optimizer, self._loop.shardings(params, specs), None, of_model)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -198,19 +189,16 @@ class DataParallel:
             ValueError: for a state of another setting, or a batch that workers cannot share.
         """
         self._check_batch(batch)
-        check_placed(state, self.workers)
+        self._check_state(state)
         self.check(unread=_UNREAD)
 
-        def compile_beside(averager: Averager) -> None:
-            self._loop.programs.beside(*self._compiling(state, batch, averager))
-
-        turn = self._loop.turn(state.params, state.sync, state.control, compile_beside)
-        state = replace(state, sync=turn.sync)
-        program = self._loop.programs.get(*self._compiling(state, batch, turn.averager))
-        (params, optimizer, model, sync), value, finite = program(_arrays(state), batch)
+        program_of = functools.partial(self._compiling, state, batch)
+        turn = self._loop.turn(state.params, state.sync, state.control, program_of)
+        arrays = replace(state.arrays, sync=turn.sync)
+        arrays, value, finite = turn.program(arrays, batch)
         number = int(turn.control.count) - 1
         self._flags.add(number, finite, turn.averager.layers)
-        return TrainState(params, optimizer, sync, turn.control, model), value
+        return replace(arrays, control=turn.control), value
 
     def check(self, *, unread: int = 0) -> None:
         """Raise if the gradient of a step so far was not finite; wait for all but `unread` steps.
@@ -228,7 +216,7 @@ class DataParallel:
             cost: of the cluster, as `jaxoverlap.cost.find.cost_model` gives, to add the price of an
                 average.
         """
-        table = self._loop.explain(state.params, state.control)
+        table = super().explain(state)
         return table if cost is None else f"{table}\n{self.price(state, cost)}"
 
     def price(self, state: TrainState, cost: CostModel) -> AveragePrice:
@@ -260,32 +248,26 @@ class DataParallel:
         averager = self._loop.averager(state.params)
         default = [averager.sync.default(layer) for layer in averager.layers]
         chosen = np.array(default if settings is None else settings, np.int32)
-        args = (_arrays(state), batch)
-        return self._jitted(state, averager.at(chosen)).lower(*args)
+        return self._jitted(state.arrays, averager.at(chosen)).lower(state.arrays, batch)
 
     # -- programs ---------------------------------------------------------------------------------
 
     def _jitted(self, state: Any, averager: Averager) -> Any:
-        at = jax.tree.map(lambda x: x.sharding, _arrays(state))
+        at = jax.tree.map(lambda x: x.sharding, state)
         step = WorkerStep(
             self._loss_and_grads, self._optimizer, averager, self._in_backward, self._stateful
         )
         jitted = jax.jit(step.over(self.mesh), donate_argnums=0, out_shardings=(at, None, None))
-        return jitted if self._overlap is None else overlapped(jitted, **self._overlap)
+        return jitted if self.overlap is None else overlapped(jitted, **self.overlap)
 
     def _compiling(
         self, state: Any, batch: Any, averager: Averager
     ) -> tuple[Hashable, Callable[[], Any]]:
         """Return the key of a program and what compiles it, which holds shapes alone."""
-        placed = jax.tree.map(self._batch_like, batch)
-        args = jax.tree.map(like, (_arrays(state), placed))
-        params, optimizer, model, sync = args[0]
-        shapes = TrainState(params, optimizer, sync, state.control, model)
-        key = ("step", averager.settings, averager.accumulate, key_of(args))
-        return key, lambda: self._jitted(shapes, averager).lower(*args).compile()
-
-    def _batch_like(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        return batch_like(leaf, self._placement.at(self.axis))
+        rows = jax.tree.map(lambda b: batch_like(b, self._placement.at(self.axis)), batch)
+        shapes = jax.tree.map(like, state.arrays)
+        key = ("step", averager.settings, averager.accumulate, key_of((shapes, rows)))
+        return key, lambda: self._jitted(shapes, averager).lower(shapes, rows).compile()
 
     def _check_batch(self, batch: Any) -> None:
         for leaf in jax.tree.leaves(batch):
@@ -297,62 +279,4 @@ class DataParallel:
                 )
 
 
-def _arrays(state: TrainState) -> tuple[Any, Any, Any, SyncState]:
-    """Return what is on devices."""
-    return state.params, state.optimizer, state.model, state.sync
-
-
-def data_parallel(
-    loss_and_grads: Callable[..., tuple[Any, Any]],
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    axis: str = "data",
-    sync: Sync,
-    stacked: Sequence[str] = (),
-    in_backward: bool = False,
-    stateful: bool = False,
-    overlap: bool | Mapping[str, Any] = False,
-) -> DataParallel:
-    """Return a train step in which workers average their gradients compressed.
-
-        step = data_parallel(jax.value_and_grad(loss), optax.adamw(1e-3), mesh,
-                             sync=lgreco(power_sgd(4), every=500))
-        state = step.init(params)
-        for batch in batches:
-            state, loss = step(state, batch)
-
-    Args:
-        loss_and_grads: loss_and_grads(params, batch) -> (value, gradients) of one worker's part of
-            the batch, as `jax.value_and_grad(loss)` gives; the value is any tree of numbers. It
-            runs in a shard_map over the workers' axis: constraints may name the other axes.
-        optimizer: any optax one; it sees the averaged gradients.
-        mesh: of automatic axes, the workers' one among them.
-        axis: the mesh axis of the workers.
-        sync: `uniform(power_sgd(4))`, `lgreco(...)`, `accordion(...)`.
-        stacked: keys of the parameters; leaves below one of them have a first dim of layers, and
-            each layer is a matrix of its own.
-        in_backward: whether gradients of stacked leaves are averaged inside the backward scan that
-            makes them, each beside the layer below. All layers of such a leaf then have one
-            setting, as a scan's iterations are one program.
-        stateful: whether the model has a state besides its parameters (BatchNorm's averages, nnx's
-            state, keys): `step.init(params, model)`, and loss_and_grads(params, model, batch) ->
-            ((value, the state after it), gradients), as `jax.value_and_grad(loss, has_aux=True)`
-            gives. Its floats are averaged over the workers; of typed keys each worker sees its own,
-            and the next step has new ones; integers have to be the same on all workers.
-        overlap: whether the step is overlapped (`jaxoverlap.overlap`), or with which options.
-
-    Raises:
-        ValueError: for a mesh without the axis, or with explicit or manual axes.
-    """
-    return DataParallel(
-        loss_and_grads,
-        optimizer,
-        mesh,
-        axis=axis,
-        sync=sync,
-        stacked=stacked,
-        in_backward=in_backward,
-        stateful=stateful,
-        overlap=overlap,
-    )
+data_parallel = DataParallel  # the name by which it is made

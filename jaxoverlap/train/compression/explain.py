@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.train.compression.averager import Averager
-from jaxoverlap.train.compression.compressors.no_compression import NoCompression
+from jaxoverlap.train.compression.compressors.compressor import NoCompression
 from jaxoverlap.train.compression.state import Control
 from jaxoverlap.train.compression.sync import MIN_FACTOR, RAW, raw_bytes
 from jaxoverlap.train.compression.wire import sent_bytes
@@ -62,9 +63,7 @@ def explained(averager: Averager, control: Control, params: Any) -> str:
 def _summary(averager: Averager, control: Control, params: Any, error: float, budget: float) -> str:
     sync, workers = averager.sync, averager.workers
     leaves = jax.tree.leaves(params)
-    uncompressed = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) * 2 * (workers - 1) / workers
-    )
+    uncompressed = _num_bytes(leaves) * 2 * (workers - 1) / workers
     sent = averager.sent_bytes(params)
     left = len(leaves) - len(averager.of_leaf)
     text = (
@@ -125,17 +124,14 @@ def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Ave
     sums = dict[tuple[int, str], float]()  # requests of a kind that are made together are one
     arithmetic_s = 0.0
     for number, layer in enumerate(averager.layers):
-        compressor, setting = averager.sync.compressor, averager.settings[number]
-        if setting is None:
-            requests, passes = [("mean", layer.size * layer.itemsize)], 0
-        else:
-            requests = compressor.requests(layer, setting, averager.workers)
-            passes = compressor.memory_passes * 4 * layer.size * shares[layer.leaf]
+        compressor, setting = averager.method(number)
+        requests = compressor.requests(layer, setting, averager.workers)
+        passes = compressor.memory_passes * 4 * layer.size * shares[layer.leaf]
         for turn, (kind, size) in enumerate(requests):
             at = (turn, kind)
             sums[at] = sums.get(at, 0) + size * layer.count * shares[layer.leaf]
         arithmetic_s += layer.count * cost.memory_s(passes)
-    sizes = [leaf.size * leaf.dtype.itemsize * s for leaf, s in zip(leaves, shares, strict=True)]
+    sizes = [_num_bytes([leaf]) * s for leaf, s in zip(leaves, shares, strict=True)]
     uncompressed = sum(size for n, size in enumerate(sizes) if n not in averager.of_leaf)
     sums[0, "mean"] = sums.get((0, "mean"), 0) + uncompressed
 
@@ -145,6 +141,11 @@ def price(averager: Averager, params: Any, cost: CostModel, group: Group) -> Ave
 
     wire_s = sum(seconds(kind, size) for (_, kind), size in sums.items())
     return AveragePrice(seconds("mean", sum(sizes)), wire_s, arithmetic_s)
+
+
+def _num_bytes(leaves: Sequence[Any]) -> int:
+    """Return the bytes of arrays or shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _share(leaf: Any) -> float:
@@ -166,13 +167,11 @@ def in_vain(averager: Averager, params: Any) -> str:
     if workers == 1 or isinstance(sync.compressor, NoCompression):
         return ""
     leaves = jax.tree.leaves(params)
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    total = _num_bytes(leaves)
     if sync.raw:  # what goes raw by name is meant to
         named = {layer.leaf for layer in (*averager.layers, *averager.left_raw)}
-        total = sum(leaves[n].size * leaves[n].dtype.itemsize for n in named)
-    compressed = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in map(leaves.__getitem__, averager.of_leaf)
-    )
+        total = _num_bytes([leaves[n] for n in named])
+    compressed = _num_bytes([leaves[n] for n in averager.of_leaf])
     if compressed < total / 2:
         return (
             f"{sync.compressor!r} compresses {len(averager.layers)} of "

@@ -51,12 +51,15 @@ class Layer:
         """Return the bytes of an element."""
         return jnp.dtype(self.dtype).itemsize
 
+    def values(self, leaf: jax.Array) -> jax.Array:
+        """Return the part of its leaf that is this layer."""
+        return leaf if self.part is None else leaf[self.part]
+
     def matrices(self, leaf: jax.Array) -> list[jax.Array]:
         """Return this layer's matrices, as slices of its leaf."""
-        if self.stack:
-            return [leaf[i].reshape(self.rows, self.cols) for i in range(self.stack)]
-        values = leaf if self.part is None else leaf[self.part]
-        return [values.reshape(self.rows, self.cols)]
+        values = self.values(leaf)
+        parts = [values[i] for i in range(self.stack)] if self.stack else [values]
+        return [part.reshape(self.rows, self.cols) for part in parts]
 
 
 def layers_of(
@@ -80,10 +83,11 @@ def layers_of(
     found = list[Layer]()
     missing, unknown = set(stacked), set(raw)
     for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
-        keys = {_key(entry) for entry in path}
+        keys = {jax.tree_util.keystr((entry,), simple=True) for entry in path}
         missing -= keys
         unknown -= keys
-        name, shape, dtype = _name(path), tuple(leaf.shape), jnp.dtype(leaf.dtype)
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
+        shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
         is_stack = not keys.isdisjoint(stacked)
         if is_stack and not shape:
             raise ValueError(f"{name} is a scalar and stands below a key of stacked={stacked!r}")
@@ -119,14 +123,3 @@ def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns of the split of a shape into two groups with the least sum."""
     splits = ((math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape)))
     return min(splits, key=sum)
-
-
-def _key(entry: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
-
-
-def _name(path: Any) -> str:
-    return ".".join(map(_key, path)) or "parameters"

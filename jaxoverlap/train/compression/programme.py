@@ -48,7 +48,8 @@ def solve(
     most = np.cumsum([layer[2].max() for layer in layers])  # more than this changes nothing
     if len(layers) and below[-1] > buckets:
         return None
-    unit = _unit(layers)
+    every_cost = np.concatenate([costs for _, costs, _ in layers] or [np.zeros(1, np.int64)])
+    unit = max(int(np.gcd.reduce(every_cost)), 1)  # of all costs
     total = sum(int(costs.max()) // unit for _, costs, _ in layers)
     kind, infinite = (np.int32, 2**30) if total < 2**30 else (np.int64, 2**62)
     before = np.zeros(buckets + 1, kind)
@@ -108,14 +109,6 @@ def _undominated(
             best = int(steps[number])
     chosen = np.array(kept, np.int64)
     return chosen, costs[chosen].astype(np.int64), steps[chosen]
-
-
-def _unit(layers: list) -> int:
-    """Return the greatest common divisor of all costs, at least 1."""
-    divisor = 0
-    for _, costs, _ in layers:
-        divisor = math.gcd(divisor, *costs.tolist())
-    return max(divisor, 1)
 
 
 def _check(costs: Sequence[np.ndarray], errors: Sequence[np.ndarray], budget: float) -> None:

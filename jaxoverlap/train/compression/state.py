@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from jaxoverlap.train.arguments import check_arrays, check_count, check_is
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.sync import RAW, Sync
 
@@ -35,6 +35,24 @@ class SyncState:
     accumulated: dict[str, Any]
     shared: tuple[Any, ...]
     finite: Any
+
+    def each_worker(self, change: Callable[[Any], Any]) -> SyncState:
+        """Change the leaves that differ between workers."""
+        error, accumulated = jax.tree.map(change, (self.error, self.accumulated))
+        return replace(self, error=error, accumulated=accumulated)
+
+    def without_workers(self) -> SyncState:
+        """Return a worker's state from its part of that of all: without the dim of workers."""
+        return self.each_worker(lambda leaf: leaf.squeeze(0))
+
+    def with_workers(self) -> SyncState:
+        """Return a worker's part of the state of all from its own."""
+        return self.each_worker(lambda leaf: leaf[None])
+
+    @staticmethod
+    def specs(axis: str) -> SyncState:
+        """Return the specs of the state of all workers, for each field."""
+        return SyncState(P(), P(axis), P(axis), P(), P())  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass
@@ -79,16 +97,38 @@ class Control:
             made_for=np.asarray(sync.made_for(layers), np.uint32),
         )
 
-    def on_host(self) -> Control:
-        """Return the same as numpy arrays, wherever a checkpoint has put them."""
-        return jax.tree.map(np.asarray, self)
-
     def stepped(self) -> Control:
         """Return the control after one more step."""
         return replace(self, count=np.asarray(self.count + 1, np.int32))
 
+    def checked(self, sync: Sync, layers: Sequence[Layer]) -> Control:
+        """Return the control as numpy arrays, wherever a checkpoint has put them.
 
-COMES_FROM = "init(), spread(), a step, or a checkpoint restored to abstract()"
+        Raises:
+            ValueError: if the state was made for another sync, another model, other workers, or
+                names settings that there are not.
+        """
+        if isinstance(self.made_for, jax.ShapeDtypeStruct):  # of shapes: a run that begins
+            return Control.new(sync, layers)
+        control = jax.tree.map(np.asarray, self)
+        expected = sync.made_for(layers)
+        if int(control.made_for) != expected or control.settings.shape != (len(layers),):
+            raise ValueError(
+                f"this state was made for another synchronisation or model (number "
+                f"{int(control.made_for)}; here {expected}: {sync}). Resume with the settings that "
+                "the checkpoint was written with, or start from its parameters with init(); the "
+                "state is as it was"
+            )
+        for layer, now, next_ in zip(layers, control.settings, control.pending, strict=True):
+            known = range(len(sync.candidates(layer)))
+            if next_ not in known or (now not in known and (now != RAW or not sync.start)):
+                raise ValueError(
+                    f"settings {now} and {next_} of {layer.name}: expected indices of the "
+                    f"candidates {sync.candidates(layer)}"
+                )
+        return control
+
+
 UPDATE = "the optimizer's update"
 
 
@@ -120,15 +160,20 @@ class TrainState:
         params: parameters, the same on all workers.
         optimizer: the optimizer's state.
         sync: what the synchronisation keeps on devices; a leading dim of workers on what differs.
-        control: the settings, on the host.
+        control: the settings (`Control`), on the host.
         model: the model's state besides its parameters, the same on all workers; None without one.
     """
 
     params: Any
     optimizer: Any
     sync: SyncState
-    control: Control
+    control: Any
     model: Any = None
+
+    @property
+    def arrays(self) -> TrainState:
+        """Return what is on devices: the state without its control."""
+        return replace(self, control=None)
 
 
 class Flags:
@@ -155,50 +200,3 @@ class Flags:
                 names = [*(layer.name for layer in layers), "raw leaves"]
                 gradients = [names[n] for n in bad if n < len(names)]
                 raise NonFiniteGradientError(step, gradients or [UPDATE])
-
-
-def checked(control: Control, sync: Sync, layers: Sequence[Layer]) -> Control:
-    """Return a control on the host, or raise if it belongs to another setting.
-
-    Raises:
-        ValueError: if the state was made for another sync, another model, other workers, or names
-            settings that there are not.
-    """
-    if isinstance(control.made_for, jax.ShapeDtypeStruct):  # a state of shapes: a run that begins
-        return Control.new(sync, layers)
-    control = control.on_host()
-    expected = sync.made_for(layers)
-    if int(control.made_for) != expected or control.settings.shape != (len(layers),):
-        raise ValueError(
-            f"this state was made for another synchronisation or model (number "
-            f"{int(control.made_for)}; here {expected}: {sync}). Resume with the settings that the "
-            "checkpoint was written with, or start from its parameters with init(); the state is "
-            "as it was"
-        )
-    for layer, now, next_ in zip(layers, control.settings, control.pending, strict=True):
-        known = range(len(sync.candidates(layer)))
-        if next_ not in known or (now not in known and (now != RAW or not sync.start)):
-            raise ValueError(
-                f"settings {now} and {next_} of {layer.name}: expected places among the candidates "
-                f"{sync.candidates(layer)}"
-            )
-    return control
-
-
-def check_placed(state: TrainState, workers: int) -> None:
-    """Check that a state is of arrays on devices, and of so many workers.
-
-    Raises:
-        ValueError: if it is of another type, traced, not placed, or of other workers.
-    """
-    check_is(state, TrainState, COMES_FROM)
-    check_arrays((state.params, state.optimizer, state.sync, state.model), state.control)
-    check_count((state.sync.error, state.sync.accumulated), workers)
-
-
-def kept_by_workers(sync: Any, change: Callable[[Any], Any]) -> Any:
-    """Change the leaves that differ between workers; None stays None."""
-    if sync is None:
-        return None
-    error, accumulated = jax.tree.map(change, (sync.error, sync.accumulated))
-    return replace(sync, error=error, accumulated=accumulated)

@@ -48,6 +48,10 @@ class Accordion:
 class Sync:
     """A way to synchronise: see `uniform`, `accordion` and `lgreco`, which make it.
 
+    Raises:
+        ValueError: for something that is no compressor, numbers out of range, or a decay without
+            error feedback.
+
     Attributes:
         compressor: what averages the matrices.
         every: steps between two choices of settings; 0 if they never change.
@@ -70,8 +74,44 @@ class Sync:
     by_error: bool = False
     start: int = 0
     seed: int = 0
-    raw: tuple[str, ...] = ()
+    raw: Sequence[str] = ()
     error_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise ValueError(
+                f"{self.compressor!r} is no compressor: expected one such as power_sgd(4), "
+                "qsgd(4), top_k(0.01) or none()"
+            )
+        checked = dict(
+            start=whole("start", self.start, 0),
+            seed=whole("seed", self.seed, 0),
+            raw=keys("raw", self.raw),
+            error_decay=number("error_decay", self.error_decay, above=0, most=1),
+        )
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.error_decay < 1 and not self.compressor.error_feedback:
+            raise ValueError(
+                f"error_decay={self.error_decay:g} with {self.compressor!r}, which keeps no "
+                "errors: give it error_feedback=True, or leave error_decay out"
+            )
+
+    def measures(self, count: int) -> bool:
+        """Return whether settings are chosen before average `count`."""
+        return bool(self.every) and count > 0 and count % self.every == 0
+
+    def accumulates(self, count: int) -> bool:
+        """Return whether the gradients of average `count` are added up for the next choice."""
+        return bool(self.every) and count % self.every >= self.every - self.accumulate
+
+    def changes(self, count: int) -> bool:
+        """Return whether settings that were chosen before come into use with average `count`."""
+        if count < self.start:
+            return False
+        begins = 0 < self.start == count
+        chosen = bool(self.every) and count >= self.every
+        return begins or (chosen and count % self.every == self.beside)
 
     def candidates(self, layer: Layer) -> tuple[Setting, ...]:
         """Return the settings that a layer may come to have, in order of bytes."""
@@ -143,20 +183,7 @@ def uniform(
         ValueError: for something that is no compressor, a negative start, or a decay without error
             feedback.
     """
-    start, seed = whole("start", start, 0), whole("seed", seed, 0)
-    decay = number("error_decay", error_decay, above=0, most=1)
-    if decay < 1 and not _compressor(compressor).error_feedback:
-        raise ValueError(
-            f"error_decay={decay:g} with {compressor!r}, which keeps no errors: give it "
-            "error_feedback=True, or leave error_decay out"
-        )
-    return Sync(
-        compressor=_compressor(compressor),
-        start=start,
-        seed=seed,
-        raw=keys("raw", raw),
-        error_decay=decay,
-    )
+    return Sync(compressor=compressor, start=start, seed=seed, raw=raw, error_decay=error_decay)
 
 
 def accordion(
@@ -193,7 +220,7 @@ def accordion(
         ValueError: for numbers out of range.
     """
     threshold = number("threshold", threshold, above=0)
-    compressor = _compressor(compressor)
+    base = Sync(compressor=compressor, start=start, seed=seed, raw=raw)
     high, low = (  # with_setting raises if there is no such setting
         None if setting is None else compressor.with_setting(setting).setting
         for setting in (high, low)
@@ -204,18 +231,7 @@ def accordion(
             "the smaller one; change either"
         )
     switch = Accordion(high=high, low=low, threshold=threshold)
-    every, accumulate, beside = _schedule(every, accumulate, beside)
-    start, seed = whole("start", start, 0), whole("seed", seed, 0)
-    return Sync(
-        compressor=compressor,
-        every=every,
-        accumulate=accumulate,
-        beside=beside,
-        accordion=switch,
-        start=start,
-        seed=seed,
-        raw=keys("raw", raw),
-    )
+    return replace(base, accordion=switch, **_schedule(every, accumulate, beside))
 
 
 def lgreco(
@@ -251,22 +267,15 @@ def lgreco(
     Raises:
         ValueError: for numbers out of range.
     """
-    every, accumulate, beside = _schedule(every, accumulate, beside)
-    start, seed = whole("start", start, 0), whole("seed", seed, 0)
-    if isinstance(compressor, Sync):
-        if compressor.by_error or compressor.accordion is None:
-            raise ValueError(
-                f"lgreco({compressor!r}): expected a compressor, or accordion(compressor)"
-            )
-        base = compressor
-    else:
-        base = Sync(compressor=_compressor(compressor))
-    changes: dict[str, Any] = dict(every=every, accumulate=accumulate, beside=beside)
+    schedule = _schedule(every, accumulate, beside)
+    base = compressor if isinstance(compressor, Sync) else Sync(compressor=compressor)
+    if base is compressor and (base.by_error or base.accordion is None):
+        raise ValueError(f"lgreco({compressor!r}): expected a compressor, or accordion(compressor)")
     raw = keys("raw", raw) or base.raw
-    return replace(base, by_error=True, start=start, seed=seed, raw=raw, **changes)
+    return replace(base, by_error=True, start=start, seed=seed, raw=raw, **schedule)
 
 
-def _schedule(every: Any, accumulate: Any, beside: Any) -> tuple[int, int, int]:
+def _schedule(every: Any, accumulate: Any, beside: Any) -> dict[str, int]:
     every, accumulate = whole("every", every, 1), whole("accumulate", accumulate, 1)
     beside = min(20, every // 10) if beside is None else whole("beside", beside, 0)
     if beside >= every:
@@ -274,13 +283,4 @@ def _schedule(every: Any, accumulate: Any, beside: Any) -> tuple[int, int, int]:
             f"beside={beside} with every={every}: settings would come into use after the next "
             "choice; give a smaller beside"
         )
-    return every, min(accumulate, every), beside
-
-
-def _compressor(value: Any) -> Compressor:
-    if not isinstance(value, Compressor):
-        raise ValueError(
-            f"{value!r} is no compressor: expected one such as power_sgd(4), qsgd(4), top_k(0.01) "
-            "or none()"
-        )
-    return value
+    return dict(every=every, accumulate=min(accumulate, every), beside=beside)

@@ -1,8 +1,23 @@
 """The collectives of compressors, fused over layers, and their bytes in closed form.
 
 A compressor is written for one matrix as a generator that yields requests and is sent their
-results. `together` runs the generators of many matrices side by side: requests that are yielded at
-the same time become one collective for each kind and dtype.
+results. `together` runs the generators of many matrices at once: requests that are yielded in the
+same round become one collective for each kind and dtype. The path of a gradient:
+
+    DataParallel.__call__   control_loop: settings in use, compiled program
+      WorkerStep            worker.py: loss_and_grads of this worker's part of the batch
+        Averager.average    averager.py: a generator for each matrix
+          _started            gradient + what was not sent before         a leaf
+          together            this file                                   all matrices
+                                  layer 0     layer 1     other leaves
+                    round 1       mean P      mean P      mean            one all-reduce
+                    round 2       mean Q      mean Q                      one all-reduce
+                              (a compressor's `average` between its rounds)
+          _done               mean, error feedback, compressor's state    a leaf
+      if_finite             the optimizer's update, or the state before it
+
+With `in_backward` the generators of stacked leaves run inside the backward scan
+(`Averager.reduce_slices`, called by backward.py), and `average` gets their results as `reduced`.
 """
 
 from __future__ import annotations

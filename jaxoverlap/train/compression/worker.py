@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.train.compression import backward
 from jaxoverlap.train.compression.averager import Averager, Reduced
-from jaxoverlap.train.compression.state import SyncState
+from jaxoverlap.train.compression.state import SyncState, TrainState
 from jaxoverlap.train.finite import all_fine, kept_if
-from jaxoverlap.train.placement import folded, is_key
+from jaxoverlap.train.placement import folded, is_key, over_workers
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,22 @@ class WorkerStep:
     def over(self, mesh: Mesh) -> Callable[[Any, Any], tuple[Any, Any, jax.Array]]:
         """Return the step of all workers.
 
-        It takes (params, optimizer, model, sync) and a batch, and gives the same, the value, and
-        what was finite: the flags of the average, and whether the optimizer's update was. The
-        flags outlive the state.
+        It takes a state without its control, and a batch, and gives the state, the value, and what
+        was finite: the flags of the average, and whether the optimizer's update was. The flags
+        outlive the state.
         """
         axis = self.averager.axis
+        state = TrainState(P(), P(), SyncState.specs(axis), None, P())
 
         def compressed_step(state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-            replicated = (P(), P(), P(), specs_of(state[3], axis))
-            return jax.shard_map(
-                self._of_one,
-                mesh=mesh,
-                in_specs=(replicated, P(axis)),
-                out_specs=(replicated, P(), P()),
-                axis_names={axis},
-                check_vma=False,
-            )(state, batch)
+            return mapped(state, batch)
 
+        mapped = over_workers(self._of_one, mesh, axis, (state, P(axis)), (state, P(), P()))
         return compressed_step
 
-    def _of_one(self, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        params, moments, model, sync = state
-        sync, axis = of_one(sync), self.averager.axis
+    def _of_one(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, jax.Array]:
+        params, moments, model = before = state.params, state.optimizer, state.model
+        sync, axis = state.sync.without_workers(), self.averager.axis
         (value, seen), gradients, reduced = self._gradients(
             params, own_keys(model, axis), batch, sync
         )
@@ -76,12 +70,10 @@ class WorkerStep:
         value, means = jax.tree.unflatten(treedef, means)
         model_after = _next_model(model, seen, means, self.averager.workers)
         after = optax.apply_updates(params, updates), moved, model_after
-        before = params, moments, model
         fine = all_fine(after) | ~all_fine(before)
-        kept_state, kept = if_finite(after, before, new, sync, fine)
-        state = (*kept_state, with_workers(kept))
+        (params, moments, model), kept = if_finite(after, before, new, sync, fine)
         finite = jnp.append(new.finite, fine.astype(jnp.float32))
-        return state, value, finite
+        return TrainState(params, moments, kept.with_workers(), None, model), value, finite
 
     def _called(self, params: Any, model: Any, batch: Any) -> tuple[tuple[Any, Any], Any]:
         """Return ((value, the model's state after it), gradients)."""
@@ -196,22 +188,3 @@ def _next_model(before: Any, seen: Any, means: Any, workers: int) -> Any:
 def _as_float(value: Any) -> jax.Array:
     value = jnp.asarray(value)
     return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(jnp.float32)
-
-
-def of_one(sync: SyncState) -> SyncState:
-    """Return a worker's state from its part of that of all: without the dim of workers."""
-    error, accumulated = jax.tree.map(lambda x: x.squeeze(0), (sync.error, sync.accumulated))
-    return replace(sync, error=error, accumulated=accumulated)
-
-
-def with_workers(sync: SyncState) -> SyncState:
-    """Return a worker's part of the state of all."""
-    error, accumulated = jax.tree.map(lambda x: x[None], (sync.error, sync.accumulated))
-    return replace(sync, error=error, accumulated=accumulated)
-
-
-def specs_of(sync: SyncState, axis: str) -> SyncState:
-    """Return the specs of a state over the workers' axis."""
-    error, accumulated = jax.tree.map(lambda _: P(axis), (sync.error, sync.accumulated))
-    shared = jax.tree.map(lambda _: P(), sync.shared)
-    return SyncState(P(), error, accumulated, shared, P())

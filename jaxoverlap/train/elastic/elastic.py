@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap._jax import jits
+from jaxoverlap._jax.key_value_store import awaited
 from jaxoverlap.train.arguments import check_workers, function, number
 from jaxoverlap.train.elastic import regroup
-from jaxoverlap.train.elastic.newcomers import JoinReply, Newcomers
 from jaxoverlap.train.local_updates.local_updates import LocalUpdates
 from jaxoverlap.train.local_updates.state import LocalState
+
+_ROOT = "jaxoverlap/elastic"
 
 # It returns the devices that are alive; on exit it raises in every process if one was lost.
 Live = Callable[[Sequence[Any]], AbstractContextManager[Sequence[Any]]]
@@ -235,18 +240,17 @@ class Elastic:
             if len(stay) == len(workers):
                 return stays
             one = self._updates(of_stay).consolidate(stays)
-        shapes = regroup.without_workers(_parts(updates.abstract(self._init(mesh))), self._axis)
+            one = replace(one, control=regroup.placed(one.control, of_stay))
+        shapes = regroup.without_workers(updates.abstract(self._init(mesh)), self._axis)
         row = workers.index(min(stay))
-        arrays = None if one is None else _placed(_parts(one))
-        found = regroup.from_worker(arrays, shapes, mesh, self._axis, row)
-        full = updates.spread(_whole(found))
-        own = None if stays is None else replace(stays, control=None)
-        control, full = full.control, replace(full, control=None)
-        return replace(regroup.merged(full, own, self._axis), control=control)
+        found = regroup.from_worker(one, shapes, mesh, self._axis, row)
+        full = updates.spread(replace(found, control=jax.tree.map(np.asarray, found.control)))
+        own = stays and stays.arrays
+        return replace(regroup.merged(full.arrays, own, self._axis), control=full.control)
 
     def _restricted(self, state: LocalState, mesh: Mesh) -> LocalState:
-        control, state = state.control, replace(state, control=None)
-        return replace(regroup.restricted(state, mesh, self._axis), control=control)
+        arrays = regroup.restricted(state.arrays, mesh, self._axis)
+        return replace(arrays, control=state.control)
 
     def _mesh_of(self, workers: Sequence[int]) -> Mesh:
         devices = self._devices[list(workers)]
@@ -314,38 +318,8 @@ def ordered(workers: Sequence[int], changes: int) -> tuple[int, ...]:
         workers: that are alive.
         changes: so many orders were used before, of these or other workers.
     """
-    left, found = sorted(workers), list[int]()
-    place = changes % math.factorial(len(left))
-    while left:
-        at, place = divmod(place, math.factorial(len(left) - 1))
-        found.append(left.pop(at))
-    return tuple(found)
-
-
-def _parts(state: LocalState) -> tuple[LocalState, Any]:
-    """Return a state without its control, and that: arrays on devices, and on the host."""
-    return replace(state, control=None), state.control
-
-
-def _whole(parts: tuple[LocalState, Any]) -> LocalState:
-    state, control = parts
-    if control is None:
-        return state
-    on_host = jax.tree.map(lambda leaf: np.asarray(leaf.addressable_data(0)), control)
-    return replace(state, control=on_host)
-
-
-def _placed(parts: tuple[LocalState, Any]) -> Any:
-    """Return the parts with the control on devices as well."""
-    state, control = parts
-    mesh = state.round.sharding.mesh
-    at = NamedSharding(mesh, P())
-    return state, jax.tree.map(
-        lambda leaf: jax.make_array_from_callback(
-            np.shape(leaf), at, lambda i: np.asarray(leaf)[i]
-        ),
-        control,
-    )
+    orders = itertools.permutations(sorted(workers))
+    return next(itertools.islice(orders, changes % math.factorial(len(workers)), None))
 
 
 def _process_of_workers(devices: np.ndarray) -> list[int]:
@@ -374,3 +348,70 @@ def _check_recoverable() -> None:
             'jax.config.update("jax_enable_recoverability", True) before '
             "jax.distributed.initialize()"
         )
+
+
+# -- processes that join --------------------------------------------------------------------------
+
+
+class JoinReply(msgspec.Struct):
+    """The answer of process 0 to a process that joins.
+
+    Attributes:
+        stay: the workers that have the state.
+        changes: how often the workers changed so far.
+    """
+
+    stay: tuple[int, ...]
+    changes: int
+
+
+class Newcomers:
+    """One process's side of telling those that join which workers have the state, by JAX's store.
+
+    Process 0 runs the coordinator, without which no process goes on, so it always knows. A process
+    that joins leaves a token of its own before it is counted as alive, and process 0 answers to
+    the token.
+
+    Args:
+        store: of `jax.distributed`; None in a single process, which has nobody to ask.
+        within_s: how long an answer is waited for.
+    """
+
+    def __init__(self, store: Any, within_s: float):
+        self._store, self._within_s = store, within_s
+        self._token, self._asked = uuid.uuid4().hex, 0
+        self._answered: dict[str, int] = {}
+        if store is not None:
+            mine = f"{_ROOT}/token/{jax.process_index()}"
+            store.key_value_set(mine, self._token, allow_overwrite=True)
+
+    def ask(self) -> JoinReply:
+        """Return what process 0 answers in this round.
+
+        Raises:
+            RuntimeError: if it does not.
+        """
+        text = awaited(self._store, self._key(self._token, self._asked), self._within_s)
+        self._asked += 1
+        if text is None:
+            raise RuntimeError(
+                f"process 0 did not answer within {self._within_s:g} s: every process of the job "
+                "has to call round() of an Elastic that is made alike"
+            )
+        return msgspec.json.decode(text, type=JoinReply)
+
+    def answer(self, processes: Iterable[int], stay: Sequence[int], changes: int) -> None:
+        """Answer to processes that join, as process 0."""
+        text = msgspec.json.encode(JoinReply(tuple(stay), changes)).decode()
+        for process in processes:
+            token = awaited(self._store, f"{_ROOT}/token/{process}", self._within_s)
+            if token is None:
+                raise RuntimeError(
+                    f"process {process} is alive and made no Elastic within {self._within_s:g} s"
+                )
+            times = self._answered.get(token, 0)
+            self._store.key_value_set(self._key(token, times), text)
+            self._answered[token] = times + 1
+
+    def _key(self, token: str, times: int) -> str:
+        return f"{_ROOT}/answer/{token}/{times}"

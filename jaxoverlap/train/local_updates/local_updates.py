@@ -2,59 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import optax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.api import Overlapped, overlap
 from jaxoverlap.passes.scheduling.scheduler import Scheduler
 from jaxoverlap.train.arguments import (
-    check_arrays,
-    check_count,
+    check_floats,
     check_is,
-    check_workers,
     flag,
     floating,
     function,
-    keys,
-    overlap_options,
     warn_of_raw_keys,
-    whole,
 )
 from jaxoverlap.train.compression.averager import Averager
-from jaxoverlap.train.compression.control_loop import ControlLoop
-from jaxoverlap.train.compression.state import Control
 from jaxoverlap.train.compression.sync import Sync
 from jaxoverlap.train.local_updates import second_device
-from jaxoverlap.train.local_updates.consolidate import (
-    consolidated,
-    of_workers,
-    spread,
-    with_rest,
-)
 from jaxoverlap.train.local_updates.finite import Reports, RoundReport
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.round import Rounds, Step
-from jaxoverlap.train.local_updates.shardings import (
-    beside_bytes,
-    like_at,
-    named_shardings,
-    shardings_of,
-)
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, fragments_of
 from jaxoverlap.train.local_updates.step_check import check_batches, check_outer, check_step
-from jaxoverlap.train.placement import WorkerPlacement
-from jaxoverlap.train.programs import Programs, batch_like, key_of, like
+from jaxoverlap.train.over_workers import OverWorkers, without_workers
+from jaxoverlap.train.placement import mean_of_workers
+from jaxoverlap.train.programs import batch_like, key_of, like
 
-COMES_FROM = "init(), spread(), a round, or a checkpoint restored to abstract()"
 
-
-class LocalUpdates:
+class LocalUpdates(OverWorkers):
     """Train with local updates: every worker takes `outer.every` steps alone, then all average.
 
         updates = LocalUpdates(train_step, mesh, axis="data", outer=co2(every=12))
@@ -98,6 +81,9 @@ class LocalUpdates:
         ValueError: for a mesh without the axis, or with explicit or manual axes.
     """
 
+    state_type = LocalState
+    comes_from = "init(), spread(), a round, or a checkpoint restored to abstract()"
+
     def __init__(
         self,
         train_step: Step,
@@ -116,25 +102,17 @@ class LocalUpdates:
     ):
         self.donate, self.shard_outer = flag("donate", donate), flag("shard_outer", shard_outer)
         check_outer(outer, sync, shard_outer=self.shard_outer)
-        check_workers(mesh, axis)
+        super().__init__(
+            mesh, axis, sync=sync, stacked=stacked, overlap=overlap, scatter=self.shard_outer
+        )
         function("train_step", train_step, "train_step(state, batch) -> (state, metrics)")
-        stacked = keys("stacked", stacked)
         if sync is None and stacked:
             raise ValueError(f"stacked={stacked!r} without sync: it says what is compressed")
-        self.mesh, self.axis, self.outer, self.sync = mesh, axis, outer, sync
+        self.outer = outer
         self._check_finite, self._reports = flag("check", check), Reports()
         self._step = train_step._fn if isinstance(train_step, Overlapped) else train_step
         self._params_in = ParamsIn(params)
-        self._placement = WorkerPlacement(mesh, axis, shard_outer)
         self._outer_dtype = None if outer_dtype is None else floating("outer_dtype", outer_dtype)
-        self.overlap = overlap_options(overlap)
-        self._loop = None if sync is None else ControlLoop(sync, mesh, axis, stacked)
-        self._programs = Programs() if self._loop is None else self._loop.programs
-
-    @property
-    def workers(self) -> int:
-        """Return how many workers there are."""
-        return self._placement.workers
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -146,9 +124,7 @@ class LocalUpdates:
                 parameters where `params` says, or others than floats there.
         """
         warn_of_raw_keys(state)
-        shardings = self._shardings(state)
-        new = jax.jit(self._new, out_shardings=shardings)(self._placement.on_mesh(state))
-        return replace(new, control=self._new_control(state))
+        return self._init(state)
 
     def abstract(self, state: Any, *, workers: int | None = None) -> LocalState:
         """Return what `init` would, as shapes with shardings; to lower for a pod, say.
@@ -158,25 +134,17 @@ class LocalUpdates:
             workers: of the run that wrote a checkpoint, if others than the mesh has; what differs
                 between them is then whole on every device along their dim, for `consolidate`.
         """
-        shapes = jax.eval_shape(self._new, state)
-        found = jax.tree.map(like_at, shapes, self._shardings(state))
-        whole_at, control = self._placement.at(), self._new_control(state)
-        found = replace(found, control=jax.tree.map(lambda x: like_at(x, whole_at), control))
-        if workers is None or workers == self.workers:
-            return found
-        return of_workers(
-            found, self.outer, self._placement.of_workers(whole("workers", workers, 1))
-        )
+        return self._abstract(state, workers=workers)
 
     def params(self, state: LocalState) -> Any:
         """Return the parameters, with the average that is under way applied; the state stays."""
         self._check_state(state)
-        averager, state = self._in_use(state), replace(state, control=None)
-        rounds = self._rounds(state, averager)
+        averager, arrays = self._in_use(state), state.arrays
+        rounds = self._rounds(arrays, averager)
         at = jax.tree.map(lambda spec: self._placement.at(*spec), rounds.specs)
         name = ("params", averager.settings if averager else None)
-        program = self._program(name, state, lambda: jax.jit(rounds.flushed, out_shardings=at))
-        return program(state)
+        program = self._program(name, arrays, lambda: jax.jit(rounds.flushed, out_shardings=at))
+        return program(arrays)
 
     def consolidate(self, state: LocalState) -> LocalState:
         """Return a state without workers: what another number of them can go on from (`spread`).
@@ -187,48 +155,88 @@ class LocalUpdates:
         are averaged and the rest is worker 0's. For the same number of workers keep the state
         itself, which loses nothing.
         """
-        check_is(state, LocalState, COMES_FROM)
-        return consolidated(state, self.outer, self._params_in, self._placement)
+        check_is(state, LocalState, self.comes_from)
+        found = without_workers(state.arrays, self._consolidated, self.axis)
+        return replace(found, control=state.control)
 
-    def spread(self, state: LocalState) -> LocalState:
-        """Return the state of all workers from a consolidated one, wherever that lies.
+    def _consolidated(self, state: LocalState) -> LocalState:
+        if self.outer.eager:  # each has applied its own part of what is under way
+            left = 1 - 1 / len(state.finite)
+            state = replace(state, sent=jax.tree.map(lambda own: own * left, state.sent))
+        found = self._each_worker(state, mean_of_workers)
+        if self.outer.same_start:  # an average of equals may round
+            first = jax.tree.map(lambda x: x[0], self._params_in.get(state.worker))
+            found = replace(found, worker=self._params_in.put(found.worker, first))
+        return replace(found, finite=jnp.ones(()))
 
-        Raises:
-            ValueError: if other layers are compressed with this number of workers.
+    def _initial(self, state: LocalState) -> Any:
+        return state.worker
+
+    def _of_all(self, state: LocalState) -> LocalState:
+        return self._copied(self._with_rest(state))
+
+    def _with_rest(self, state: LocalState) -> LocalState:
+        """Return a consolidated state whose `sent` is right for this number of workers.
+
+        With an eager outer optimizer a worker applies its own part of what it sends at once, and
+        what is left, 1 - 1 / workers of it, with the next round. A consolidated state has what is
+        left; so that as much is left of another number of workers, it is scaled. One worker leaves
+        nothing, and for it the rest is applied here.
         """
-        check_is(state, LocalState, "consolidate()")
-        if self._loop is not None:  # raises for another synchronisation
-            self._loop.in_use(self._params_in.get(state.worker), state.control)
-        state, control = replace(state, control=None), state.control
-        worker = self._placement.with_specs_of(state.worker)
-        shardings = self._shardings(worker)
+        if not self.outer.eager:
+            return state
+        if self.workers > 1:
+            sent = jax.tree.map(lambda rest: rest / (1 - 1 / self.workers), state.sent)
+            return replace(state, sent=sent)
+        updates, moved = self.outer.transform.update(state.sent, state.optimizer[0], state.begin)
+        begin = optax.apply_updates(state.begin, updates)
+        sent = jax.tree.map(jnp.zeros_like, state.sent)
+        return replace(state, begin=begin, optimizer=(moved,), sent=sent)
 
-        def of_all(state: LocalState) -> LocalState:
-            return spread(with_rest(state, self.outer, self.workers), self.outer, self.workers)
+    def _each_worker(self, state: LocalState, change: Callable[[Any], Any]) -> LocalState:
+        return state.each_worker(change, eager=self.outer.eager)
 
-        program = jax.jit(of_all, out_shardings=shardings)
-        placed = self._placement.on_mesh(replace(state, worker=worker))
-        return replace(program(placed), control=control)
+    def _params(self, state: LocalState) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+            self._params_in.get(state.worker),
+        )
 
-    def _new(self, state: Any) -> LocalState:
-        params = jax.tree.map(jnp.asarray, self._params_in.get(state))
+    def _initial_params(self, initial: Any) -> Any:
+        return self._params_in.get(initial)
+
+    def _new(self, initial: Any) -> LocalState:
+        params = jax.tree.map(jnp.asarray, self._params_in.get(initial))
         begin = jax.tree.map(lambda x: x.astype(self._outer_dtype or x.dtype), params)
         transform = self.outer.transform
         optimizer = tuple(
             transform.init(take(begin)) for take in fragments_of(begin, self.outer.fragments)
         )
         sent = jax.tree.map(jnp.zeros_like, params) if self.outer.delay else None
-        one = LocalState(state, begin, optimizer, sent, jnp.int32(0), jnp.ones(()))
-        all_workers = spread(one, self.outer, self.workers)
-        return replace(all_workers, sync=self._loop and self._loop.new_state(params))
+        one = LocalState(initial, begin, optimizer, sent, jnp.int32(0), jnp.ones(()))
+        return replace(self._copied(one), sync=self._loop and self._loop.new_state(params))
 
-    def _new_control(self, state: Any) -> Control | None:
-        return self._loop and self._loop.new_control(self._params_in.get(state))
-
-    def _shardings(self, state: Any) -> LocalState:
+    def _shardings(self, initial: Any) -> LocalState:
         """Return the sharding of each leaf of the state that `init` makes of one worker's."""
-        self._params_in.check(state)
-        return shardings_of(state, self.outer, self._params_in, self._placement, self._loop)
+        outer, place, params = self.outer, self._placement, self._params_in.get(initial)
+        check_floats(params)
+        specs = jax.tree.map(place.spec_of, params)
+        shapes = jax.eval_shape(lambda p: jax.tree.map(jnp.asarray, p), params)
+        stacked = place.stacked(specs)
+        begin = stacked if outer.eager else place.outer(shapes, specs)
+        others = place.at(place.axis) if outer.eager else place.at()
+        return LocalState(
+            worker=place.stacked(jax.tree.map(place.spec_of, initial)),
+            begin=begin,
+            optimizer=tuple(
+                place.of_optimizer(outer.transform, take(shapes), take(begin), others=others)
+                for take in fragments_of(shapes, outer.fragments)
+            ),
+            sent=stacked if outer.delay else None,
+            round=place.at(),
+            finite=place.at(place.axis),
+            sync=self._loop and self._loop.shardings(shapes, specs),
+        )
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -257,19 +265,16 @@ class LocalUpdates:
         check_batches(batches, outer.every, self.workers, self.axis)
         self._check_state(state)
         self._reports.check(1)
-        control, averager = state.control, None
-        state = replace(state, control=None)
-        if self._loop is not None:
-
-            def compile_beside(averager: Averager) -> None:
-                self._programs.beside(*self._round_of(state, batches, averager))
-
-            turn = self._loop.turn(self._one_worker(state), state.sync, control, compile_beside)
-            averager, control, state = turn.averager, turn.control, replace(state, sync=turn.sync)
-        runner = self._programs.get(*self._round_of(state, batches, averager))
-        state, metrics, seen = runner(state, batches)
+        arrays, control = state.arrays, state.control
+        program_of = functools.partial(self._round_of, arrays, batches)
+        if self._loop is None:
+            program = self._programs.get(*program_of(None))
+        else:
+            turn = self._loop.turn(self._params(state), state.sync, control, program_of)
+            program, control, arrays = turn.program, turn.control, replace(arrays, sync=turn.sync)
+        arrays, metrics, seen = program(arrays, batches)
         self._reports.add(seen)
-        return replace(state, control=control), metrics
+        return replace(arrays, control=control), metrics
 
     def check(self, state: LocalState) -> None:
         """Wait for the rounds so far, and raise if something of one was left out.
@@ -285,30 +290,6 @@ class LocalUpdates:
         self._reports.check(0)
         self._reports.check_unsent(int(state.round), program(state.finite))
 
-    def explain(self, state: LocalState) -> str:
-        """Return a table of what a round's average sends, a row a layer; needs `sync`."""
-        return self._needs_sync().explain(self._one_worker(state), state.control)
-
-    def sent_bytes(self, state: LocalState) -> float:
-        """Return the bytes that a worker sends in a round at the state's settings; needs `sync`."""
-        params = self._one_worker(state)
-        return self._needs_sync().in_use(params, state.control).sent_bytes(params)
-
-    def _needs_sync(self) -> ControlLoop:
-        if self._loop is None:
-            raise ValueError("these local updates send averages as they are: give them sync=")
-        return self._loop
-
-    def _in_use(self, state: LocalState) -> Averager | None:
-        return self._loop and self._loop.in_use(self._one_worker(state), state.control)
-
-    def _one_worker(self, state: LocalState) -> Any:
-        """Return the shapes of one worker's parameters."""
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-            self._params_in.get(state.worker),
-        )
-
     def lower(self, state: LocalState, batches: Any) -> Any:
         """Lower a round as one program: arrays or shapes with shardings, as for `jax.jit`.
 
@@ -317,9 +298,8 @@ class LocalUpdates:
             compile it to audit and simulate.
         """
         check_batches(batches, self.outer.every, self.workers, self.axis)
-        averager, state = self._in_use(state), replace(state, control=None)
         check_step(self._step, state.worker, batches, self.axis)
-        return self._one_program(state, averager).lower(state, batches)
+        return self._one_program(state.arrays, self._in_use(state)).lower(state.arrays, batches)
 
     def _round_of(
         self, state: LocalState, batches: Any, averager: Averager | None
@@ -361,10 +341,20 @@ class LocalUpdates:
             return overlap(jitted, **self.overlap)
         limits = self.overlap.get("schedule", Scheduler())
         if limits is not None:
-            params = self._params_in.get(state.worker)
-            beside = beside_bytes(self.outer, params, state.worker if self._check_finite else ())
-            limits = replace(limits, extra_bytes=limits.extra_bytes + beside)
+            limits = replace(limits, extra_bytes=limits.extra_bytes + self._extra_bytes(state))
         return overlap(jitted, **{**self.overlap, "schedule": limits})
+
+    def _extra_bytes(self, state: LocalState) -> int:
+        """Return the bytes on a device of what a round keeps while its steps run.
+
+        These are the average that is under way, what it is of, where the next round begins, and
+        the train state that a worker may go back to.
+        """
+        if not (self.outer.delay or self.outer.lag):
+            return 0
+        params = self._params_in.get(state.worker)
+        kept = state.worker if self._check_finite else ()
+        return 3 * _bytes_on_device(params) + _bytes_on_device(kept)
 
     def _rounds(self, state: LocalState, averager: Averager | None = None) -> Rounds:
         params = self._params_in.get(state.worker)
@@ -379,13 +369,21 @@ class LocalUpdates:
         """Return the program of a name for arguments like these, made once."""
         return self._programs.get((name, key_of(args)), make)
 
-    def _check_state(self, state: LocalState) -> None:
-        check_is(state, LocalState, COMES_FROM)
-        check_arrays(replace(state, control=None), state.control)
-        check_count((state.worker, state.sent, state.finite), self.workers)
-        if (state.sync is None) != (self._loop is None):
+
+def named_shardings(state: LocalState) -> LocalState:
+    """Return the shardings of a state's leaves, or raise if one is on no mesh."""
+
+    def one(leaf: Any) -> NamedSharding:
+        if not isinstance(leaf.sharding, NamedSharding):
             raise ValueError(
-                f"a state {'without' if state.sync is None else 'with'} a compression of averages, "
-                f"and local updates {'without' if self._loop is None else 'with'} it: give the "
-                "state to local updates that were made alike, with sync=, or without"
+                f"a state with a leaf that lies at {leaf.sharding}: give what init(), spread() or "
+                "a round returned, or a checkpoint restored to the shardings of abstract()"
             )
+        return leaf.sharding
+
+    return jax.tree.map(one, state)
+
+
+def _bytes_on_device(tree: Any) -> int:
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf.dtype, "itemsize"))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

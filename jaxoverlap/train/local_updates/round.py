@@ -19,13 +19,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxoverlap.train.compression.averager import Averager
-from jaxoverlap.train.compression.worker import if_finite, specs_of, with_workers
-from jaxoverlap.train.compression.worker import of_one as of_one_worker
+from jaxoverlap.train.compression.state import SyncState
+from jaxoverlap.train.compression.worker import if_finite
 from jaxoverlap.train.finite import all_fine, kept_if
 from jaxoverlap.train.local_updates.finite import RoundReport, each_worker, one_hot
 from jaxoverlap.train.local_updates.outer import Outer
 from jaxoverlap.train.local_updates.state import LocalState, ParamsIn, joined
-from jaxoverlap.train.placement import WorkerPlacement
+from jaxoverlap.train.placement import WorkerPlacement, over_workers
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 Take = Callable[[Any], Any]  # of a tree, the leaves of a fragment
@@ -165,24 +165,18 @@ class Rounds:
             mean, told = self.average(values, fine, take)
             return mean, sync, told
         axis, averager, workers = self.placement.axis, self.averager, self.placement.workers
-        spec = specs_of(sync, axis)
+        spec = SyncState.specs(axis)
 
-        def of_one(values: Any, sync: Any, fine: Any) -> tuple[Any, Any, jax.Array]:
+        def of_one(values: Any, sync: SyncState, fine: Any) -> tuple[Any, Any, jax.Array]:
             own = jax.tree.map(lambda value: value.squeeze(0), values)
-            old, told = of_one_worker(sync), one_hot(fine, axis, workers)
+            old, told = sync.without_workers(), one_hot(fine, axis, workers)
             with jax.named_scope(AVERAGE):
                 mean, new, (told,) = averager.average(own, old, also=[told])
             _, new = if_finite((), (), new, old)
-            return mean, with_workers(new), told * workers
+            return mean, new.with_workers(), told * workers
 
-        mapped = jax.shard_map(
-            of_one,
-            mesh=self.placement.mesh,
-            in_specs=(P(axis), spec, P(axis)),
-            out_specs=(P(), spec, P()),
-            axis_names={axis},
-            check_vma=False,
-        )
+        given, made = (P(axis), spec, P(axis)), (P(), spec, P())
+        mapped = over_workers(of_one, self.placement.mesh, axis, given, made)
         return mapped(values, sync, fine)
 
     def average(self, values: Any, fine: Any, take: Take = _all) -> tuple[Any, jax.Array]:
@@ -190,11 +184,13 @@ class Rounds:
 
         Arguments and results are `averaged`'s.
         """
-        axis, workers = self.placement.axis, self.placement.workers
-        specs = take(self.specs)
-        dims = jax.tree.map(
-            lambda v, spec: _none_or(self.placement.scattered_dim(v.shape[1:], spec)), values, specs
-        )
+        place, specs = self.placement, take(self.specs)
+        axis, workers = place.axis, place.workers
+
+        def of_leaves(find: Callable[[Any, P], Any]) -> Any:
+            return jax.tree.map(lambda v, spec: find(v.shape[1:], spec), values, specs)
+
+        dims = of_leaves(place.scattered_dim)
 
         def of_one(values: Any, fine: Any) -> tuple[Any, jax.Array]:
             def one(value: jax.Array, dim: int) -> jax.Array:
@@ -210,14 +206,9 @@ class Rounds:
         # All axes are manual: XLA:CPU aborts on sums in bfloat16 where some are automatic.
         mapped = jax.shard_map(
             of_one,
-            mesh=self.placement.mesh,
-            in_specs=(jax.tree.map(lambda _, spec: P(axis, *spec), values, specs), P(axis)),
-            out_specs=(
-                jax.tree.map(
-                    lambda v, spec: self.placement.outer_spec(v.shape[1:], spec), values, specs
-                ),
-                P(),
-            ),
+            mesh=place.mesh,
+            in_specs=(of_leaves(lambda _, spec: P(axis, *spec)), P(axis)),
+            out_specs=(of_leaves(place.outer_spec), P()),
             check_vma=False,
         )
         return mapped(values, fine)
@@ -344,7 +335,3 @@ def _cut(batches: Any, begin: int, end: int) -> Any:
 
 def _replaced(parts: tuple[Any, ...], number: int, part: Any) -> tuple[Any, ...]:
     return (*parts[:number], part, *parts[number + 1 :])
-
-
-def _none_or(dim: int | None) -> int:
-    return -1 if dim is None else dim

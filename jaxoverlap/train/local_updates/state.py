@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 
-from jaxoverlap.train.arguments import check_floats
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -39,6 +37,23 @@ class LocalState:
     sync: Any = None
     control: Any = None
 
+    @property
+    def arrays(self) -> LocalState:
+        """Return what is on devices: the state without its control."""
+        return dataclasses.replace(self, control=None)
+
+    def each_worker(self, change: Callable[[Any], Any], *, eager: bool) -> LocalState:
+        """Change the leaves that differ between workers, arrays or shapes.
+
+        Args:
+            change: of a leaf.
+            eager: whether the outer optimizer is, so that its state differs too.
+        """
+        names = ("worker", "sent", "finite", *(("begin", "optimizer") if eager else ()))
+        changed = {name: jax.tree.map(change, getattr(self, name)) for name in names}
+        sync = self.sync and self.sync.each_worker(change)
+        return dataclasses.replace(self, sync=sync, **changed)
+
 
 @dataclass(frozen=True)
 class ParamsIn:
@@ -64,10 +79,6 @@ class ParamsIn:
                 f"{type(state).__name__}: give params=, the key, attribute or number under which "
                 "it has them, or None where the state is the parameters"
             ) from None
-
-    def check(self, state: Any) -> None:
-        """Raise a ValueError unless all parameters can be averaged."""
-        check_floats(self.get(state))
 
     def put(self, state: Any, params: Any) -> Any:
         """Return a state with other parameters."""

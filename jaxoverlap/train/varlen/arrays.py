@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxoverlap.train.varlen.packing import levelled
 from jaxoverlap.train.varlen.remap import Moves
-from jaxoverlap.train.varlen.rings import Bounds, Nodes, chunk_edges
+from jaxoverlap.train.varlen.rings import Bounds, Nodes
 
 NONE = np.iinfo(np.int32).max  # a slot that no array has: what is taken from there is zero
 
@@ -31,8 +31,7 @@ class PlanArrays:
     to_linear: Moves
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Runs of tokens that lie together: i[pieces] each.
 
     Attributes:
@@ -62,31 +61,26 @@ def pieces_of(
         lengths, size, ring: by sequence: tokens, devices of its group, and which of these groups.
         nodes, bounds: the devices, and the program's static sizes.
     """
-    columns: list[list[np.ndarray]] = [[] for _ in range(6)]
-    held, found = np.zeros(nodes.total, int), np.unique(size).tolist()
-    for g in sorted(found, key=lambda g: (g in bounds.exchanged, g)):
+    held, parts = np.zeros(nodes.total, int), list[Pieces]()
+    for g in sorted(np.unique(size).tolist(), key=lambda g: (g in bounds.exchanged, g)):
         which = np.flatnonzero(size == g)
         if g in bounds.exchanged:
             made = _levelled(lengths, which, ring[which], g, held, bounds.width(g))
         else:
             made = _chunks(lengths, which, ring[which], g)
-        np.add.at(held, made[0], made[3])
-        for column, part in zip(columns, made, strict=True):
-            column.append(part)
-    joined = [np.concatenate(c).astype(int) if c else np.zeros(0, int) for c in columns]
-    return Pieces(*joined)
+        np.add.at(held, made.device, made.length)
+        parts.append(made)
+    return Pieces(*(np.concatenate(column).astype(int) for column in zip(*parts, strict=True)))
 
 
-def _chunks(
-    lengths: np.ndarray, which: np.ndarray, ring: np.ndarray, g: int
-) -> tuple[np.ndarray, ...]:
-    """Return the columns of pieces of sequences on single devices, or on rings of a size."""
+def _chunks(lengths: np.ndarray, which: np.ndarray, ring: np.ndarray, g: int) -> Pieces:
+    """Return the pieces of sequences on single devices, or on rings of a size."""
     chunks = 1 if g == 1 else 2 * g
     edges = np.arange(chunks + 1) * lengths[which, None] // chunks
     chunk = np.tile(np.arange(chunks), which.size)
     rank = np.zeros_like(chunk) if g == 1 else np.minimum(chunk, 2 * g - 1 - chunk)
     start = edges[:, :-1].ravel()
-    return (
+    return Pieces(
         np.repeat(ring * g, chunks) + rank,
         np.repeat(which, chunks),
         start,
@@ -98,8 +92,8 @@ def _chunks(
 
 def _levelled(
     lengths: np.ndarray, which: np.ndarray, ring: np.ndarray, g: int, held: np.ndarray, most: int
-) -> tuple[np.ndarray, ...]:
-    """Return the columns of pieces of sequences of groups that exchange heads.
+) -> Pieces:
+    """Return the pieces of sequences of groups that exchange heads.
 
     Args:
         lengths, which, ring, g: tokens of all sequences; those of these groups, and the group of
@@ -125,7 +119,8 @@ def _levelled(
                 rows.append((int(group) * g + device, index, start, taken))
                 start, before = start + taken, before + taken
     device, sequence, start, length = np.array(rows).T
-    return device, sequence, start, length, np.full(len(rows), g), np.zeros(len(rows), int)
+    size, late = np.full(len(rows), g), np.zeros(len(rows), int)
+    return Pieces(device, sequence, start, length, size, late)
 
 
 def _whole(exact: np.ndarray, totals: np.ndarray) -> np.ndarray:
@@ -212,13 +207,3 @@ def layouts(held: np.ndarray, flow: np.ndarray, bounds: Bounds) -> tuple[np.ndar
         linear[b, there] = held[a, leaving]
         given[a], fill[b] = given[a] + n, fill[b] + n
     return linear, Moves(sent[1], to_attention), Moves(sent[0], to_linear)
-
-
-def balanced(lengths: np.ndarray, size: np.ndarray) -> int:
-    """Return the greatest difference of two chunks' lengths of one sequence: one at most."""
-    worst = 0
-    for length, g in zip(lengths.tolist(), size.tolist(), strict=True):
-        if g > 1:
-            chunks = np.diff(chunk_edges(length, g))
-            worst = max(worst, int(chunks.max() - chunks.min()))
-    return worst

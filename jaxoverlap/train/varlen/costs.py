@@ -16,6 +16,7 @@ from jaxoverlap.cost.groups import Group
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.plan.collectives import PERMUTE
+from jaxoverlap.train.arguments import whole
 
 Floats = NDArray[np.float64]
 
@@ -148,17 +149,15 @@ class AttentionCosts:
         before = self.block_pairs(chunk, (2 * devices - 1) * chunk)
         return self.pairs_s(before + 2 * self.triangle_pairs(chunk), chunk)
 
-    def routed_s(self, num_bytes: ArrayLike, proxies: int) -> Floats:
+    def routed_s(self, num_bytes: ArrayLike, proxies: ArrayLike) -> Floats:
         """Return the seconds of a hop between nodes over so many rails (a reconstruction).
 
         Dispatch to the other proxies, transfer, combine: n / (p b) + 2 n (p - 1) / (p b_intra).
         The sends of a dispatch start together, so each of the three has one latency.
         """
-        return self._routed_s(np.asarray(num_bytes, float), np.asarray(proxies))
-
-    def _routed_s(self, size: Floats, proxies: np.ndarray) -> Floats:
-        aside_s = self.intra.seconds(size * (proxies - 1) / proxies)
-        return self.network.seconds(size / proxies) + 2 * aside_s
+        size, rails = np.asarray(num_bytes, float), np.asarray(proxies)
+        aside_s = self.intra.seconds(size * (rails - 1) / rails)
+        return self.network.seconds(size / rails) + 2 * aside_s
 
     def proxies(self, num_bytes: float) -> int:
         """Return over how many rails a hop between nodes of so many bytes is fastest."""
@@ -167,7 +166,7 @@ class AttentionCosts:
     def crossing_s(self, num_bytes: ArrayLike) -> Floats:
         """Return the seconds of a hop between nodes over as many rails as are fastest."""
         proxies = np.arange(1, self.rails + 1).reshape(-1, *(1,) * np.ndim(num_bytes))
-        return self._routed_s(np.asarray(num_bytes, float), proxies).min(axis=0)
+        return self.routed_s(num_bytes, proxies).min(axis=0)
 
     def exchange_s(self, num_bytes: ArrayLike, nodes: int, devices: int) -> Floats:
         """Return the seconds of an all-to-all over nodes of so many devices each.
@@ -225,8 +224,7 @@ def attention_costs(
     rails = model.cluster.gpus_per_host if rails is None else rails
     sizes = {"heads": heads, "head_size": head_size, "kv_heads": kv_heads, "hidden": hidden}
     for name, size in {**sizes, "rails": rails, "matrices": matrices}.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r}: expected a whole number, 1 or more")
+        whole(name, size, 1)
     itemsize = 4 if dtype == "f32" else 2
     matmuls = _matmul_kernel(model, heads, head_size, dtype)
     takes = model.cluster.chip.compute_capability >= HOPPER and dtype in ("bf16", "f16")

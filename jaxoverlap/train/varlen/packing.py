@@ -9,17 +9,15 @@ a larger group.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxoverlap.train.varlen.costs import BACKWARD_COMPUTE, AttentionCosts, Floats
-from jaxoverlap.train.varlen.improve import improve
 from jaxoverlap.train.varlen.partition import bound_s, wanted_sizes
 from jaxoverlap.train.varlen.rings import Bounds, Nodes, beside_s, static_s
-from jaxoverlap.train.varlen.sharing import Prices, SequenceSharing, prices_of
+from jaxoverlap.train.varlen.sharing import Prices, Room, SequenceSharing, prices_of
 
 _SHARES = (8.0, 1.0, 0.6, 0.35, 0.2, 0.05)
 _WEIGHTS = (0.0, 1.0)  # of a token's linear layers, while groups are filled
@@ -62,12 +60,7 @@ class Packing(SequenceSharing):
     """
 
     bounds: Bounds = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        sizes = self.nodes.ring_sizes
-        self._levels: list[np.ndarray] = [at for at, g in enumerate(sizes) if self.bounds.width(g)]  # type: ignore[assignment]
-        self._shares: dict[int, Floats] | None = None
+    _shares: dict[int, Floats] | None = field(init=False, default=None)
 
     def changed(self, at: int) -> None:
         """Forget what followed from the sequences on groups of a size."""
@@ -127,6 +120,33 @@ class Packing(SequenceSharing):
                 over += np.repeat(np.maximum(self.tokens[at] - self.bounds.width(size), 0.0), size)
         return over
 
+    def room(self, at: int) -> Room:
+        """Return the slots that groups of a size have left, and those that they are part of."""
+        sizes, bounds = self.nodes.ring_sizes, self.bounds
+        size, own = sizes[at], bounds.width(sizes[at]) - self.tokens[at]
+        if at not in self.exchanged:
+            fixed = self.fixed_tokens().reshape(-1, size).max(axis=1)
+            own = np.minimum(own, bounds.held - fixed)
+        held = self.device_tokens()
+        larger = [sizes[i] for i in self.exchanged if i >= at]
+        return Room(
+            size,
+            own.tolist(),
+            [
+                (g // size, (g * bounds.held - held.reshape(-1, g).sum(axis=1)).tolist())
+                for g in larger
+            ],
+        )
+
+    def load_s(self) -> Floats:
+        """Return each device's seconds of attention, and those of its tokens' linear layers."""
+        return self.device_seconds() + self.token_s * self.device_tokens()
+
+    def added_s(self, at: int, indices: np.ndarray) -> Floats:
+        """Return the same of sequences on groups of a size: attention without its hops."""
+        alone = (1 + BACKWARD_COMPUTE) * self.price.compute_s[at][indices]
+        return alone + self.token_s * self.price.tokens[at][indices]
+
     def has_room(self) -> bool:
         """Return whether sequences may stand so; the price has what is against it."""
         return True
@@ -177,83 +197,11 @@ def packed(
     found = []
     for sizes, weight in itertools.product(distinct, _WEIGHTS):
         token_s = weight * costs.linear_s
-        packing = Packing(lengths, nodes, costs, bounds.slots, token_s, bounds=bounds)
-        if _filled(packing, price, sizes):
+        packing = Packing(lengths, nodes, costs, price, bounds.slots, token_s, bounds=bounds)
+        if packing.fill(sizes):
             found.append(packing)
     found.sort(key=Packing.makespan_s)
     if thorough:
         for packing in found[:_IMPROVED]:
-            improve(packing, price, moves=_MOVES, longest=_LONGEST)
+            packing.improve(moves=_MOVES, longest=_LONGEST)
     return min(found, key=Packing.makespan_s, default=None)
-
-
-def _filled(packing: Packing, price: Prices, wanted: np.ndarray) -> bool:
-    """Put every sequence on a group of the size wanted or a larger one; False if one has none."""
-    order, last = np.lexsort((-packing.lengths, -wanted)), len(packing.tokens) - 1
-    for at in range(last, -1, -1):
-        left, size = order[wanted[order] == at], at
-        while left.size and size <= last:
-            left = _filled_size(packing, price, size, left)
-            size += 1
-        if left.size:
-            return False
-    return True
-
-
-def _filled_size(packing: Packing, price: Prices, at: int, indices: np.ndarray) -> np.ndarray:
-    """Put sequences on groups of one size, the group first that is done first; return the rest."""
-    room = _Room(packing, at)
-    if not room.width:
-        return indices
-    size = packing.nodes.ring_sizes[at]
-    weighed = packing.device_seconds() + packing.token_s * packing.device_tokens()
-    seconds = weighed.reshape(-1, size).max(axis=1)
-    heap = [(s, r) for r, s in enumerate(seconds.tolist())]
-    heapq.heapify(heap)
-    alone = (1 + BACKWARD_COMPUTE) * price.compute_s[at][indices]
-    alone = (alone + packing.token_s * price.tokens[at][indices]).tolist()
-    tokens, chosen = price.tokens[at][indices].tolist(), []
-    for need, extra_s in zip(tokens, alone, strict=True):
-        full = []
-        while heap and not room.has(heap[0][1], need):
-            full.append(heapq.heappop(heap))
-        group = heap[0][1] if heap else -1
-        chosen.append(group)
-        if heap:
-            heapq.heapreplace(heap, (heap[0][0] + extra_s, group))
-            room.take(group, need)
-        for item in full:
-            heapq.heappush(heap, item)
-    groups = np.array(chosen)
-    packing.put(indices[groups >= 0], at, groups[groups >= 0], price)
-    return indices[groups < 0]
-
-
-class _Room:
-    """Slots that are left to groups of one size: of each, and of the groups that they are in."""
-
-    def __init__(self, packing: Packing, at: int):
-        sizes, bounds = packing.nodes.ring_sizes, packing.bounds
-        self.size, self.width = sizes[at], bounds.width(sizes[at])
-        own = self.width - packing.tokens[at]
-        if at not in packing.exchanged:
-            fixed = packing.fixed_tokens().reshape(-1, self.size).max(axis=1)
-            own = np.minimum(own, bounds.held - fixed)
-        self.own: list[float] = own.tolist()
-        held = packing.device_tokens()
-        around = [sizes[i] for i in packing.exchanged if i >= at]
-        self.around = [
-            (size // self.size, (size * bounds.held - held.reshape(-1, size).sum(axis=1)).tolist())
-            for size in around
-        ]
-
-    def has(self, group: int, tokens: float) -> bool:
-        total = tokens * self.size
-        return self.own[group] >= tokens and all(
-            left[group // groups] >= total for groups, left in self.around[-1:]
-        )
-
-    def take(self, group: int, tokens: float) -> None:
-        self.own[group] -= tokens
-        for groups, left in self.around:
-            left[group // groups] -= tokens * self.size

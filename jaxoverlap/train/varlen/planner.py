@@ -128,12 +128,7 @@ class Planner:
         else:
             needed = 2 * int((-(-lengths // (2 * size))).sum())
         if needed > self.capacity:
-            raise Infeasible(
-                f"{len(lengths)} sequences of {total} tokens, the longest of {lengths.max()}, on "
-                f"{self.nodes.total} devices of {self.capacity} slots, "
-                f"{self.nodes.total * self.capacity} in all: split evenly they need {needed} slots "
-                "a device. Give fewer sequences, or a greater capacity"
-            )
+            raise Infeasible.split(lengths, self.nodes, self.capacity, needed)
 
     def plan_of(self, packing: Packing) -> BatchPlan:
         """Return the plan of sequences that are packed into a program.

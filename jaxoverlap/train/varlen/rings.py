@@ -73,11 +73,6 @@ def chunk_slots(lengths: ArrayLike, size: int) -> np.ndarray:
     return s if size == 1 else 2 * -(-s // (2 * size))
 
 
-def chunk_edges(length: int, size: int) -> np.ndarray:
-    """Return where the 2 size chunks of a sequence begin and end; their lengths differ by one."""
-    return np.arange(2 * size + 1) * length // (2 * size)
-
-
 def ring_s(
     compute_s: ArrayLike,
     tokens: ArrayLike,
@@ -243,15 +238,6 @@ class Bounds:
     def first(self, size: int) -> int:
         """Return the first slot for rings of a size; those of the largest rings come first."""
         return sum(width for at, width in self.widths if at > size)
-
-    def fits(self, needed: Bounds) -> bool:
-        """Return whether a plan that needs so much fits."""
-        wide = all(
-            width <= self.width(size) and (size in needed.exchanged) == (size in self.exchanged)
-            for size, width in needed.widths
-        )
-        fewer = needed.tokens <= self.tokens and needed.sequences <= self.sequences
-        return wide and fewer and needed.sent <= self.sent
 
 
 def bounds_of(

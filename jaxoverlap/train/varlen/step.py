@@ -134,24 +134,44 @@ def nodes_of_mesh(mesh: Mesh) -> Nodes:
 
 
 class VarlenStep:
-    """A train step for batches of any lengths. Make one by `train_step`.
+    """A train step for batches of any lengths.
+
+        step = varlen.train_step(model, optax.adamw(1e-3), mesh, costs=costs)
+        state, metrics = step(state, planner(lengths), {"inputs": ..., "targets": ...})
+
+    Args:
+        model: `model(params, batch, attend)`, the sum of all tokens' losses. The batch has the
+            values of tokens, f[nodes, devices of a node x tokens, ...], "positions" in their
+            sequences, and "weights", zero where there is no token: multiply the losses by them.
+            `attend(q, k, v)` is causal attention within each sequence; all three have heads and
+            head as their last dims.
+        optimizer: an optax transformation.
+        mesh: two axes, nodes and devices of a node.
+        costs: prices that say over how many rails hops between nodes go; none: over one.
+        transform: what is done with each jitted step before it runs, as `jaxoverlap.overlap`.
+        fused: as `attention` has it.
+        has_aux: whether the model returns (sum, aux); the metrics then have "aux".
 
     Attributes:
         compiled: the programs, by the bounds that they were compiled for.
+
+    Raises:
+        RuntimeError: if cuDNN's kernel on this GPU computes something else than plain matmuls.
     """
 
     def __init__(
         self,
-        loss: Loss,
+        model: Loss,
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
-        costs: AttentionCosts | None,
-        transform: Callable[[Any], Any],
+        *,
+        costs: AttentionCosts | None = None,
+        transform: Callable[[Any], Any] = lambda step: step,
         fused: bool | None = None,
         has_aux: bool = False,
     ):
         self.fused = has_kernel(mesh) if fused is None else fused
-        self.loss, self.optimizer, self.mesh, self.costs = loss, optimizer, mesh, costs
+        self.model, self.optimizer, self.mesh, self.costs = model, optimizer, mesh, costs
         self.nodes = nodes_of_mesh(mesh)
         self.transform, self.has_aux = transform, has_aux
         self.compiled: dict[Bounds, Callable] = {}
@@ -278,7 +298,7 @@ class VarlenStep:
             batch = batch | {"key": jax.random.fold_in(batch["key"], state["step"])}
 
         def mean_loss(params: Any) -> tuple[Array, Any]:
-            found = self.loss(params, batch, attends)
+            found = self.model(params, batch, attends)
             total, aux = found if self.has_aux else (found, None)
             return total / jnp.maximum(batch["weights"].sum(), _NO_WEIGHT), aux
 
@@ -290,38 +310,7 @@ class VarlenStep:
         return dict(params=params, optimizer=inner, step=state["step"] + 1), metrics
 
 
-def train_step(
-    model: Loss,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    costs: AttentionCosts | None = None,
-    transform: Callable[[Any], Any] = lambda step: step,
-    fused: bool | None = None,
-    has_aux: bool = False,
-) -> VarlenStep:
-    """Return a train step for batches of any lengths.
-
-        step = varlen.train_step(model, optax.adamw(1e-3), mesh, costs=costs)
-        state, metrics = step(state, planner(lengths), {"inputs": ..., "targets": ...})
-
-    Args:
-        model: `model(params, batch, attend)`, the sum of all tokens' losses. The batch has the
-            values of tokens, f[nodes, devices of a node x tokens, ...], "positions" in their
-            sequences, and "weights", zero where there is no token: multiply the losses by them.
-            `attend(q, k, v)` is causal attention within each sequence; all three have heads and
-            head as their last dims.
-        optimizer: an optax transformation.
-        mesh: two axes, nodes and devices of a node.
-        costs: prices that say over how many rails hops between nodes go; none: over one.
-        transform: what is done with each jitted step before it runs, as `jaxoverlap.overlap`.
-        fused: as `attention` has it.
-        has_aux: whether the model returns (sum, aux); the metrics then have "aux".
-
-    Raises:
-        RuntimeError: if cuDNN's kernel on this GPU computes something else than plain matmuls.
-    """
-    return VarlenStep(model, optimizer, mesh, costs, transform, fused, has_aux)
+train_step = VarlenStep  # the name by which it is made
 
 
 def _placed(value: Any, at: NamedSharding) -> Array:

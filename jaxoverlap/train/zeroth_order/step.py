@@ -19,7 +19,7 @@ from jaxoverlap.train.arguments import (
     overlap_options,
     whole,
 )
-from jaxoverlap.train.programs import Programs
+from jaxoverlap.train.programs import Programs, key_of, like_at
 from jaxoverlap.train.zeroth_order.blocks import Blocks, depth
 from jaxoverlap.train.zeroth_order.estimator import Mezo
 from jaxoverlap.train.zeroth_order.layout import BatchLayout
@@ -42,23 +42,82 @@ class NonFiniteLossError(ValueError):
 
 
 class ZOStep:
-    """A train step by forward passes; make one by `step`.
+    """A zeroth-order train step: two forward passes a direction, and nothing but scalars sent.
 
     Calling it takes a step: (state, batch, *rest) -> (state, metrics), the state donated unless its
     blocks are in host memory. Metrics are "losses" [directions, 2], their mean "loss", the
     projected gradients "scalars" [directions] and the learning "rate", float32 each, and whether
     an update was "made".
+
+    On a mesh of ("pair", "data", "model"), perturb="pair" and data="data" are DistZO2's 2D
+    parallelism; either alone is its PertP or DDP. Other axes are the loss function's own.
+
+    Args:
+        loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`. Where
+            rows do not count alike (labels that are masked) and `data` spreads them, return
+            `Weighted`: a mean of the shards' means would be another loss. An object with a state
+            among `rest`, as nnx.Rngs, is made anew for each loss: both signs see the same masks,
+            and what it counts does not come back; give another one, or a key, with each step.
+        transform: the estimator, as `mezo(eps=1e-3, lr=1e-6)`.
+        mesh: the devices, with automatic axes; None for one device.
+        perturb: the axis of a pair of devices, one for each sign.
+        data: the axis over which the batch's first dim is spread.
+        deferred: whether a step's update is made at the start of the next; see `flush`.
+        has_aux: whether loss_fn returns (loss, aux); the step's metrics then have "aux", averaged
+            over the batch's shards, the signs and the directions.
+        host: keeps a model of `Blocks` in pinned host memory, one or two blocks at a time on the
+            device; updates are then deferred.
+        sliced: with `host`, whether each device of `perturb` and `data` keeps and uploads a slice
+            of each block, and gathers the others'; for devices that share a host.
+        overlap: True, or options of `jaxoverlap.overlap`, to hide the collectives of the forward
+            pass.
+        check: whether to wait for each step's losses and look at them.
+
+    Raises:
+        ValueError: if the mesh lacks an axis, a pair has other than two devices, axes are not
+            automatic, or host memory is asked for without blocks.
     """
 
     def __init__(
         self,
-        made: Resident | Streamed,
-        layout: BatchLayout,
-        overlap: Mapping[str, Any] | None,
-        check: bool,
+        loss_fn: Callable[..., jax.Array] | Blocks,
+        transform: Mezo,
+        mesh: Mesh | None = None,
+        *,
+        perturb: str | None = None,
+        data: str | None = None,
+        deferred: bool = False,
+        has_aux: bool = False,
+        host: bool = False,
+        sliced: bool = True,
+        overlap: bool | Mapping[str, Any] = False,
+        check: bool = True,
     ):
-        self._made, self._layout, self._overlap, self._check = made, layout, overlap, check
-        self._programs = Programs()
+        if not isinstance(transform, Mezo):
+            raise ValueError(
+                f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
+            )
+        function("loss_fn", loss_fn, "(parameters, batch, *rest) -> loss")
+        given = dict(deferred=deferred, has_aux=has_aux, host=host, sliced=sliced, check=check)
+        for name, value in given.items():
+            flag(name, value)
+        self._layout, self._check = BatchLayout(mesh, perturb, data), check
+        self._overlap, self._programs = overlap_options(overlap), Programs()
+        self._made: Resident | Streamed
+        if not host:
+            self._made = Resident(loss_fn, transform, self._layout, deferred, has_aux)
+            return
+        if has_aux:
+            raise ValueError(
+                "has_aux=True with host=True: what blocks give beside the loss is not kept; leave "
+                "out either"
+            )
+        if not isinstance(loss_fn, Blocks) or mesh is None:
+            raise ValueError(
+                "host=True: expected a model as Blocks(begin, block, end), and a mesh (of one "
+                "device, if need be): only blocks can be brought to the device one at a time"
+            )
+        self._made = Streamed(loss_fn, transform, self._layout, sliced)
 
     @property
     def transform(self) -> Mezo:
@@ -97,13 +156,9 @@ class ZOStep:
 
     def abstract(self, params: Any, *, seed: int = 0) -> ZOState:
         """Return what `init` would, as shapes with shardings; to lower for a pod, say."""
-
-        def one(leaf: Any, at: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
-
         state = jax.eval_shape(lambda: new_state(None, self.transform, seed))
-        rest = jax.tree.map(lambda leaf: one(leaf, self._layout.at()), state)
-        return rest._replace(params=jax.tree.map(one, params, self.shardings(params)))
+        rest = jax.tree.map(lambda leaf: like_at(leaf, self._layout.at()), state)
+        return rest._replace(params=jax.tree.map(like_at, params, self.shardings(params)))
 
     def __call__(self, state: ZOState, batch: Any, *rest: Any) -> tuple[ZOState, dict[str, Any]]:
         """Take a step.
@@ -156,7 +211,8 @@ class ZOStep:
     def flush(self, state: ZOState) -> ZOState:
         """Make the pending update, before an evaluation or a checkpoint; the state is kept."""
         at = jax.tree.map(_sharding, state)
-        return self._once("flush", at, lambda: jax.jit(self._made.flush, out_shardings=at))(state)
+        key = "flush", key_of(state)
+        return self._programs.get(key, lambda: jax.jit(self._made.flush, out_shardings=at))(state)
 
     def params(self, state: ZOState) -> Any:
         """Return the parameters, with the pending update made."""
@@ -174,12 +230,7 @@ class ZOStep:
             jitted = jax.jit(zeroth_order_step, donate_argnums=donated, out_shardings=(at, whole))
             return jitted if self._overlap is None else overlapped(jitted, **self._overlap)
 
-        return self._once("step", at, make)
-
-    def _once(self, name: str, at: Any, make: Callable[[], Any]) -> Any:
-        leaves, treedef = jax.tree.flatten(at, is_leaf=lambda leaf: leaf is None)
-        key = (name, treedef, *leaves)
-        return self._programs.get(key, make)
+        return self._programs.get(("step", key_of(state)), make)
 
     def _resident_at(self, leaf: Any) -> Any:
         mesh, at = self._layout.mesh, getattr(leaf, "sharding", None)
@@ -194,74 +245,7 @@ class ZOStep:
         return at
 
 
-def step(
-    loss_fn: Callable[..., jax.Array] | Blocks,
-    transform: Mezo,
-    mesh: Mesh | None = None,
-    *,
-    perturb: str | None = None,
-    data: str | None = None,
-    deferred: bool = False,
-    has_aux: bool = False,
-    host: bool = False,
-    sliced: bool = True,
-    overlap: bool | Mapping[str, Any] = False,
-    check: bool = True,
-) -> ZOStep:
-    """Make a zeroth-order train step: two forward passes a direction, and nothing but scalars sent.
-
-    On a mesh of ("pair", "data", "model"), perturb="pair" and data="data" are DistZO2's 2D
-    parallelism; either alone is its PertP or DDP. Other axes are the loss function's own.
-
-    Args:
-        loss_fn: (parameters, batch, *rest) -> loss, the mean over the batch; or `Blocks`. Where
-            rows do not count alike (labels that are masked) and `data` spreads them, return
-            `Weighted`: a mean of the shards' means would be another loss. An object with a state
-            among `rest`, as nnx.Rngs, is made anew for each loss: both signs see the same masks,
-            and what it counts does not come back; give another one, or a key, with each step.
-        transform: the estimator, as `mezo(eps=1e-3, lr=1e-6)`.
-        mesh: the devices, with automatic axes; None for one device.
-        perturb: the axis of a pair of devices, one for each sign.
-        data: the axis over which the batch's first dim is spread.
-        deferred: whether a step's update is made at the start of the next; see `ZOStep.flush`.
-        has_aux: whether loss_fn returns (loss, aux); the step's metrics then have "aux", averaged
-            over the batch's shards, the signs and the directions.
-        host: keeps a model of `Blocks` in pinned host memory, one or two blocks at a time on the
-            device; updates are then deferred.
-        sliced: with `host`, whether each device of `perturb` and `data` keeps and uploads a slice
-            of each block, and gathers the others'; for devices that share a host.
-        overlap: True, or options of `jaxoverlap.overlap`, to hide the collectives of the forward
-            pass.
-        check: whether to wait for each step's losses and look at them.
-
-    Raises:
-        ValueError: if the mesh lacks an axis, a pair has other than two devices, axes are not
-            automatic, or host memory is asked for without blocks.
-    """
-    if not isinstance(transform, Mezo):
-        raise ValueError(
-            f"transform={transform!r}: expected an estimator, as mezo(eps=1e-3, lr=1e-6)"
-        )
-    function("loss_fn", loss_fn, "(parameters, batch, *rest) -> loss")
-    given = dict(deferred=deferred, has_aux=has_aux, host=host, sliced=sliced, check=check)
-    for name, value in given.items():
-        flag(name, value)
-    layout = BatchLayout(mesh, perturb, data)
-    options = overlap_options(overlap)
-    if not host:
-        resident = Resident(loss_fn, transform, layout, deferred, has_aux)
-        return ZOStep(resident, layout, options, check)
-    if has_aux:
-        raise ValueError(
-            "has_aux=True with host=True: what blocks give beside the loss is not kept; leave out "
-            "either"
-        )
-    if not isinstance(loss_fn, Blocks) or mesh is None:
-        raise ValueError(
-            "host=True: expected a model as Blocks(begin, block, end), and a mesh (of one device, "
-            "if need be): only blocks can be brought to the device one at a time"
-        )
-    return ZOStep(Streamed(loss_fn, transform, layout, sliced), layout, options, check)
+step = ZOStep  # the name by which it is made
 
 
 def _sharding(leaf: Any) -> Any:

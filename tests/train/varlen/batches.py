@@ -55,10 +55,10 @@ def random_plan(planner: varlen.Planner, rng: np.random.Generator) -> varlen.Bat
 
 def _plan_of(planner, costs, bounds, rows) -> varlen.BatchPlan | None:
     lengths = np.array([length for length, _, _ in rows])
-    packing = Packing(lengths, planner.nodes, costs, bounds.slots, bounds=bounds)
     price = packing_prices(lengths, planner.nodes, costs)
+    packing = Packing(lengths, planner.nodes, costs, price, bounds.slots, bounds=bounds)
     for index, (_, at, ring) in enumerate(rows):
-        packing.put(index, at, ring, price)
+        packing.put(index, at, ring)
     try:
         return planner.plan_of(packing)
     except varlen.Infeasible:

@@ -1,14 +1,16 @@
-"""Define what a compressor is: an average over workers, with its state, bytes and errors."""
+"""Define what a compressor is, and the one that sends all: averages, states, bytes and errors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from jaxoverlap.train.compression.layers import Layer
-from jaxoverlap.train.compression.wire import Average, Kind, sent_bytes
+from jaxoverlap.train.compression.wire import Average, Kind, WireRequest, sent_bytes
 
 Setting = int | float  # a rank, a number of bits, a fraction
 
@@ -99,3 +101,49 @@ def sent(compressor: Compressor, layer: Layer, setting: Setting, workers: int) -
     """Return the bytes that a worker sends for one matrix of a layer: the closed form."""
     requests = compressor.requests(layer, setting, workers)
     return sum(sent_bytes(kind, size, workers) for kind, size in requests)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCompression:
+    """Send matrices as they are: what the others are compared with.
+
+    With error feedback nothing is left for the next gradient.
+    """
+
+    memory_passes: ClassVar[int] = 0
+    setting: int = 1
+    error_feedback: bool = False
+
+    def with_setting(self, setting: Setting) -> NoCompression:
+        """Return the same."""
+        return self
+
+    def at(self, setting: Setting, layer: Layer) -> Setting:
+        """Return the only setting."""
+        return 1
+
+    def candidates(self, layer: Layer) -> tuple[Setting, ...]:
+        """Return the only setting."""
+        return (1,)
+
+    def init(self, layer: Layer, key: jax.Array, settings: Sequence[Setting]) -> None:
+        """Return no state."""
+
+    def average(
+        self, matrix: jax.Array, state: Any, *, layer: Layer, setting: Setting, at: Worker
+    ) -> Average:
+        """Average a matrix: one mean."""
+        mean = yield WireRequest("mean", matrix.astype(layer.dtype))
+        kept = jnp.zeros_like(matrix) if self.error_feedback else None
+        return Averaged(mean.astype(jnp.float32), kept, state)
+
+    def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
+        """Return kind and bytes of each value that `average` yields for one matrix, in order."""
+        return [("mean", layer.size * layer.itemsize)]
+
+    def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
+        """Return no error."""
+        return jnp.zeros(len(settings))
+
+
+none = NoCompression  # the name by which it is made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxoverlap.train.arguments import flag, whole
-from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
+from jaxoverlap.train.compression.compressors.compressor import (
+    Averaged,
+    Setting,
+    Worker,
+)
 from jaxoverlap.train.compression.compressors.orthogonal import Method, orthonormal
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.wire import Average, Kind, WireRequest
@@ -19,16 +23,27 @@ from jaxoverlap.train.compression.wire import Average, Kind, WireRequest
 _ITERATIONS = 5  # subspace iterations of a measurement, as in L-GreCo's released code
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PowerSGD:
-    """Send P = mean(M_i Q) and Q' = mean(M_iᵀ orthonormal(P)), rank columns each; see `power_sgd`.
+    """PowerSGD with error feedback and warm start: average products of two thin matrices.
 
-    The state is Q, [columns, largest rank]: a smaller rank uses its first columns, so that the
-    state's shape is the same at all settings.
+    P = mean(M_i Q) and Q' = mean(M_iᵀ orthonormal(P)) are sent, rank columns each. The state is Q,
+    [columns, largest rank]: a smaller rank uses its first columns, so that the state's shape is the
+    same at all settings. Source: Vogels, Karimireddy and Jaggi, PowerSGD (arXiv 1905.13727),
+    algorithms 1 and 2.
+
+    Args:
+        rank: of the approximation, 1 or more; less where a layer is smaller.
+        orthogonalize: "qr", "gram-schmidt", or "auto", the faster one.
+        error_feedback: without it, what the rank cannot express is lost.
+
+    Raises:
+        ValueError: for a rank below 1, or an unknown method.
     """
 
     memory_passes: ClassVar[int] = 8  # two matmuls and a third read it, and its error is written
-    rank: int
+    rank: int = 4
+    _: KW_ONLY
     orthogonalize: Method = "auto"
     error_feedback: bool = True
 
@@ -104,19 +119,4 @@ class PowerSGD:
         return jnp.where(jnp.array(full_rank), 0.0, picked)
 
 
-def power_sgd(
-    rank: int = 4, *, orthogonalize: Method = "auto", error_feedback: bool = True
-) -> PowerSGD:
-    """Return PowerSGD with error feedback and warm start.
-
-    Source: Vogels, Karimireddy and Jaggi, PowerSGD (arXiv 1905.13727), algorithms 1 and 2.
-
-    Args:
-        rank: of the approximation, 1 or more; less where a layer is smaller.
-        orthogonalize: "qr", "gram-schmidt", or the faster one.
-        error_feedback: without it, what the rank cannot express is lost.
-
-    Raises:
-        ValueError: for a rank below 1, or an unknown method.
-    """
-    return PowerSGD(rank=rank, orthogonalize=orthogonalize, error_feedback=error_feedback)
+power_sgd = PowerSGD  # the name by which it is made

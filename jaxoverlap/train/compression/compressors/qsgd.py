@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import jax
@@ -13,22 +13,50 @@ from jax import lax
 
 from jaxoverlap.train.arguments import flag, whole
 from jaxoverlap.train.compression.compressors import two_bits
-from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
-from jaxoverlap.train.compression.compressors.packing import pack, unpack
+from jaxoverlap.train.compression.compressors.compressor import (
+    Averaged,
+    Setting,
+    Worker,
+)
+from jaxoverlap.train.compression.compressors.packing import (
+    PAIR_BYTES,
+    like_matrix,
+    pack_with,
+    unpack_with,
+)
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.wire import Average, Kind, WireRequest
 
 Levels = Literal["range", "means"]
 BUCKET = 512  # elements that share a range
-_RANGE_BYTES = 8  # least value and step of a bucket, two float32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class QSGD:
-    """Send each bucket of 512 elements as its range and whole numbers; see `qsgd`."""
+    """Quantisation with stochastic rounding, which is right in the mean.
+
+    Each bucket of 512 elements is rounded to 2**bits values from its least to its greatest, up or
+    down by chance, and packed into bytes. Sources: Alistarh et al., QSGD (arXiv 1610.02132), in
+    the max-min form of torch_cgx, whose average (scatter, reduce, quantise again, gather) is this
+    one.
+
+    Args:
+        bits: of an element, 1 to 8.
+        error_feedback: whether what rounding loses is added to the next gradient; wanted for
+            outer gradients, which come seldom. For normally distributed gradients what is kept
+            settles at 0.24 of one with 4 bits, 0.6 with 3 and about ten times one with 2.
+        levels: "range" as above; "means", with 2 bits, sends a value as its sign and one of two
+            magnitudes of its bucket (`two_bits`), without chance: biased, and with error feedback
+            far closer than 2 bits of the range. For outer gradients of `MuLoCo`'s kind
+            (arXiv 2505.23725), whose 2-bit code book was not found: a reconstruction.
+
+    Raises:
+        ValueError: for other bits or levels, or one bit with error feedback.
+    """
 
     memory_passes: ClassVar[int] = 12  # ranges, codes, packing, and back
-    bits: int
+    bits: int = 4
+    _: KW_ONLY
     error_feedback: bool = False
     levels: Levels = "range"
 
@@ -90,12 +118,12 @@ class QSGD:
         gathered = yield WireRequest("gather", again)
         whole = self._dequantize(gathered, bits)
         if not self.error_feedback:
-            return Averaged(_flat(whole, matrix), None, state)
+            return Averaged(like_matrix(whole, matrix), None, state)
         kept = mine - self._dequantize(packed, bits)
         lost = (mean - self._dequantize(again, bits)) * workers
         own = lax.dynamic_index_in_dim(kept, at.number, keepdims=False) + lost
         kept = lax.dynamic_update_index_in_dim(kept, own, at.number, 0)
-        return Averaged(_flat(whole, matrix), _flat(kept, matrix), state)
+        return Averaged(like_matrix(whole, matrix), like_matrix(kept, matrix), state)
 
     def _quantize(self, values: jax.Array, bits: int, key: jax.Array) -> jax.Array:
         return two_bits.quantize(values) if self.levels == "means" else quantize(values, bits, key)
@@ -105,7 +133,7 @@ class QSGD:
 
     def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
         """Return kind and bytes of each value that `average` yields for one matrix, in order."""
-        part = _buckets(layer.size, workers) * (BUCKET // 8 * int(setting) + _RANGE_BYTES)
+        part = _buckets(layer.size, workers) * (BUCKET // 8 * int(setting) + PAIR_BYTES)
         return [("exchange", part * workers), ("gather", part)]
 
     def errors(self, matrix: jax.Array, state: Any, settings: Sequence[Setting]) -> jax.Array:
@@ -125,28 +153,7 @@ class QSGD:
         return jnp.stack([one(int(bits)) for bits in settings])
 
 
-def qsgd(bits: int = 4, *, error_feedback: bool = False, levels: Levels = "range") -> QSGD:
-    """Return quantisation with stochastic rounding, which is right in the mean.
-
-    Each bucket of 512 elements is rounded to 2**bits values from its least to its greatest, up or
-    down by chance, and packed into bytes. Sources: Alistarh et al., QSGD (arXiv 1610.02132), in
-    the max-min form of torch_cgx, whose average (scatter, reduce, quantise again, gather) is this
-    one.
-
-    Args:
-        bits: of an element, 1 to 8.
-        error_feedback: whether what rounding loses is added to the next gradient; wanted for
-            outer gradients, which come seldom. For normally distributed gradients what is kept
-            settles at 0.24 of one with 4 bits, 0.6 with 3 and about ten times one with 2.
-        levels: "range" as above; "means", with 2 bits, sends a value as its sign and one of two
-            magnitudes of its bucket (`two_bits`), without chance: biased, and with error feedback
-            far closer than 2 bits of the range. For outer gradients of `MuLoCo`'s kind
-            (arXiv 2505.23725), whose 2-bit code book was not found: a reconstruction.
-
-    Raises:
-        ValueError: for other bits or levels, or one bit with error feedback.
-    """
-    return QSGD(bits=bits, error_feedback=error_feedback, levels=levels)
+qsgd = QSGD  # the name by which it is made
 
 
 def quantize(values: jax.Array, bits: int, key: jax.Array) -> jax.Array:
@@ -165,16 +172,12 @@ def quantize(values: jax.Array, bits: int, key: jax.Array) -> jax.Array:
     place = (values - low) / jnp.where(step > 0, step, 1)
     up = _sixteen_bits(key, values.shape)
     codes = jnp.clip(jnp.floor(place + up), 0, 2**bits - 1).astype(jnp.uint8)
-    ranges = lax.bitcast_convert_type(jnp.concatenate([low, step], -1), jnp.uint8)
-    ranges = ranges.reshape(*values.shape[:-1], _RANGE_BYTES)
-    return jnp.concatenate([pack(codes, bits), ranges], -1)
+    return pack_with(codes, bits, low, step)
 
 
 def dequantize(packed: jax.Array, bits: int) -> jax.Array:
     """Return the values that `quantize` rounded to, float32 [..., buckets, 512]."""
-    codes = unpack(packed[..., :-_RANGE_BYTES], bits)
-    ranges = packed[..., -_RANGE_BYTES:].reshape(*packed.shape[:-1], 2, 4)
-    low, step = jnp.split(lax.bitcast_convert_type(ranges, jnp.float32), 2, -1)
+    codes, low, step = unpack_with(packed, bits)
     return low + step * codes.astype(jnp.float32)
 
 
@@ -195,7 +198,3 @@ def _in_buckets(matrix: jax.Array, workers: int) -> jax.Array:
     missing = _buckets(matrix.size, workers) * workers * BUCKET - matrix.size
     flat = jnp.pad(matrix.reshape(-1), (0, missing), mode="edge")
     return flat.reshape(workers, -1, BUCKET)
-
-
-def _flat(buckets: jax.Array, like: jax.Array) -> jax.Array:
-    return buckets.reshape(-1)[: like.size].reshape(like.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -13,8 +13,12 @@ from jax import lax
 
 from jaxoverlap.train.arguments import flag, number
 from jaxoverlap.train.compression.compressors import two_bits
-from jaxoverlap.train.compression.compressors.compressor import Averaged, Setting, Worker
-from jaxoverlap.train.compression.compressors.packing import pack, unpack
+from jaxoverlap.train.compression.compressors.compressor import (
+    Averaged,
+    Setting,
+    Worker,
+)
+from jaxoverlap.train.compression.compressors.packing import PAIR_BYTES, like_matrix, pack, unpack
 from jaxoverlap.train.compression.layers import Layer
 from jaxoverlap.train.compression.wire import Average, Kind, WireRequest
 
@@ -24,12 +28,29 @@ CHUNK = 4096  # elements, as SparseLoCo's
 _PLACE_BITS = 12  # of an index in a chunk
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TopK:
-    """Send values and places of a fraction of the elements; see `top_k`."""
+    """TopK with error feedback: each worker sends its own largest elements.
+
+    Bytes grow with the number of workers, as indices differ between them: an all-gather. Source:
+    Alistarh et al., The Convergence of Sparsified Gradient Methods (arXiv 1809.10505).
+
+    Args:
+        fraction: of the elements, above 0 and at most 1.
+        error_feedback: without it, small elements are never sent.
+        bits: 2 sends an element as its sign and one of two magnitudes (`two_bits`), and chooses
+            elements in chunks of 4096, whose indices take 12 bits: 14 bits an element, and 8 bytes
+            a chunk. Of each chunk the fraction is rounded up to a multiple of eight elements.
+            With `uniform(..., error_decay=0.95)` and `local_sgd` these are SparseLoCo's outer
+            gradients (arXiv 2508.15706), whose 2-bit code book was not found: a reconstruction.
+
+    Raises:
+        ValueError: for another fraction, or other bits.
+    """
 
     memory_passes: ClassVar[int] = 40  # mostly the selection
-    fraction: float
+    fraction: float = 0.01
+    _: KW_ONLY
     error_feedback: bool = True
     bits: int | None = None
 
@@ -106,14 +127,14 @@ class TopK:
         kept = None
         if self.error_feedback:
             own, _ = add(jnp.zeros_like(chunks), sent)
-            kept = _as(chunks - own, matrix)
-        return Averaged(_as(total / at.workers, matrix), kept, state)
+            kept = like_matrix(chunks - own, matrix)
+        return Averaged(like_matrix(total / at.workers, matrix), kept, state)
 
     def requests(self, layer: Layer, setting: Setting, workers: int) -> list[tuple[Kind, float]]:
         """Return kind and bytes of each value that `average` yields for one matrix, in order."""
         if self.bits is not None:
             count = _count_of_chunk(setting)
-            of_chunk = two_bits.LEVELS_BYTES + count * (self.bits + _PLACE_BITS) / 8
+            of_chunk = PAIR_BYTES + count * (self.bits + _PLACE_BITS) / 8
             return [("gather", math.ceil(layer.size / CHUNK) * of_chunk)]
         count = _count(layer.size, setting)
         return [("gather", count * layer.itemsize), ("gather", count * _INDEX_BYTES)]
@@ -141,25 +162,7 @@ class TopK:
         return jnp.stack([one(count) for count in counts])
 
 
-def top_k(fraction: float = 0.01, *, error_feedback: bool = True, bits: int | None = None) -> TopK:
-    """Return TopK with error feedback: each worker sends its own largest elements.
-
-    Bytes grow with the number of workers, as places differ between them: an all-gather. Source:
-    Alistarh et al., The Convergence of Sparsified Gradient Methods (arXiv 1809.10505).
-
-    Args:
-        fraction: of the elements, above 0 and at most 1.
-        error_feedback: without it, small elements are never sent.
-        bits: 2 sends an element as its sign and one of two magnitudes (`two_bits`), and chooses
-            elements in chunks of 4096, whose places take 12 bits: 14 bits an element, and 8 bytes a
-            chunk. Of each chunk the fraction is rounded up to a multiple of eight elements.
-            With `uniform(..., error_decay=0.95)` and `local_sgd` these are SparseLoCo's outer
-            gradients (arXiv 2508.15706), whose 2-bit code book was not found: a reconstruction.
-
-    Raises:
-        ValueError: for another fraction, or other bits.
-    """
-    return TopK(fraction=fraction, error_feedback=error_feedback, bits=bits)
+top_k = TopK  # the name by which it is made
 
 
 def _count(size: int, fraction: Setting) -> int:
@@ -177,10 +180,6 @@ def _in_chunks(matrix: jax.Array) -> jax.Array:
     """Return a matrix as [chunks, 4096], with zeros behind."""
     flat = matrix.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % CHUNK)).reshape(-1, CHUNK)
-
-
-def _as(chunks: jax.Array, like: jax.Array) -> jax.Array:
-    return chunks.reshape(-1)[: like.size].reshape(like.shape)
 
 
 def _pack_places(places: jax.Array) -> jax.Array:

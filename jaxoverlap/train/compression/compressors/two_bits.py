@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxoverlap.train.compression.compressors.packing import pack, unpack
-
-LEVELS_BYTES = 8  # of a bucket: two magnitudes, float32
+from jaxoverlap.train.compression.compressors.packing import pack_with, unpack_with
 
 
 def quantize(values: jax.Array) -> jax.Array:
@@ -30,16 +27,12 @@ def quantize(values: jax.Array) -> jax.Array:
         count = jnp.maximum(which.sum(-1, keepdims=True), 1)
         return jnp.where(which, size, 0).sum(-1, keepdims=True) / count
 
-    levels = jnp.concatenate([mean_where(~high), mean_where(high)], -1)
     codes = high.astype(jnp.uint8) + 2 * (values < 0).astype(jnp.uint8)
-    as_bytes = lax.bitcast_convert_type(levels, jnp.uint8).reshape(*values.shape[:-1], LEVELS_BYTES)
-    return jnp.concatenate([pack(codes, 2), as_bytes], -1)
+    return pack_with(codes, 2, mean_where(~high), mean_where(high))
 
 
 def dequantize(packed: jax.Array) -> jax.Array:
     """Return the values that `quantize` sent, float32 [..., n]."""
-    codes = unpack(packed[..., :-LEVELS_BYTES], 2)
-    levels = packed[..., -LEVELS_BYTES:].reshape(*packed.shape[:-1], 2, 4)
-    low, high = jnp.split(lax.bitcast_convert_type(levels, jnp.float32), 2, -1)
+    codes, low, high = unpack_with(packed, 2)
     size = jnp.where(codes & 1 > 0, high, low)
     return jnp.where(codes & 2 > 0, -size, size)

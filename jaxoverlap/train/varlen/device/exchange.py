@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxoverlap.train.varlen.rings import Nodes
@@ -42,54 +43,36 @@ class Heads(NamedTuple):
         Values are f[b, slots, kv heads, ...]. Slots come part by part, and in each rank by rank;
         those of parts that were not exchanged are zero.
         """
-        x, cuts = _joined(values)
-        many = self.part * self.size
-        shape = x.shape[0], x.shape[1] * self.size, x.shape[2] // self.size, x.shape[3]
-
-        def exchange(index: Array, arrived: Array) -> Array:
-            leaving = lax.dynamic_slice_in_dim(x, index * self.part, self.part, axis=1)
-            new = self._all_to_all(leaving, split=2, joined=1)
-            return lax.dynamic_update_slice_in_dim(arrived, new, index * many, axis=1)
-
-        arrived = lax.fori_loop(0, self.trips, exchange, jnp.zeros(shape, x.dtype))
-        return _cut(arrived, values, cuts)
+        return self._exchanged(values, split=2, joined=1)
 
     def joined(self, *values: Array) -> tuple[Array, ...]:
         """Give each device all heads of its own slots again, by all-to-alls."""
-        x, cuts = _joined(values)
-        many = self.part * self.size
-        shape = x.shape[0], x.shape[1] // self.size, x.shape[2] * self.size, x.shape[3]
+        return self._exchanged(values, split=1, joined=2)
+
+    def _exchanged(
+        self, values: tuple[Array, ...], *, split: int, joined: int
+    ) -> tuple[Array, ...]:
+        """Split one dim of values over a group and join another, part by part in one loop."""
+        flat = [x.reshape(*x.shape[:3], -1) for x in values]
+        x, ends = jnp.concatenate(flat, axis=-1), np.cumsum([y.shape[-1] for y in flat])
+        shape = list(x.shape)
+        shape[split], shape[joined] = shape[split] // self.size, shape[joined] * self.size
+        own, all_slots = self.part, self.part * self.size
+        given, made = (own, all_slots) if joined == 1 else (all_slots, own)
+        groups = [list(range(at, at + self.size)) for at in range(0, self.nodes.total, self.size)]
 
         def exchange(index: Array, arrived: Array) -> Array:
-            leaving = lax.dynamic_slice_in_dim(x, index * many, many, axis=1)
-            new = self._all_to_all(leaving, split=1, joined=2)
-            return lax.dynamic_update_slice_in_dim(arrived, new, index * self.part, axis=1)
+            leaving = lax.dynamic_slice_in_dim(x, index * given, given, axis=1)
+            new = lax.all_to_all(
+                leaving, self.axes, split, joined, axis_index_groups=groups, tiled=True
+            )
+            return lax.dynamic_update_slice_in_dim(arrived, new, index * made, axis=1)
 
         arrived = lax.fori_loop(0, self.trips, exchange, jnp.zeros(shape, x.dtype))
-        return _cut(arrived, values, cuts)
+        parts = jnp.split(arrived, ends[:-1], axis=-1)
+        pairs = zip(parts, values, strict=True)
+        return tuple(part.reshape(*part.shape[:3], *value.shape[3:]) for part, value in pairs)
 
     def arranged(self, x: Array) -> Array:
         """Put what slots have, [devices, slots], in the order in which `split` returns them."""
         return jnp.swapaxes(x.reshape(self.size, -1, self.part), 0, 1).ravel()
-
-    def _all_to_all(self, x: Array, *, split: int, joined: int) -> Array:
-        first = range(0, self.nodes.total, self.size)
-        groups = [list(range(at, at + self.size)) for at in first]
-        return lax.all_to_all(x, self.axes, split, joined, axis_index_groups=groups, tiled=True)
-
-
-def _joined(values: tuple[Array, ...]) -> tuple[Array, list[int]]:
-    """Join what a kv head has of each value, and return where to cut it again."""
-    flat = [x.reshape(*x.shape[:3], -1) for x in values]
-    ends = [0]
-    for x in flat:
-        ends.append(ends[-1] + x.shape[-1])
-    return jnp.concatenate(flat, axis=-1), ends[1:-1]
-
-
-def _cut(flat: Array, values: tuple[Array, ...], cuts: list[int]) -> tuple[Array, ...]:
-    parts = jnp.split(flat, cuts, axis=-1)
-    return tuple(
-        part.reshape(*part.shape[:3], *value.shape[3:])
-        for part, value in zip(parts, values, strict=True)
-    )
