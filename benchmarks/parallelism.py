@@ -17,6 +17,14 @@ import typer
 from rich.console import Console
 from scipy.optimize import brentq
 
+from benchmarks.published.recipes import (
+    FRONTIER,
+    FRONTIER_STACK,
+    SCALING,
+    Recipe,
+    megatron_flops,
+)
+from benchmarks.published.stacks import MEGATRON_DEEPSPEED
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model, cost_or_facts
 from jaxoverlap.cost.model import CostModel
@@ -27,15 +35,8 @@ from jaxoverlap.parallelism.memory import memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.models import named_model
-from jaxoverlap.parallelism.published.recipes import (
-    FRONTIER,
-    FRONTIER_STACK,
-    SCALING,
-    Recipe,
-    megatron_flops,
-)
 from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
-from jaxoverlap.parallelism.stack import JAX, MEGATRON, MEGATRON_DEEPSPEED, Stack
+from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
 from jaxoverlap.parallelism.terms import StepTerms
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")

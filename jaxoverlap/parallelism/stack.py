@@ -141,17 +141,6 @@ MEGATRON = Stack(
     dropout=True,
     gradient_passes=11,
 )
-# Megatron-DeepSpeed as vTrain's authors ran it: gradients are summed in 16 bits. Nothing is fitted;
-# network_share is what NCCL's rings usually reach of a NIC.
-MEGATRON_DEEPSPEED = Stack(
-    name="Megatron-DeepSpeed",
-    fused_attention=False,
-    causal=False,
-    dropout=True,
-    reduced_bytes=2,
-    gradient_passes=11,
-    network_share=0.92,
-)
 # This project's trainers: 32-bit weights that are cast, Adam without master weights. Attention is
 # counted as a kernel that keeps no scores; the trainers' own einsums take longer.
 JAX = Stack(
