@@ -116,7 +116,7 @@ def _tables(chosen_preset: Preset) -> None:
         ]
         show_table(title, ("name", "value", "why", "source"), rows)
     _conflicts(chosen_preset.conflicts, cite)
-    from jaxoverlap.flags.sources import dated
+    from jaxoverlap.flags.presets import dated
 
     for source, number in sources.items():
         say(f" {number:2}  {dated(source)}")
