@@ -101,7 +101,7 @@ def splits(
     model: Transformer, cluster: Cluster, global_batch: int, space: Space, stack: Stack
 ) -> Iterator[Configuration]:
     """Yield every legal split of a cluster's devices, with each size of micro-batch and piece."""
-    for sizes in _factorizations(cluster.num_devices, len(AXES)):
+    for sizes in factorizations(cluster.num_devices, len(AXES)):
         axes: dict[str, int] = dict(zip(AXES, sizes, strict=True))
         if any(axes[name] not in allowed for name, allowed in space.axes.items()):
             continue
@@ -246,11 +246,12 @@ def best_placement(
     return min(options, key=lambda scored: scored.step_s)
 
 
-def _factorizations(product: int, parts: int) -> Iterator[tuple[int, ...]]:
+def factorizations(product: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield each way to write a product as so many ordered factors."""
     if parts == 1:
         yield (product,)
         return
     for first in range(1, product + 1):
         if product % first == 0:
-            for rest in _factorizations(product // first, parts - 1):
+            for rest in factorizations(product // first, parts - 1):
                 yield (first, *rest)

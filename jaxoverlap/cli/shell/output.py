@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -118,3 +119,21 @@ def show_table(
 ) -> None:
     """Print a table."""
     say(f"{table(title, columns, rows, right=right)}\n")
+
+
+def write_pictures(
+    step: Any, html: Path | None, svg: Path | None, perfetto: Path | None, **beside: Any
+) -> None:
+    """Write the pictures of a simulated or measured step that are asked for.
+
+    Args:
+        step: the step.
+        html, svg, perfetto: the files; None: not asked for.
+        beside: what the page and the drawing show above it.
+    """
+    if html:
+        step.to_html(html, **beside)
+    if svg:
+        step.to_svg(svg, **beside)
+    if perfetto:
+        step.to_perfetto(perfetto)
