@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from scipy.optimize import brentq
 
+from benchmarks import frame
 from benchmarks.published.recipes import (
     FRONTIER,
     FRONTIER_STACK,
@@ -43,7 +44,7 @@ VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
 _HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs
 
 console = Console(width=160)
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = frame.app()
 
 
 # -- vTrain ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.markdown import markdown
+from benchmarks.frame import markdown
 from benchmarks.published.stacks import stack_of
 from jaxoverlap._util.text import table
 from jaxoverlap.cost.find import cost_model

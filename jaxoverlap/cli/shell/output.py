@@ -122,18 +122,18 @@ def show_table(
 
 
 def write_pictures(
-    step: Any, html: Path | None, svg: Path | None, perfetto: Path | None, **beside: Any
+    step: Any, html: Path | None, svg: Path | None, perfetto: Path | None, **options: Any
 ) -> None:
-    """Write the pictures of a simulated or measured step that are asked for.
+    """Write the requested pictures of a simulated or measured step.
 
     Args:
         step: the step.
-        html, svg, perfetto: the files; None: not asked for.
-        beside: what the page and the drawing show above it.
+        html, svg, perfetto: the files; None: not requested.
+        options: of `to_html` and `to_svg`, such as the step to show above it.
     """
     if html:
-        step.to_html(html, **beside)
+        step.to_html(html, **options)
     if svg:
-        step.to_svg(svg, **beside)
+        step.to_svg(svg, **options)
     if perfetto:
         step.to_perfetto(perfetto)
