@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy.sparse as sp
+from scipy.interpolate import NdBSpline
 from scipy.sparse.linalg import spsolve
 
 from jaxoverlap.cost.collective_tables import Collectives, Skew
@@ -150,21 +151,13 @@ def _base(rates: Rates, rows: MatmulRows) -> np.ndarray:
 
 def hats(rows: MatmulRows, knots: Sequence[Sequence[int]]) -> sp.csr_array:
     """Return the weights of the knots around each row, as `MatmulTable.seconds` has them."""
-    shape, dims = [len(k) for k in knots], (rows.m, rows.n, rows.k)
-    places = [_places(d, k) for d, k in zip(dims, knots, strict=True)]
-    index, weight = [], []
-    for corner in itertools.product((0, 1), repeat=3):
-        pairs = list(zip(places, corner, strict=True))
-        index.append(np.ravel_multi_index([low + up for (low, _), up in pairs], shape))
-        weight.append(math.prod([f if up else 1 - f for (_, f), up in pairs]))
-    at = (np.tile(np.arange(len(rows)), 8), np.concatenate(index))
-    return sp.csr_array((np.concatenate(weight), at), shape=(len(rows), math.prod(shape)))
-
-
-def _places(x: np.ndarray, knots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    at, grid = np.log(x), np.log(np.asarray(knots, float))
-    low = np.clip(np.searchsorted(grid, at, side="right") - 1, 0, len(grid) - 2)
-    return low, np.clip((at - grid[low]) / (grid[low + 1] - grid[low]), 0.0, 1.0)
+    grids = [np.log(np.asarray(grid, float)) for grid in knots]
+    dims = zip((rows.m, rows.n, rows.k), grids, strict=True)
+    points = np.column_stack([np.log(dim).clip(grid[0], grid[-1]) for dim, grid in dims])
+    splines = tuple(np.r_[grid[0], grid, grid[-1]] for grid in grids)
+    weights = NdBSpline.design_matrix(points, splines, 1)  # of degree one: linear between knots
+    weights.resize(len(rows), math.prod(map(len, knots)))  # it ends at the last knot that is used
+    return weights
 
 
 def _bends(knots: Sequence[Sequence[int]]) -> sp.csr_array:

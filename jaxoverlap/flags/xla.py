@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib import resources
 from typing import Literal
 
 import msgspec
+
+from jaxoverlap._util.files import packaged
 
 Kind = Literal["bool", "int", "text", "enum", "list", "map"]
 
@@ -109,7 +110,7 @@ def versions() -> dict[str, Asked]:
 
 def read(name: str) -> bytes:
     """Return the contents of a file of this package."""
-    return resources.files("jaxoverlap.flags").joinpath(name).read_bytes()
+    return packaged("jaxoverlap.flags", name)
 
 
 _all = msgspec.toml.decode(read("xla.toml"), type=dict[str, list[Flag]])

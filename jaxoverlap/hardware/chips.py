@@ -14,12 +14,9 @@ assumes. Where yours differ, say so:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any, get_type_hints
 
-import msgspec
+from jaxoverlap._util.files import converted, entries
 
 
 @dataclass(frozen=True)
@@ -95,18 +92,9 @@ class Chip:
     source: str
 
 
-def _read() -> Iterator[tuple[Chip, bool]]:
-    """Yield the chips of chips.toml, and whether XLA compiles for each without a GPU."""
-    text = resources.files("jaxoverlap.hardware").joinpath("chips.toml").read_bytes()
-    known: dict[str, dict[str, Any]] = {}
-    types = get_type_hints(Chip)
-    for given in msgspec.toml.decode(text, type=dict[str, list[dict[str, Any]]])["chip"]:
-        compiles, like = given.pop("compiles", True), given.pop("like", None)
-        known[given["name"]] = fields = {**(known[like] if like else {}), **given}
-        yield Chip(**{n: msgspec.convert(value, types[n]) for n, value in fields.items()}), compiles
-
-
-_all = list(_read())
+_all = entries("jaxoverlap.hardware", "chips.toml")
+_compiled = {name for name, fields in _all.items() if fields.pop("compiles", True)}
+_chips = {name: converted(Chip, {"name": name, **fields}) for name, fields in _all.items()}
 # CHIPS can be compiled for without a GPU; `parse_cluster` takes all of KNOWN.
-CHIPS = {chip.name: chip for chip, compiles in _all if compiles}
-KNOWN = CHIPS | {chip.name: chip for chip, _ in _all}
+CHIPS = {name: chip for name, chip in _chips.items() if name in _compiled}
+KNOWN = CHIPS | _chips

@@ -76,14 +76,10 @@ class Space:
     Attributes:
         axes: the sizes allowed of some axes; others may have any.
         overlap: whether rings and gathers ahead hide collectives, as `jaxoverlap.overlap` does.
-        sequence_parallel: whether tensor parallelism splits the sequence between matmuls.
-        interleave: whether a stage may have several pieces.
     """
 
     axes: Mapping[str, Collection[int]]
     overlap: bool = True
-    sequence_parallel: bool = True
-    interleave: bool = True
 
     def __post_init__(self) -> None:
         if unknown := set(self.axes) - set(AXES):
@@ -119,14 +115,14 @@ def _sized(
 ) -> Iterator[Configuration]:
     here = global_batch // (axes["data"] * axes["fsdp"] * axes["expert"])
     micro_batches = [b for b in range(1, here + 1) if here % b == 0 and b & (b - 1) == 0]
-    pieces = interleavings(model, axes["pipeline"]) if space.interleave else (1,)
+    pieces = interleavings(model, axes["pipeline"])
     for micro_batch, interleave in itertools.product(micro_batches, pieces):
         config = Configuration(
             **axes,
             micro_batch=micro_batch,
             interleave=interleave,
             recompute="none",
-            sequence_parallel=space.sequence_parallel and axes["model"] > 1,
+            sequence_parallel=axes["model"] > 1,
             overlap=space.overlap,
         )
         if not config.illegal(model, global_batch, stack):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import resources
 from typing import Any
 
 import msgspec
 
+from jaxoverlap._util.files import packaged
 from jaxoverlap.parallelism.model import Transformer
 
 
@@ -22,7 +22,7 @@ class _Family(msgspec.Struct, forbid_unknown_fields=True):
 
 def _read() -> Iterator[Transformer]:
     """Yield the models of models.toml, family by family."""
-    text = resources.files("jaxoverlap.parallelism.published").joinpath("models.toml").read_bytes()
+    text = packaged("jaxoverlap.parallelism.published", "models.toml")
     for family in msgspec.toml.decode(text, type=dict[str, list[_Family]])["family"]:
         for name, own in family.models.items():
             yield Transformer.from_fields({"name": name, **family.shared, **own})
