@@ -28,9 +28,8 @@ from jaxoverlap._util.text import human_bytes, table
 from jaxoverlap.calibrate import fit
 from jaxoverlap.cost import tables as measured
 from jaxoverlap.cost.collective_tables import LAUNCH_S
-from jaxoverlap.cost.contention import together_s
 from jaxoverlap.cost.find import cost_model
-from jaxoverlap.cost.groups import Group, Share
+from jaxoverlap.cost.groups import Group, Share, together_s
 from jaxoverlap.cost.interpolation import FitError
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import chips

@@ -28,6 +28,8 @@ from benchmarks.drawn import trainer
 from benchmarks.drawn.sketch import Sketch
 from benchmarks.drawn.step import Step
 from benchmarks.frame import (
+    Only,
+    Written,
     chosen,
     conclude,
     in_ms,
@@ -109,9 +111,9 @@ def _done(plan: jaxoverlap.Plan) -> dict[str, Any]:
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps, by name.")] = None,
+    only: Only = None,
     setting: Annotated[list[str] | None, typer.Option(help="Only these settings.")] = None,
-    out: Annotated[Path, typer.Option(help="Rows, as JSON lines.")] = Path("out/asked.jsonl"),
+    out: Written = Path("out/asked.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 where a setting is over 1% faster than the default."""
     names = chosen("only", only, steps())

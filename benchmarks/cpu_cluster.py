@@ -23,7 +23,7 @@ from rich.console import Console
 
 import jaxoverlap
 from benchmarks import frame
-from benchmarks.frame import Row, chosen, conclude, provenance, sheet, write_rows
+from benchmarks.frame import Row, Written, chosen, conclude, provenance, sheet, write_rows
 from benchmarks.trainers import TRAINERS
 from jaxoverlap.calibrate import calibrate, this_machine
 from jaxoverlap.cost.find import cost_model
@@ -40,9 +40,7 @@ app = frame.app()
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only these trainers.")] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/cpu_cluster.jsonl"
-    ),
+    out: Written = Path("out/cpu_cluster.jsonl"),
 ) -> None:
     """Calibrate, time and compare; exit 1 if a prediction is further off than it may be."""
     trainers = chosen("only", only, TRAINERS)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks import frame
 from benchmarks.children import in_child
-from benchmarks.frame import Row, conclude, sheet, write_rows
+from benchmarks.frame import Row, Written, conclude, sheet, write_rows
 from benchmarks.jax_versions import environment
 
 console = Console(width=160)
@@ -31,9 +31,7 @@ def main(
     versions: Annotated[
         list[str] | None, typer.Option("--jax", help="A jax version; default: the installed one.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/flags.jsonl"
-    ),
+    out: Written = Path("out/flags.jsonl"),
 ) -> None:
     """Compile and check; exit 1 if an option is refused or a dead flag is not found."""
     rows = []

@@ -19,6 +19,10 @@ from rich.table import Table
 Row = dict[str, Any]
 Out = Annotated[Path, typer.Option(help="Add rows to this file.")]
 MaybeOut = Annotated[Path | None, typer.Option(help="Add rows to this file.")]
+Written = Annotated[Path, typer.Option("--out", help="Where rows go, as JSON lines.")]
+Only = Annotated[list[str] | None, typer.Option(help="Only these steps, by name.")]
+OnlyRows = Annotated[list[str] | None, typer.Option(help="Only these rows.")]
+AtOnce = Annotated[int, typer.Option(min=1, help="Compiles at a time.")]
 Shown = Annotated[
     Path | None, typer.Option("--table", help="Print the rows of a file, and make none.")
 ]

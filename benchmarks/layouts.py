@@ -14,19 +14,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import typer
 from rich.console import Console
 from rich.table import Table
 
 import jaxoverlap
 from benchmarks import frame, plain_gpt
 from benchmarks.children import import_first, in_fork
-from benchmarks.frame import Row, chosen, conclude, provenance, sheet, write_rows
+from benchmarks.frame import Only, Row, Written, chosen, conclude, provenance, sheet, write_rows
 from benchmarks.pods.child import seconds
 from benchmarks.pods.suite import STEPS, Step
 from jaxoverlap.hardware.pods import compiler_options
@@ -126,10 +125,8 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, pin: plain_gpt.Pin, *_:
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/layouts.jsonl"
-    ),
+    only: Only = None,
+    out: Written = Path("out/layouts.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a step with a searched layout is too slow."""
     import_first(["benchmarks.pods.child"])

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks import frame
 from benchmarks.children import import_first, in_fork
-from benchmarks.frame import chosen, conclude, in_ms, rows_in, sheet, write_rows
+from benchmarks.frame import Only, Written, chosen, conclude, in_ms, rows_in, sheet, write_rows
 from benchmarks.pods.child import measure
 from benchmarks.pods.suite import SCHEDULED, STEPS, Step
 from jaxoverlap.cost.find import cost_or_facts
@@ -154,13 +154,11 @@ def measured(name: str, axes: dict[str, int]) -> dict[str, Any]:
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps, by name.")] = None,
+    only: Only = None,
     dry: Annotated[bool, typer.Option("--dry", help="Print the form's lists; compile no step.")] = (
         False
     ),
-    out: Annotated[Path, typer.Option(help="Rows, as JSON lines; others there stay.")] = Path(
-        "out/order.jsonl"
-    ),
+    out: Written = Path("out/order.jsonl"),
 ) -> None:
     """Rank, compile the first three and compare."""
     lists = {name: ranked(STEPS[name])[:TOP] for name in chosen("only", only, STEPS)}

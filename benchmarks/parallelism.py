@@ -31,14 +31,13 @@ from jaxoverlap.cost.find import cost_model, cost_or_facts
 from jaxoverlap.cost.model import CostModel
 from jaxoverlap.hardware.cluster import Link, parse_cluster
 from jaxoverlap.parallelism.configuration import Configuration, Recompute
-from jaxoverlap.parallelism.iteration_time import IterationTime
+from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
 from jaxoverlap.parallelism.memory import memory
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import place
 from jaxoverlap.parallelism.published.models import named_model
 from jaxoverlap.parallelism.search import RECOMPUTES, Space, best_placement, search, splits
 from jaxoverlap.parallelism.stack import JAX, MEGATRON, Stack
-from jaxoverlap.parallelism.terms import StepTerms
 
 VTRAIN = Path("../shared/data/vtrain_multi_node.csv")
 _HDR = Link("4 HDR NICs a host", 12.5e9, 18e-6)  # vTrain's cluster: 800 Gb/s for eight GPUs

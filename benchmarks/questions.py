@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import frame
-from benchmarks.frame import chosen
+from benchmarks.frame import AtOnce, OnlyRows, Written, chosen
 from benchmarks.pods.__main__ import compile_all
 from benchmarks.pods.questions import ASKED_ROWS, MESH_STEPS, QUESTIONS, mesh_name, named
 from benchmarks.pods.rows import Row, unfinished
@@ -48,11 +48,9 @@ class Answer(NamedTuple):
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Questions whose names have this.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Only these rows.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
-    out: Annotated[
-        Path, typer.Option(help="Where rows go, as JSON lines; others there stay.")
-    ] = Path("out/questions.jsonl"),
+    row: OnlyRows = None,
+    jobs: AtOnce = 2,
+    out: Written = Path("out/questions.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a user loses by using the library."""
     names = [name for name in QUESTIONS if not only or any(o in name for o in only)]

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks import frame
 from benchmarks.children import in_child
-from benchmarks.frame import Row, chosen, commit, conclude, sheet, write_rows
+from benchmarks.frame import Row, Written, chosen, commit, conclude, sheet, write_rows
 from benchmarks.pod_step import COVERAGE_COLUMNS, compile_step, coverage_cells
 
 TRAINERS = ("gpt", "moe", "vit", "long_context")  # modules of models/
@@ -43,9 +43,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Of training; 0 leaves it out.")] = 100,
     pods: Annotated[bool, typer.Option(help="Compile for pods.")] = True,
     audits: Annotated[bool, typer.Option(help="Print every audit whole.")] = False,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/trainers.jsonl"
-    ),
+    out: Written = Path("out/trainers.jsonl"),
 ) -> None:
     """Train and compile, plain and overlapped; exit 1 if losses part or something fails."""
     rows = []

@@ -20,7 +20,17 @@ from rich.console import Console
 
 import jaxoverlap
 from benchmarks import frame
-from benchmarks.frame import Row, chosen, conclude, provenance, read_rows, sheet, write_rows
+from benchmarks.frame import (
+    Only,
+    Row,
+    Written,
+    chosen,
+    conclude,
+    provenance,
+    read_rows,
+    sheet,
+    write_rows,
+)
 from benchmarks.pods.rows import best_preset, known, of_step
 from benchmarks.pods.suite import PLAIN, SCHEDULED, STEPS, Step
 
@@ -36,14 +46,12 @@ app = frame.app()
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
+    only: Only = None,
     budget: Annotated[float, typer.Option(help="Seconds for each, as in jaxoverlap.tune.")] = 150.0,
     against: Annotated[Path, typer.Option(help="Rows of benchmarks/pods.")] = Path(
         "benchmarks/results/pods.jsonl"
     ),
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/tuned.jsonl"
-    ),
+    out: Written = Path("out/tuned.jsonl"),
 ) -> None:
     """Tune and compare; exit 1 if tuned plans gain too little, or lose anywhere."""
     suite = read_rows(against)

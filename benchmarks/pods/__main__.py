@@ -21,7 +21,17 @@ from rich.console import Console
 
 from benchmarks import frame
 from benchmarks.children import Job, compiled_at_once, import_first, with_kernels
-from benchmarks.frame import Row, chosen, conclude, read_rows, write_rows
+from benchmarks.frame import (
+    AtOnce,
+    Only,
+    OnlyRows,
+    Row,
+    Written,
+    chosen,
+    conclude,
+    read_rows,
+    write_rows,
+)
 from benchmarks.pods.child import measured
 from benchmarks.pods.rows import refused, table, verdicts
 from benchmarks.pods.suite import ALL, BY_PROCESS, STEPS, Step
@@ -50,15 +60,13 @@ app = frame.app()
 
 @app.command()
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only these steps.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Only these rows.")] = None,
+    only: Only = None,
+    row: OnlyRows = None,
     layout: Annotated[
         Layout, typer.Option(help="A process on each host, or for each GPU.")
     ] = Layout.HOST,
-    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/pods.jsonl"
-    ),
+    jobs: AtOnce = 2,
+    out: Written = Path("out/pods.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if an overlapped step falls short, or a compile fails."""
     names = chosen("only", only, STEPS)

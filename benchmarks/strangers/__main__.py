@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from benchmarks import frame
-from benchmarks.frame import add_rows, commit, conclude, sheet, write_rows
+from benchmarks.frame import Written, add_rows, commit, conclude, sheet, write_rows
 from benchmarks.strangers.cases import CASES
 from benchmarks.strangers.environments import environment
 from benchmarks.strangers.rows import (
@@ -50,9 +50,7 @@ def main(
         typer.Option("--what", help=f"Only these runs: {', '.join((*WHAT, *BY_RULES))}."),
     ] = None,
     jax: Annotated[str, typer.Option(help="The jax version to try them on.")] = "0.12.0.1",
-    out: Annotated[Path, typer.Option(help="Where rows go, as JSON lines.")] = Path(
-        "out/strangers.jsonl"
-    ),
+    out: Written = Path("out/strangers.jsonl"),
     table: Annotated[Path | None, typer.Option(help="Where the table goes, as Markdown.")] = None,
 ) -> None:
     """Run, compare, print; exit 1 if a step failed or differs."""

@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks import frame
 from benchmarks.drawn.measure import measure_all
 from benchmarks.drawn.rows import OVERLAPPED, PLAIN, Compared
-from benchmarks.frame import Row, chosen, conclude, sheet
+from benchmarks.frame import AtOnce, OnlyRows, Row, Written, chosen, conclude, sheet
 from benchmarks.pods.rows import MAX_MEMORY_RATIO, unfinished
 from benchmarks.strangers.pod_steps import POD_STEPS
 
@@ -44,11 +44,9 @@ app = frame.app()
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Steps whose names have this.")] = None,
-    row: Annotated[list[str] | None, typer.Option(help="Only these rows.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 2,
-    out: Annotated[
-        Path, typer.Option(help="Where rows go, as JSON lines; others there stay.")
-    ] = Path("out/strangers_pods.jsonl"),
+    row: OnlyRows = None,
+    jobs: AtOnce = 2,
+    out: Written = Path("out/strangers_pods.jsonl"),
 ) -> None:
     """Compile and simulate; exit 1 if a step misses its aim, or a compile fails."""
     steps = {n: s for n, s in POD_STEPS.items() if not only or any(o in n for o in only)}

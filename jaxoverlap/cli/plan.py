@@ -49,8 +49,8 @@ def show(
         typer.Option(
             "--as",
             help="options: XLA's, as JSON. xla-flags: these as a line for XLA_FLAGS. csv: the "
-            "channels, as a file for NCCL's example tuner plugin. NCCL's variables and, but for "
-            f"env, XLA_FLAGS: {ENVIRONMENT_HELP}",
+            "channels, as a file for NCCL's example tuner plugin. Others: NCCL's variables, and "
+            f"XLA_FLAGS too but for env. {ENVIRONMENT_HELP}",
         ),
     ] = None,
     json: Json = False,

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 
 from jaxoverlap.hardware.cluster import Cluster
 from jaxoverlap.parallelism.configuration import AXES, Configuration, Recompute
-from jaxoverlap.parallelism.iteration_time import IterationTime
+from jaxoverlap.parallelism.iteration_time import IterationTime, StepTerms
 from jaxoverlap.parallelism.memory import Memory, StageParams, peak, state_bytes
 from jaxoverlap.parallelism.model import Transformer
 from jaxoverlap.parallelism.placement import Placement, densest, place, placements
 from jaxoverlap.parallelism.stack import Stack
-from jaxoverlap.parallelism.terms import StepTerms
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
 _LIGHTER = 2  # chunks that may have a layer fewer where stages interleave: the first and the last
