@@ -16,25 +16,6 @@ from jaxoverlap._util.files import packaged
 
 Kind = Literal["bool", "int", "text", "enum", "list", "map"]
 
-# XLA_FLAGS want other names for the values of enums than compiler options do: the latter are keys.
-_SHORT: Mapping[str, Mapping[str, str]] = {
-    "": {},
-    "memory": {
-        "COLLECTIVES_PRIVATE_MEMORY": "private",
-        "COLLECTIVES_PEER_MEMORY": "peer",
-        "COLLECTIVES_SYMMETRIC_MEMORY": "symmetric",
-    },
-    "pipelining": {
-        "COLLECTIVE_PIPELINING_MODE_DEFAULT": "default",
-        "COLLECTIVE_PIPELINING_MODE_OFF": "off",
-        "COLLECTIVE_PIPELINING_MODE_ON": "on",
-    },
-    "unrolling": {  # the same
-        f"WHILE_LOOP_UNROLLING_{v}": f"WHILE_LOOP_UNROLLING_{v}"
-        for v in ("NO_UNROLL", "DOUBLE_BUFFER", "FULL_UNROLL", "AUTO_UNROLL")
-    },
-}
-
 
 class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An XLA flag, with its meaning and its default in each tested jaxlib.
@@ -55,7 +36,7 @@ class Flag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def short(self) -> Mapping[str, str]:
         """Map an enum's values from the form of compiler options to that of XLA_FLAGS."""
-        return _SHORT[self.enum]
+        return _all.values.get(self.enum, {})
 
     @property
     def defaults(self) -> Mapping[str, str]:
@@ -113,8 +94,15 @@ def read(name: str) -> bytes:
     return packaged("jaxoverlap.flags", name)
 
 
-_all = msgspec.toml.decode(read("xla.toml"), type=dict[str, list[Flag]])
-FLAGS: Mapping[str, Flag] = {f.name: f for f in _all["flag"]}
+class _Described(msgspec.Struct, forbid_unknown_fields=True):
+    """The contents of xla.toml."""
+
+    flag: list[Flag]
+    values: dict[str, dict[str, str]]
+
+
+_all = msgspec.toml.decode(read("xla.toml"), type=_Described)
+FLAGS: Mapping[str, Flag] = {f.name: f for f in _all.flag}
 
 
 # -- flags of the past ----------------------------------------------------------------------------
@@ -139,5 +127,5 @@ class Dead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((v for v, a in reversed(versions().items()) if self.name in a.dead), "")
 
 
-_all = msgspec.toml.decode(read("dead.toml"), type=dict[str, list[Dead]])
-DEAD: Mapping[str, Dead] = {d.name: d for d in _all["flag"]}
+_dead = msgspec.toml.decode(read("dead.toml"), type=dict[str, list[Dead]])
+DEAD: Mapping[str, Dead] = {d.name: d for d in _dead["flag"]}
